@@ -1,0 +1,1 @@
+"""Meshwright: plain PyTorch in; the best distributed plan out: predicted, explained, applied, trained."""

@@ -1,0 +1,74 @@
+"""The errors a user of Meshwright can meet: one paragraph that says what, expected, got, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class MeshwrightError(Exception):
+    """Base of every error Meshwright raises on purpose.
+
+    Args:
+        what: What went wrong, one sentence without a full stop.
+        expected: What would have been right.
+        got: What was found instead.
+        fix: What the user can do about it.
+    """
+
+    def __init__(self, what: str, *, expected: str = "", got: str = "", fix: str = "") -> None:
+        self.what, self.expected, self.got, self.fix = what, expected, got, fix
+        super().__init__(self._paragraph())
+
+    def _paragraph(self) -> str:
+        parts = [self.what]
+        parts += [f"Expected {self.expected}"] if self.expected else []
+        parts += [f"Got {self.got}"] if self.got else []
+        parts += [f"What to do: {self.fix}"] if self.fix else []
+        return " ".join(part if part.endswith((".", "?", "!")) else part + "." for part in parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors travel between ranks; the default would call __init__ with the finished paragraph only.
+        return _rebuild, (type(self), self.what, self.expected, self.got, self.fix)
+
+
+def _rebuild(kind: type[MeshwrightError], what: str, expected: str, got: str, fix: str) -> MeshwrightError:
+    return kind(what, expected=expected, got=got, fix=fix)
+
+
+class LaunchError(MeshwrightError, RuntimeError):
+    """Processes, environment variables, devices or meshes that do not fit together."""
+
+
+class StrategyError(MeshwrightError, ValueError):
+    """A strategy that cannot be read, or methods in it that do not fit together."""
+
+
+class ModelError(MeshwrightError, ValueError):
+    """A model that a method cannot work on."""
+
+
+class DataError(MeshwrightError, ValueError):
+    """A dataset, a batch or data files that cannot be used."""
+
+
+class ConfigError(MeshwrightError, ValueError):
+    """A configuration file or argument that is not valid."""
+
+
+class CheckpointError(MeshwrightError, RuntimeError):
+    """A checkpoint that is absent, incomplete, damaged or of another model."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns ``" (did you mean 'x'?)"`` for the closest of ``known``, or ``""`` when nothing is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def join_names(names: Iterable[str], limit: int = 12) -> str:
+    """Lists names for an error message, shortened to ``limit`` entries; ``"none"`` when there are none."""
+    every = list(names)
+    shown = ", ".join(every[:limit]) + (f", … ({len(every)} in all)" if len(every) > limit else "")
+    return shown or "none"

@@ -1,0 +1,45 @@
+"""Ground floor: processes, mesh, seeds, device. Knows nothing of models."""
+
+from meshwright.runtime.agreement import check_equal, gather_objects, same_on_every_rank
+from meshwright.runtime.device import memory_limit_bytes, peak_memory_bytes, synchronize_device
+from meshwright.runtime.mesh import AXES, Axes, axis_groups, build_mesh, check_axes, fit_axes, rank_grid
+from meshwright.runtime.processes import (
+    Settings,
+    init_distributed,
+    print_rank,
+    rank,
+    settings,
+    shutdown_distributed,
+    sum_loss,
+    synchronize,
+    world_size,
+)
+from meshwright.runtime.seeds import preserved_rng, seed_everything, seed_replica
+
+__all__ = [
+    "AXES",
+    "Axes",
+    "Settings",
+    "axis_groups",
+    "build_mesh",
+    "check_axes",
+    "check_equal",
+    "fit_axes",
+    "gather_objects",
+    "init_distributed",
+    "memory_limit_bytes",
+    "peak_memory_bytes",
+    "preserved_rng",
+    "print_rank",
+    "rank",
+    "rank_grid",
+    "same_on_every_rank",
+    "seed_everything",
+    "seed_replica",
+    "settings",
+    "shutdown_distributed",
+    "sum_loss",
+    "synchronize",
+    "synchronize_device",
+    "world_size",
+]

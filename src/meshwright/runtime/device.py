@@ -1,0 +1,59 @@
+"""The device a rank computes on, and what it holds."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+
+import torch
+
+from meshwright.errors import LaunchError
+
+
+def choose_device(backend: str | None, local_rank: int) -> torch.device:
+    """Chooses this rank's device: CUDA where there is one, the CPU otherwise or when ``backend`` is ``"gloo"``.
+
+    Raises:
+        LaunchError: When more local ranks than CUDA devices were started.
+    """
+    if backend == "gloo" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"Local rank {local_rank} has no CUDA device of its own",
+            expected=f"at most {torch.cuda.device_count()} processes on this machine",
+            got=f"local rank {local_rank}",
+            fix="start fewer processes, or train on the CPU with init_distributed(backend='gloo')",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def memory_limit_bytes(device: torch.device, local_world_size: int) -> int:
+    """Bytes one rank may plan with: the CUDA device's memory less a tenth, or its share of the free host memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory * 0.9)
+    return _available_host_bytes() // max(local_world_size, 1)
+
+
+def _available_host_bytes() -> int:
+    try:
+        with open("/proc/meminfo") as meminfo:
+            fields = dict(line.split(":", 1) for line in meminfo)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):  # not Linux: all of the memory is the best that can be said
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak bytes so far: what the CUDA allocator handed out, or the resident size of the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def synchronize_device(device: torch.device) -> None:
+    """Waits for the work queued on ``device``; returns at once on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,123 @@
+"""The process grid: which ranks stand together along which named axis.
+
+Axes are listed innermost first, as in ATorch's ``parallel_mode``: ``[("tensor", 4), ("pipeline", 2), ("data", 2)]``
+puts ranks 0-3 into one tensor group. The DeviceMesh holds the same grid with its axes in one fixed order, outermost
+first, so that any sub-mesh (data, zero) can be sliced from it whatever order the user wrote.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.errors import LaunchError, StrategyError, did_you_mean
+
+AXES = ("pipeline", "data", "zero", "sequence", "tensor")
+"""Every axis a mesh can have, in DeviceMesh order (outermost first)."""
+
+Axes = tuple[tuple[str, int], ...]
+
+
+def check_axes(axes: Sequence[tuple[str, int]]) -> None:
+    """Refuses unknown or repeated axis names and sizes below one.
+
+    Raises:
+        StrategyError: Naming the axis.
+    """
+    for name, size in axes:
+        if name not in AXES:
+            raise StrategyError(
+                f"Unknown mesh axis {name!r}{did_you_mean(name, AXES)}", expected=f"one of {', '.join(AXES)}"
+            )
+        if size < 1:
+            raise StrategyError(f"Mesh axis {name!r} has an impossible size", expected="1 or more", got=str(size))
+    names = [name for name, _ in axes]
+    if len(set(names)) != len(names):
+        raise StrategyError("A mesh axis is listed twice", expected="every axis once", got=", ".join(names))
+
+
+def fit_axes(axes: Sequence[tuple[str, int]], world: int, *, adjustable: bool = True) -> Axes:
+    """Fits axis sizes to a world: the size of ``data`` is adjusted until the product is ``world`` (ATorch's rule).
+
+    Args:
+        axes: ``(name, size)``, innermost first. Empty means data parallelism over the world.
+        world: Number of ranks.
+        adjustable: False keeps the sizes as they are (a rank order was given for exactly these).
+
+    Raises:
+        StrategyError: When no size of ``data`` makes the product equal to ``world``.
+    """
+    if not axes:
+        return (("data", world),)
+    check_axes(axes)
+    product = math.prod(size for _, size in axes)
+    rest = product // dict(axes).get("data", 1)
+    if product == world:
+        return tuple(axes)
+    if "data" in dict(axes) and adjustable and world % rest == 0:
+        return tuple((name, world // rest if name == "data" else size) for name, size in axes)
+    raise StrategyError(
+        "The mesh does not fit the number of ranks",
+        expected=f"axis sizes that multiply to {world}",
+        got=" x ".join(f"{name} {size}" for name, size in axes) + f" = {product}",
+        fix=f"start a multiple of {rest} processes, or change the sizes"
+        + ("" if "data" in dict(axes) else "; a 'data' axis is resized automatically when there is one"),
+    )
+
+
+def rank_grid(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None = None) -> np.ndarray:
+    """The grid of ranks, one dimension per axis in the order listed.
+
+    Args:
+        axes: ``(name, size)``, innermost first.
+        rank_order: Which rank stands at each position of the sequential order; None means rank = position.
+
+    Returns:
+        Integer array of shape ``(size_0, size_1, …)``.
+
+    Raises:
+        StrategyError: When ``rank_order`` is not a permutation of the ranks.
+    """
+    world = math.prod(size for _, size in axes)
+    order = list(range(world)) if rank_order is None else list(rank_order)
+    if sorted(order) != list(range(world)):
+        raise StrategyError(
+            "The rank order does not name every rank once", expected=f"a permutation of 0..{world - 1}", got=str(order)
+        )
+    return np.asarray(order).reshape([size for _, size in reversed(axes)]).transpose()
+
+
+def axis_groups(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None = None) -> dict[str, list[list[int]]]:
+    """The groups of ranks along every axis: the lists that ATorch's documentation prints for its examples."""
+    grid = rank_grid(axes, rank_order)
+    groups = {}
+    for dim, (name, size) in enumerate(axes):
+        # Groups in the order of the outer ranks: the other dimensions, innermost varying fastest.
+        others = np.moveaxis(grid, dim, 0).reshape(size, -1, order="F")
+        groups[name] = [column.tolist() for column in others.T]
+    return groups
+
+
+def build_mesh(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None, device_type: str) -> DeviceMesh:
+    """Creates the DeviceMesh and its process groups; every rank must call it.
+
+    Args:
+        axes: ``(name, size)``, innermost first; sizes multiply to the world.
+        rank_order: See :func:`rank_grid`.
+        device_type: ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        LaunchError: When the sizes do not multiply to the world.
+    """
+    world = torch.distributed.get_world_size()
+    grid = rank_grid(axes, rank_order)
+    if grid.size != world:
+        raise LaunchError("The mesh does not cover the world", expected=f"{world} ranks", got=f"{grid.size} ranks")
+    names = [name for name, _ in axes]
+    outermost_first = sorted(range(len(names)), key=lambda dim: AXES.index(names[dim]))
+    ranks = torch.from_numpy(np.ascontiguousarray(grid.transpose(outermost_first)))
+    return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names[dim] for dim in outermost_first))

@@ -1,0 +1,181 @@
+"""Processes: how one, two or ten thousand of them find each other, and what each knows of itself."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import LaunchError
+from meshwright.runtime.device import choose_device, synchronize_device
+from meshwright.runtime.seeds import seed_everything
+
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``init_distributed`` was asked for, for the parts of Meshwright that need it later."""
+
+    seed: int
+    zero_level: int
+    num_micro_batches: int | None
+    device: torch.device
+    local_world_size: int
+
+
+_settings: Settings | None = None
+
+
+def init_distributed(
+    seed: int = 0,
+    zero_level: int = 3,
+    pipe_size: int = 1,
+    tp_size: int = 1,
+    num_micro_batches: int | None = None,
+    backend: str | None = None,
+    timeout_s: float = 1800.0,
+) -> None:
+    """Makes this process one rank of the world: from nothing (a world of one), torchrun or torch.distributed.launch.
+
+    Seeds all generators alike on every rank, so that models made next are equal. cuDNN, thread counts and CPU
+    affinity are left alone. A second call with the same arguments does nothing; a process group that already exists
+    is adopted.
+
+    Args:
+        seed: Seed of the run.
+        zero_level: ZeRO level (1, 2 or 3) of a ``zero`` mesh axis for which a strategy names no method.
+        pipe_size: Pipeline stages; only 1 in this version.
+        tp_size: Tensor-parallel ranks; only 1 in this version.
+        num_micro_batches: Default of ``accelerate(num_micro_batches=)``; None means 1.
+        backend: torch.distributed backend; None means NCCL with CUDA and gloo without. ``"gloo"`` trains on the CPU.
+        timeout_s: Seconds a collective may take before its rank gives up.
+
+    Raises:
+        LaunchError: When arguments, environment and devices do not fit together.
+    """
+    global _settings
+    _check_arguments(zero_level, pipe_size, tp_size, num_micro_batches, timeout_s)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = choose_device(backend, local_rank)
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    wanted = Settings(seed, zero_level, num_micro_batches, device, local_world_size)
+    if _settings is not None and dist.is_initialized():
+        if _settings != wanted:
+            raise LaunchError(
+                "init_distributed was called twice with different arguments",
+                expected=str(_settings),
+                got=str(wanted),
+                fix="call it once, at the start, or shutdown_distributed() before calling it again",
+            )
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        _join_world(backend, device, timeout_s)
+    _settings = wanted
+    seed_everything(seed)
+
+
+def _check_arguments(
+    zero_level: int, pipe_size: int, tp_size: int, num_micro_batches: int | None, timeout_s: float
+) -> None:
+    if zero_level not in (1, 2, 3):
+        raise LaunchError("zero_level is not a ZeRO level", expected="1, 2 or 3", got=repr(zero_level))
+    for name, size in (("pipe_size", pipe_size), ("tp_size", tp_size)):
+        if size != 1:
+            raise LaunchError(
+                f"{name} asks for model parallelism, which this version of Meshwright does not have",
+                expected="1",
+                got=repr(size),
+                fix=f"leave {name} at 1; shard with the methods zero1, zero2 or fsdp instead",
+            )
+    if num_micro_batches is not None and num_micro_batches < 1:
+        raise LaunchError("num_micro_batches is not a count", expected="1 or more", got=repr(num_micro_batches))
+    if timeout_s <= 0:
+        raise LaunchError("timeout_s is not a duration", expected="seconds above 0", got=repr(timeout_s))
+
+
+def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> None:
+    # Both kinds of tensor can be reduced on a CUDA machine: losses and error reports live on the host.
+    backend = backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    options: dict[str, Any] = {"backend": backend, "timeout": timedelta(seconds=timeout_s)}
+    present = [name for name in _ENVIRONMENT if name in os.environ]
+    # MASTER_ADDR and MASTER_PORT alone are often left exported in a shell: they do not make a world.
+    if "RANK" not in present and "WORLD_SIZE" not in present:
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
+        return
+    missing = [name for name in _ENVIRONMENT if name not in present]
+    if missing:
+        raise LaunchError(
+            "The environment describes only half of a distributed world",
+            expected=f"all of {', '.join(_ENVIRONMENT)}, as torchrun sets them, or none of them for one process",
+            got=f"{', '.join(present)} without {', '.join(missing)}",
+            fix="start the program with torchrun, or unset these variables",
+        )
+    dist.init_process_group(init_method="env://", **options)
+
+
+def settings() -> Settings:
+    """What ``init_distributed`` was asked for; calls it with its defaults if nobody has."""
+    if _settings is None or not dist.is_initialized():
+        init_distributed()
+    assert _settings is not None
+    return _settings
+
+
+def shutdown_distributed() -> None:
+    """Leaves the world: waits for the other ranks, then destroys the process group. Harmless when there is none."""
+    global _settings
+    if dist.is_initialized():
+        synchronize()
+        dist.destroy_process_group()
+    _settings = None
+
+
+def rank() -> int:
+    """This process's rank; 0 before ``init_distributed``."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Number of ranks; 1 before ``init_distributed``."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def print_rank(*values: Any, rank: int = 0, **print_options: Any) -> None:
+    """Prints on one rank only; takes what ``print`` takes."""
+    if (dist.get_rank() if dist.is_initialized() else 0) == rank:
+        print(*values, **print_options)
+
+
+def synchronize() -> None:
+    """Waits until every rank has arrived here and finished the work queued on its device."""
+    if not dist.is_initialized():
+        return
+    device = _settings.device if _settings is not None else torch.device("cpu")
+    synchronize_device(device)
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+    synchronize_device(device)
+
+
+def sum_loss(loss: torch.Tensor) -> torch.Tensor:
+    """Mean of a per-rank loss over all ranks, for logs.
+
+    The name is BMTrain's, and so is the meaning: BMTrain averages here too, whatever the name says.
+
+    Args:
+        loss: Tensor of any shape, the same on every rank.
+
+    Returns:
+        A new tensor of that shape without gradient, equal on every rank.
+    """
+    mean = loss.detach().clone()
+    if world_size() > 1:
+        dist.all_reduce(mean)
+        mean /= world_size()
+    return mean

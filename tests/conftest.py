@@ -1,0 +1,25 @@
+"""Fixtures: pools of living gloo workers, shared by every test across ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+from tests.pool import Pool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Pool]]:
+    """``ranks(n).run(function, …)`` runs a module-level function on n gloo ranks."""
+    pools: dict[int, Pool] = {}
+
+    def pool(size: int) -> Pool:
+        return pools.setdefault(size, Pool(size))
+
+    yield pool
+    for each in pools.values():
+        each.stop()

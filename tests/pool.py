@@ -1,0 +1,111 @@
+"""Living worker processes for tests across ranks: torch is imported once, not once per test."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_CALL_TIMEOUT_S = 180.0
+_STRAGGLER_TIMEOUT_S = 20.0  # how long the others may go on after one rank has failed
+
+
+class RemoteFailure(AssertionError):
+    """A worker raised: carries its traceback."""
+
+
+class Pool:
+    """``size`` gloo ranks that stay alive between calls; rebuilt after a call that hung."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._workers: list[multiprocessing.process.BaseProcess] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Runs a module-level function on every rank; returns one result per rank, in rank order."""
+        if not self._workers:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        answers = self._collect()
+        errors = [(rank, answer[1]) for rank, answer in enumerate(answers) if answer and not answer[0]]
+        silent = [rank for rank, answer in enumerate(answers) if answer is None]
+        if silent:
+            self.stop()
+        if errors:
+            raise RemoteFailure(f"rank {errors[0][0]} of {self.size} failed:\n{errors[0][1]}")
+        if silent:
+            raise RemoteFailure(f"ranks {silent} of {self.size} did not answer")
+        return [answer[1] for answer in answers if answer]
+
+    def _collect(self) -> list[tuple[bool, Any] | None]:
+        answers: list[tuple[bool, Any] | None] = [None] * self.size
+        deadline = time.monotonic() + _CALL_TIMEOUT_S
+        while None in answers and time.monotonic() < deadline:
+            waiting = [pipe for pipe, answer in zip(self._pipes, answers, strict=True) if answer is None]
+            for pipe in wait(waiting, timeout=1.0):
+                rank = self._pipes.index(pipe)
+                try:
+                    answers[rank] = pipe.recv()
+                except EOFError:
+                    answers[rank] = (False, "the process died")
+                if not answers[rank][0]:
+                    deadline = min(deadline, time.monotonic() + _STRAGGLER_TIMEOUT_S)
+        return answers
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.preload"])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            worker = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)
+            worker.start()
+            theirs.close()
+            self._workers.append(worker)
+            self._pipes.append(ours)
+
+    def stop(self) -> None:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.close()
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+        self._workers, self._pipes = [], []
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )  # fmt: skip
+    import torch
+
+    import meshwright.runtime as runtime
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            runtime.init_distributed(backend="gloo", timeout_s=120.0)
+            runtime.seed_everything(0)
+            result = function(*args, **kwargs)
+            torch.distributed.barrier()
+            pipe.send((True, result))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        gc.collect()
