@@ -66,7 +66,10 @@ def check_equal(what: str, value: str, fix: str) -> None:
         if other != every[0]:
             raise _agreed(
                 LaunchError(
-                    f"{what} differs between ranks", expected=f"{every[0]} (rank 0)", got=f"{other} (rank {index})", fix=fix
+                    f"{what} differs between ranks",
+                    expected=f"{every[0]} (rank 0)",
+                    got=f"{other} (rank {index})",
+                    fix=fix,
                 )
             )
 

@@ -1,0 +1,109 @@
+"""The norm of all gradients, and clipping by it, over any mix of plain and sharded parameters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from meshwright.errors import ModelError
+
+# Which shards a gradient is made of: its mesh and the mesh dims that split it; None for a plain tensor.
+_Layout = tuple[DeviceMesh, tuple[int, ...]] | None
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor: the local shard of a DTensor, a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """The norm of many tensors as if they were one vector, in fp32 and without waiting for the device.
+
+    Local shards are summed first, so a world of any size costs one all-reduce of one number per mesh axis that shards.
+    torch's own ``clip_grad_norm_`` fails when parameters live on different meshes, and runs DTensor operations for each.
+
+    Args:
+        tensors: Plain tensors (equal on all ranks) and DTensors (sharded or replicated).
+        norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
+
+    Returns:
+        0-dim fp32 tensor, equal on every rank.
+
+    Raises:
+        ModelError: When a tensor is an unreduced partial sum.
+    """
+    by_layout: dict[_Layout, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_layout[_layout(tensor)].append(local_tensor(tensor))
+    norms = [_reduced(layout, parts, norm_type) for layout, parts in by_layout.items()]
+    if not norms:
+        return torch.zeros(())
+    every = torch.stack(norms)
+    return every.max() if norm_type == float("inf") else every.sum().pow(1.0 / norm_type)
+
+
+def _layout(tensor: torch.Tensor) -> _Layout:
+    if not isinstance(tensor, DTensor):
+        return None
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ModelError(
+            "A gradient is an unreduced partial sum",
+            expected="gradients that are sharded or replicated",
+            got=str(tensor.placements),
+            fix="finish the backward pass (with gradient synchronisation) before taking the norm",
+        )
+    split = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
+    return tensor.device_mesh, tuple(split)
+
+
+def _reduced(layout: _Layout, parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The sum of |x|^p over all parts on all ranks that hold one (the maximum for the infinity norm)."""
+    device = parts[0].device
+    parts = [part for part in parts if part.numel() > 0]  # a shard can be empty; its maximum does not exist
+    infinite = norm_type == float("inf")
+    partial = torch.zeros((), device=device)
+    if parts:
+        norms = torch.stack(torch._foreach_norm(parts, norm_type, dtype=torch.float32))
+        partial = norms.max() if infinite else norms.pow(norm_type).sum()
+    if layout is not None:
+        mesh, split_dims = layout
+        for dim in split_dims:
+            dist.all_reduce(partial, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+    return partial
+
+
+def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scales all gradients so that their norm is at most ``max_norm``; collective over the axes that shard them.
+
+    Args:
+        parameters: Parameters, plain or DTensor; those without a gradient are passed over.
+        max_norm: Largest norm allowed, in the gradients' units; ``float("inf")`` only measures.
+        norm_type: See :func:`total_norm`.
+
+    Returns:
+        The norm before clipping, 0-dim fp32, equal on every rank.
+
+    Raises:
+        ValueError: When ``max_norm`` is not above zero.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is the largest gradient norm allowed. Expected a number above 0. Got {max_norm!r}.")
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = total_norm(gradients, norm_type)
+    if max_norm < float("inf"):
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        _multiply([local_tensor(gradient) for gradient in gradients], scale)
+    return norm
+
+
+def _multiply(tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_kind[tensor.device, tensor.dtype].append(tensor)
+    for (device, _), group in by_kind.items():
+        torch._foreach_mul_(group, scale.to(device))

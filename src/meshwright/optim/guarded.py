@@ -1,0 +1,152 @@
+"""An optimizer with guards before its step: loss scaling, fp32 master weights, skipping a bad step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from meshwright.optim.clip import clip_grad_norm_, total_norm
+from meshwright.optim.master import MasterWeights
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity whose backward multiplies by the loss scale: the loss one reads stays the true one."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(scale)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (scale,) = ctx.saved_tensors
+        return gradients[0] * scale, None
+
+
+class GuardedOptimizer(Optimizer):
+    """Wraps any torch optimizer; ``step`` prepares the gradients and skips the update when they are not finite.
+
+    Whether to skip is decided from norms and flags that are reduced over all shards, so all ranks skip together.
+    It is an ``Optimizer`` over the same groups and states, so learning-rate schedulers take it.
+
+    Args:
+        inner: The optimizer, built over ``master``'s copies when there is a ``master``.
+        scaler: Dynamic loss scale for fp16; None scales nothing.
+        master: fp32 master weights; None when the parameters are updated directly.
+        skip_nonfinite: Skip a step whose gradients hold inf or nan (a ``scaler`` does so anyway).
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        master: MasterWeights | None = None,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        # No super().__init__: groups and states are the inner optimizer's own, see the properties below.
+        self.inner = inner
+        self.scaler = scaler
+        self.master = master
+        self.skip_nonfinite = skip_nonfinite
+        self.defaults = inner.defaults
+        self.step_was_skipped = False
+        """Whether the last ``step`` left the weights as they were."""
+        self._prepared = False  # gradients collected and unscaled since the last step or zero_grad
+        self._norm: torch.Tensor | None = None  # of the prepared gradients, when somebody has asked for it
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's groups."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The inner optimizer's states."""
+        return self.inner.state
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The same loss, whose ``backward`` multiplies the gradients by the loss scale."""
+        if self.scaler is None or not loss.requires_grad:
+            return loss
+        return _ScaleGradient.apply(loss, self.scaler.scale(torch.ones((), device=loss.device)))
+
+    def prepare_gradients(self) -> None:
+        """Collects gradients into the master weights and removes the loss scale; once per step, repeats do nothing."""
+        if self._prepared:
+            return
+        if self.master is not None:
+            self.master.collect_gradients()
+        if self.scaler is not None:
+            self.scaler.unscale_(self.inner)
+        self._prepared = True
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Prepares the gradients, clips them and returns their norm before clipping (0-dim, equal on all ranks)."""
+        self.prepare_gradients()
+        norm = clip_grad_norm_(self._parameters(), max_norm, norm_type)
+        self._norm = norm if max_norm == float("inf") or norm_type == 2.0 else None
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Updates the weights, or leaves them when the gradients are not finite (see ``step_was_skipped``)."""
+        if closure is not None:
+            raise ValueError(
+                "A guarded optimizer takes no closure: it could not unscale and check what the closure computes. "
+                "What to do: call backward before step."
+            )
+        self.prepare_gradients()
+        self.step_was_skipped = self._step_unless_nonfinite()
+        if self.master is not None and not self.step_was_skipped:
+            self.master.write_back()
+        self._prepared, self._norm = False, None
+
+    def _step_unless_nonfinite(self) -> bool:
+        if self.scaler is not None:
+            before = self.scaler.get_scale()
+            self.scaler.step(self.inner)
+            self.scaler.update()
+            return self.scaler.get_scale() < before
+        if self.skip_nonfinite:
+            norm = self._norm if self._norm is not None else total_norm(self._gradients())
+            if not bool(torch.isfinite(norm)):
+                return True
+        self.inner.step()
+        return False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of the model (and of the master weights)."""
+        self.inner.zero_grad(set_to_none)
+        if self.master is not None:
+            self.master.zero_grad()
+        self._prepared, self._norm = False, None
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict under ``"inner"``, the loss scale's under ``"scaler"``."""
+        return {"inner": self.inner.state_dict(), "scaler": self.scaler.state_dict() if self.scaler else None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` returned."""
+        self.inner.load_state_dict(state_dict["inner"])
+        if self.scaler is not None and state_dict["scaler"] is not None:
+            self.scaler.load_state_dict(state_dict["scaler"])
+        if self.master is not None:
+            self.master.write_back()
+
+    def __repr__(self) -> str:
+        guards = [
+            *(["loss scale"] if self.scaler else []),
+            *(["fp32 master weights"] if self.master else []),
+            *(["skips non-finite"] if self.skip_nonfinite else []),
+        ]
+        return f"GuardedOptimizer({', '.join(guards)}, {self.inner!r})"

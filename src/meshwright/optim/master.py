@@ -1,0 +1,63 @@
+"""fp32 master weights: the optimizer updates fp32 copies, the model computes with half-precision parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+class MasterWeights:
+    """fp32 copies of half-precision parameters (Micikevicius et al. 2018, §3.1), kept beside them.
+
+    Small updates vanish when added to an 8-bit mantissa; added to the fp32 copy they do not. A copy of a DTensor is a
+    DTensor with the same placements.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.of: dict[nn.Parameter, torch.Tensor] = {
+            parameter: parameter.detach().float().requires_grad_()
+            for parameter in parameters
+            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16)
+        }
+        """The fp32 copy of each half-precision parameter; parameters of other types have none."""
+
+    def optimizer(self, optim_func: Callable[[Any], Optimizer], params: Iterable[Any]) -> Optimizer:
+        """Builds ``optim_func(params)`` over the copies: takes parameters or groups of them, as torch optimizers do."""
+        groups = list(params)
+        if groups and isinstance(groups[0], Mapping):
+            return optim_func([{**group, "params": self._replaced(group["params"])} for group in groups])
+        return optim_func(self._replaced(groups))
+
+    def _replaced(self, params: Any) -> list[Any]:
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        if listed and isinstance(listed[0], tuple):  # named parameters
+            return [(name, self.of.get(parameter, parameter)) for name, parameter in listed]
+        return [self.of.get(parameter, parameter) for parameter in listed]
+
+    @torch.no_grad()
+    def collect_gradients(self) -> None:
+        """Moves the gradients to the copies, in fp32; the half-precision ones are freed."""
+        for parameter, master in self.of.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Rounds the updated copies into the model's parameters."""
+        for parameter, master in self.of.items():
+            parameter.copy_(master)
+
+    @torch.no_grad()
+    def read_in(self) -> None:
+        """Takes the model's parameters over into the copies, after weights were loaded into the model."""
+        for parameter, master in self.of.items():
+            master.copy_(parameter)
+
+    def zero_grad(self) -> None:
+        """Frees the gradients of the model and of the copies."""
+        for parameter, master in self.of.items():
+            parameter.grad = master.grad = None
