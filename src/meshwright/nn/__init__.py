@@ -1,7 +1,7 @@
 """What methods need to know of modules: their classes by name, their repeated blocks, their forward."""
 
 from meshwright.nn.blocks import find_blocks, require_blocks
-from meshwright.nn.classes import class_name, class_names, modules_of, names_class, outermost
+from meshwright.nn.classes import class_name, class_names, modules_of, outermost
 from meshwright.nn.forward import wrap_method
 
 __all__ = [
@@ -9,7 +9,6 @@ __all__ = [
     "class_names",
     "find_blocks",
     "modules_of",
-    "names_class",
     "outermost",
     "require_blocks",
     "wrap_method",

@@ -5,10 +5,11 @@ A strategy is data: it holds ``"package.module.Class"``, never the class, so rea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from meshwright.cost.names import names_class
 from meshwright.errors import ModelError, did_you_mean, join_names
 
 
@@ -20,16 +21,6 @@ def class_name(cls: type) -> str:
 def class_names(module: nn.Module) -> list[str]:
     """Qualified names of a module's class and of every nn.Module class it derives from, most derived first."""
     return [class_name(cls) for cls in type(module).__mro__ if issubclass(cls, nn.Module) and cls is not nn.Module]
-
-
-def names_class(reference: str, names: Iterable[str]) -> bool:
-    """Whether ``reference`` (bare or qualified) names one of the qualified ``names``.
-
-    A class defined in a script is ``__main__.Block`` there and ``train.Block`` elsewhere: only its bare name counts.
-    """
-    bare = "." not in reference or reference.startswith("__main__.")
-    wanted = reference.rsplit(".", 1)[-1] if bare else reference
-    return any(wanted == (name.rsplit(".", 1)[-1] if bare or name.startswith("__main__.") else name) for name in names)
 
 
 def modules_of(model: nn.Module, references: Sequence[str], *, method: str) -> list[tuple[str, nn.Module]]:

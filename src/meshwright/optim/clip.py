@@ -25,7 +25,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     """The norm of many tensors as if they were one vector, in fp32 and without waiting for the device.
 
     Local shards are summed first, so a world of any size costs one all-reduce of one number per mesh axis that shards.
-    torch's own ``clip_grad_norm_`` fails when parameters live on different meshes, and runs DTensor operations for each.
+    torch's own ``clip_grad_norm_`` fails when parameters live on different meshes, and runs DTensor operations.
 
     Args:
         tensors: Plain tensors (equal on all ranks) and DTensors (sharded or replicated).

@@ -18,7 +18,7 @@ class MasterWeights:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.of: dict[nn.Parameter, torch.Tensor] = {
+        self.of: dict[torch.Tensor, torch.Tensor] = {
             parameter: parameter.detach().float().requires_grad_()
             for parameter in parameters
             if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16)

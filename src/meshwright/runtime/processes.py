@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from meshwright.errors import LaunchError
 from meshwright.runtime.device import choose_device, synchronize_device
@@ -107,7 +108,7 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
     present = [name for name in _ENVIRONMENT if name in os.environ]
     # MASTER_ADDR and MASTER_PORT alone are often left exported in a shell: they do not make a world.
     if "RANK" not in present and "WORLD_SIZE" not in present:
-        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, **options)
+        dist.init_process_group(store=HashStore(), rank=0, world_size=1, **options)
         return
     missing = [name for name in _ENVIRONMENT if name not in present]
     if missing:

@@ -1,0 +1,22 @@
+"""The simulated step: pure functions on plain data. Never imports torch."""
+
+from meshwright.cost.memory import Memory, element_bytes, local_shape, memory, padded_bytes
+from meshwright.cost.names import names_class
+from meshwright.cost.step import Activations, Block, Parameter, Placement, RecomputePart, StateTensor, Step, Traffic
+
+__all__ = [
+    "Activations",
+    "Block",
+    "Memory",
+    "Parameter",
+    "Placement",
+    "RecomputePart",
+    "StateTensor",
+    "Step",
+    "Traffic",
+    "element_bytes",
+    "local_shape",
+    "memory",
+    "names_class",
+    "padded_bytes",
+]

@@ -1,0 +1,125 @@
+"""Bytes of a simulated step on one rank, by class; exact for parameters, gradients, optimizer state and buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+
+from meshwright.cost.step import Block, Parameter, Placement, StateTensor, Step
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank at the peak of a step, by class."""
+
+    parameters: int
+    master: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    gathered: int  # whole copies of sharded parameters and gradients while a step runs
+    activations: int | None  # None: unknown
+
+    @property
+    def total(self) -> int:
+        """Sum of all classes; unknown activations count as nothing."""
+        return sum(getattr(self, field.name) or 0 for field in fields(self))
+
+
+def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
+    """Predicts the bytes of every class on the rank at ``coordinate`` (axis name -> index; absent axes count as 0).
+
+    Rank 0 of the sharding axis holds the most: shards are cut as ``torch.chunk`` does, the remainder last.
+    """
+    where = coordinate or {}
+    return Memory(
+        parameters=_sum(step, lambda p: _local_bytes(step, p, step.parameters, where)),
+        master=_sum(step, lambda p: _master_bytes(step, p, where)),
+        gradients=_sum(step, lambda p: _local_bytes(step, p, step.gradients, where) if p.trainable else 0),
+        optimizer=_sum(step, lambda p: sum(_state_bytes(step, p, state, where) for state in p.states)),
+        buffers=step.buffer_bytes,
+        gathered=_gathered_bytes(step),
+        activations=step.activations.peak_bytes if step.activations is not None else None,
+    )
+
+
+def local_shape(shape: tuple[int, ...], parts: int, index: int) -> tuple[int, ...]:
+    """Shape of chunk ``index`` of ``parts`` along dim 0, as ``torch.chunk`` and FSDP2 cut it; a scalar stays whole."""
+    if not shape or parts == 1:
+        return shape
+    rows = math.ceil(shape[0] / parts)
+    return (max(0, min(shape[0], rows * (index + 1)) - rows * index), *shape[1:])
+
+
+def padded_bytes(step: Step, parameter: Parameter, itemsize: int) -> int:
+    """Bytes of a parameter (or its gradient) in a collective over the sharding axis: every rank sends equal rows."""
+    parts = step.size(step.shard_axis)
+    if not parameter.shape:
+        return itemsize
+    return math.ceil(parameter.shape[0] / parts) * parts * math.prod(parameter.shape[1:]) * itemsize
+
+
+def element_bytes(parameter: Parameter, itemsize: int | None) -> int:
+    """Bytes per element under a precision; integer parameters keep their own."""
+    return itemsize if itemsize is not None and parameter.floating else parameter.itemsize
+
+
+def _sum(step: Step, bytes_of: Callable[[Parameter], int]) -> int:
+    return sum(count * bytes_of(parameter) for count, parameter in step.every_parameter())
+
+
+def _shape_on(step: Step, parameter: Parameter, axis: str | None, where: Mapping[str, int]) -> tuple[int, ...]:
+    if axis is None or not parameter.sharded:
+        return parameter.shape
+    return local_shape(parameter.shape, step.size(axis), where.get(axis, 0))
+
+
+def _local_bytes(step: Step, parameter: Parameter, placement: Placement, where: Mapping[str, int]) -> int:
+    shape = _shape_on(step, parameter, placement.axis, where)
+    return math.prod(shape) * element_bytes(parameter, placement.itemsize)
+
+
+def _master_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) -> int:
+    if step.master is None or not parameter.trainable or not parameter.floating:
+        return 0
+    return math.prod(_shape_on(step, parameter, step.master.axis, where)) * _FP32_BYTES
+
+
+def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Mapping[str, int]) -> int:
+    shape = _shape_on(step, parameter, step.optimizer.axis, where)
+    itemsize = step.optimizer.itemsize if state.dims and step.optimizer.itemsize else state.itemsize
+    return math.prod(shape[dim] for dim in state.dims) * itemsize
+
+
+def _gathered_bytes(step: Step) -> int:
+    """Whole parameters and gradients that live at once beside the shards.
+
+    ``unit``: the parameters outside blocks stay whole through a step, and two blocks are whole at once (the one that
+    runs and the one prefetched). ``model``: all are whole from forward to backward. Gradients of two units are whole at
+    once (computed, and being reduced), or all of them while they accumulate.
+    """
+    if step.gathered == "nothing" or step.size(step.shard_axis) == 1:
+        return 0
+    weights = [(block, _whole_bytes(step, block, step.compute_itemsize)) for block in step.blocks]
+    gradients = [_whole_bytes(step, block, step.reduce_itemsize, trainable_only=True) for block in step.blocks]
+    inside = [size for block, size in weights if block.name != "outside"]
+    outside = sum(size for block, size in weights if block.name == "outside")
+    if step.gathered == "model":
+        whole_weights = sum(block.count * size for block, size in weights)
+    else:
+        whole_weights = outside + 2 * max(inside, default=0)
+    if step.whole_gradients and step.num_micro_batches > 1:
+        whole = sum(block.count * size for block, size in zip(step.blocks, gradients, strict=True))
+        return whole_weights + whole + max(gradients, default=0)
+    return whole_weights + 2 * max(gradients, default=0)
+
+
+def _whole_bytes(step: Step, block: Block, itemsize: int | None, *, trainable_only: bool = False) -> int:
+    return sum(
+        padded_bytes(step, parameter, element_bytes(parameter, itemsize))
+        for parameter in block.parameters
+        if parameter.sharded and (parameter.trainable or not trainable_only)
+    )

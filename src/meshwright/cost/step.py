@@ -1,0 +1,137 @@
+"""The simulated step: what one training step holds and sends on one rank, as plain immutable data.
+
+Methods change it by replacement (``cost(step) -> step``) in the way their ``apply`` changes the real job. Nothing here
+imports torch; sizes are bytes, counts are numbers, and shapes are those of the whole (unsharded) tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor an optimizer keeps per parameter: which of the parameter's dims it has, and bytes per element."""
+
+    dims: tuple[int, ...]  # () is a scalar such as a step counter, (0, 1) the shape of a matrix itself
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the model, as it is given."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool = True
+    floating: bool = True
+    owners: tuple[str, ...] = ()  # qualified class names of the modules it lies in
+    states: tuple[StateTensor, ...] = ()  # what the optimizer will keep for it
+    sharded: bool = True  # False: left whole on every rank although others are sharded
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole tensor."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The parameters of one distinct block, ``count`` times in the model; ``outside`` holds what is in no block."""
+
+    name: str
+    count: int
+    parameters: tuple[Parameter, ...]
+
+
+@dataclass(frozen=True)
+class RecomputePart:
+    """What recomputing every module of one class would change."""
+
+    classes: tuple[str, ...]  # qualified names of the class and its bases
+    inside: tuple[str, ...]  # qualified names of the classes its modules lie in
+    freed_bytes: int  # no longer saved between forward and backward (net of the inputs that are kept instead)
+    working_bytes: int  # saved again while one such module runs backward (the largest)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What forward saves for backward on one rank for one micro-batch."""
+
+    saved_bytes: int
+    parts: tuple[RecomputePart, ...] = ()
+    block_classes: tuple[str, ...] = ()  # classes of the model's repeated blocks
+    working_bytes: int = 0  # of the part being recomputed
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most that is held at once: all that was saved, and the part being recomputed."""
+        return self.saved_bytes + self.working_bytes
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one class of state lives: the mesh axis that shards dim 0 (None: whole) and its bytes per element."""
+
+    axis: str | None = None
+    itemsize: int | None = None  # None: as the parameter was given
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One kind of collective in a step.
+
+    ``bytes_per_step`` is the payload of the whole tensor: the output of an all-gather, the input of a reduce-scatter,
+    the buffer of an all-reduce, padding included.
+    """
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    axis: str
+    bytes_per_step: int
+    moment: Literal["forward", "backward", "update"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step on one rank, before a ``Cluster`` turns it into seconds."""
+
+    blocks: tuple[Block, ...]
+    axes: tuple[tuple[str, int], ...]
+    shard_axis: str | None = None  # the axis that a ZeRO method shards over; None: parameters are replicated
+    buffer_bytes: int = 0
+    num_micro_batches: int = 1
+    activations: Activations | None = None  # None: unknown (no sample batch, or the model could not be traced)
+    flops: int | None = None  # of one micro-batch, forward and backward; recomputation not counted
+    parameters: Placement = Placement()
+    gradients: Placement = Placement()
+    optimizer: Placement = Placement()
+    master: Placement | None = None  # fp32 copies beside half parameters
+    compute_itemsize: int | None = None  # bytes per element of gathered parameters; None: as given
+    reduce_itemsize: int | None = None  # bytes per element of gradients on the wire; None: as the gradient
+    gathered: Literal["nothing", "unit", "model"] = "nothing"  # how much is whole at once while sharded
+    whole_gradients: bool = False  # gradients accumulate whole until the last micro-batch
+    traffic: tuple[Traffic, ...] = ()
+
+    def size(self, axis: str | None) -> int:
+        """Ranks along an axis; 1 where the mesh has none of that name."""
+        return dict(self.axes).get(axis, 1) if axis is not None else 1
+
+    def replace(self, **changes: object) -> Step:
+        """The same step with some fields changed."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def send(self, *traffic: Traffic) -> Step:
+        """The same step with more collectives; those over an axis of one rank, or of no bytes, send nothing."""
+        real = tuple(each for each in traffic if self.size(each.axis) > 1 and each.bytes_per_step > 0)
+        return self.replace(traffic=self.traffic + real)
+
+    def every_parameter(self) -> Iterator[tuple[int, Parameter]]:
+        """All distinct parameters with the number of times each is in the model."""
+        for block in self.blocks:
+            for parameter in block.parameters:
+                yield block.count, parameter

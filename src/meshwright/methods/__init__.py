@@ -1,0 +1,30 @@
+"""HOW each optimisation is done: one file per method, with config, ``check``, and the twins ``apply`` and ``cost``."""
+
+from meshwright.methods.amp_native import AmpNative
+from meshwright.methods.base import Method, Phase
+from meshwright.methods.checkpoint import Checkpoint
+from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in_phase_order, resolve
+from meshwright.methods.fsdp import Fsdp
+from meshwright.methods.half import Half
+from meshwright.methods.job import Job
+from meshwright.methods.parallel_mode import ParallelMode
+from meshwright.methods.zero1 import Zero1
+from meshwright.methods.zero2 import Zero2
+
+__all__ = [
+    "AmpNative",
+    "Checkpoint",
+    "Fsdp",
+    "Half",
+    "Job",
+    "Method",
+    "ParallelMode",
+    "Phase",
+    "Resolved",
+    "Zero1",
+    "Zero2",
+    "apply_strategy",
+    "cost_of",
+    "in_phase_order",
+    "resolve",
+]

@@ -1,0 +1,87 @@
+"""``amp_native``: automatic mixed precision; parameters stay fp32, products are computed in half. Seed: ATorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from meshwright.cost import Step
+from meshwright.errors import StrategyError
+from meshwright.methods.base import Method, Phase
+from meshwright.methods.dtypes import HalfDType, itemsize, torch_dtype
+from meshwright.methods.job import Job, Precision
+from meshwright.nn import wrap_method
+
+
+class AmpNative(Method):
+    """Autocast around the model and the loss; fp16 adds dynamic loss scaling and skips overflowing steps.
+
+    Under zero1, zero2 and fsdp parameters are gathered in ``dtype`` and gradients reduced in fp32.
+
+    Config: ``"bf16"``, or keys. ``skip_if_nonfinite`` skips steps whose gradients hold inf or nan under bf16 too.
+    """
+
+    method_name: ClassVar[str] = "amp_native"
+    phase: ClassVar[Phase] = Phase.PRECISION
+    summary: ClassVar[str] = "mixed precision: fp32 weights, half-precision arithmetic"
+
+    dtype: HalfDType = "fp16"
+    skip_if_nonfinite: bool = False
+
+    @classmethod
+    def from_short(cls, raw: Any) -> Mapping[str, Any]:
+        """Reads a bare dtype."""
+        return {"dtype": raw} if isinstance(raw, str | torch.dtype) else super().from_short(raw)
+
+    @classmethod
+    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Takes ATorch's ``enabled``, which can only be true: a method that is off is left out."""
+        if keys.pop("enabled", True) is not True:
+            raise StrategyError(
+                "amp_native is in the strategy and disabled", got="enabled=False", fix="leave the method out"
+            )
+        return keys
+
+    def check(self, job: Job) -> None:
+        """Refuses bf16 on a CUDA device that cannot compute in it."""
+        check_half_support(self.method_name, self.dtype, job)
+
+    def apply(self, job: Job) -> None:
+        """Wraps forward (and generate) and the loss in autocast."""
+        dtype = torch_dtype(self.dtype)
+
+        def in_autocast(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(job.device.type, dtype=dtype):
+                return forward(*args, **kwargs)
+
+        wrap_method(job.model, "forward", in_autocast)
+        if hasattr(type(job.model), "generate"):
+            wrap_method(job.model, "generate", in_autocast)
+        loss_func = job.loss_func
+        job.loss_func = lambda inputs, outputs: in_autocast(loss_func, inputs, outputs)
+        job.precision = Precision(compute=self.dtype, reduce="fp32")
+        job.loss_scaling = self.dtype == "fp16"
+        job.skip_nonfinite = self.skip_if_nonfinite
+
+    def cost(self, step: Step) -> Step:
+        """Gathers in half and reduces in fp32 where parameters are sharded; weights and gradients stay as they are."""
+        if step.shard_axis is None:
+            return step
+        return step.replace(compute_itemsize=itemsize(self.dtype), reduce_itemsize=itemsize("fp32"))
+
+
+def check_half_support(method: str, dtype: str, job: Job) -> None:
+    """Refuses bf16 where the CUDA device lacks it.
+
+    Raises:
+        StrategyError: Naming the device.
+    """
+    if dtype == "bf16" and job.device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise StrategyError(
+            f"{method}: this device cannot compute in bf16",
+            expected="a CUDA device of compute capability 8.0 or above",
+            got=torch.cuda.get_device_name(job.device),
+            fix="use fp16",
+        )

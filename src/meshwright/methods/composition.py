@@ -1,0 +1,136 @@
+"""How methods go together: what is implied, what excludes what, and the order in which they are applied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.cost import Step
+from meshwright.errors import StrategyError
+from meshwright.methods.base import Method, Phase
+from meshwright.methods.job import Job
+from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
+from meshwright.runtime import Axes, fit_axes, same_on_every_rank
+from meshwright.strategy import Strategy
+
+_ZERO_LEVELS = {1: "zero1", 2: "zero2", 3: "fsdp"}
+_METHOD_OF_AXIS = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel", "sequence": "sequence_parallel"}
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A strategy that fits a world: every implied method is in it."""
+
+    strategy: Strategy
+    axes: Axes
+    shard_axis: str | None
+    notices: tuple[str, ...]
+
+
+def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
+    """Completes a strategy for a number of ranks, and refuses one whose methods do not fit together.
+
+    Args:
+        strategy: As the user wrote it.
+        world: Number of ranks.
+        zero_level: Which method a ``zero`` axis means when none is named.
+
+    Raises:
+        StrategyError: Naming the methods.
+    """
+    notices = [notice for method in strategy.methods for notice in method.notices()]
+    strategy, axes = _with_mesh(strategy, world)
+    strategy = _with_zero_method(strategy, axes, zero_level, notices)
+    strategy = _without_redundant_amp(strategy, notices)
+    shards = _sharding_method(strategy)
+    shard_axis = None if shards is None else "zero" if "zero" in dict(axes) else "data"
+    for name, size in axes:
+        if name in _METHOD_OF_AXIS and size > 1:
+            raise StrategyError(
+                f"The mesh has an axis {name!r} and no method works on it",
+                expected=f"the method {_METHOD_OF_AXIS[name]}, which this version does not have",
+                got=f"{name}={size}",
+                fix="use the axes data and zero",
+            )
+    if shard_axis is not None and shard_axis not in dict(axes):
+        raise StrategyError(
+            f"{shards} has no mesh axis to shard over", expected="an axis 'zero' or 'data'", got=str(dict(axes))
+        )
+    return Resolved(strategy, axes, shard_axis, tuple(notices))
+
+
+def _with_mesh(strategy: Strategy, world: int) -> tuple[Strategy, Axes]:
+    mode = strategy.get("parallel_mode") or ParallelMode()
+    assert isinstance(mode, ParallelMode)
+    axes = fit_axes(mode.axes, world, adjustable=mode.rank_order is None)
+    fitted = ParallelMode(axes=axes, rank_order=mode.rank_order)
+    return Strategy([fitted, *(method for method in strategy.methods if method.method_name != "parallel_mode")]), axes
+
+
+def _sharding_method(strategy: Strategy) -> str | None:
+    found = [method.method_name for method in strategy.methods if isinstance(method, Method) and method.shards]
+    if len(found) > 1:
+        raise StrategyError(
+            "Methods exclude each other: each decides how parameters are sharded",
+            expected="one of zero1, zero2 and fsdp",
+            got=" and ".join(found),
+        )
+    return found[0] if found else None
+
+
+def _with_zero_method(strategy: Strategy, axes: Axes, zero_level: int, notices: list[str]) -> Strategy:
+    if "zero" not in dict(axes) or _sharding_method(strategy) is not None:
+        return strategy
+    name = _ZERO_LEVELS[zero_level]
+    notices.append(f"the mesh has a zero axis and no method is named for it: {name}, for zero_level={zero_level}")
+    return strategy.with_method(name)
+
+
+def _without_redundant_amp(strategy: Strategy, notices: list[str]) -> Strategy:
+    amp, half = strategy.get("amp_native"), strategy.get("half")
+    if amp is None or half is None:
+        return strategy
+    if amp.dtype != half.dtype:  # type: ignore[attr-defined]
+        raise StrategyError(
+            "amp_native and half ask for different precisions",
+            expected="one of the two, or both with one dtype",
+            got=f"{amp} and {half}",
+        )
+    notices.append("amp_native changes nothing beside half of the same dtype, and was dropped")
+    return strategy.without("amp_native")
+
+
+def in_phase_order(strategy: Strategy) -> list[Method]:
+    """The methods in the order in which they are applied."""
+    return sorted((method for method in strategy.methods if isinstance(method, Method)), key=lambda m: m.phase)
+
+
+def apply_strategy(job: Job) -> None:
+    """Applies every method of ``job.strategy`` to the real job: all checks first, then phase by phase.
+
+    Raises:
+        MeshwrightError: From a method's ``check``, on every rank, before anything is changed.
+    """
+    methods = in_phase_order(job.strategy)
+    with same_on_every_rank():
+        for method in methods:
+            method.check(job)
+    for method in methods:
+        if method.phase < Phase.REPLICATE:
+            method.apply(job)
+    replicate(job)
+    for method in methods:
+        if method.phase > Phase.REPLICATE:
+            method.apply(job)
+
+
+def cost_of(strategy: Strategy, step: Step) -> Step:
+    """Twin of :func:`apply_strategy` on a simulated step."""
+    methods = in_phase_order(strategy)
+    for method in methods:
+        if method.phase < Phase.REPLICATE:
+            step = method.cost(step)
+    step = replicate_cost(step)
+    for method in methods:
+        if method.phase > Phase.REPLICATE:
+            step = method.cost(step)
+    return step

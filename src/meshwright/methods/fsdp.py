@@ -1,0 +1,44 @@
+"""``fsdp``: parameters, gradients and optimizer states are sharded (ZeRO stage 3). Seed: ATorch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from meshwright.cost import Step
+from meshwright.errors import StrategyError
+from meshwright.methods.base import Phase
+from meshwright.methods.job import Job
+from meshwright.methods.zero_config import ZeroMethod
+from meshwright.methods.zero_cost import shard_cost
+from meshwright.methods.zero_engine import shard
+from meshwright.methods.zero_units import choose_units
+
+
+class Fsdp(ZeroMethod):
+    """A block's weights are whole only while it computes: gathered in forward, freed, gathered again in backward."""
+
+    method_name: ClassVar[str] = "fsdp"
+    phase: ClassVar[Phase] = Phase.SHARD
+    summary: ClassVar[str] = "shards weights, gradients and optimizer states; gathers block by block"
+
+    reshard_after_forward: bool | int = True
+    """True frees weights after forward; False keeps them (that is zero2); n keeps them sharded over n ranks."""
+
+    def check(self, job: Job) -> None:
+        """Refuses models that FSDP2 cannot shard, and a group of ranks that does not divide the axis."""
+        choose_units(self, job.model)
+        group, ranks = self.reshard_after_forward, job.size(job.shard_axis)
+        if not isinstance(group, bool) and (group < 1 or ranks % group):
+            raise StrategyError(
+                "fsdp: reshard_after_forward is not a number of ranks that divides the sharding axis",
+                expected=f"True, False or a divisor of {ranks}",
+                got=repr(group),
+            )
+
+    def apply(self, job: Job) -> None:
+        """Shards with FSDP2."""
+        shard(self, job, reshard_after_forward=self.reshard_after_forward, reduce_once=False)
+
+    def cost(self, step: Step) -> Step:
+        """Two gathers and one reduction per micro-batch."""
+        return shard_cost(self, step, gathers="twice" if self.reshard_after_forward else "once", reduce_once=False)

@@ -1,0 +1,91 @@
+"""The real training job that methods change, phase by phase, until it can train."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from meshwright.methods.dtypes import DType
+from meshwright.optim import GuardedOptimizer, MasterWeights
+from meshwright.strategy import Strategy
+
+OptimizerFactory = Callable[[Any], Optimizer]
+MicroBatchContext = Callable[[bool], contextlib.AbstractContextManager[None]]
+
+
+def _no_context(is_last: bool) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How a method that shards is to compute: gathered parameters in ``compute``, gradients reduced in ``reduce``."""
+
+    compute: DType
+    reduce: DType
+
+
+@dataclass
+class Job:
+    """Everything a method may look at (``check``) and change (``apply``). Becomes an ``Accelerated``."""
+
+    model: nn.Module
+    strategy: Strategy  # resolved: its parallel_mode fits the world
+    device: torch.device
+    loss_func: Callable[[Any, Any], Any]
+    prepare_input: Callable[[Any, torch.device], Any]
+    mesh: DeviceMesh | None = None  # set by parallel_mode, in the first phase
+    shard_axis: str | None = None  # the axis a ZeRO method shards over; None: parameters are replicated
+    axes: tuple[tuple[str, int], ...] = ()
+    find_unused_parameters: bool = False
+    optim_func: OptimizerFactory | None = None  # builds the optimizer from parameters or groups
+    optim_param_func: Callable[[nn.Module], Any] | None = None
+
+    precision: Precision | None = None  # set by a precision method for the method that shards
+    loss_scaling: bool = False  # fp16: gradients would underflow
+    skip_nonfinite: bool = False
+    master_weights: bool = False
+    micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
+    notices: list[str] = field(default_factory=list)  # what the user is told once, on rank 0
+
+    def size(self, axis: str | None) -> int:
+        """Ranks along an axis; 1 where the mesh has none of that name."""
+        return dict(self.axes).get(axis, 1) if axis is not None else 1
+
+    def index(self, axis: str) -> int:
+        """This rank's place along an axis; 0 where the mesh has none of that name."""
+        return self.mesh.get_local_rank(axis) if self.mesh is not None and axis in dict(self.axes) else 0
+
+    def require_mesh(self) -> DeviceMesh:
+        """The mesh, for methods that run after the mesh phase."""
+        assert self.mesh is not None, "parallel_mode applies first"
+        return self.mesh
+
+    @property
+    def num_replicas(self) -> int:
+        """How many ranks, or groups of ranks, train on different samples."""
+        return self.size("data") * self.size("zero")
+
+    @property
+    def replica(self) -> int:
+        """Which of them this rank belongs to."""
+        return self.index("data") * self.size("zero") + self.index("zero")
+
+    def build_optimizer(self) -> Optimizer | None:
+        """Builds the optimizer over the model as it is now, with the guards that the methods asked for."""
+        if self.optim_func is None:
+            return None
+        params = self.model.parameters() if self.optim_param_func is None else self.optim_param_func(self.model)
+        master = MasterWeights(self.model.parameters()) if self.master_weights else None
+        inner = self.optim_func(params) if master is None else master.optimizer(self.optim_func, params)
+        if not (self.loss_scaling or self.skip_nonfinite or master):
+            return inner
+        scaler = torch.amp.GradScaler(self.device.type) if self.loss_scaling else None
+        return GuardedOptimizer(inner, scaler=scaler, master=master, skip_nonfinite=self.skip_nonfinite)

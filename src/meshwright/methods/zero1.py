@@ -1,0 +1,36 @@
+"""``zero1``: optimizer states are sharded (ZeRO stage 1, Rajbhandari et al. 2020). Seed: ATorch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from meshwright.cost import Step
+from meshwright.methods.base import Phase
+from meshwright.methods.job import Job
+from meshwright.methods.zero_config import ZeroMethod
+from meshwright.methods.zero_cost import shard_cost
+from meshwright.methods.zero_engine import shard
+from meshwright.methods.zero_units import choose_units
+
+
+class Zero1(ZeroMethod):
+    """Each rank updates its shard of the weights; weights and gradients are whole while a step runs.
+
+    Gradients of all micro-batches accumulate locally and are reduced once: the least communication of the three.
+    """
+
+    method_name: ClassVar[str] = "zero1"
+    phase: ClassVar[Phase] = Phase.SHARD
+    summary: ClassVar[str] = "shards optimizer states; gradients are reduced once per step"
+
+    def check(self, job: Job) -> None:
+        """Refuses models that FSDP2 cannot shard."""
+        choose_units(self, job.model)
+
+    def apply(self, job: Job) -> None:
+        """Shards with FSDP2; parameters stay gathered and gradients whole until the last micro-batch."""
+        shard(self, job, reshard_after_forward=False, reduce_once=True)
+
+    def cost(self, step: Step) -> Step:
+        """One gather and one reduction of everything per step."""
+        return shard_cost(self, step, gathers="once", reduce_once=True)

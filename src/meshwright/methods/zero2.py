@@ -1,0 +1,36 @@
+"""``zero2``: optimizer states and gradients are sharded (ZeRO stage 2). Seed: ATorch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from meshwright.cost import Step
+from meshwright.methods.base import Phase
+from meshwright.methods.job import Job
+from meshwright.methods.zero_config import ZeroMethod
+from meshwright.methods.zero_cost import shard_cost
+from meshwright.methods.zero_engine import shard
+from meshwright.methods.zero_units import choose_units
+
+
+class Zero2(ZeroMethod):
+    """Weights are gathered once per step and kept through backward; gradients are reduced as they come.
+
+    FSDP's SHARD_GRAD_OP.
+    """
+
+    method_name: ClassVar[str] = "zero2"
+    phase: ClassVar[Phase] = Phase.SHARD
+    summary: ClassVar[str] = "shards gradients and optimizer states; weights stay whole through a step"
+
+    def check(self, job: Job) -> None:
+        """Refuses models that FSDP2 cannot shard."""
+        choose_units(self, job.model)
+
+    def apply(self, job: Job) -> None:
+        """Shards with FSDP2; parameters stay gathered until the last backward."""
+        shard(self, job, reshard_after_forward=False, reduce_once=False)
+
+    def cost(self, step: Step) -> Step:
+        """One gather per step, one reduction per micro-batch."""
+        return shard_cost(self, step, gathers="once", reduce_once=False)

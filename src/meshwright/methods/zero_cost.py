@@ -1,0 +1,82 @@
+"""What sharding costs: the ``cost`` that zero1, zero2 and fsdp share. Its twin is ``zero_engine``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from meshwright.cost import Block, Parameter, Placement, Step, Traffic, element_bytes, names_class, padded_bytes
+from meshwright.methods.dtypes import itemsize
+from meshwright.methods.zero_config import ZeroMethod
+
+Gathers = Literal["once", "twice"]
+"""``once``: a step gathers everything once. ``twice``: every micro-batch gathers blocks in forward and in backward."""
+
+
+def shard_cost(config: ZeroMethod, step: Step, *, gathers: Gathers, reduce_once: bool) -> Step:
+    """Twin of :func:`meshwright.methods.zero_engine.shard`.
+
+    Args:
+        config: The method's keys.
+        step: The step; its ``shard_axis`` is what is sharded over.
+        gathers: How often blocks are gathered.
+        reduce_once: Whether gradients are reduced once per step instead of once per micro-batch.
+    """
+    step = _with_precision(config, step)
+    step = step.replace(
+        blocks=tuple(_marked(config, block) for block in step.blocks),
+        parameters=Placement(step.shard_axis, step.parameters.itemsize),
+        gradients=Placement(step.shard_axis, step.gradients.itemsize),
+        optimizer=Placement(step.shard_axis, step.optimizer.itemsize),
+        master=Placement(step.shard_axis) if step.master is not None else None,
+        gathered="model" if gathers == "once" else "unit",
+        whole_gradients=reduce_once,
+    )
+    return _with_traffic(step, gathers, reduce_once)
+
+
+def _with_precision(config: ZeroMethod, step: Step) -> Step:
+    asked = config.mixed_precision
+    if asked is None:
+        return step
+    param = itemsize(asked.param_dtype) if asked.param_dtype else step.compute_itemsize
+    # FSDP2 reduces in the gathered precision unless told otherwise.
+    reduce = itemsize(asked.reduce_dtype) if asked.reduce_dtype else step.reduce_itemsize or param
+    return step.replace(compute_itemsize=param, reduce_itemsize=reduce)
+
+
+def _marked(config: ZeroMethod, block: Block) -> Block:
+    """The block with the parameters of ignored classes marked as whole."""
+
+    def marked(parameter: Parameter) -> Parameter:
+        ignored = any(names_class(reference, parameter.owners) for reference in config.atorch_ignored_cls)
+        return dataclasses.replace(parameter, sharded=not ignored)
+
+    return dataclasses.replace(block, parameters=tuple(map(marked, block.parameters)))
+
+
+def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
+    axis = step.shard_axis or "data"
+    micro_batches = step.num_micro_batches
+    sharded = [(count, p, name) for name, count, p in _parameters(step) if p.sharded]
+    weights = sum(count * padded_bytes(step, p, element_bytes(p, step.compute_itemsize)) for count, p, _ in sharded)
+    inside = sum(
+        count * padded_bytes(step, p, element_bytes(p, step.compute_itemsize))
+        for count, p, name in sharded
+        if name != "outside"
+    )
+    gradients = sum(
+        count * padded_bytes(step, p, element_bytes(p, step.reduce_itemsize)) for count, p, _ in sharded if p.trainable
+    )
+    whole = sum(c * p.numel * p.itemsize for _, c, p in _parameters(step) if p.trainable and not p.sharded)
+    return step.send(
+        Traffic("all_gather", axis, weights * (1 if gathers == "once" else micro_batches), "forward"),
+        Traffic("all_gather", axis, inside * micro_batches if gathers == "twice" else 0, "backward"),
+        Traffic("reduce_scatter", axis, gradients * (1 if reduce_once else micro_batches), "backward"),
+        Traffic("all_reduce", "data", gradients // step.size(axis) if axis == "zero" else 0, "backward"),
+        Traffic("all_reduce", axis, whole * micro_batches, "backward"),
+    )
+
+
+def _parameters(step: Step) -> list[tuple[str, int, Parameter]]:
+    return [(block.name, block.count, parameter) for block in step.blocks for parameter in block.parameters]

@@ -1,0 +1,109 @@
+"""Sharding with FSDP2: the ``apply`` that zero1, zero2 and fsdp share. Its twin is ``zero_cost``."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from meshwright.methods.dtypes import torch_dtype
+from meshwright.methods.job import Job
+from meshwright.methods.zero_config import ZeroMethod
+from meshwright.methods.zero_units import Units, choose_units
+
+
+def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, reduce_once: bool) -> None:
+    """Shards the model's parameters over ``job.shard_axis``, unit by unit, and replicates over ``data`` beside it.
+
+    Args:
+        config: The method's keys.
+        job: The job; its model is changed in place.
+        reshard_after_forward: Whether units are freed after forward and gathered again in backward; an integer keeps
+            them sharded over that many ranks (within a node) in between.
+        reduce_once: Whether gradients of several micro-batches accumulate whole and are reduced once.
+    """
+    units = choose_units(config, job.model)
+    if config.sync_module_states:
+        _broadcast_states(job.model)
+    options = {"mesh": _mesh(job), "mp_policy": _precision(config, job), "ignored_params": units.ignored or None}
+    if units.trainable:
+        fully_shard(units.trainable, reshard_after_forward=False, **options)  # type: ignore[call-overload]
+    for _, module in reversed(units.modules):  # inner before outer
+        if not isinstance(module, FSDPModule):
+            fully_shard(module, reshard_after_forward=reshard_after_forward, **options)  # type: ignore[call-overload]
+    # The root is needed first in backward: freeing it in between would only gather it twice.
+    fully_shard(job.model, reshard_after_forward=False, **options)  # type: ignore[call-overload]
+    if config.forward_prefetch and reshard_after_forward is not False:
+        _prefetch_forward(units)
+    _average_ignored(units.ignored, job)
+    job.micro_batch = _micro_batch_context(job.model, reduce_once=reduce_once, keep=reshard_after_forward is False)
+
+
+def _mesh(job: Job) -> DeviceMesh:
+    mesh = job.require_mesh()
+    assert job.shard_axis is not None
+    if job.shard_axis == "zero" and job.size("data") > 1:
+        return mesh["data", "zero"]  # HSDP: replicated over data, sharded over zero
+    return mesh[job.shard_axis]
+
+
+def _precision(config: ZeroMethod, job: Job) -> MixedPrecisionPolicy:
+    asked = config.mixed_precision
+    param = (asked.param_dtype if asked else None) or (job.precision.compute if job.precision else None)
+    reduce = (asked.reduce_dtype if asked else None) or (job.precision.reduce if job.precision else None)
+    return MixedPrecisionPolicy(
+        param_dtype=torch_dtype(param) if param else None, reduce_dtype=torch_dtype(reduce) if reduce else None
+    )
+
+
+@torch.no_grad()
+def _broadcast_states(model: nn.Module) -> None:
+    """Rank 0's values on every rank: without it each shard would come from another initialisation."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), src=0)
+
+
+def _prefetch_forward(units: Units) -> None:
+    for (_, module), (_, following) in itertools.pairwise(units.modules):
+        if isinstance(module, FSDPModule) and isinstance(following, FSDPModule):
+            module.set_modules_to_forward_prefetch([following])
+
+
+def _average_ignored(ignored: set[nn.Parameter], job: Job) -> None:
+    """Averages the gradients of parameters that stay whole; FSDP2 leaves them different on every rank."""
+
+    def average(parameter: torch.Tensor) -> None:
+        # Averaging what is already an average changes nothing, so accumulated gradients stay right.
+        assert parameter.grad is not None
+        parameter.grad /= job.num_replicas
+        dist.all_reduce(parameter.grad)
+
+    if job.num_replicas > 1:
+        for parameter in ignored:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(average)
+
+
+def _micro_batch_context(
+    model: nn.Module, *, reduce_once: bool, keep: bool
+) -> Callable[[bool], contextlib.AbstractContextManager[None]]:
+    assert isinstance(model, FSDPModule)
+
+    @contextlib.contextmanager
+    def context(is_last: bool) -> Iterator[None]:
+        model.set_is_last_backward(is_last)
+        if reduce_once:
+            model.set_requires_gradient_sync(is_last)
+        else:
+            model.set_requires_all_reduce(is_last)  # over the data axis of HSDP: once is enough
+        if keep:
+            model.set_reshard_after_backward(is_last)  # the next micro-batch needs them whole again
+        yield
+
+    return context

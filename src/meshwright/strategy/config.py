@@ -1,0 +1,88 @@
+"""A method as a strategy holds it: a name and a frozen, validated config. Knows nothing of how it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from meshwright.errors import StrategyError, did_you_mean, join_names
+
+METHOD_CONFIGS: dict[str, type[MethodConfig]] = {}
+"""Every known method by name; filled as the files of ``meshwright.methods`` are imported."""
+
+
+class MethodConfig(BaseModel):
+    """Base of all method configs: an immutable, hashable value.
+
+    A subclass with a ``method_name`` enters the register; its fields are the keys a strategy may set.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=False)
+
+    method_name: ClassVar[str]
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Registers a concrete method."""
+        super().__pydantic_init_subclass__(**options)
+        if "method_name" in cls.__dict__:
+            METHOD_CONFIGS[cls.method_name] = cls
+
+    @classmethod
+    def parse(cls, raw: Any) -> Self:
+        """Reads a config as users write it: None for the defaults, a mapping of keys, or the method's short form.
+
+        Raises:
+            StrategyError: Naming the key and the value that are wrong.
+        """
+        if isinstance(raw, cls):
+            return raw
+        keys = {} if raw is None else raw if isinstance(raw, Mapping) else cls.from_short(raw)
+        try:
+            return cls(**cls.normalised(dict(keys)))
+        except ValidationError as error:
+            raise cls._explained(error) from None
+
+    @classmethod
+    def from_short(cls, raw: Any) -> Mapping[str, Any]:
+        """Turns the method's short form, such as ``"bf16"`` or a tuple of classes, into keys."""
+        raise StrategyError(
+            f"{cls.method_name}: the config is of a wrong kind",
+            expected=f"a dictionary with keys from {join_names(cls.model_fields)}" if cls.model_fields else "no config",
+            got=f"{type(raw).__name__} {raw!r}",
+        )
+
+    @classmethod
+    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Last chance to rename or refuse keys before validation; returns the keys to validate."""
+        return keys
+
+    def notices(self) -> list[str]:
+        """What a user should know of keys that are accepted and change nothing; one sentence each."""
+        return []
+
+    def text_arguments(self) -> dict[str, Any]:
+        """The keys worth printing: those that differ from their defaults, as plain values."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+    def __str__(self) -> str:
+        arguments = ", ".join(f"{key}={value!r}" for key, value in self.text_arguments().items())
+        return f"{self.method_name}({arguments})" if arguments else self.method_name
+
+    @classmethod
+    def _explained(cls, error: ValidationError) -> StrategyError:
+        first = error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else ""
+        if first["type"] == "extra_forbidden":
+            return StrategyError(
+                f"{cls.method_name} has no config key {key!r}{did_you_mean(key, cls.model_fields)}",
+                expected=f"keys from {join_names(cls.model_fields)}" if cls.model_fields else "no keys",
+                got=repr(key),
+            )
+        return StrategyError(
+            f"{cls.method_name}: config key {key!r} has a value that cannot be used",
+            expected=first["msg"].removeprefix("Value error, "),
+            got=repr(first["input"]),
+        )
