@@ -97,9 +97,9 @@ def _token_type(tokenizer: Tokenizer) -> np.dtype:
 
 def _key(files: Sequence[Path], tokenizer: Tokenizer) -> str:
     with _readable(files):
-        stats = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        stats = [(str(path.absolute()), stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]]
     identity = json.dumps([_FORMAT_VERSION, tokenizer.fingerprint, tokenizer.end_of_text, stats])
-    return hashlib.sha256(identity.encode("utf-8", errors="surrogateescape")).hexdigest()[:20]
+    return hashlib.sha256(identity.encode()).hexdigest()[:20]
 
 
 def _build(out: BinaryIO, files: Sequence[Path], tokenizer: Tokenizer, progress: Progress) -> None:
