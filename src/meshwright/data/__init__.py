@@ -1,0 +1,25 @@
+"""From text files to global batches: corpus, tokenizer, cached tokens, order of samples, loader."""
+
+from meshwright.data.cache import Progress, open_tokens, token_cache
+from meshwright.data.corpus import find_files
+from meshwright.data.loader import GlobalBatchLoader, global_batch_loader
+from meshwright.data.order import GlobalOrder, ShardedSampler, ShardedStream
+from meshwright.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+from meshwright.data.tokens import TokenDataset
+
+__all__ = [
+    "ByteTokenizer",
+    "GlobalBatchLoader",
+    "GlobalOrder",
+    "JsonTokenizer",
+    "Progress",
+    "ShardedSampler",
+    "ShardedStream",
+    "TokenDataset",
+    "Tokenizer",
+    "find_files",
+    "global_batch_loader",
+    "load_tokenizer",
+    "open_tokens",
+    "token_cache",
+]

@@ -1,0 +1,151 @@
+"""Tokens on disk: a corpus is tokenized once into one flat file that every rank maps into memory."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import DataError
+
+Progress = Callable[[int, int], None]
+"""Called with (done_bytes, total_bytes) of text."""
+
+_FORMAT_VERSION = 1
+# Large files are tokenized in pieces that end with a line, so memory does not grow with the file.
+# Part of the format: where pieces end decides which tokens a merging tokenizer makes there.
+_PIECE_BYTES = 8 * 2**20
+
+
+def token_cache(files: Sequence[Path], tokenizer: Tokenizer, directory: Path, progress: Progress | None = None) -> Path:
+    """Tokenizes files into one ``.npy`` file, or finds the one made earlier.
+
+    The file's name is a hash of every file's path, size and modification time, of the tokenizer and of the format, so
+    changed texts get a new file. It appears under its name only when complete; processes that build it at the same
+    time disturb each other in nothing but speed. A file of the wrong length or header is built again.
+
+    Args:
+        files: Text files, one document each, in the order in which their tokens shall stand.
+        tokenizer: Its ids are stored in the smallest unsigned type that holds its vocabulary.
+        directory: Where the cache lies; made if absent.
+        progress: Called after every piece while tokenizing; not called when the cache is found.
+
+    Returns:
+        Path of the cache: a one-dimensional array, every document followed by the end-of-text id.
+
+    Raises:
+        DataError: When there are no files, or one of them cannot be read.
+    """
+    if not files:
+        raise DataError("There is nothing to tokenize", expected="one file or more", got="none", fix="name some files")
+    path = directory / f"tokens-{_key(files, tokenizer)}.npy"
+    if _is_complete(path, _token_type(tokenizer)):
+        return path
+    directory.mkdir(parents=True, exist_ok=True)
+    # In the same directory, so that the renaming is atomic; a name of its own, so that builders do not meet.
+    partial = directory / f".{path.name}.{uuid.uuid4().hex}.partial"
+    try:
+        with open(partial, "xb") as out:
+            _build(out, files, tokenizer, progress or (lambda done_bytes, total_bytes: None))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def open_tokens(path: Path) -> np.ndarray:
+    """Maps a token file into memory, read-only: unsigned integers of shape (num_tokens,).
+
+    Raises:
+        DataError: When the file is absent, cut short, or not a token file.
+    """
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        if isinstance(tokens, np.memmap) and tokens.ndim == 1 and tokens.dtype.kind == "u":
+            # A longer file would map as well, but nobody can say which part of it is right.
+            if os.path.getsize(path) == tokens.offset + tokens.nbytes:
+                return tokens
+            raise ValueError(f"{os.path.getsize(path)} bytes for {tokens.size} tokens")
+        raise ValueError(f"an array of shape {getattr(tokens, 'shape', '?')} and type {getattr(tokens, 'dtype', '?')}")
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(
+            f"{path} is not a complete token file",
+            expected="a flat .npy file of unsigned integers, as token_cache writes it",
+            got=str(error),
+            fix="delete it and call token_cache again",
+        ) from error
+
+
+def _is_complete(path: Path, token_type: np.dtype) -> bool:
+    try:
+        return path.exists() and open_tokens(path).dtype == token_type
+    except DataError:
+        return False
+
+
+def _token_type(tokenizer: Tokenizer) -> np.dtype:
+    return np.min_scalar_type(tokenizer.vocab_size - 1)
+
+
+def _key(files: Sequence[Path], tokenizer: Tokenizer) -> str:
+    with _readable(files):
+        stats = [(str(path.absolute()), stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]]
+    identity = json.dumps([_FORMAT_VERSION, tokenizer.fingerprint, tokenizer.end_of_text, stats])
+    return hashlib.sha256(identity.encode()).hexdigest()[:20]
+
+
+def _build(out: BinaryIO, files: Sequence[Path], tokenizer: Tokenizer, progress: Progress) -> None:
+    token_type = _token_type(tokenizer)
+    _write_header(out, token_type, num_tokens=0)
+    start = out.tell()
+    end_of_text = np.array([tokenizer.end_of_text], dtype=token_type)
+    with _readable(files):
+        total_bytes = sum(path.stat().st_size for path in files)
+        done_bytes = 0
+        for path in files:
+            for piece in _pieces(path):
+                out.write(tokenizer.encode(piece).astype(token_type).tobytes())
+                done_bytes += len(piece)
+                progress(done_bytes, total_bytes)
+            out.write(end_of_text.tobytes())
+    num_tokens = (out.tell() - start) // token_type.itemsize
+    out.seek(0)
+    _write_header(out, token_type, num_tokens)
+    assert out.tell() == start, "numpy pads headers so that a longer shape fits"
+    out.flush()
+    os.fsync(out.fileno())  # a power cut after the renaming must not leave a complete name on incomplete bytes
+
+
+def _write_header(out: BinaryIO, token_type: np.dtype, num_tokens: int) -> None:
+    description = np.lib.format.dtype_to_descr(token_type)
+    header = {"descr": description, "fortran_order": False, "shape": (num_tokens,)}
+    np.lib.format.write_array_header_1_0(out, header)
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as text:
+        while piece := text.read(_PIECE_BYTES):
+            yield piece if piece.endswith(b"\n") else piece + text.readline()
+
+
+@contextlib.contextmanager
+def _readable(files: Sequence[Path]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or Path(error.filename) not in files:
+            raise  # the cache's own trouble: a full or read-only disk
+        raise DataError(
+            "A file of the corpus cannot be read",
+            expected="readable files",
+            got=str(error),
+            fix="leave it out, or make it readable for this user",
+        ) from error

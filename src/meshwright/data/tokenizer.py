@@ -1,0 +1,153 @@
+"""Text to token ids and back: bytes as they are, or the vocabulary of a ``tokenizers`` JSON file."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from meshwright.errors import ConfigError, DataError, did_you_mean
+
+BYTES = "bytes"
+"""The tokenizer name that stands for :class:`ByteTokenizer`."""
+
+# The end-of-text tokens of published vocabularies: GPT-2 and GPT-NeoX, Llama 3, Llama 2 and T5, Gemma, Qwen, BERT.
+_END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+
+
+class Tokenizer(Protocol):
+    """What the data room asks of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids: all are in ``range(vocab_size)``."""
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that stands after every document."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two tokenizers exactly when they encode every text alike; part of the name of cached tokens."""
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Ids of a text, integers of shape (num_tokens,), without the end-of-text id."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; end-of-text ids vanish."""
+
+
+class ByteTokenizer:
+    """One id per byte, and one for the end of a text.
+
+    The vocabulary is 257, not rounded up: a tokenizer tells how many ids there are, and a model may have more rows.
+    """
+
+    vocab_size = 257
+    end_of_text = 256
+    fingerprint = "bytes-1"
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The bytes themselves, uint8 of shape (num_bytes,), read-only."""
+        return np.frombuffer(text, dtype=np.uint8)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; bytes that are not UTF-8 become the replacement character, end-of-text ids vanish.
+
+        Raises:
+            DataError: When an id is outside the vocabulary.
+        """
+        values = [int(each) for each in ids]
+        outside = [value for value in values if not 0 <= value < self.vocab_size]
+        if outside:
+            raise DataError(
+                "Ids outside the byte vocabulary cannot be decoded",
+                expected=f"ids from 0 to {self.vocab_size - 1}",
+                got=str(outside[0]),
+                fix="mask the logits of a model that has more rows than the tokenizer has ids",
+            )
+        return bytes(value for value in values if value != self.end_of_text).decode("utf-8", errors="replace")
+
+
+class JsonTokenizer:
+    """A tokenizer of the ``tokenizers`` library, such as the ``tokenizer.json`` beside a published model.
+
+    Truncation and padding that the file asks for are switched off: they are for single inputs, not for corpora.
+    Where the vocabulary has no end-of-text token of a known name, one id is added behind its last.
+
+    Args:
+        backend: A ``tokenizers.Tokenizer``.
+        fingerprint: Hash of the file it came from.
+    """
+
+    def __init__(self, backend: Any, fingerprint: str) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        # A document that merely mentions "<|endoftext|>" must not end there.
+        backend.encode_special_tokens = True
+        self._backend = backend
+        self.fingerprint = fingerprint
+        names = backend.get_vocab(with_added_tokens=True)
+        num_ids = max(names.values(), default=-1) + 1  # ids may have gaps, so their number says too little
+        known = [names[name] for name in _END_OF_TEXT_NAMES if name in names]
+        self.end_of_text: int = known[0] if known else num_ids
+        self.vocab_size: int = max(num_ids, self.end_of_text + 1)
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Ids of a text, int64 of shape (num_tokens,); bytes that are not UTF-8 become the replacement character."""
+        encoding = self._backend.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
+        return np.asarray(encoding.ids, dtype=np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; special tokens vanish, and so do ids outside the vocabulary."""
+        text: str = self._backend.decode([int(each) for each in ids], skip_special_tokens=True)
+        return text
+
+
+def load_tokenizer(name: str, base: Path) -> Tokenizer:
+    """Loads a tokenizer by name.
+
+    Args:
+        name: ``"bytes"``, or the path of a ``tokenizers`` JSON file. ``~`` is expanded.
+        base: Folder against which a relative path is read.
+
+    Raises:
+        ConfigError: When the file is absent or not a tokenizer, or the ``tokenizers`` library is not installed.
+    """
+    if name == BYTES:
+        return ByteTokenizer()
+    path = base / Path(name).expanduser()
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"Tokenizer {name!r} cannot be read{did_you_mean(name, [BYTES])}",
+            expected=f"{BYTES!r} or the path of a tokenizers JSON file",
+            got=f"{error.strerror or error} at {path}",
+            fix="correct the path; a relative one starts at the folder shown under 'got'",
+        ) from error
+    return JsonTokenizer(_parse(content, path), "json-1-" + hashlib.sha256(content).hexdigest())
+
+
+def _parse(content: bytes, path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer as Backend
+    except ImportError as error:
+        raise ConfigError(
+            f"Tokenizer {path} needs the tokenizers library, which is not installed",
+            expected="an importable package 'tokenizers'",
+            got=str(error),
+            fix=f"pip install 'meshwright[hf]', or use the tokenizer {BYTES!r}, which needs nothing",
+        ) from error
+    try:
+        return Backend.from_str(content.decode("utf-8"))
+    except Exception as error:  # the library raises bare Exception for files it cannot read
+        raise ConfigError(
+            f"{path} is not a tokenizer",
+            expected="a JSON file as tokenizers.Tokenizer.save writes it",
+            got=str(error),
+            fix="name the tokenizer.json of a model, not its vocab.json or tokenizer_config.json",
+        ) from error

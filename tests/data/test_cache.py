@@ -1,0 +1,150 @@
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from meshwright.data import ByteTokenizer, cache, open_tokens, token_cache
+from meshwright.errors import DataError
+from tests.data.helpers import refused
+
+
+@pytest.fixture
+def files(tmp_path):
+    texts = {"a.txt": b"first\ntext", "b.txt": b"", "c.txt": b"\x00\xff last"}
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+    return [tmp_path / name for name in texts]
+
+
+class CountingTokenizer(ByteTokenizer):
+    def __init__(self):
+        self.calls = 0
+
+    def encode(self, text):
+        self.calls += 1
+        return super().encode(text)
+
+
+class WideTokenizer(ByteTokenizer):
+    vocab_size = 70_000
+    end_of_text = 69_999
+    fingerprint = "wide"
+
+
+class TinyTokenizer(ByteTokenizer):
+    vocab_size = 256
+    end_of_text = 0
+    fingerprint = "tiny"
+
+
+def test_documents_follow_each_other_with_end_of_text_between(files, tmp_path):
+    tokens = open_tokens(token_cache(files, ByteTokenizer(), tmp_path / "made" / "here"))
+    assert tokens.dtype == np.uint16
+    assert tokens.tolist() == [*b"first\ntext", 256, 256, *b"\x00\xff last", 256]
+    assert not tokens.flags.writeable
+
+
+@pytest.mark.parametrize(("tokenizer", "token_type"), [(TinyTokenizer(), "u1"), (WideTokenizer(), "u4")])
+def test_the_type_is_the_smallest_that_holds_the_vocabulary(files, tmp_path, tokenizer, token_type):
+    tokens = open_tokens(token_cache(files, tokenizer, tmp_path))
+    assert tokens.dtype == np.dtype(token_type)
+    assert tokens[-1] == tokenizer.end_of_text
+
+
+def test_a_complete_cache_is_found_again(files, tmp_path):
+    tokenizer = CountingTokenizer()
+    first = token_cache(files, tokenizer, tmp_path / "cache")
+    calls, stamp = tokenizer.calls, first.stat().st_mtime_ns
+    assert token_cache(files, tokenizer, tmp_path / "cache") == first
+    assert (tokenizer.calls, first.stat().st_mtime_ns) == (calls, stamp)
+    assert os.listdir(tmp_path / "cache") == [first.name]
+
+
+def test_changed_texts_orders_and_tokenizers_get_files_of_their_own(files, tmp_path):
+    names = {token_cache(files, ByteTokenizer(), tmp_path), token_cache(files[::-1], ByteTokenizer(), tmp_path)}
+    names |= {token_cache(files, WideTokenizer(), tmp_path), token_cache(files[:2], ByteTokenizer(), tmp_path)}
+    os.utime(files[0], ns=(1, 1))  # same size, other time
+    names |= {token_cache(files, ByteTokenizer(), tmp_path)}
+    assert len(names) == 5
+
+
+@pytest.mark.parametrize("damage", ["empty", "header", "cut", "longer", "noise", "type"])
+def test_damaged_caches_are_built_again(files, tmp_path, damage):
+    path = token_cache(files, ByteTokenizer(), tmp_path)
+    whole = path.read_bytes()
+    damaged = {
+        "empty": b"",
+        "header": whole[:40],
+        "cut": whole[:-1],
+        "longer": whole + b"\x00\x00",
+        "noise": b"not an array at all",
+        "type": whole.replace(b"<u2", b"<i2"),
+    }[damage]
+    path.write_bytes(damaged)
+    with refused(DataError, "not a complete token file", path.name):
+        open_tokens(path)
+    assert token_cache(files, ByteTokenizer(), tmp_path) == path
+    assert path.read_bytes() == whole
+
+
+def test_a_builder_that_dies_leaves_nothing(files, tmp_path):
+    class Dying(ByteTokenizer):
+        def encode(self, text):
+            if b"last" in text:
+                raise RuntimeError("out of luck")
+            return super().encode(text)
+
+    with pytest.raises(RuntimeError, match="luck"):
+        token_cache(files, Dying(), tmp_path / "cache")
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_builders_at_the_same_time_do_not_disturb_each_other(files, tmp_path):
+    together = threading.Barrier(4, timeout=20)
+
+    class Meeting(ByteTokenizer):
+        def encode(self, text):
+            if b"first" in text:
+                together.wait()  # all four have begun, none has finished
+            return super().encode(text)
+
+    answers = []
+    builders = [
+        threading.Thread(target=lambda: answers.append(token_cache(files, Meeting(), tmp_path / "cache")))
+        for _ in range(4)
+    ]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join(timeout=30)
+    assert len(answers) == 4
+    assert len(set(answers)) == 1
+    assert os.listdir(tmp_path / "cache") == [answers[0].name]
+    assert open_tokens(answers[0]).size == 20
+
+
+def test_progress_counts_bytes_and_ends_with_all_of_them(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache, "_PIECE_BYTES", 3)
+    seen = []
+    path = token_cache(files, ByteTokenizer(), tmp_path, progress=lambda *counts: seen.append(counts))
+    assert {total for _, total in seen} == {17}
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1] == (17, 17)
+    assert len(seen) == 3  # "first\n", "text", all of the last
+    assert open_tokens(path).tolist() == [*b"first\ntext", 256, 256, *b"\x00\xff last", 256]
+
+
+def test_nothing_to_tokenize_is_refused(tmp_path):
+    with refused(DataError, "nothing to tokenize"):
+        token_cache([], ByteTokenizer(), tmp_path)
+
+
+def test_unreadable_files_are_refused(files, tmp_path):
+    with refused(DataError, "cannot be read", "gone.txt"):
+        token_cache([*files, tmp_path / "gone.txt"], ByteTokenizer(), tmp_path)
+
+
+def test_a_directory_that_cannot_be_made_is_not_blamed_on_the_corpus(files, tmp_path):
+    with pytest.raises(OSError):
+        token_cache(files, ByteTokenizer(), files[0] / "cache")

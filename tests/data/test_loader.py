@@ -1,0 +1,217 @@
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+
+from meshwright.data import GlobalOrder, global_batch_loader
+from meshwright.errors import ConfigError, DataError
+from tests.data.helpers import refused
+from tests.data.test_order import Stream
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return index
+
+
+def _global_batches(dataset, replicas, epoch=0, **arguments):
+    """Batches of all replicas: one sorted list per step."""
+    loaders = [
+        global_batch_loader(dataset, replica=replica, num_replicas=replicas, **arguments) for replica in range(replicas)
+    ]
+    for loader in loaders:
+        loader.set_epoch(epoch)
+    return [sorted(torch.cat(parts).tolist()) for parts in zip(*loaders, strict=True)]
+
+
+@given(st.integers(1, 60), st.integers(1, 4), st.booleans(), st.booleans(), st.integers(0, 3))
+def test_the_number_of_replicas_changes_no_full_batch(size, quarter, shuffle, drop_last, epoch):
+    batch_size = 4 * quarter
+    if drop_last and size < batch_size:
+        return
+    loader_args = {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
+    answers = {
+        replicas: _global_batches(Numbers(size), replicas, epoch, loader_args=loader_args, sampler_seed=5)
+        for replicas in (1, 2, 4)
+    }
+    alone = answers[1]
+    num_full = size // batch_size
+    assert len(alone) == (num_full if drop_last else -(-size // batch_size))
+    for replicas, batches in answers.items():
+        assert batches[:num_full] == alone[:num_full]
+        assert len(batches) == len(alone)
+        # The incomplete batch is filled up to a multiple of the replicas, and holds all that it held alone.
+        for filled, whole in zip(batches[num_full:], alone[num_full:], strict=True):
+            assert 0 <= len(filled) - len(whole) < replicas
+            assert set(filled) >= set(whole)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_one_epoch_is_the_dataset(replicas):
+    batches = _global_batches(Numbers(24), replicas, loader_args={"batch_size": 8})
+    assert sorted(number for batch in batches for number in batch) == list(range(24))
+    assert all(len(batch) == 8 for batch in batches)
+
+
+def test_shuffling_is_the_default_and_follows_seed_and_epoch():
+    def order(loader_args=None, seed=0, epoch=0):
+        loader = global_batch_loader(Numbers(16), loader_args=loader_args, replica=0, num_replicas=1, sampler_seed=seed)
+        loader.set_epoch(epoch)
+        return [int(batch) for batch in loader]
+
+    assert order() == order({"shuffle": True}) == order({"shuffle": None}) != list(range(16))
+    assert order({"shuffle": False}) == list(range(16))
+    assert len({tuple(order()), tuple(order(seed=1)), tuple(order(epoch=5))}) == 3
+
+
+def test_sizes_are_known_and_the_callers_dict_stays_as_it_was():
+    loader_args = {"batch_size": 12, "shuffle": False, "drop_last": True, "num_workers": 0}
+    untouched = copy.deepcopy(loader_args)
+    for _ in range(2):
+        loader = global_batch_loader(Numbers(30), loader_args=loader_args, replica=2, num_replicas=3)
+        assert (loader.global_batch_size, loader.replica_batch_size, loader.batch_size) == (12, 4, 4)
+        assert len(loader) == len(list(loader)) == 2
+    assert loader_args == untouched
+    assert global_batch_loader(Numbers(9), loader_args=None, replica=0, num_replicas=3).global_batch_size == 3
+
+
+def test_other_arguments_reach_torch():
+    def double(samples):
+        return [2 * sample for sample in samples]
+
+    loader = global_batch_loader(
+        Numbers(4), loader_args={"shuffle": False, "collate_fn": double}, replica=1, num_replicas=2
+    )
+    assert list(loader) == [[2], [6]]
+
+
+def test_a_class_of_the_users_own_makes_the_order():
+    class Backwards(torch.utils.data.Sampler):
+        def __init__(self, dataset, *, shuffle, num_replicas, rank, seed):
+            self.indices = list(range(len(dataset)))[::-1][rank::num_replicas]
+            self.seen = shuffle, seed
+
+        def __iter__(self):
+            return iter(self.indices)
+
+    arguments = {"loader_args": {"batch_size": 2}, "sampler_cls": Backwards, "sampler_seed": 9}
+    assert _global_batches(Numbers(4), 2, **arguments) == [[2, 3], [0, 1]]
+    loader = global_batch_loader(Numbers(4), replica=0, num_replicas=2, **arguments)
+    assert loader.sampler.seen == (True, 9)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_sampler_is_shared_out(replicas):
+    loader_args = {"batch_size": 4, "sampler": list(range(0, 20, 2))}
+    assert _global_batches(Numbers(20), replicas, loader_args=loader_args)[:2] == [[0, 2, 4, 6], [8, 10, 12, 14]]
+    seeded = RandomSampler(Numbers(20), generator=torch.Generator().manual_seed(1))
+    loader = global_batch_loader(
+        Numbers(20), loader_args={"batch_size": 4, "sampler": seeded}, replica=0, num_replicas=replicas
+    )
+    assert len(list(loader)) == len(loader) == 5
+
+
+def test_an_endless_sampler_may_be_resumed():
+    def first_batches(start, replicas):
+        loader_args = {"batch_size": 4, "sampler": GlobalOrder(10, seed=3, start=start)}
+        loaders = [
+            iter(global_batch_loader(Numbers(10), loader_args=loader_args, replica=replica, num_replicas=replicas))
+            for replica in range(replicas)
+        ]
+        return [sorted(torch.cat([next(loader) for loader in loaders]).tolist()) for _ in range(6)]
+
+    assert first_batches(0, 2)[2:] == first_batches(8, 4)[:4] == first_batches(8, 1)[:4]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_a_stream_is_shared_out(replicas):
+    batches = _global_batches(Stream(18), replicas, loader_args={"batch_size": 4})
+    assert batches[:4] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert batches[4:] == ([] if replicas == 4 else [[16, 17]])
+
+
+def test_a_stream_hears_the_epoch_and_workers_read_it():
+    stream = Stream(8)
+    loader = global_batch_loader(stream, loader_args={"batch_size": 4, "num_workers": 1}, replica=1, num_replicas=2)
+    loader.set_epoch(3)
+    assert stream.epoch == 3
+    assert [batch.tolist() for batch in loader] == [[1, 3], [5, 7]]
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(int, 1)
+
+
+class NoLength:
+    def __getitem__(self, index):
+        return index
+
+
+class NoRank:
+    def __init__(self, dataset, shuffle, seed):
+        pass
+
+
+_SAMPLER = SequentialSampler(range(8))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "loader_args", "words"),
+    [
+        (Numbers(8), {"batch_size": 6}, ["multiple of 4", "batch_size 6 for 4 replicas", "use 4 or 8"]),
+        (Numbers(8), {"batch_size": 2}, ["multiple of 4", "use 4, or"]),
+        (Numbers(8), {"batch_size": 0}, ["not a count", "0"]),
+        (Numbers(8), {"batch_size": None}, ["not a count", "None"]),
+        (Numbers(8), {"batch_size": 4.0}, ["not a count", "4.0"]),
+        (Numbers(8), {"batch_size": True}, ["not a count", "True"]),
+        (Numbers(8), {"batch_sampler": BatchSampler(_SAMPLER, 4, False)}, ["batch_sampler=BatchSampler"]),
+        (Numbers(8), {"shuffle": True, "sampler": _SAMPLER}, ["shuffle and sampler", "leave out shuffle"]),
+        (Numbers(8), {"sampler": RandomSampler(range(8))}, ["RandomSampler", "manual_seed"]),
+        (Numbers(7), {"batch_size": 8, "drop_last": True}, ["leaves no batch", "7 samples"]),
+        (Numbers(0), {}, ["dataset is empty"]),
+        (TensorDataset(torch.empty(0, 3)), {}, ["dataset is empty"]),
+        (NoLength(), {}, ["NoLength has no length", "IterableDataset"]),
+        (Endless(), {"shuffle": True}, ["Endless with shuffle", "leave out shuffle"]),
+        (Endless(), {"sampler": _SAMPLER}, ["Endless with sampler"]),
+        (Endless(), {"batch_size": 6}, ["multiple of 4"]),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(dataset, loader_args, words):
+    with refused(DataError, *words):
+        global_batch_loader(dataset, loader_args=loader_args, replica=0, num_replicas=4)
+
+
+def test_unknown_keys_are_refused():
+    for key, words in (("batchsize", "did you mean 'batch_size'"), ("dataset", "dataset")):
+        with refused(ConfigError, words, "num_workers"):
+            global_batch_loader(Numbers(8), loader_args={key: 4}, replica=0, num_replicas=1)
+
+
+def test_sampler_classes_that_do_not_fit_are_refused():
+    with refused(ConfigError, "NoRank", "num_replicas"):
+        global_batch_loader(Numbers(8), loader_args={}, replica=0, num_replicas=1, sampler_cls=NoRank)
+    for dataset, loader_args in ((Numbers(8), {"sampler": _SAMPLER}), (Endless(), {})):
+        with refused(DataError, "leave out sampler_cls"):
+            global_batch_loader(dataset, loader_args=loader_args, replica=0, num_replicas=1, sampler_cls=NoRank)
+
+
+def test_false_and_none_are_no_decisions():
+    for loader_args in ({"shuffle": False}, {"shuffle": None, "sampler": None, "batch_sampler": None}):
+        assert len(list(global_batch_loader(Stream(4), loader_args=loader_args, replica=0, num_replicas=2))) == 2
+    loader_args = {"shuffle": False, "sampler": _SAMPLER}
+    assert len(list(global_batch_loader(Numbers(8), loader_args=loader_args, replica=0, num_replicas=2))) == 4
+
+
+def test_replicas_that_do_not_exist_are_refused():
+    with refused(DataError, "0 to 1", "replica 2 of 2"):
+        global_batch_loader(Numbers(8), loader_args=None, replica=2, num_replicas=2)
