@@ -1,1 +1,42 @@
 """Meshwright: plain PyTorch in; the best distributed plan out: predicted, explained, applied, trained."""
+
+from meshwright.accelerated import Accelerated, StepResult
+from meshwright.auto import accelerate, auto_accelerate, clip_grad_norm
+from meshwright.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LaunchError,
+    MeshwrightError,
+    ModelError,
+    StrategyError,
+)
+from meshwright.planner import Plan, plan_table
+from meshwright.runtime import init_distributed, print_rank, rank, sum_loss, synchronize, world_size
+from meshwright.strategy import Strategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Accelerated",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "LaunchError",
+    "MeshwrightError",
+    "ModelError",
+    "Plan",
+    "StepResult",
+    "Strategy",
+    "StrategyError",
+    "accelerate",
+    "auto_accelerate",
+    "clip_grad_norm",
+    "init_distributed",
+    "plan_table",
+    "print_rank",
+    "rank",
+    "sum_loss",
+    "synchronize",
+    "world_size",
+]

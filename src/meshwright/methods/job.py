@@ -44,6 +44,7 @@ class Job:
     mesh: DeviceMesh | None = None  # set by parallel_mode, in the first phase
     shard_axis: str | None = None  # the axis a ZeRO method shards over; None: parameters are replicated
     axes: tuple[tuple[str, int], ...] = ()
+    coordinate: dict[str, int] = field(default_factory=dict)  # this rank's index along every axis
     find_unused_parameters: bool = False
     optim_func: OptimizerFactory | None = None  # builds the optimizer from parameters or groups
     optim_param_func: Callable[[nn.Module], Any] | None = None
@@ -61,7 +62,7 @@ class Job:
 
     def index(self, axis: str) -> int:
         """This rank's place along an axis; 0 where the mesh has none of that name."""
-        return self.mesh.get_local_rank(axis) if self.mesh is not None and axis in dict(self.axes) else 0
+        return self.coordinate.get(axis, 0)
 
     def require_mesh(self) -> DeviceMesh:
         """The mesh, for methods that run after the mesh phase."""

@@ -95,8 +95,7 @@ def _micro_batch_context(
 ) -> Callable[[bool], contextlib.AbstractContextManager[None]]:
     assert isinstance(model, FSDPModule)
 
-    @contextlib.contextmanager
-    def context(is_last: bool) -> Iterator[None]:
+    def switch(is_last: bool) -> None:
         model.set_is_last_backward(is_last)
         if reduce_once:
             model.set_requires_gradient_sync(is_last)
@@ -104,6 +103,13 @@ def _micro_batch_context(
             model.set_requires_all_reduce(is_last)  # over the data axis of HSDP: once is enough
         if keep:
             model.set_reshard_after_backward(is_last)  # the next micro-batch needs them whole again
-        yield
+
+    @contextlib.contextmanager
+    def context(is_last: bool) -> Iterator[None]:
+        switch(is_last)
+        try:
+            yield
+        finally:
+            switch(True)
 
     return context

@@ -2,7 +2,7 @@
 
 from meshwright.runtime.agreement import check_equal, gather_objects, same_on_every_rank
 from meshwright.runtime.device import memory_limit_bytes, peak_memory_bytes, synchronize_device
-from meshwright.runtime.mesh import AXES, Axes, axis_groups, build_mesh, check_axes, fit_axes, rank_grid
+from meshwright.runtime.mesh import AXES, Axes, axis_groups, build_mesh, check_axes, coordinate_of, fit_axes, rank_grid
 from meshwright.runtime.processes import (
     Settings,
     init_distributed,
@@ -24,6 +24,7 @@ __all__ = [
     "build_mesh",
     "check_axes",
     "check_equal",
+    "coordinate_of",
     "fit_axes",
     "gather_objects",
     "init_distributed",

@@ -102,6 +102,14 @@ def axis_groups(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | Non
     return groups
 
 
+def coordinate_of(
+    rank: int, axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None = None
+) -> dict[str, int]:
+    """Where a rank stands on the grid: its index along every axis."""
+    position = np.argwhere(rank_grid(axes, rank_order) == rank)[0]
+    return {name: int(index) for (name, _), index in zip(axes, position, strict=True)}
+
+
 def build_mesh(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None, device_type: str) -> DeviceMesh:
     """Creates the DeviceMesh and its process groups; every rank must call it.
 

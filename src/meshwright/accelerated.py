@@ -1,0 +1,184 @@
+"""A model ready to train: what ``accelerate`` returns."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from meshwright.batches import call_model, first_loss, micro_batches
+from meshwright.errors import ConfigError
+from meshwright.methods import Job
+from meshwright.optim import GuardedOptimizer, clip_grad_norm_
+from meshwright.planner import Plan
+from meshwright.runtime import peak_memory_bytes, preserved_rng, synchronize_device
+from meshwright.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step reports. Tensors are 0-dim and on the device: reading them is what waits for it."""
+
+    loss: torch.Tensor  # mean over the global batch
+    grad_norm: torch.Tensor  # over all parameters, before clipping
+    skipped: bool  # the gradients were not finite and the weights stayed as they were
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One forward and backward pass that changed nothing."""
+
+    step_time_s: float
+    peak_memory_bytes: int
+
+
+class Accelerated:
+    """The model, optimizer, data and functions of a training job, with its strategy applied.
+
+    Train with :meth:`step`, or write the loop by hand with the attributes. Unpacks as ATorch's result:
+    ``model, optim, dataloader, loss_func, prepare_input, args = accelerated``.
+
+    Attributes:
+        model: Sharded or replicated; call it as before.
+        optim: The optimizer over ``model``, or None.
+        dataloader: This rank's part of every global batch, or None.
+        loss_func: ``loss_func(model_input, model_output)``; carries autocast and loss scale. None if none was given.
+        prepare_input: ``prepare_input(data, device)`` makes the model input.
+        lr_scheduler: Stepped by :meth:`step`; None if none was given.
+        args: ATorch's flags for hand-written loops; both are False, since the loop needs nothing special.
+        strategy: The strategy as applied.
+        plan: Its predictions.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        *,
+        optim: Optimizer | None,
+        dataloader: DataLoader | None,
+        lr_scheduler: LRScheduler | None,
+        has_loss_func: bool,
+        model_input_format: str | None,
+        max_grad_norm: float | None,
+        num_micro_batches: int,
+    ) -> None:
+        self._job = job
+        self.model: nn.Module = job.model
+        self.optim = optim
+        self.dataloader = dataloader
+        self.loss_func = self._loss_func if has_loss_func else None
+        self.prepare_input = job.prepare_input
+        self.lr_scheduler = lr_scheduler
+        self.args = {"use_optim_backward": False, "requires_set_gradient_accumulation_boundary": False}
+        self.strategy: Strategy = job.strategy
+        self.plan = plan
+        self.device = job.device
+        self.mesh = job.mesh
+        self.replica, self.num_replicas = job.replica, job.num_replicas
+        self.num_micro_batches = num_micro_batches
+        self.max_grad_norm = max_grad_norm
+        self._model_input_format = model_input_format
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.optim, self.dataloader, self.loss_func, self.prepare_input, self.args))
+
+    def step(self, batch: Any) -> StepResult:
+        """One optimizer step: forward, backward, clip, update, schedule.
+
+        Args:
+            batch: This rank's part of the global batch, as the dataloader yields it; cut into ``num_micro_batches``.
+
+        Returns:
+            Loss and gradient norm, equal on every rank, and whether the update was skipped.
+
+        Raises:
+            ConfigError: When there is no optimizer or no loss.
+            DataError: When the batch does not divide into micro-batches.
+        """
+        if self.optim is None:
+            raise ConfigError(
+                "There is no optimizer to step", got="optim_func=None", fix="pass optim_func, such as torch.optim.AdamW"
+            )
+        self.optim.zero_grad()
+        loss = self._forward_backward(batch)
+        grad_norm = self.clip_grad_norm(self.max_grad_norm if self.max_grad_norm is not None else float("inf"))
+        self.optim.step()
+        skipped = isinstance(self.optim, GuardedOptimizer) and self.optim.step_was_skipped
+        if self.lr_scheduler is not None and not skipped:
+            self.lr_scheduler.step()
+        return StepResult(self._mean_over_replicas(loss), grad_norm, skipped)
+
+    def _forward_backward(self, batch: Any) -> torch.Tensor:
+        """Runs all micro-batches; returns this rank's mean loss."""
+        parts = micro_batches(batch, self.num_micro_batches)
+        total: torch.Tensor | None = None
+        for index, part in enumerate(parts):
+            with self._job.micro_batch(index == len(parts) - 1):
+                inputs = self.prepare_input(part, self.device)
+                output = call_model(self.model, inputs, self._model_input_format)
+                loss = first_loss(self._loss_func(inputs, output)) / len(parts)
+                loss.backward()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total
+
+    def _loss_func(self, inputs: Any, output: Any) -> Any:
+        """The job's loss; its backward multiplies by the loss scale where there is one."""
+        loss = self._job.loss_func(inputs, output)
+        if not isinstance(self.optim, GuardedOptimizer):
+            return loss
+        if isinstance(loss, list | tuple):
+            return [self.optim.scaled(loss[0]), *loss[1:]]
+        return self.optim.scaled(loss)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """The mean loss over the global batch, without gradients; 0-dim, equal on every rank."""
+        inputs = self.prepare_input(batch, self.device)
+        output = call_model(self.model, inputs, self._model_input_format)
+        return self._mean_over_replicas(first_loss(self._job.loss_func(inputs, output)))
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clips the gradients of the whole model, sharded or not; returns their norm before clipping (0-dim)."""
+        if isinstance(self.optim, GuardedOptimizer):
+            return self.optim.clip_grad_norm(max_norm, norm_type)
+        return clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For hand-written loops: a forward and backward inside accumulate gradients, which the next one reduces."""
+        with self._job.micro_batch(False):
+            yield
+
+    def dry_run(self, batch: Any) -> DryRun:
+        """Runs forward and backward once and leaves weights, buffers, gradients and random generators as they were."""
+        buffers = [buffer.clone() for buffer in self.model.buffers()]
+        with preserved_rng():
+            start = time.perf_counter()
+            self._forward_backward(batch)
+            synchronize_device(self.device)
+            elapsed = time.perf_counter() - start
+        self.model.zero_grad(set_to_none=True)
+        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        return DryRun(elapsed, peak_memory_bytes(self.device))
+
+    def _mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
+        mean = value.detach().clone()
+        for axis in ("data", "zero"):
+            if self._job.size(axis) > 1:
+                dist.all_reduce(mean, group=self._job.require_mesh().get_group(axis))
+        return mean / self.num_replicas
+
+    def __repr__(self) -> str:
+        return f"Accelerated({self.strategy}, {type(self.optim).__name__}, {self.device})"

@@ -1,0 +1,281 @@
+"""The door for code: a plain model in, a model that trains on every rank out."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from meshwright.accelerated import Accelerated
+from meshwright.errors import ConfigError, MeshwrightError, did_you_mean
+from meshwright.methods import Job, apply_strategy
+from meshwright.optim import GuardedOptimizer, clip_grad_norm_
+from meshwright.planner import Plan, plan_table
+from meshwright.request import Request
+from meshwright.runtime import (
+    check_equal,
+    gather_objects,
+    memory_limit_bytes,
+    print_rank,
+    rank,
+    same_on_every_rank,
+    seed_replica,
+    settings,
+    synchronize,
+)
+from meshwright.strategy import Strategy
+
+_MODELS: weakref.WeakKeyDictionary[nn.Module, Accelerated] = weakref.WeakKeyDictionary()  # for clip_grad_norm
+
+
+def accelerate(
+    model: nn.Module,
+    optim_func: Callable[..., Optimizer] | None = None,
+    dataset: Dataset | None = None,
+    loss_func: Callable[[Any, Any], Any] | None = None,
+    *,
+    strategy: Any = None,
+    prepare_input: Callable[[Any, torch.device], Any] | None = None,
+    model_input_format: str | None = None,
+    optim_args: Mapping[str, Any] | None = None,
+    optim_param_func: Callable[[nn.Module], Any] | None = None,
+    dataloader_args: Mapping[str, Any] | None = None,
+    distributed_sampler_cls: type | None = None,
+    lr_scheduler_cls: Callable[..., Any] | None = None,
+    lr_scheduler_args: Mapping[str, Any] | None = None,
+    excluded: Sequence[str] = (),
+    included: Sequence[str] = (),
+    max_grad_norm: float | None = None,
+    num_micro_batches: int | None = None,
+    find_unused_parameters: bool = False,
+    sample_batch: Any = None,
+    batch_size: int | None = None,
+    sampler_seed: int = 0,
+    memory_limit: int | None = None,
+    dry_run: bool = False,
+    verbose: bool = False,
+) -> Accelerated:
+    """Makes a plain model train on all ranks under a strategy, given or chosen. Every rank calls it alike.
+
+    First everything is checked, without changing anything; then the methods of the strategy change the model in place,
+    in one fixed order. When it returns, random generators are seeded per data-parallel replica, so that dropout differs
+    where samples differ.
+
+    Args:
+        model: A plain ``nn.Module`` with its parameters initialised, equal on every rank.
+        optim_func: Optimizer class, or ``optim_func(parameters, **optim_args)``; called on the sharded model.
+        dataset: torch Dataset; None makes no dataloader.
+        loss_func: ``loss_func(model_input, model_output)``: the loss, or a list or tuple with the loss first. None
+            takes the loss that the model's output carries.
+        strategy: A Strategy, or anything it can be made from; None chooses the first of data, zero2, fsdp and fsdp
+            with checkpoint that fits into a rank's memory.
+        prepare_input: ``(data, device) -> model input``; None moves the tensors of a batch to the device.
+        model_input_format: None for ``model(x)``, ``"unpack_sequence"`` for ``model(*x)``, ``"unpack_dict"`` for
+            ``model(**x)``.
+        optim_args: Keyword arguments of ``optim_func``.
+        optim_param_func: ``f(model)`` returns parameters or groups of them, from the model as applied.
+        dataloader_args: Keyword arguments of torch's DataLoader; ``batch_size`` is over all ranks.
+        distributed_sampler_cls: Used instead of torch's DistributedSampler.
+        lr_scheduler_cls: ``lr_scheduler_cls(optimizer, **lr_scheduler_args)``, stepped once per optimizer step.
+        lr_scheduler_args: Its keyword arguments.
+        excluded: Methods that an automatic choice must not use.
+        included: Methods that an automatic choice must use.
+        max_grad_norm: Largest gradient norm; None measures it without clipping.
+        num_micro_batches: Parts into which ``step`` cuts a batch; None takes ``init_distributed``'s, or 1.
+        find_unused_parameters: For DDP, when parts of the model do not take part in every step.
+        sample_batch: A batch for predictions where there is no dataset; of any number of samples.
+        batch_size: Samples per step over all ranks, for predictions where there is no dataset.
+        sampler_seed: Seed of the order of samples.
+        memory_limit: Bytes one rank may hold; None takes what the device has.
+        dry_run: Run forward and backward once before returning, without changing anything.
+        verbose: Print the plan.
+
+    Raises:
+        MeshwrightError: On every rank, when anything does not fit together.
+    """
+    world = settings()
+    limit = min(gather_objects(memory_limit or memory_limit_bytes(world.device, world.local_world_size)))
+    request = Request(
+        model, optim_func, dataset, loss_func, strategy, prepare_input, model_input_format, optim_args,
+        optim_param_func, dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args, excluded,
+        included, max_grad_norm, num_micro_batches or world.num_micro_batches or 1, find_unused_parameters,
+        sample_batch, batch_size, sampler_seed, dry_run,
+    )  # fmt: skip
+    with same_on_every_rank():
+        request.check(world.device)
+        plan, reason = request.plan(world, limit)
+        job = request.job(plan, world.device)
+        dataloader = request.dataloader(job)
+    check_equal("The strategy", str(plan.strategy), "pass the same strategy on every rank")
+    check_equal("The model", request.model_digest(), "build the same model on every rank")
+    model.to(world.device)
+    apply_strategy(job)
+    accelerated = _finish(request, job, plan, dataloader)
+    _announce(job, plan, reason, verbose)
+    if dry_run:
+        _dry_run(request, accelerated)
+    seed_replica(world.seed, job.replica)
+    _MODELS[accelerated.model] = accelerated
+    return accelerated
+
+
+def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelerated:
+    """Builds optimizer and scheduler over the model as applied."""
+    with same_on_every_rank():
+        optim = job.build_optimizer()
+        make_scheduler = request.lr_scheduler_cls
+        scheduler = None if make_scheduler is None else make_scheduler(optim, **(request.lr_scheduler_args or {}))
+    return Accelerated(
+        job,
+        plan,
+        optim=optim,
+        dataloader=dataloader,
+        lr_scheduler=scheduler,
+        has_loss_func=request.loss_func is not None,
+        model_input_format=request.model_input_format,
+        max_grad_norm=request.max_grad_norm,
+        num_micro_batches=request.num_micro_batches,
+    )
+
+
+def _announce(job: Job, plan: Plan, reason: str | None, verbose: bool) -> None:
+    for line in (*([reason] if reason else []), *plan.notices, *job.notices):
+        print_rank(f"meshwright: {line}", file=sys.stderr, flush=True)
+    if verbose and rank() == 0:
+        Console(stderr=True).print(plan_table(plan))
+
+
+def _dry_run(request: Request, accelerated: Accelerated) -> None:
+    batch = request.sample_batch if accelerated.dataloader is None else next(iter(accelerated.dataloader))
+    report = accelerated.dry_run(batch)
+    print_rank(
+        f"meshwright: dry run: {report.step_time_s:.3f} s forward and backward, "
+        f"peak {report.peak_memory_bytes / 2**20:.0f} MiB on rank 0",
+        file=sys.stderr,
+    )
+
+
+def clip_grad_norm(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, optimizer: Optimizer | None = None
+) -> torch.Tensor:
+    """Clips the gradients of a model that ``accelerate`` returned; removes the loss scale first where there is one.
+
+    Args:
+        model: ``result.model``.
+        max_norm: Largest norm allowed.
+        norm_type: p of the p-norm.
+        optimizer: ``result.optim``; None finds it by the model.
+
+    Returns:
+        The norm before clipping, 0-dim, equal on every rank.
+    """
+    if optimizer is None and model in _MODELS:
+        optimizer = _MODELS[model].optim
+    if isinstance(optimizer, GuardedOptimizer):
+        return optimizer.clip_grad_norm(max_norm, norm_type)
+    return clip_grad_norm_(model.parameters(), max_norm, norm_type)
+
+
+_EXTRA_ARGUMENTS = {
+    "verbose": False,
+    "time_limit": None,
+    "find_unused_parameters": False,
+    "ignore_dryrun_on_load_strategy": True,
+    "sample_batch": None,
+    "batch_size": None,
+    "sampler_seed": 0,
+}
+
+
+def auto_accelerate(
+    model: nn.Module,
+    optim_func: Callable[..., Optimizer] | None = None,
+    dataset: Dataset | None = None,
+    loss_func: Callable[[Any, Any], Any] | None = None,
+    prepare_input: Callable[[Any, torch.device], Any] | None = None,
+    model_input_format: str | None = None,
+    optim_args: Mapping[str, Any] | None = None,
+    optim_param_func: Callable[[nn.Module], Any] | None = None,
+    dataloader_args: Mapping[str, Any] | None = None,
+    distributed_sampler_cls: type | None = None,
+    excluded: Sequence[str] | None = None,
+    included: Sequence[str] | None = None,
+    load_strategy: Any = None,
+    lr_scheduler_cls: Callable[..., Any] | None = None,
+    lr_scheduler_args: Mapping[str, Any] | None = None,
+    finetune_strategy: bool = False,
+    save_strategy_to_file: str | None = None,
+    **kargs: Any,
+) -> tuple[bool, Accelerated | None, Strategy | None]:
+    """ATorch's ``auto_accelerate``: the same arguments in the same order, the same three results.
+
+    See :func:`accelerate` for what they mean; it raises where this returns False.
+
+    Args:
+        load_strategy: The strategy, in any form that :class:`Strategy` reads; None chooses one.
+        finetune_strategy: Must be False: configs are not searched in this version.
+        save_strategy_to_file: Path of a JSON file to write the strategy to; rank 0 writes it.
+        **kargs: ``verbose``; ``time_limit`` in seconds (the choice predicts and takes well under it);
+            ``find_unused_parameters``; ``ignore_dryrun_on_load_strategy=False`` runs forward and backward once before
+            returning; ``sample_batch``; ``batch_size``; ``sampler_seed``.
+
+    Returns:
+        ``(status, result, best_strategy)``; ``(False, None, None)`` when it failed, with the reason printed on rank 0.
+
+    Raises:
+        TypeError: For an argument that does not exist.
+    """
+    for name in kargs.keys() - _EXTRA_ARGUMENTS.keys():
+        raise TypeError(f"auto_accelerate has no argument {name!r}{did_you_mean(name, _EXTRA_ARGUMENTS)}.")
+    extra = {**_EXTRA_ARGUMENTS, **kargs}
+    try:
+        with same_on_every_rank():
+            _check_modes(finetune_strategy, extra["time_limit"])
+        result = accelerate(
+            model, optim_func, dataset, loss_func, strategy=load_strategy, prepare_input=prepare_input,
+            model_input_format=model_input_format, optim_args=optim_args, optim_param_func=optim_param_func,
+            dataloader_args=dataloader_args, distributed_sampler_cls=distributed_sampler_cls,
+            lr_scheduler_cls=lr_scheduler_cls, lr_scheduler_args=lr_scheduler_args, excluded=excluded or (),
+            included=included or (), find_unused_parameters=extra["find_unused_parameters"],
+            sample_batch=extra["sample_batch"], batch_size=extra["batch_size"], sampler_seed=extra["sampler_seed"],
+            dry_run=load_strategy is not None and not extra["ignore_dryrun_on_load_strategy"],
+            verbose=extra["verbose"],
+        )  # fmt: skip
+        if save_strategy_to_file is not None:
+            _save(result.strategy, save_strategy_to_file)
+    except MeshwrightError as error:
+        if rank() == 0 or not getattr(error, "agreed", False):
+            print(f"meshwright: auto_accelerate failed: {error}", file=sys.stderr, flush=True)
+        return False, None, None
+    return True, result, result.strategy
+
+
+def _check_modes(finetune_strategy: bool, time_limit: float | None) -> None:
+    if finetune_strategy:
+        raise ConfigError(
+            "finetune_strategy asks to search the configs of a loaded strategy, which this version does not do",
+            expected="False",
+            got=repr(finetune_strategy),
+            fix="leave load_strategy out to let Meshwright choose, or give the configs",
+        )
+    if time_limit is not None and not time_limit > 0:
+        raise ConfigError("time_limit is not a duration", expected="seconds above 0", got=repr(time_limit))
+
+
+def _save(strategy: Strategy, path: str) -> None:
+    with same_on_every_rank():
+        if rank() == 0:
+            try:
+                strategy.save(path)
+            except OSError as error:
+                raise ConfigError(
+                    "The strategy cannot be written to save_strategy_to_file", got=f"{path}: {error.strerror}"
+                ) from None
+    synchronize()

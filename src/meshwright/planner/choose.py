@@ -1,0 +1,87 @@
+"""Choosing a strategy without being told: the first of a short list, least communication first, that fits memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.errors import StrategyError, did_you_mean, join_names
+from meshwright.planner.plan import Plan, Workload
+from meshwright.planner.table import readable_bytes
+from meshwright.strategy import METHOD_CONFIGS, Strategy
+
+_CANDIDATES = (
+    Strategy(["parallel_mode"]),
+    Strategy(["parallel_mode", "zero2"]),
+    Strategy(["parallel_mode", "fsdp"]),
+    Strategy(["parallel_mode", "fsdp", "checkpoint"]),
+)
+
+
+def choose(workload: Workload, *, excluded: Sequence[str] = (), included: Sequence[str] = ()) -> tuple[Plan, str]:
+    """Chooses the first of data, zero2, fsdp and fsdp with checkpoint that fits into a rank's memory.
+
+    Args:
+        workload: The model and how it is trained.
+        excluded: Methods that must not be used.
+        included: Methods that every candidate gets.
+
+    Returns:
+        The plan, and one line that says what was chosen and why.
+
+    Raises:
+        StrategyError: When no candidate is left, or none fits.
+    """
+    candidates = _candidates(excluded, included)
+    tried: list[Plan] = []
+    for candidate in candidates:
+        plan = workload.plan(candidate)
+        if plan.fits:
+            return plan, _reason(plan, tried)
+        tried.append(plan)
+    smallest = min(tried, key=lambda plan: plan.memory.total)
+    raise StrategyError(
+        "No strategy fits into the memory of a rank",
+        expected=f"at most {readable_bytes(smallest.limit_bytes or 0)} per rank",
+        got=f"{readable_bytes(smallest.memory.total)} for the smallest, {_names(smallest)}",
+        fix="use more ranks, a smaller batch or more micro-batches; or name a strategy yourself to try it all the same",
+    )
+
+
+def _candidates(excluded: Sequence[str], included: Sequence[str]) -> list[Strategy]:
+    for option, names in (("excluded", excluded), ("included", included)):
+        for name in names:
+            if name not in METHOD_CONFIGS:
+                raise StrategyError(
+                    f"{option} names an unknown method {name!r}{did_you_mean(name, METHOD_CONFIGS)}",
+                    expected=f"names from {join_names(METHOD_CONFIGS)}",
+                )
+    kept = []
+    sharding = {name for name, config in METHOD_CONFIGS.items() if getattr(config, "shards", False)}
+    for candidate in _CANDIDATES:
+        # An included sharding method takes the place of the candidate's own.
+        wanted_sharding = sharding.intersection(included)
+        own = sharding.intersection(candidate.names)
+        for name in own if wanted_sharding else ():
+            candidate = candidate.without(name)
+        for name in included:
+            candidate = candidate if name in candidate else candidate.with_method(name)
+        if not set(excluded).intersection(candidate.names) and candidate not in kept:
+            kept.append(candidate)
+    if not kept:
+        raise StrategyError(
+            "No strategy is left to choose from",
+            got=f"excluded={list(excluded)}, included={list(included)}",
+            fix="exclude fewer methods, or name a strategy yourself",
+        )
+    return kept
+
+
+def _reason(plan: Plan, tried: list[Plan]) -> str:
+    needs = readable_bytes(plan.memory.total)
+    limit = f" of {readable_bytes(plan.limit_bytes)}" if plan.limit_bytes is not None else ""
+    passed = "".join(f"; {_names(each)} needs {readable_bytes(each.memory.total)}" for each in tried)
+    return f"chose {plan.strategy}: the first that fits, {needs}{limit} per rank{passed}"
+
+
+def _names(plan: Plan) -> str:
+    return "+".join(name for name in plan.strategy.names if name != "parallel_mode") or "data"

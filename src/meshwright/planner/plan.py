@@ -1,0 +1,139 @@
+"""A plan: a strategy with its predictions for one model on one world."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.cost import Activations, Memory, Step, memory
+from meshwright.methods import Resolved, cost_of, resolve
+from meshwright.methods.dtypes import torch_dtype
+from meshwright.planner.parameters import describe_blocks, probe_optimizer
+from meshwright.planner.saved import predict_saved
+from meshwright.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a strategy will hold and send on the rank that holds most."""
+
+    strategy: Strategy  # resolved
+    step: Step
+    memory: Memory
+    limit_bytes: int | None  # what one rank may hold; None: unknown
+    notices: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted memory is within the limit."""
+        return self.limit_bytes is None or self.memory.total <= self.limit_bytes
+
+
+@dataclass
+class Workload:
+    """A model and how it is trained, before any strategy: what every plan for it starts from.
+
+    Args:
+        model: Plain module.
+        device: Where it trains.
+        optim_func: Builds the optimizer from a list of parameters.
+        inputs_of: ``inputs_of(samples)`` returns the model input of a micro-batch of that many samples, or None when
+            there is no sample to be had.
+        forward: ``forward(model, inputs)`` computes the loss.
+        batch_size: Samples per step over all ranks; None when unknown.
+        num_micro_batches: Micro-batches per step.
+        world: Number of ranks.
+        zero_level: See ``init_distributed``.
+        limit_bytes: What one rank may hold.
+    """
+
+    model: nn.Module
+    device: torch.device
+    optim_func: Callable[[Any], Optimizer] | None
+    inputs_of: Callable[[int], Any]
+    forward: Callable[[nn.Module, Any], Any]
+    batch_size: int | None
+    num_micro_batches: int
+    world: int
+    zero_level: int
+    limit_bytes: int | None
+
+    def plan(self, strategy: Strategy) -> Plan:
+        """Predicts one strategy.
+
+        Raises:
+            StrategyError: When its methods do not fit together or do not fit the world.
+        """
+        resolved = resolve(strategy, self.world, self.zero_level)
+        activations, flops, notices = self._activations(*_precision_of(resolved), _replicas(resolved))
+        step = Step(
+            blocks=self._blocks,
+            axes=resolved.axes,
+            shard_axis=resolved.shard_axis,
+            buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers()),
+            num_micro_batches=self.num_micro_batches,
+            activations=activations,
+            flops=flops,
+        )
+        step = cost_of(resolved.strategy, step)
+        return Plan(resolved.strategy, step, memory(step), self.limit_bytes, (*resolved.notices, *notices))
+
+    @functools.cached_property
+    def _blocks(self) -> tuple[Any, ...]:
+        return describe_blocks(self.model, probe_optimizer(self.optim_func, self.device))
+
+    @functools.cached_property
+    def _known(self) -> dict[Any, tuple[Activations | None, int | None, tuple[str, ...]]]:
+        return {}
+
+    def _activations(
+        self, param_dtype: str | None, autocast_dtype: str | None, replicas: int
+    ) -> tuple[Activations | None, int | None, tuple[str, ...]]:
+        """Activations and FLOPs of a micro-batch; each precision and size is traced once."""
+        key = (param_dtype, autocast_dtype, replicas)
+        if key not in self._known:
+            self._known[key] = self._trace(*key)
+        return self._known[key]
+
+    def _trace(
+        self, param_dtype: str | None, autocast_dtype: str | None, replicas: int
+    ) -> tuple[Activations | None, int | None, tuple[str, ...]]:
+        samples = math.ceil((self.batch_size or replicas) / (replicas * self.num_micro_batches))
+        try:
+            inputs = self.inputs_of(samples)
+            if inputs is None:
+                return None, None, ("activations are not predicted: there is no sample to trace the model with",)
+            activations, flops = predict_saved(
+                self.model,
+                inputs,
+                self.forward,
+                param_dtype=torch_dtype(param_dtype) if param_dtype else None,
+                autocast_dtype=torch_dtype(autocast_dtype) if autocast_dtype else None,
+            )
+        except Exception as error:  # a user's model may do anything; training does not depend on this prediction
+            reason = (str(error).splitlines() or [""])[0][:160]
+            return None, None, (f"activations are not predicted: {type(error).__name__} while tracing ({reason})",)
+        return activations, flops, ()
+
+
+def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:
+    """Precision of the computing parameters and of autocast."""
+    amp, half = resolved.strategy.get("amp_native"), resolved.strategy.get("half")
+    if half is not None:
+        return half.dtype, None  # type: ignore[attr-defined]
+    if amp is not None:
+        dtype = amp.dtype  # type: ignore[attr-defined]
+        return (dtype if resolved.shard_axis is not None else None), dtype
+    return None, None
+
+
+def _replicas(resolved: Resolved) -> int:
+    sizes = dict(resolved.axes)
+    return sizes.get("data", 1) * sizes.get("zero", 1)

@@ -1,0 +1,185 @@
+"""What forward saves for backward: counted on the real step, or predicted with fake tensors that hold no data."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright.cost import Activations, RecomputePart
+from meshwright.nn import class_names, find_blocks
+
+_BACKWARD_FLOPS = 2  # the two products of backward, each as large as the one of forward
+
+
+@dataclass
+class SavedTensors:
+    """The storages saved for backward, and the modules that were running when each was saved."""
+
+    sizes: dict[int, int] = field(default_factory=dict)  # storage -> bytes
+    savers: dict[int, list[tuple[nn.Module, ...]]] = field(default_factory=dict)  # storage -> module stacks
+    inputs: dict[nn.Module, dict[int, int]] = field(default_factory=dict)  # module -> storage of an argument -> bytes
+    weights: set[int] = field(default_factory=set)  # storages of parameters and buffers: saved, but not by forward
+    alive: list[Any] = field(default_factory=list)  # keeps storages from being freed and their addresses reused
+
+    @property
+    def bytes(self) -> int:
+        """Bytes saved, every storage counted once and weights not at all."""
+        return sum(size for storage, size in self.sizes.items() if storage not in self.weights)
+
+
+@contextlib.contextmanager
+def record_saved(model: nn.Module, *, keep_alive: bool) -> Iterator[SavedTensors]:
+    """Records what a forward pass inside the block saves for backward.
+
+    Args:
+        model: The model that runs; gathered weights of sharded modules are recognised while they run.
+        keep_alive: Keep every saved tensor until the end of the record: only for fake tensors, which hold no data.
+    """
+    saved = SavedTensors()
+    stack: list[nn.Module] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            key, size = _storage(tensor)
+            saved.sizes[key] = size
+            saved.savers.setdefault(key, []).append(tuple(stack))
+            if keep_alive:
+                saved.alive.append(tensor)
+        return tensor
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stack.append(module)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        saved.inputs.setdefault(module, {}).update(map(_storage, tensors))
+        if keep_alive:
+            saved.alive.extend(tensors)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if not isinstance(tensor, DTensor):
+                saved.weights.add(_storage(tensor)[0])
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        stack.pop()
+
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (
+            module.register_forward_pre_hook(enter, with_kwargs=True),
+            module.register_forward_hook(leave, always_call=True),
+        )
+    ]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield saved
+    finally:
+        for hook in hooks:
+            hook.remove()
+        saved.alive.clear()
+
+
+def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage._cdata, storage.nbytes()
+
+
+def predict_saved(
+    model: nn.Module,
+    inputs: Any,
+    forward: Callable[[nn.Module, Any], Any],
+    *,
+    param_dtype: torch.dtype | None,
+    autocast_dtype: torch.dtype | None,
+) -> tuple[Activations, int]:
+    """Predicts what one micro-batch saves, in a forward pass over fake tensors; the model itself is not touched.
+
+    Args:
+        model: A plain module, not wrapped or sharded.
+        inputs: The model input of one micro-batch, as ``prepare_input`` returns it.
+        forward: ``forward(model, inputs)`` computes the loss.
+        param_dtype: Precision of the parameters as they compute; None keeps their own.
+        autocast_dtype: Precision of autocast; None runs without.
+
+    Returns:
+        The activations, and the floating-point operations of forward and backward (recomputation not counted).
+
+    Raises:
+        Exception: Whatever the model raises when it runs without data.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+
+    def converted(tensor: torch.Tensor) -> torch.Tensor:
+        copy: torch.Tensor = fake.from_tensor(tensor.detach())
+        return copy.to(param_dtype) if param_dtype is not None and copy.is_floating_point() else copy
+
+    state = {
+        f"model.{name}": converted(tensor).requires_grad_(tensor.requires_grad)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    fake_inputs = tree_map(lambda leaf: converted(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
+    counter = FlopCounterMode(display=False)
+    autocast = torch.autocast(device.type, dtype=autocast_dtype) if autocast_dtype else contextlib.nullcontext()
+    with warnings.catch_warnings(), fake, counter, autocast, record_saved(model, keep_alive=True) as saved:
+        warnings.simplefilter("ignore")
+        torch.func.functional_call(_Forward(model, forward), state, (fake_inputs,))
+        activations = _summarise(model, saved)
+    return activations, counter.get_total_flops() * (1 + _BACKWARD_FLOPS)
+
+
+class _Forward(nn.Module):
+    """The model and its loss as one module, so that ``functional_call`` can lend it fake parameters."""
+
+    def __init__(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._run = forward
+
+    def forward(self, inputs: Any) -> Any:
+        """Computes the loss."""
+        return self._run(self.model, inputs)
+
+
+def _summarise(model: nn.Module, saved: SavedTensors) -> Activations:
+    block_classes = {class_names(block)[0] for _, block in find_blocks(model)}
+    by_class: dict[tuple[str, ...], list[nn.Module]] = {}
+    for module in saved.inputs:
+        if module is not model:
+            by_class.setdefault(tuple(class_names(module)), []).append(module)
+    parts = tuple(_part(classes, modules, saved) for classes, modules in by_class.items())
+    return Activations(saved.bytes, parts, tuple(sorted(block_classes)))
+
+
+def _part(classes: tuple[str, ...], modules: list[nn.Module], saved: SavedTensors) -> RecomputePart:
+    """What changes when all modules of one class are recomputed: their savings go, their inputs stay."""
+    chosen = set(modules)
+    kept = {s: size for module in modules for s, size in saved.inputs[module].items() if s not in saved.weights}
+    freed = {
+        storage
+        for storage, stacks in saved.savers.items()
+        if storage not in saved.weights and all(chosen.intersection(stack) for stack in stacks)
+    }
+    working = max(
+        sum(saved.sizes[s] for s in freed if any(module in stack for stack in saved.savers[s])) for module in modules
+    )
+    stacks = {module for every in saved.savers.values() for stack in every for module in _above(stack, chosen)}
+    inside = tuple(sorted({name for module in stacks for name in class_names(module)}))
+    added = sum(size for storage, size in kept.items() if storage not in saved.sizes)  # masks, for example
+    return RecomputePart(classes, inside, sum(saved.sizes[s] for s in freed - kept.keys()) - added, working)
+
+
+def _above(stack: tuple[nn.Module, ...], chosen: set[nn.Module]) -> tuple[nn.Module, ...]:
+    """The modules of a stack that enclose a chosen one."""
+    for depth, module in enumerate(stack):
+        if module in chosen:
+            return stack[1:depth]
+    return ()

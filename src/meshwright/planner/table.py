@@ -1,0 +1,70 @@
+"""The plan as a table: memory per rank by class, predicted, and beside it what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from meshwright.planner.plan import Plan
+
+_ROWS = (
+    ("parameters", "parameters"),
+    ("master", "fp32 master weights"),
+    ("gradients", "gradients"),
+    ("optimizer", "optimizer state"),
+    ("buffers", "buffers"),
+    ("activations", "activations"),
+    ("gathered", "gathered while computing"),
+)
+_ALWAYS = {"parameters", "gradients", "optimizer", "activations", "buffers"}
+
+
+def readable_bytes(size: int) -> str:
+    """A size for people, in binary units: ``"1.50 GiB"``."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
+
+
+def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
+    """Builds the table of a plan.
+
+    Args:
+        plan: The plan.
+        measured: Bytes by class, as measured; adds a column.
+    """
+    axes = " x ".join(f"{name} {size}" for name, size in plan.step.axes)
+    methods = [str(method) for method in plan.strategy.methods if method.method_name != "parallel_mode"]
+    table = Table(title=f"Plan: {' + '.join(methods) or 'data parallel'} on {axes}", title_justify="left")
+    table.add_column("memory per rank")
+    table.add_column("predicted", justify="right")
+    if measured is not None:
+        table.add_column("measured", justify="right")
+    for field, label in _ROWS:
+        size = getattr(plan.memory, field)
+        if size or field in _ALWAYS:
+            table.add_row(label, _cell(size), *_measured_cell(measured, field))
+    table.add_section()
+    table.add_row("total", readable_bytes(plan.memory.total), *(() if measured is None else ("",)))
+    if plan.limit_bytes is not None:
+        table.add_row("limit", readable_bytes(plan.limit_bytes), *(() if measured is None else ("",)))
+    if plan.step.traffic:
+        table.add_section()
+        for traffic in plan.step.traffic:
+            what = f"{traffic.kind} in {traffic.moment}, per step"
+            table.add_row(what, readable_bytes(traffic.bytes_per_step), *(() if measured is None else ("",)))
+    return table
+
+
+def _cell(size: int | None) -> str:
+    return "unknown" if size is None else readable_bytes(size)
+
+
+def _measured_cell(measured: Mapping[str, int] | None, field: str) -> tuple[str, ...]:
+    if measured is None:
+        return ()
+    return (readable_bytes(measured[field]) if field in measured else "",)
