@@ -268,3 +268,11 @@ def test_a_guarded_optimizer_is_its_inner_one(tmp_path):
     _roundtrip(tmp_path, state, TrainingState(other.model, guarded, other.lr_scheduler))
     assert train(state, 3) == train(TrainingState(other.model, guarded, other.lr_scheduler, step=2), 3)
     assert runtime.world_size() == 1
+
+
+def test_another_scheduler_is_refused(tmp_path):
+    state = build("plain")
+    CheckpointStore(tmp_path).save(state)
+    state.lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(state.optim, 10)
+    with pytest.raises(CheckpointError, match=r"Expected CosineAnnealingLR\. Got MultiStepLR"):
+        CheckpointStore(tmp_path).load(state)

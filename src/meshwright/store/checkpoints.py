@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 import safetensors.torch
+import torch
 
 from meshwright import runtime
 from meshwright.errors import CheckpointError, ConfigError, join_names
@@ -37,6 +38,7 @@ from meshwright.store.state import CheckpointInfo, TrainingState
 _TENSORS = "tensors"  # a folder of its own: DCP reads every safetensors file in it
 _STEP = re.compile(r"step-(\d{8,})")
 _DISK = "make room on the disk, and check that the directory may be written; earlier checkpoints are untouched"
+_DELETE = "the new checkpoint is complete; delete the old ones by hand, and check who may write into the directory"
 
 
 class CheckpointStore:
@@ -89,7 +91,7 @@ class CheckpointStore:
             raise
         with (
             runtime.same_on_every_rank(),
-            storage_errors(f"Deleting old checkpoints in {self.directory} failed", _DISK),
+            storage_errors(f"Deleting older checkpoints than {final} failed", _DELETE),
         ):
             self._delete_old(state.step)
         return final
@@ -209,7 +211,8 @@ def _make_room(final: Path, temporary: Path) -> None:
 def _verify(path: Path) -> None:
     """Reads every file once, divided between the ranks."""
     files = read_manifest(path)
-    check_present(path, files, folders=[_TENSORS])
+    if runtime.rank() == 0:  # thousands of ranks asking for thousands of files would stall a shared file system
+        check_present(path, files, folders=[_TENSORS])
     check_contents(path, files, sorted(files)[runtime.rank() :: runtime.world_size()])
 
 
@@ -217,7 +220,7 @@ def _rng_name(rank: int) -> str:
     return f"rng-{rank:05d}.safetensors"
 
 
-def _read_generators(path: Path, record: Record) -> dict | None:
+def _read_generators(path: Path, record: Record) -> dict[str, torch.Tensor] | None:
     if record.world_size != runtime.world_size():
         return None
     file = path / _rng_name(runtime.rank())

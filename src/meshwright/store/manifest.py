@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -44,8 +44,8 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the disk has the names in a directory; does nothing where directories cannot be synced."""
-    with contextlib.suppress(PermissionError):  # Windows
+    """Waits until the disk has the names in a directory, on file systems that can sync directories."""
+    with contextlib.suppress(OSError):  # some network file systems, and Windows, refuse
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -101,7 +101,7 @@ def read_manifest(directory: Path) -> dict[str, FileEntry]:
         content = path.read_bytes()
     files = _parsed(content, path)
     for name in files:
-        _check_inside(directory, name)
+        _check_name(directory, name)
     return files
 
 
@@ -127,13 +127,20 @@ def _parsed(content: bytes, path: Path) -> dict[str, FileEntry]:
     return files
 
 
-def _check_inside(directory: Path, name: str) -> None:
+def _check_name(directory: Path, name: str) -> None:
     parts = PurePosixPath(name).parts
-    outside = not parts or name.startswith("/") or ".." in parts or "\\" in name or ":" in name
-    if outside or not (directory / name).resolve().is_relative_to(directory.resolve()):
-        raise CheckpointError(
-            f"The manifest of {directory} names a file outside of the checkpoint", got=repr(name), fix=_RESTORE
-        )
+    if not parts or name.startswith("/") or ".." in parts or "\\" in name or ":" in name:
+        raise _outside(directory, name)
+
+
+def _check_link(directory: Path, name: str) -> None:
+    if not (directory / name).resolve().is_relative_to(directory.resolve()):
+        raise _outside(directory, name)
+
+
+def _outside(directory: Path, name: str) -> CheckpointError:
+    what = f"The manifest of {directory} names a file outside of the checkpoint"
+    return CheckpointError(what, got=repr(name), fix=_RESTORE)
 
 
 def check_present(directory: Path, files: Mapping[str, FileEntry], folders: Iterable[str]) -> None:
@@ -160,13 +167,15 @@ def check_present(directory: Path, files: Mapping[str, FileEntry], folders: Iter
         )
 
 
-def check_contents(directory: Path, files: Mapping[str, FileEntry], names: Iterable[str]) -> None:
-    """Hashes the files ``names`` and refuses those that are not what was written.
+def check_contents(directory: Path, files: Mapping[str, FileEntry], names: Sequence[str]) -> None:
+    """Hashes the files ``names`` and refuses those that are not what was written, and links to the outside.
 
     Raises:
         CheckpointError: Naming all of them.
     """
     with storage_errors(f"{directory} cannot be read", _RESTORE):
+        for name in names:
+            _check_link(directory, name)
         changed = [name for name in names if describe(directory / name) != files[name]]
     if changed:
         raise CheckpointError(

@@ -3,6 +3,9 @@
 Why not ``get_optimizer_state_dict`` of torch: it fills a fresh optimizer by a step with zero gradients, which moves
 weights when the update ignores the learning rate, leaves a momentum where there was none, and knows no master weights.
 Here the saved list of tensors says which states exist, so they are made without any step.
+
+Two attributes let an optimizer of one's own help: ``empty_state(parameter)`` returns the tensors of a fresh state,
+needed when they are sharded otherwise than the parameter; ``state_kind`` names the kind whose checkpoints it takes.
 """
 
 from __future__ import annotations

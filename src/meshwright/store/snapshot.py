@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.optim import GuardedOptimizer
@@ -52,10 +54,15 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
         tensors=tensor_records(tensors),
         model_values=entries.values,
         optimizer=optimizer,
-        lr_scheduler=to_plain(scheduler.state_dict(), "The lr_scheduler's state") if scheduler is not None else None,
+        lr_scheduler=_scheduler_record(scheduler) if scheduler is not None else None,
         scaler=to_plain(scaler.state_dict(), "The loss scaler's state") if scaler is not None else None,
     )
     return Snapshot(tensors, record)
+
+
+def _scheduler_record(scheduler: LRScheduler) -> dict[str, Any]:
+    # Any scheduler takes any state dict without a word: the kind is what tells them apart.
+    return {"kind": type(scheduler).__name__, "state": to_plain(scheduler.state_dict(), "The lr_scheduler's state")}
 
 
 def _scaler(state: TrainingState) -> torch.amp.GradScaler | None:
@@ -83,7 +90,7 @@ class Restoration:
         if self.optimizer is not None:
             self.optimizer.commit()
         if state.lr_scheduler is not None:
-            state.lr_scheduler.load_state_dict(from_plain(record.lr_scheduler))
+            state.lr_scheduler.load_state_dict(from_plain(record.lr_scheduler["state"]))
         scaler = _scaler(state)
         if scaler is not None and record.scaler is not None:  # a run that starts to scale keeps its first scale
             scaler.load_state_dict(from_plain(record.scaler))
@@ -151,4 +158,11 @@ def _check_parts(state: TrainingState, record: Record) -> None:
             expected="everything that the state holds",
             got=f"no {' and no '.join(absent)}",
             fix="load with these left out of the TrainingState (None); they then start afresh",
+        )
+    if state.lr_scheduler is not None and record.lr_scheduler["kind"] != type(state.lr_scheduler).__name__:
+        raise CheckpointError(
+            "The checkpoint was written with another learning-rate scheduler",
+            expected=type(state.lr_scheduler).__name__,
+            got=record.lr_scheduler["kind"],
+            fix="use that scheduler, or leave it out of the TrainingState (None) to start a new schedule",
         )

@@ -27,7 +27,7 @@ class TrainingState:
     strategy: str = ""
     """JSON text of the strategy; recorded for information, never applied."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Anything else that is plain: numbers, strings, lists, tuples and dictionaries of them."""
+    """Anything else that is plain: numbers, strings, lists, tuples and dictionaries of them; rank 0's is stored."""
 
 
 @dataclass(frozen=True)
