@@ -1,0 +1,107 @@
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.methods import Checkpoint, Job
+from meshwright.planner.saved import predict_saved, record_saved
+from tests import tiny
+
+
+def job(model):
+    return Job(model, mw.Strategy(), torch.device("cpu"), tiny.loss_func, lambda data, device: data)
+
+
+class Keywords(nn.Module):
+    """A block that is called with keywords, one of them a tensor that needs its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Bilinear(3, 3, 3), nn.Bilinear(3, 3, 3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x, input2=x * 2))
+        return x
+
+
+@pytest.mark.parametrize("no_reentrant", [True, False])
+def test_gradients_and_names_stay_the_same(no_reentrant):
+    torch.manual_seed(0)
+    plain, x = Keywords(), torch.randn(2, 3, requires_grad=True)
+    recomputed = copy.deepcopy(plain)
+    Checkpoint(no_reentrant=no_reentrant).apply(job(recomputed))
+    assert list(recomputed.state_dict()) == list(plain.state_dict())
+    assert isinstance(recomputed.layers[0], nn.Bilinear)
+    for model in (plain, copy.deepcopy(recomputed), recomputed):
+        model(x).sum().backward()
+    for (name, a), (_, b) in zip(plain.named_parameters(), recomputed.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, msg=name)
+
+
+def test_dropout_is_drawn_again_alike():
+    torch.manual_seed(0)
+    model = tiny.plain(dropout=0.5)
+    recomputed = copy.deepcopy(model)
+    Checkpoint().apply(job(recomputed))
+    ids = tiny.Tokens().ids[:4]
+    for each in (model, recomputed):
+        torch.manual_seed(9)
+        tiny.loss_func(ids, each(ids)).backward()
+    for a, b in zip(model.parameters(), recomputed.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def forward(model, inputs):
+    return tiny.loss_func(inputs, model(**inputs) if isinstance(inputs, dict) else model(inputs))
+
+
+@pytest.mark.parametrize("name", tiny.MODELS)
+@pytest.mark.parametrize("classes", [None, "attention", "nested"])
+def test_predicted_activations_are_those_saved(name, classes):
+    model = tiny.build(name)
+    inputs = tiny.prepare_for(name)(tiny.Tokens(4).ids, "cpu")
+    activations, flops = predict_saved(model, inputs, forward, param_dtype=None, autocast_dtype=None)
+    with record_saved(model) as plain:
+        forward(model, inputs)
+    # Fake tensors make transformers build masks (and then repeat keys and values) that real ones do without.
+    assert activations.saved_bytes == pytest.approx(plain.bytes, rel={"llama": 0.1, "gpt2": 0.03}.get(name, 0))
+    assert flops > 6 * 4 * tiny.SEQ_LEN * sum(p.numel() for p in model.parameters()) * 0.5
+    method = Checkpoint(wrap_class=_classes(name, classes))
+    predicted = method.cost(_step(activations)).activations
+    method.apply(job(model))
+    with record_saved(model) as kept:
+        forward(model, inputs)
+    assert predicted.saved_bytes == pytest.approx(kept.bytes, rel=0.1 if name == "llama" else 0.03)
+    assert kept.bytes < plain.bytes
+    assert predicted.working_bytes > 0
+
+
+def _step(activations):
+    from meshwright.cost import Step
+
+    return Step(blocks=(), axes=(("data", 1),), activations=activations)
+
+
+def _classes(name, kind):
+    attention = {"plain": "Attention", "gpt2": "GPT2Attention", "llama": "LlamaAttention", "bert": "BertAttention"}[
+        name
+    ]
+    block = {"plain": "Block", "gpt2": "GPT2Block", "llama": "LlamaDecoderLayer", "bert": "BertLayer"}[name]
+    return {None: None, "attention": (attention,), "nested": (attention, block)}[kind]
+
+
+def test_a_model_without_blocks_is_told_how_to_name_classes():
+    with pytest.raises(mw.ModelError, match=r"no repeated blocks.*What to do.*wrap_class"):
+        Checkpoint().check(job(nn.Linear(2, 2)))
+
+
+def test_a_cache_is_switched_off_and_said():
+    model = tiny.build("gpt2")
+    model.config.use_cache = True
+    real = job(model)
+    Checkpoint().apply(real)
+    assert model.config.use_cache is False
+    assert "use_cache" in real.notices[0]

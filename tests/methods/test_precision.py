@@ -1,0 +1,91 @@
+"""amp_native and half: scaling, skipping together, master weights, dtypes."""
+
+import pytest
+import torch
+
+import meshwright as mw
+from tests import tiny
+
+LAYOUTS = [[], ["zero1"], ["zero2"], ["fsdp"]]
+
+
+def weights(model):
+    return torch.cat(
+        [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().flatten() for p in model.parameters()]
+    )
+
+
+def overflow_on_one_rank(strategy):
+    torch.manual_seed(0)
+    result = mw.accelerate(
+        tiny.Mlp(), torch.optim.AdamW, None, lambda x, y: y.float().square().mean(), strategy=strategy,
+        optim_args={"lr": 0.01},
+    )  # fmt: skip
+    good = torch.ones(2, 7)
+    bad = good * (float("inf") if mw.rank() == 1 else 1.0)
+    while result.step(good).skipped:  # the first loss scale may be too large
+        pass
+    before, scale = weights(result.model), result.optim.scaler.get_scale() if result.optim.scaler else None
+    assert result.step(bad).skipped
+    assert torch.equal(weights(result.model), before)
+    after_scale = result.optim.scaler.get_scale() if result.optim.scaler else None
+    assert not result.step(good).skipped
+    assert not torch.equal(weights(result.model), before)
+    return after_scale / scale if scale else None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("precision", "halved"),
+    [
+        ("amp_native", 0.5),
+        (("amp_native", {"dtype": "bf16", "skip_if_nonfinite": True}), None),
+        (("half", "fp16"), 0.5),
+    ],
+    ids=str,
+)
+def test_an_overflow_on_one_rank_is_skipped_by_all(ranks, layout, precision, halved):
+    assert ranks(2).run(overflow_on_one_rank, [*layout, precision]) == [halved] * 2
+
+
+def losses(strategy, lr):
+    result = mw.accelerate(
+        tiny.build("plain"), torch.optim.AdamW, tiny.Tokens(), tiny.loss_func, strategy=strategy,
+        optim_args={"lr": lr}, dataloader_args={"batch_size": 8},
+    )  # fmt: skip
+    found = [result.step(batch) for batch in result.dataloader]
+    dtypes = {str(p.dtype) for p in result.model.parameters()}
+    return [step.loss.item() for step in found], dtypes, found[0].loss.dtype
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("precision", [("half", "bf16"), ("half", "fp16"), ("amp_native", "fp16")], ids=str)
+def test_half_precision_follows_the_loss_curve_of_fp32(ranks, layout, precision):
+    expected = ranks(1).run(losses, [], 3e-3)[0][0]
+    for found, dtypes, loss_dtype in ranks(2).run(losses, [*layout, precision], 3e-3):
+        assert found == pytest.approx(expected, rel=1e-2)
+        assert loss_dtype == torch.float32
+        half = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision[1]]
+        assert dtypes == {half if precision[0] == "half" and not layout else "torch.float32"}
+
+
+def test_without_master_weights_small_updates_are_lost(ranks):
+    with_master = ranks(1).run(losses, [("half", "bf16")], 1e-5)[0][0]
+    without = ranks(1).run(losses, [("half", {"dtype": "bf16", "master_weights": False})], 1e-5)[0][0]
+    expected = ranks(1).run(losses, [], 1e-5)[0][0]
+
+    def apart(found):
+        return sum(abs(a - b) for a, b in zip(found, expected, strict=True))
+
+    assert apart(with_master) < apart(without)
+
+
+def without_loss_func():
+    result = mw.accelerate(tiny.build("gpt2"), torch.optim.SGD, strategy=["amp_native"], optim_args={"lr": 0.1},
+                           model_input_format="unpack_dict")  # fmt: skip
+    ids = torch.arange(8).reshape(2, 4)
+    return result.step({"input_ids": ids, "labels": ids}).loss.item()
+
+
+def test_fp16_scales_the_loss_that_the_model_itself_returns(ranks):
+    assert ranks(1).run(without_loss_func)[0] == pytest.approx(4.1, abs=0.5)

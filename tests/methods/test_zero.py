@@ -1,0 +1,174 @@
+"""zero1, zero2 and fsdp beyond plain parity: units, ignored classes, LoRA, precision, and what they refuse."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import meshwright as mw
+from meshwright.cost import memory
+from meshwright.methods import Fsdp
+from meshwright.methods.zero_units import choose_units
+from meshwright.planner import measured_state
+from tests import tiny
+
+BATCH = torch.randn(8, 7, generator=torch.Generator().manual_seed(5))
+
+
+def loss_func(inputs, output):
+    return output.float().square().mean()
+
+
+def part(rank, world):
+    return BATCH[rank * 8 // world : (rank + 1) * 8 // world]
+
+
+def build(freeze=False):
+    torch.manual_seed(1)
+    model = tiny.Mlp()
+    if freeze:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("bias" in name or "last" in name)
+    return model
+
+
+def train(strategy, freeze=False, steps=10):
+    result = mw.accelerate(
+        build(freeze), torch.optim.SGD, None, loss_func, strategy=strategy, sample_batch=BATCH[:2],
+        optim_args={"lr": 0.1, "momentum": 0.9}, batch_size=8,
+    )  # fmt: skip
+    for _ in range(steps):
+        result.step(part(mw.rank(), mw.world_size()))
+    predicted = memory(result.plan.step, result._job.coordinate)
+    for kind, size in measured_state(result.model, result.optim).items():
+        assert getattr(predicted, kind) == size, kind
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in result.model.named_parameters()
+    }
+
+
+def plain_training(freeze=False):
+    model = build(freeze)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(10):
+        optim.zero_grad()
+        loss_func(None, model(BATCH)).backward()
+        optim.step()
+    return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("method", ["zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"atorch_wrap_cls": ("Sequential",)},
+        {"atorch_wrap_cls": (nn.Linear,)},
+        {"atorch_size_based_min_num_params": 150},
+        {"atorch_ignored_cls": ("Sequential",)},
+        {"forward_prefetch": False, "sync_module_states": False},
+    ],
+    ids=str,
+)
+def test_every_choice_of_units_trains_alike(ranks, world, method, keys):
+    expected, before = plain_training(), dict(build().named_parameters())
+    moved = torch.stack([(expected[n] - before[n]).norm() for n in expected]).norm()
+    for weights in ranks(world).run(train, [(method, keys)]):
+        apart = torch.stack([(weights[n] - expected[n]).norm() for n in expected]).norm()
+        assert apart < 1e-5 * moved
+
+
+@pytest.mark.parametrize("outmost", [True, False])
+def test_frozen_weights_stay_and_the_rest_trains_alike(ranks, outmost):
+    expected, before = plain_training(freeze=True), dict(build().named_parameters())
+    for weights in ranks(2).run(train, [("fsdp", {"wrap_trainable_outmost": outmost})], True):
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name].detach(), rtol=1e-5, atol=1e-7)
+            assert torch.equal(value, before[name]) == (not expected[name].requires_grad)
+
+
+class Lora(nn.Module):
+    """A frozen linear layer with a small trainable detour, as peft builds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(13, 13)
+        self.lora_a, self.lora_b = nn.Linear(13, 2, bias=False), nn.Linear(2, 13, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        return self.base(x) + self.lora_b(self.lora_a(x))
+
+
+def lora_groups(outmost):
+    model = build()
+    model.layers = nn.ModuleList(Lora() for _ in range(3))
+    model.first.requires_grad_(False)
+    result = mw.accelerate(
+        model, torch.optim.SGD, None, loss_func, strategy=[("fsdp", {"wrap_trainable_outmost": outmost})],
+        optim_args={"lr": 0.1},
+    )  # fmt: skip
+    result.step(part(mw.rank(), 2))
+    return sum(isinstance(module, FSDPModule) for module in result.model.modules())
+
+
+def test_trainable_modules_are_gathered_as_one_group(ranks):
+    assert ranks(2).run(lora_groups, True) == [4 + 7] * 2  # blocks and root, and every module of the one group
+    assert ranks(2).run(lora_groups, False) == [4] * 2
+
+
+def gathered_dtypes(keys):
+    seen = []
+    model = build()
+    model.first.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
+    result = mw.accelerate(model, torch.optim.SGD, None, loss_func, strategy=[("zero2", keys), ("amp_native", "bf16")],
+                           optim_args={"lr": 0.1})  # fmt: skip
+    result.step(part(mw.rank(), 2))
+    return seen[0], next(result.model.parameters()).dtype
+
+
+def test_precision_of_gathered_parameters(ranks):
+    assert ranks(2).run(gathered_dtypes, {}) == [(torch.bfloat16, torch.float32)] * 2
+    keys = {"mixed_precision": {"param_dtype": torch.float32}}
+    assert ranks(2).run(gathered_dtypes, keys) == [(torch.float32, torch.float32)] * 2
+
+
+def differing_start():
+    torch.manual_seed(mw.rank())
+    result = mw.accelerate(tiny.Mlp(), strategy=["fsdp"])
+    return next(result.model.parameters()).full_tensor().detach()
+
+
+def test_ranks_that_start_from_different_weights_take_those_of_rank_0(ranks):
+    torch.manual_seed(0)
+    expected = next(tiny.Mlp().parameters())
+    for first in ranks(2).run(differing_start):
+        assert torch.equal(first, expected)
+
+
+class Refused(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        if kind == "scalar":
+            self.temperature = nn.Parameter(torch.tensor(1.0))
+        if kind == "tied":
+            self.layers[1].weight = self.layers[0].weight
+        if kind == "dtypes":
+            self.layers[0].bias.data = self.layers[0].bias.data.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("scalar", "temperature"), ("tied", "shared between"), ("dtypes", "different dtypes")]
+)
+def test_what_cannot_be_sharded_is_refused(kind, said):
+    with pytest.raises(mw.ModelError, match=said) as caught:
+        choose_units(Fsdp(), Refused(kind))
+    assert "What to do" in str(caught.value)
+
+
+def test_units_by_size_are_the_smallest_that_are_large_enough():
+    model = tiny.Mlp()
+    units = choose_units(Fsdp(atorch_size_based_min_num_params=100), model)
+    assert sorted(path for path, _ in units.modules) == ["first", "layers.0.0", "layers.1.0", "layers.2.0"]
