@@ -1,0 +1,84 @@
+"""Named tensors to and from safetensors shards through torch's distributed checkpoint; no pickle in any file.
+
+Each rank writes the shards it holds, replicas are written once, and each rank reads the parts that its layout needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import CheckpointError
+
+
+def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Writes tensors into a folder, one file per rank that has something to write; collective.
+
+    Args:
+        tensors: The same names on every rank; plain tensors equal on all ranks, or DTensors.
+        folder: An empty folder that all ranks share.
+
+    Raises:
+        CheckpointError: On every rank, when any of them cannot write.
+    """
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with _agreed_errors(
+        f"Writing tensors into {folder} failed", "make room on the disk, and check who may write there"
+    ):
+        save(_writable(tensors), storage_writer=writer)
+
+
+def load_shards(targets: dict[str, torch.Tensor], folder: Path) -> None:
+    """Fills tensors in place from a folder that :func:`save_shards` wrote in any layout; collective.
+
+    Raises:
+        CheckpointError: On every rank, when any of them cannot read. The targets may then be partly filled.
+    """
+    fix = "the model is partly loaded: build it anew before going on; then check the disk"
+    with _agreed_errors(f"Reading tensors from {folder} failed", fix):
+        load(
+            {name: tensor.detach() for name, tensor in targets.items()},
+            storage_reader=HuggingFaceStorageReader(str(folder)),
+        )
+
+
+def file_prefix(rank: int) -> str:
+    """How the names of the files begin that ``rank`` writes."""
+    return f"shard-{rank + 1:05d}-"
+
+
+@contextlib.contextmanager
+def _agreed_errors(what: str, fix: str) -> Iterator[None]:
+    """Converts DCP's exception, which all ranks get but no ``except Exception`` catches (it is a BaseException)."""
+    try:
+        with warnings.catch_warnings():
+            # A world of one needs no process group.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(what, got=f"{type(cause).__name__}: {cause} (rank {rank})", fix=fix) from error
+
+
+def _writable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What safetensors takes: contiguous tensors of which no two share memory."""
+    seen: set[int] = set()
+    writable: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().contiguous()
+        if not isinstance(tensor, DTensor):
+            address = tensor.untyped_storage().data_ptr()
+            # Two parameters over one memory are stored twice, and both names load.
+            tensor = tensor.clone() if address in seen else tensor
+            seen.add(address)
+        writable[name] = tensor
+    return writable

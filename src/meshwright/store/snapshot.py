@@ -1,0 +1,168 @@
+"""A training state as named tensors plus a record, and the way back; nothing here communicates or touches files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from meshwright.errors import CheckpointError, join_names
+from meshwright.optim import GuardedOptimizer
+from meshwright.store.entries import ModelEntries, model_entries
+from meshwright.store.optimizer import (
+    OptimizerPlan,
+    capture_optimizer,
+    inner_optimizer,
+    masters_by_name,
+    plan_optimizer,
+)
+from meshwright.store.plain import dtype_named, from_plain, to_plain
+from meshwright.store.record import Record, TensorRecord, tensor_records
+from meshwright.store.state import TrainingState
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is written: live tensors by stored name, and the record."""
+
+    tensors: dict[str, torch.Tensor]
+    record: Record
+
+
+def capture(state: TrainingState, world_size: int) -> Snapshot:
+    """Names everything in a training state.
+
+    Raises:
+        CheckpointError: When something in it cannot be stored.
+    """
+    entries = model_entries(state.model)
+    weights = entries.tensors | masters_by_name(state.optim, entries.tensors)
+    tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
+    optimizer = None
+    if state.optim is not None:
+        states, optimizer = capture_optimizer(inner_optimizer(state.optim), weights)
+        tensors |= states
+    scheduler, scaler = state.lr_scheduler, _scaler(state)
+    record = Record(
+        step=state.step,
+        samples_seen=state.samples_seen,
+        world_size=world_size,
+        strategy=state.strategy,
+        extra=to_plain(state.extra, "extra"),
+        tensors=tensor_records(tensors),
+        model_values=entries.values,
+        optimizer=optimizer,
+        lr_scheduler=_scheduler_record(scheduler) if scheduler is not None else None,
+        scaler=to_plain(scaler.state_dict(), "The loss scaler's state") if scaler is not None else None,
+    )
+    return Snapshot(tensors, record)
+
+
+def _scheduler_record(scheduler: LRScheduler) -> dict[str, Any]:
+    # Any scheduler takes any state dict without a word: the kind is what tells them apart.
+    return {"kind": type(scheduler).__name__, "state": to_plain(scheduler.state_dict(), "The lr_scheduler's state")}
+
+
+def _scaler(state: TrainingState) -> torch.amp.GradScaler | None:
+    scaler = state.optim.scaler if isinstance(state.optim, GuardedOptimizer) else None
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+@dataclass(frozen=True)
+class Restoration:
+    """What loading will do to a training state, checked; nothing is changed before ``targets`` are filled."""
+
+    state: TrainingState
+    record: Record
+    entries: ModelEntries
+    targets: dict[str, torch.Tensor]
+    """Tensors to fill before :meth:`commit`, by stored name."""
+    optimizer: OptimizerPlan | None
+
+    def commit(self) -> None:
+        """Hands over everything that is not in the targets themselves."""
+        state, record = self.state, self.record
+        if isinstance(state.optim, GuardedOptimizer) and state.optim.master is not None:
+            state.optim.master.write_back()
+        self.entries.load(record.model_values)
+        if self.optimizer is not None:
+            self.optimizer.commit()
+        if state.lr_scheduler is not None:
+            state.lr_scheduler.load_state_dict(from_plain(record.lr_scheduler["state"]))
+        scaler = _scaler(state)
+        if scaler is not None and record.scaler is not None:  # a run that starts to scale keeps its first scale
+            scaler.load_state_dict(from_plain(record.scaler))
+        state.step, state.samples_seen, state.extra = record.step, record.samples_seen, from_plain(record.extra)
+
+
+def plan_restore(state: TrainingState, record: Record) -> Restoration:
+    """Checks that a checkpoint fits a training state, and lists the tensors to fill.
+
+    Raises:
+        CheckpointError: Naming every missing, unknown or misshapen entry; the state is untouched.
+    """
+    entries = model_entries(state.model)
+    weights = entries.tensors | masters_by_name(state.optim, entries.tensors)
+    targets = {f"model.{name}": tensor for name, tensor in weights.items()}
+    _check_model(entries, record)
+    _check_parts(state, record)
+    optimizer = None
+    if state.optim is not None and record.optimizer is not None:
+        optimizer = plan_optimizer(inner_optimizer(state.optim), weights, record.optimizer, record.tensors)
+        targets |= optimizer.targets
+    return Restoration(state, record, entries, targets, optimizer)
+
+
+def _check_model(entries: ModelEntries, record: Record) -> None:
+    stored = {name.removeprefix("model."): told for name, told in record.tensors.items() if name.startswith("model.")}
+    wanted, given = entries.tensors.keys() | entries.values.keys(), stored.keys() | record.model_values.keys()
+    missing, unknown = sorted(wanted - given), sorted(given - wanted)
+    misshapen = [
+        f"{name} ({_described(told)} instead of {_described(now)})"
+        for name, now in tensor_records(entries.tensors).items()
+        if (told := stored.get(name)) is not None and not _fits(now, told)
+    ]
+    if missing or unknown or misshapen:
+        raise CheckpointError(
+            "The checkpoint is of another model",
+            expected=f"the {len(wanted)} entries of {type(entries.module).__name__}",
+            got=f"missing: {join_names(missing)}; unknown: {join_names(unknown)}; misshapen: {join_names(misshapen)}",
+            fix="build the model with the configuration it was trained with",
+        )
+
+
+def _fits(now: TensorRecord, told: TensorRecord) -> bool:
+    # Precision may change between runs; a float read into an integer would lose its meaning.
+    same_kind = dtype_named(now.dtype).is_floating_point == dtype_named(told.dtype).is_floating_point
+    return now.shape == told.shape and same_kind
+
+
+def _described(record: TensorRecord) -> str:
+    return f"{record.dtype}{list(record.shape)}"
+
+
+def _check_parts(state: TrainingState, record: Record) -> None:
+    absent = [
+        name
+        for name, wanted, stored in (
+            ("optim", state.optim, record.optimizer),
+            ("lr_scheduler", state.lr_scheduler, record.lr_scheduler),
+        )
+        if wanted is not None and stored is None
+    ]
+    if absent:
+        raise CheckpointError(
+            "The checkpoint lacks parts of this training state",
+            expected="everything that the state holds",
+            got=f"no {' and no '.join(absent)}",
+            fix="load with these left out of the TrainingState (None); they then start afresh",
+        )
+    if state.lr_scheduler is not None and record.lr_scheduler["kind"] != type(state.lr_scheduler).__name__:
+        raise CheckpointError(
+            "The checkpoint was written with another learning-rate scheduler",
+            expected=type(state.lr_scheduler).__name__,
+            got=record.lr_scheduler["kind"],
+            fix="use that scheduler, or leave it out of the TrainingState (None) to start a new schedule",
+        )
