@@ -65,7 +65,7 @@ def test_a_resumed_schedule_goes_on(decay):
     ("options", "word"),
     [
         ({"num_steps": 0}, "num_steps"),
-        ({"num_steps": 5, "warmup_steps": 6}, "warm-up"),
+        ({"num_steps": 5, "warmup_steps": -1}, "warmup_steps"),
         ({"num_steps": 5, "min_lr_ratio": 1.5}, "min_lr_ratio"),
         ({"num_steps": 5, "decay": "cosin"}, "did you mean 'cosine'"),
     ],

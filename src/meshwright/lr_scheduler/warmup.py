@@ -33,7 +33,7 @@ def warmup_decay(
     Args:
         optimizer: Its groups' ``lr`` are the peaks.
         num_steps: Optimizer steps of the whole run, warm-up included.
-        warmup_steps: Steps of warm-up.
+        warmup_steps: Steps of warm-up; a run that is shorter ends while it still warms up.
         decay: What follows: ``"cosine"``, ``"linear"``, or ``"constant"``, which stays at the peak.
         min_lr_ratio: Lowest rate as a fraction of the peak.
 
@@ -66,9 +66,7 @@ def _check(num_steps: int, warmup_steps: int, decay: str, min_lr_ratio: float) -
         )
     if num_steps < 1:
         raise ConfigError("num_steps is not a number of steps", expected="1 or more", got=repr(num_steps))
-    if not 0 <= warmup_steps <= num_steps:
-        raise ConfigError(
-            "The warm-up does not fit into the run", expected=f"0 to {num_steps} steps", got=repr(warmup_steps)
-        )
+    if warmup_steps < 0:
+        raise ConfigError("warmup_steps is not a number of steps", expected="0 or more", got=repr(warmup_steps))
     if not 0.0 <= min_lr_ratio <= 1.0:
         raise ConfigError("min_lr_ratio is not a fraction", expected="0 to 1", got=repr(min_lr_ratio))
