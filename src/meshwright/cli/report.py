@@ -35,8 +35,8 @@ def print_report(session: Session, records: Sequence[Mapping[str, Any]], peak_by
     for label, text in (
         ("loss", _loss_text(session, records)),
         ("loss curve", sparkline([_number(record["loss"]) for record in records], _CURVE_WIDTH)),
-        ("speed", _speed_text(records)),
-        ("peak memory", _memory_text(session, peak_bytes)),
+        ("median speed", _speed_text(records)),
+        ("peak of a rank", _memory_text(session, peak_bytes)),
         ("checkpoint", str(checkpoints[-1]) if checkpoints else UNKNOWN),
         ("metrics", str(session.run_dir / "metrics.jsonl")),
     ):
@@ -56,13 +56,13 @@ def _loss_text(session: Session, records: Sequence[Mapping[str, Any]]) -> str:
     losses = [_number(record["loss"]) for record in records]
     finite = [loss for loss in losses if math.isfinite(loss)]
     best = f"{min(finite):.4f}" if finite else UNKNOWN
-    return f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last, {best} at best{_unit(session)}"
+    return f"{losses[0]:.4f} first, {losses[-1]:.4f} last, {best} best{_unit(session)}"
 
 
 def _unit(session: Session) -> str:
     if session.prepared.config.model.loss is not None:
         return ""
-    return " (nats per byte)" if session.prepared.config.data.tokenizer == "bytes" else " (nats per token)"
+    return ", nats per byte" if session.prepared.config.data.tokenizer == "bytes" else ", nats per token"
 
 
 def _speed_text(records: Sequence[Mapping[str, Any]]) -> str:
@@ -81,8 +81,8 @@ def _memory_text(session: Session, peak_bytes: int) -> str:
     predicted = readable_bytes(accelerated.plan.memory.total)
     measured = readable_bytes(peak_bytes)
     if accelerated.device.type == "cuda":
-        return f"{predicted} predicted, {measured} measured per rank"
-    return f"{predicted} of tensors predicted; {measured} measured per process, Python and torch included"
+        return f"{predicted} predicted, {measured} measured"
+    return f"{predicted} predicted, {measured} the whole process"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
