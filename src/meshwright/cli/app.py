@@ -12,7 +12,7 @@ from rich.table import Table
 
 import meshwright
 from meshwright.cli.config_help import config_help
-from meshwright.cli.failures import exit_status
+from meshwright.cli.failures import INTERRUPTED, exit_status
 from meshwright.cli.request import Options, number_of_processes, prepare
 from meshwright.cli.run_dir import default_run_dir
 from meshwright.cli.training import train
@@ -101,6 +101,8 @@ def _train(options: Options) -> int:
     status = launch(["-m", "meshwright", *arguments], nproc)
     if status != 0:
         Console().show_cursor(True)  # a rank that was ended while it drew has left it hidden
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
     return status
 
 

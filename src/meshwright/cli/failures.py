@@ -8,11 +8,11 @@ import traceback
 from collections.abc import Callable
 
 from meshwright.errors import MeshwrightError
-from meshwright.runtime import rank
+from meshwright.runtime import rank, world_size
 
-_INTERRUPTED = 130
-# What gloo, NCCL's watchdog and the store say on the ranks that did not fail.
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+INTERRUPTED = 130  # after Ctrl-C, as shells have it
+# What gloo and NCCL say on the ranks that did not fail.
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 
 
 def exit_status(command: Callable[[], int], *, show_traceback: bool = False) -> int:
@@ -30,7 +30,8 @@ def exit_status(command: Callable[[], int], *, show_traceback: bool = False) -> 
     try:
         return command()
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        _say("interrupted")
+        return INTERRUPTED
     except MeshwrightError as error:
         _tell_error(error, show_traceback)
     except Exception as error:
@@ -49,7 +50,7 @@ def _tell_error(error: MeshwrightError, show_traceback: bool) -> None:
 
 
 def _tell_unforeseen(error: Exception) -> None:
-    if any(words in str(error) for words in _LOST_PEER):
+    if world_size() > 1 and any(words in str(error) for words in _LOST_PEER):
         # The rank that failed has told why, or is about to.
         return _say(f"{_own_name()}lost the connection to another rank")
     agreed = getattr(error, "agreed", False)

@@ -31,13 +31,7 @@ def resolve_reference(reference: str, key: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        missing = isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "?")
-        raise ConfigError(
-            f"{key} {reference!r}: the module {module_name!r} cannot be imported",
-            expected=f"a module in {sys.path[0]} or an installed one" if missing else "a module that imports",
-            got=f"{type(error).__name__}: {error}{'' if missing else f' ({where_raised(error)})'}",
-            fix="correct the name, or install the package" if missing else "correct the module; --traceback shows all",
-        ) from error
+        raise _not_imported(module_name, f"{key} {reference!r}", error) from error
     found = getattr(module, name, None)
     if not callable(found):
         raise ConfigError(
@@ -48,6 +42,16 @@ def resolve_reference(reference: str, key: str) -> Callable[..., Any]:
             fix=f"correct {key}",
         )
     return found
+
+
+def _not_imported(module_name: str, where: str, error: Exception) -> ConfigError:
+    absent = isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "?")
+    return ConfigError(
+        f"{where}: the module {module_name!r} cannot be imported",
+        expected=f"a module in {sys.path[0]} or an installed one" if absent else "a module that imports",
+        got=f"{type(error).__name__}: {error}{'' if absent else f' ({where_raised(error)})'}",
+        fix="correct the name, or install the package" if absent else "correct the module; --traceback shows all",
+    )
 
 
 def where_raised(error: BaseException) -> str:

@@ -29,7 +29,8 @@ def print_report(session: Session, records: Sequence[Mapping[str, Any]], peak_by
     """
     steps = session.state.step
     checkpoints = sorted(session.store.directory.glob("step-*"))
-    table = Table(title=f"Trained {steps} steps on {world_size()} ranks", title_justify="left", show_header=False)
+    ranks = f"{world_size()} ranks" if world_size() > 1 else "one rank"
+    table = Table(title=f"Trained {steps} steps on {ranks}", title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in (
@@ -71,9 +72,7 @@ def _speed_text(records: Sequence[Mapping[str, Any]]) -> str:
     known = [mfu for record in records if (mfu := record.get("mfu")) is not None]
     mfu = percent(statistics.median(known) if known else None)
     total_s = duration(sum(record["step_time_s"] for record in records))
-    return (
-        f"{readable_count(tokens_per_s)} tokens/s, {step_time_s:.3f} s per step, MFU {mfu} (medians); {total_s} in all"
-    )
+    return f"{readable_count(tokens_per_s)} tokens/s, {step_time_s:.3f} s a step, MFU {mfu}; {total_s} in all"
 
 
 def _memory_text(session: Session, peak_bytes: int) -> str:

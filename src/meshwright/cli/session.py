@@ -34,6 +34,7 @@ from meshwright.store import CheckpointStore, TrainingState
 
 # Values that decide what comes next in the data or in the schedule: a change of them is said aloud on resuming.
 _TOLD_ON_RESUME = ("data", "optimizer", "run.seed", "run.batch_size", "run.steps")
+_KEPT_BY_CHECKPOINT = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
 @dataclass
@@ -162,9 +163,6 @@ def _changes(then: dict[str, dict[str, object]], now: dict[str, dict[str, object
                 kept = "; the checkpoint's value goes on" if key in _KEPT_BY_CHECKPOINT else ""
                 lines.append(f"{name} has changed from {before!r} to {value!r}{kept}")
     return lines
-
-
-_KEPT_BY_CHECKPOINT = ("lr", "weight_decay", "betas", "eps", "momentum")
 
 
 def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accelerated: Accelerated) -> None:

@@ -37,7 +37,8 @@ def launch(arguments: Sequence[str], nproc: int) -> int:
     # A store shared between restarts holds keys of dead ranks (pytorch#135712).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # The rank that failed has said why; the launcher's own account of it would bury that.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    for module in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
