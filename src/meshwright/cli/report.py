@@ -16,7 +16,7 @@ from meshwright.planner import readable_bytes
 from meshwright.runtime import world_size
 
 _BARS = "▁▂▃▄▅▆▇█"
-_CURVE_WIDTH = 60
+_CURVE_WIDTH = 56
 
 
 def print_report(session: Session, records: Sequence[Mapping[str, Any]], peak_bytes: int) -> None:
