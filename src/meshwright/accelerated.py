@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -19,9 +20,11 @@ from meshwright.batches import call_model, first_loss, micro_batches
 from meshwright.errors import ConfigError
 from meshwright.methods import Job
 from meshwright.optim import GuardedOptimizer, clip_grad_norm_
-from meshwright.planner import Plan
+from meshwright.planner import Plan, measured_state, record_saved
 from meshwright.runtime import peak_memory_bytes, preserved_rng, synchronize_device
 from meshwright.strategy import Strategy
+
+_MEASURE_NEXT = -1
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Accelerated:
         self.num_micro_batches = num_micro_batches
         self.max_grad_norm = max_grad_norm
         self._model_input_format = model_input_format
+        self._saved_bytes = 0  # what measured_step found; _MEASURE_NEXT asks the next forward to measure
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.model, self.optim, self.dataloader, self.loss_func, self.prepare_input, self.args))
@@ -110,7 +114,7 @@ class Accelerated:
                 "There is no optimizer to step", got="optim_func=None", fix="pass optim_func, such as torch.optim.AdamW"
             )
         self.optim.zero_grad()
-        loss = self._forward_backward(batch)
+        loss = self._forward_backward(micro_batches(batch, self.num_micro_batches))
         grad_norm = self.clip_grad_norm(self.max_grad_norm if self.max_grad_norm is not None else float("inf"))
         self.optim.step()
         skipped = isinstance(self.optim, GuardedOptimizer) and self.optim.step_was_skipped
@@ -118,19 +122,38 @@ class Accelerated:
             self.lr_scheduler.step()
         return StepResult(self._mean_over_replicas(loss), grad_norm, skipped)
 
-    def _forward_backward(self, batch: Any) -> torch.Tensor:
+    def measured_step(self, batch: Any) -> tuple[StepResult, dict[str, int]]:
+        """A :meth:`step` that also measures: bytes this rank really holds, by the classes of ``plan.memory``.
+
+        Activations are those that the first micro-batch saves; all else is counted after the update.
+        """
+        self._saved_bytes = _MEASURE_NEXT
+        result = self.step(batch)
+        return result, {**measured_state(self.model, self.optim), "activations": self._saved_bytes}
+
+    def _forward_backward(self, parts: list[Any]) -> torch.Tensor:
         """Runs all micro-batches; returns this rank's mean loss."""
-        parts = micro_batches(batch, self.num_micro_batches)
         total: torch.Tensor | None = None
         for index, part in enumerate(parts):
             with self._job.micro_batch(index == len(parts) - 1):
-                inputs = self.prepare_input(part, self.device)
-                output = call_model(self.model, inputs, self._model_input_format)
-                loss = first_loss(self._loss_func(inputs, output)) / len(parts)
+                loss = self._forward(part) / len(parts)
                 loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
+
+    def _forward(self, part: Any) -> torch.Tensor:
+        if self._saved_bytes != _MEASURE_NEXT:
+            return self._loss_of(part)
+        with record_saved(self.model) as saved:
+            loss = self._loss_of(part)
+        self._saved_bytes = saved.bytes
+        return loss
+
+    def _loss_of(self, part: Any) -> torch.Tensor:
+        inputs = self.prepare_input(part, self.device)
+        output = call_model(self.model, inputs, self._model_input_format)
+        return first_loss(self._loss_func(inputs, output))
 
     def _loss_func(self, inputs: Any, output: Any) -> Any:
         """The job's loss; its backward multiplies by the loss scale where there is one."""
@@ -146,7 +169,11 @@ class Accelerated:
         """The mean loss over the global batch, without gradients; 0-dim, equal on every rank."""
         inputs = self.prepare_input(batch, self.device)
         output = call_model(self.model, inputs, self._model_input_format)
-        return self._mean_over_replicas(first_loss(self._job.loss_func(inputs, output)))
+        loss = self._mean_over_replicas(first_loss(self._job.loss_func(inputs, output)))
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # else weights gathered here would outlive a change of the shards
+        return loss
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients of the whole model, sharded or not; returns their norm before clipping (0-dim)."""
@@ -165,7 +192,7 @@ class Accelerated:
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         with preserved_rng():
             start = time.perf_counter()
-            self._forward_backward(batch)
+            self._forward_backward(micro_batches(batch, self.num_micro_batches))
             synchronize_device(self.device)
             elapsed = time.perf_counter() - start
         self.model.zero_grad(set_to_none=True)

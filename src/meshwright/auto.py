@@ -110,11 +110,14 @@ def accelerate(
     )  # fmt: skip
     with same_on_every_rank():
         request.check(world.device)
-        plan, reason = request.plan(world, limit)
+    check_equal("The strategy", request.strategy_digest(), "pass the same strategy on every rank")
+    check_equal("The model", request.model_digest(), "build the same model on every rank")
+    with same_on_every_rank():  # rank 0 predicts and chooses for all
+        decided = request.plan(world, limit) if rank() == 0 else None
+    plan, reason = gather_objects(decided)[0]
+    with same_on_every_rank():
         job = request.job(plan, world.device)
         dataloader = request.dataloader(job)
-    check_equal("The strategy", str(plan.strategy), "pass the same strategy on every rank")
-    check_equal("The model", request.model_digest(), "build the same model on every rank")
     model.to(world.device)
     apply_strategy(job)
     accelerated = _finish(request, job, plan, dataloader)

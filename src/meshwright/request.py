@@ -66,6 +66,7 @@ class Request:
             ConfigError, ModelError: Saying which.
         """
         check_input_format(self.model_input_format)
+        self.strategy_digest()
         check_model(self.model, device)
         if self.num_micro_batches < 1:
             raise ConfigError(
@@ -170,6 +171,12 @@ class Request:
             sampler_cls=self.distributed_sampler_cls,
             sampler_seed=self.sampler_seed,
         )
+
+    def strategy_digest(self) -> str:
+        """The strategy asked for, as text."""
+        if self.strategy is None:
+            return f"chosen automatically (excluded={list(self.excluded)}, included={list(self.included)})"
+        return str(Strategy(self.strategy))
 
     def model_digest(self) -> str:
         """A short text that two models of equal parameter names, shapes and dtypes share."""

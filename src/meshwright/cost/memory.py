@@ -21,7 +21,8 @@ class Memory:
     optimizer: int
     buffers: int
     gathered: int  # whole copies of sharded parameters and gradients while a step runs
-    activations: int | None  # None: unknown
+    activations: int | None  # saved by forward for backward, for one micro-batch; None: unknown
+    recomputation: int = 0  # saved again while the largest recomputed part runs backward
 
     @property
     def total(self) -> int:
@@ -42,7 +43,8 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
         optimizer=_sum(step, lambda p: sum(_state_bytes(step, p, state, where) for state in p.states)),
         buffers=step.buffer_bytes,
         gathered=_gathered_bytes(step),
-        activations=step.activations.peak_bytes if step.activations is not None else None,
+        activations=step.activations.saved_bytes if step.activations is not None else None,
+        recomputation=step.activations.working_bytes if step.activations is not None else 0,
     )
 
 

@@ -68,11 +68,6 @@ class Activations:
     block_classes: tuple[str, ...] = ()  # classes of the model's repeated blocks
     working_bytes: int = 0  # of the part being recomputed
 
-    @property
-    def peak_bytes(self) -> int:
-        """Most that is held at once: all that was saved, and the part being recomputed."""
-        return self.saved_bytes + self.working_bytes
-
 
 @dataclass(frozen=True)
 class Placement:

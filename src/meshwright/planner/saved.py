@@ -38,7 +38,7 @@ class SavedTensors:
 
 
 @contextlib.contextmanager
-def record_saved(model: nn.Module, *, keep_alive: bool) -> Iterator[SavedTensors]:
+def record_saved(model: nn.Module, *, keep_alive: bool = False) -> Iterator[SavedTensors]:
     """Records what a forward pass inside the block saves for backward.
 
     Args:

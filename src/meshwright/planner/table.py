@@ -15,6 +15,7 @@ _ROWS = (
     ("optimizer", "optimizer state"),
     ("buffers", "buffers"),
     ("activations", "activations"),
+    ("recomputation", "activations recomputed"),
     ("gathered", "gathered while computing"),
 )
 _ALWAYS = {"parameters", "gradients", "optimizer", "activations", "buffers"}
