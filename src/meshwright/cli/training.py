@@ -12,7 +12,6 @@ from meshwright.cli.observer import Observer
 from meshwright.cli.report import print_report
 from meshwright.cli.request import Options
 from meshwright.cli.session import Session, open_session
-from meshwright.planner import measured_state, record_saved
 from meshwright.runtime import gather_objects, peak_memory_bytes, print_rank, rank, shutdown_distributed
 
 
@@ -49,7 +48,7 @@ def _step(session: Session, observer: Observer | None, batches: Iterator[Any], *
     lr = float(accelerated.optim.param_groups[0]["lr"])
     started_s = time.perf_counter()
     if is_first:
-        result, measured = _measured_step(session, next(batches))
+        result, measured = accelerated.measured_step(next(batches))
     else:
         result, measured = accelerated.step(next(batches)), None
     state.step += 1
@@ -85,16 +84,3 @@ def _mfu(session: Session, step_time_s: float) -> float | None:
         return None
     flops_per_step = flops * accelerated.num_micro_batches * accelerated.num_replicas
     return flops_per_step / (step_time_s * session.peak_flops_per_s)
-
-
-def _measured_step(session: Session, batch: Any) -> tuple[StepResult, dict[str, int]]:
-    """A step, and the bytes by class that it left and saved on this rank."""
-    accelerated = session.accelerated
-    with record_saved(accelerated.model, keep_alive=False) as saved:
-        result = accelerated.step(batch)
-    measured = measured_state(accelerated.model, accelerated.optim)
-    # The record covers the whole step. With several micro-batches, or what recomputation saves a second time, its sum
-    # is more than was held at any moment: then it says nothing about the peak.
-    if accelerated.num_micro_batches == 1 and "checkpoint" not in accelerated.strategy:
-        measured["activations"] = saved.bytes
-    return result, measured
