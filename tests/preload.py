@@ -1,10 +1,19 @@
 """Imported once by the fork server: every worker starts with these modules already loaded."""
 
 import contextlib
+import importlib
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-
-with contextlib.suppress(ImportError):
-    pass
+for _name in (
+    "meshwright",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.utils.data",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "tests.methods.test_parity",
+):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(_name)

@@ -14,8 +14,7 @@ from meshwright.errors import (
 from meshwright.planner import Plan, plan_table
 from meshwright.runtime import init_distributed, print_rank, rank, sum_loss, synchronize, world_size
 from meshwright.strategy import Strategy
-
-__version__ = "0.1.0"
+from meshwright.version import __version__
 
 __all__ = [
     "Accelerated",
@@ -29,6 +28,7 @@ __all__ = [
     "StepResult",
     "Strategy",
     "StrategyError",
+    "__version__",
     "accelerate",
     "auto_accelerate",
     "clip_grad_norm",

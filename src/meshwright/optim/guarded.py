@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from meshwright.errors import ConfigError
 from meshwright.optim.clip import clip_grad_norm_, total_norm
 from meshwright.optim.master import MasterWeights
 
@@ -55,6 +56,7 @@ class GuardedOptimizer(Optimizer):
         self.defaults = inner.defaults
         self.step_was_skipped = False
         """Whether the last ``step`` left the weights as they were."""
+        self._scaled = False  # a loss went through ``scaled`` since the last step
         self._prepared = False  # gradients collected and unscaled since the last step or zero_grad
         self._norm: torch.Tensor | None = None  # of the prepared gradients, when somebody has asked for it
 
@@ -72,12 +74,20 @@ class GuardedOptimizer(Optimizer):
         """The same loss, whose ``backward`` multiplies the gradients by the loss scale."""
         if self.scaler is None or not loss.requires_grad:
             return loss
+        self._scaled = True
         return _ScaleGradient.apply(loss, self.scaler.scale(torch.ones((), device=loss.device)))
 
     def prepare_gradients(self) -> None:
         """Collects gradients into the master weights and removes the loss scale; once per step, repeats do nothing."""
         if self._prepared:
             return
+        if self.scaler is not None and not self._scaled:
+            raise ConfigError(
+                "The gradients were not scaled, and fp16 needs them to be",
+                expected="a loss from the returned loss_func, or optim.scaled(loss), before backward",
+                got="a step without one",
+                fix="use result.loss_func, or call result.optim.scaled(loss).backward()",
+            )
         if self.master is not None:
             self.master.collect_gradients()
         if self.scaler is not None:
@@ -103,7 +113,7 @@ class GuardedOptimizer(Optimizer):
         self.step_was_skipped = self._step_unless_nonfinite()
         if self.master is not None and not self.step_was_skipped:
             self.master.write_back()
-        self._prepared, self._norm = False, None
+        self._prepared, self._scaled, self._norm = False, False, None
 
     def _step_unless_nonfinite(self) -> bool:
         if self.scaler is not None:

@@ -102,11 +102,36 @@ def axis_groups(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | Non
     return groups
 
 
+def ascending_grid(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None = None) -> np.ndarray:
+    """The same groups as :func:`rank_grid`, with places along each axis renumbered so that ranks ascend in every group.
+
+    torch numbers the ranks of a process group in ascending order, and DTensor numbers them by their place on the mesh:
+    only where the two agree do shards end up where they belong.
+
+    Raises:
+        StrategyError: When no renumbering makes every group ascend.
+    """
+    grid = rank_grid(axes, rank_order)
+    origin = tuple(np.argwhere(grid == 0)[0])
+    for dim in range(grid.ndim):
+        line = grid[(*origin[:dim], slice(None), *origin[dim + 1 :])]
+        grid = np.take(grid, np.argsort(line), axis=dim)
+        origin = tuple(np.argwhere(grid == 0)[0])
+    if any((np.diff(grid, axis=dim) < 0).any() for dim in range(grid.ndim)):
+        raise StrategyError(
+            "The rank order crosses groups in a way that process groups cannot follow",
+            expected="an order in which the ranks of every group can be numbered upwards along all axes at once",
+            got=str(list(rank_order or [])),
+            fix="exchange whole groups, not single ranks; None keeps ranks in sequence",
+        )
+    return grid
+
+
 def coordinate_of(
     rank: int, axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None = None
 ) -> dict[str, int]:
-    """Where a rank stands on the grid: its index along every axis."""
-    position = np.argwhere(rank_grid(axes, rank_order) == rank)[0]
+    """Where a rank stands on the mesh: its index along every axis."""
+    position = np.argwhere(ascending_grid(axes, rank_order) == rank)[0]
     return {name: int(index) for (name, _), index in zip(axes, position, strict=True)}
 
 
@@ -122,7 +147,7 @@ def build_mesh(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None
         LaunchError: When the sizes do not multiply to the world.
     """
     world = torch.distributed.get_world_size()
-    grid = rank_grid(axes, rank_order)
+    grid = ascending_grid(axes, rank_order)
     if grid.size != world:
         raise LaunchError("The mesh does not cover the world", expected=f"{world} ranks", got=f"{grid.size} ranks")
     names = [name for name, _ in axes]

@@ -125,7 +125,7 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
 
 
 def _leave_at_exit() -> None:
-    """Destroys the process group of a program that forgot to: its threads would abort the process about one time in ten.
+    """Destroys the process group of a program that forgot to: gloo's threads would abort the process now and then.
 
     Not after an error with NCCL, where destroying can wait for ranks that are gone.
     """

@@ -86,18 +86,24 @@ def _from_string(source: str) -> list[MethodConfig]:
         return []
     if stripped[:1] in "{[":
         return _from_json(stripped, "the text given")
-    looks_like_path = stripped.endswith(".json") or os.sep in stripped
-    if looks_like_path or (len(stripped) < 1024 and "\n" not in stripped and Path(stripped).is_file()):
+    if stripped.endswith(".json") or os.sep in stripped or _is_file(stripped):
         return _from_file(Path(stripped))
     return _from_text(stripped)
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long, or with characters that no path has
+        return False
 
 
 def _from_file(path: Path) -> list[MethodConfig]:
     try:
         return _from_bytes(path.read_bytes(), f"the file {path}")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise StrategyError(
-            "The strategy file cannot be read", expected="a JSON file", got=f"{path}: {error.strerror}"
+            "The strategy file cannot be read", expected="a JSON file", got=f"{path}: {error}"
         ) from None
 
 

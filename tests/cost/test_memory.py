@@ -1,0 +1,46 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from meshwright.cost import Block, Parameter, Placement, StateTensor, Step, local_shape, memory, names_class
+
+
+@given(st.integers(1, 40), st.integers(1, 9))
+def test_shards_are_cut_as_torch_chunk_does(rows, parts):
+    chunks = torch.ones(rows, 2).chunk(parts)
+    for index in range(parts):
+        expected = tuple(chunks[index].shape) if index < len(chunks) else (0, 2)
+        assert local_shape((rows, 2), parts, index) == expected
+
+
+def step(**changes):
+    weight = Parameter("weight", (5, 3), 4, states=(StateTensor((0, 1), 4), StateTensor((), 4), StateTensor((1,), 4)))
+    frozen = Parameter("frozen", (8,), 4, trainable=False)
+    blocks = (Block("Block", 3, (weight,)), Block("outside", 1, (frozen,)))
+    return Step(blocks=blocks, axes=(("zero", 2),), **changes)
+
+
+def test_bytes_by_class():
+    whole = memory(step())
+    assert whole.parameters == 3 * 60 + 32
+    assert whole.gradients == 3 * 60
+    assert whole.optimizer == 3 * (60 + 4 + 12)
+    assert whole.activations is None
+    assert whole.total == whole.parameters + whole.gradients + whole.optimizer
+
+
+def test_shards_add_up_to_the_whole_and_the_first_is_the_largest():
+    sharded = step(parameters=Placement("zero"), gradients=Placement("zero"), optimizer=Placement("zero"))
+    first, second = (memory(sharded, {"zero": index}) for index in range(2))
+    assert first.parameters + second.parameters == memory(step()).parameters
+    assert first.gradients == 3 * 36
+    assert first.total >= second.total
+
+
+def test_class_names():
+    assert names_class("Block", ["models.gpt.Block"])
+    assert names_class("models.gpt.Block", ["models.gpt.Block"])
+    assert not names_class("other.Block", ["models.gpt.Block"])
+    assert names_class("__main__.Block", ["models.gpt.Block"])
+    assert names_class("models.gpt.Block", ["__main__.Block"])
+    assert not names_class("Bloc", ["models.gpt.Block"])

@@ -1,0 +1,60 @@
+import pytest
+
+from meshwright import Strategy, StrategyError
+from meshwright.methods import Phase, in_phase_order, resolve
+from meshwright.methods.base import Method
+from meshwright.strategy import METHOD_CONFIGS
+
+
+def test_a_strategy_without_a_mesh_is_data_parallel():
+    resolved = resolve(Strategy(), 4)
+    assert resolved.strategy == Strategy([("parallel_mode", {"data": 4})])
+    assert resolved.shard_axis is None
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axis"), [({"data": 4}, "data"), ({"zero": 4}, "zero"), ({"zero": 2, "data": 2}, "zero")]
+)
+def test_what_is_sharded_over(mesh, axis):
+    assert resolve(Strategy([("parallel_mode", mesh), "zero2"]), 4).shard_axis == axis
+
+
+@pytest.mark.parametrize(("level", "method"), [(1, "zero1"), (2, "zero2"), (3, "fsdp")])
+def test_a_zero_axis_alone_means_the_global_zero_level(level, method):
+    resolved = resolve(Strategy([("parallel_mode", {"zero": 4})]), 4, level)
+    assert method in resolved.strategy
+    assert any(method in notice for notice in resolved.notices)
+
+
+def test_amp_beside_half_of_the_same_precision_is_dropped_and_said():
+    resolved = resolve(Strategy([("half", "bf16"), ("amp_native", "bf16")]), 1)
+    assert "amp_native" not in resolved.strategy
+    assert any("dropped" in notice for notice in resolved.notices)
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [
+        ([("half", "bf16"), "amp_native"], "different precisions"),
+        (["zero2", "fsdp"], "zero2 and fsdp"),
+        ([("parallel_mode", {"tensor": 2, "data": 2})], "tensor_parallel"),
+        ([("parallel_mode", {"zero": 3})], "multiply to 4"),
+        ([("parallel_mode", ([("data", 2)], [0, 1]))], "multiply to 4"),
+    ],
+)
+def test_what_does_not_go_together(methods, said):
+    with pytest.raises(StrategyError, match=said):
+        resolve(Strategy(methods), 4)
+
+
+def test_phases_decide_the_order_whatever_is_listed():
+    names = [m.method_name for m in in_phase_order(Strategy(["fsdp", "amp_native", "checkpoint", "parallel_mode"]))]
+    assert names == ["parallel_mode", "checkpoint", "amp_native", "fsdp"]
+
+
+def test_every_method_has_both_twins_a_phase_and_a_summary():
+    for config in METHOD_CONFIGS.values():
+        assert issubclass(config, Method)
+        assert isinstance(config.phase, Phase)
+        assert config.summary
+        assert not config.__abstractmethods__

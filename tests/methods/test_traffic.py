@@ -1,0 +1,71 @@
+"""The twins in communication: what ``cost`` predicts is what ``apply`` sends, counted in the running step."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import meshwright as mw
+from tests import tiny
+
+KINDS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+
+
+class Counter(TorchDispatchMode):
+    """Adds up the whole tensor's bytes of every collective; scalars (loss, norm) are not part of a strategy."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d" and name in KINDS:
+            tensors = args[0] if isinstance(args[0], list) else [args[1] if "scatter" in name else args[0]]
+            size = sum(t.nbytes for t in tensors)
+            if size > 8:
+                self.bytes[KINDS[name]] = self.bytes.get(KINDS[name], 0) + size
+        return func(*args, **(kwargs or {}))
+
+
+def count(strategy, micro):
+    torch.manual_seed(0)
+    result = mw.accelerate(
+        tiny.Mlp(), torch.optim.SGD, None, lambda x, out: out.float().square().mean(), strategy=strategy,
+        optim_args={"lr": 0.1}, num_micro_batches=micro, sample_batch=torch.ones(2, 7), batch_size=16,
+    )  # fmt: skip
+    result.step(torch.ones(8, 7))
+    with Counter() as counter:
+        result.step(torch.ones(8, 7))
+    predicted = {}
+    for traffic in result.plan.step.traffic:
+        predicted[traffic.kind] = predicted.get(traffic.kind, 0) + traffic.bytes_per_step
+    return counter.bytes, predicted
+
+
+STRATEGIES = [
+    [],
+    ["zero1"],
+    ["zero2"],
+    ["fsdp"],
+    ["fsdp", "checkpoint"],
+    ["fsdp", ("amp_native", "bf16")],
+    ["zero2", ("half", "bf16")],
+    [("half", "bf16")],
+    [("fsdp", {"mixed_precision": {"param_dtype": "bf16"}})],
+    [("fsdp", {"atorch_ignored_cls": ("Sequential",)})],
+]
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_predicted_bytes_are_sent(ranks, strategy, micro):
+    for sent, predicted in ranks(2).run(count, strategy, micro):
+        assert sent == predicted
+
+
+@pytest.mark.parametrize("method", ["zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("micro", [1, 2])
+def test_predicted_bytes_are_sent_over_two_axes(ranks, method, micro):
+    strategy = [method, ("parallel_mode", {"zero": 2, "data": 2})]
+    for sent, predicted in ranks(4).run(count, strategy, micro):
+        assert sent == predicted

@@ -1,0 +1,79 @@
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+
+from meshwright import ModelError
+from meshwright.optim import clip_grad_norm_, total_norm
+
+SHAPES = [(7, 5), (1, 3), (16,), (), (3, 4)]
+NORMS = [1.0, 2.0, 3.0, float("inf")]
+
+
+def gradients():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def sharded_norms(mesh_shape, names):
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    kinds = [[Replicate()] * (len(names) - 1) + [Shard(0)], [Replicate()] * len(names)]
+    mixed = []
+    for index, gradient in enumerate(gradients()):
+        placements = kinds[0] if gradient.dim() and index % 3 < 2 else kinds[1]
+        mixed.append(distribute_tensor(gradient, mesh, placements) if index != 4 else gradient)
+    found = [total_norm(mixed, p).item() for p in NORMS]
+    parameters = [torch.zeros_like(gradient) for gradient in mixed]
+    for parameter, gradient in zip(parameters, mixed, strict=True):
+        parameter.grad = gradient
+    before = clip_grad_norm_(parameters, 0.5).item()
+    return found, before, [(g.full_tensor() if hasattr(g, "full_tensor") else g).clone() for g in mixed]
+
+
+@pytest.mark.parametrize(
+    ("world", "mesh", "names"), [(2, (2,), ("zero",)), (4, (4,), ("zero",)), (4, (2, 2), ("data", "zero"))]
+)
+def test_norm_and_clip_over_shards_equal_those_of_one_process(ranks, world, mesh, names):
+    plain = gradients()
+    expected = [torch.linalg.vector_norm(torch.cat([g.flatten() for g in plain]), p).item() for p in NORMS]
+    parameters = [torch.nn.Parameter(torch.zeros_like(g)) for g in plain]
+    for parameter, gradient in zip(parameters, plain, strict=True):
+        parameter.grad = gradient
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    for found, before, clipped in ranks(world).run(sharded_norms, mesh, names):
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert before == pytest.approx(norm.item(), rel=1e-6)
+        for mine, theirs in zip(clipped, parameters, strict=True):
+            torch.testing.assert_close(mine, theirs.grad)
+
+
+def test_half_gradients_are_summed_in_fp32():
+    gradient = torch.full((100_000,), 1.0, dtype=torch.bfloat16)
+    assert total_norm([gradient]).item() == pytest.approx(100_000**0.5, rel=1e-6)
+
+
+def test_small_gradients_are_left_alone_and_none_is_passed_over():
+    parameter, unused = torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([0.3, 0.0, 0.4])
+    assert clip_grad_norm_([parameter, unused], 10.0).item() == pytest.approx(0.5)
+    assert parameter.grad.tolist() == pytest.approx([0.3, 0.0, 0.4])
+    assert clip_grad_norm_([unused], 1.0).item() == 0
+
+
+def partial_sum():
+    mesh = init_device_mesh("cpu", (2,))
+    from torch.distributed.tensor import DTensor
+
+    gradient = DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    with pytest.raises(ModelError, match=r"partial sum.*Expected.*Got.*What to do"):
+        total_norm([gradient])
+
+
+def test_a_partial_sum_is_refused(ranks):
+    ranks(2).run(partial_sum)
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, float("nan")])
+def test_a_norm_that_is_none(bad):
+    with pytest.raises(ValueError, match="max_norm"):
+        clip_grad_norm_([torch.nn.Parameter(torch.zeros(1))], bad)

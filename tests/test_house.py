@@ -1,0 +1,61 @@
+"""The house: a room imports only from rooms below it, and cost never imports torch."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
+FLOORS = [
+    {"errors", "version"},
+    {"runtime", "cost"},
+    {"nn", "optim", "lr_scheduler", "data"},
+    {"strategy", "store"},
+    {"methods"},
+    {"planner"},
+    {"batches"},
+    {"request", "accelerated"},
+    {"auto"},
+    {"__init__"},
+    {"cli"},
+    {"__main__"},
+]
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def room_of(path):
+    relative = path.relative_to(SOURCE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            rooms = [alias.name for alias in node.names if node.module == "meshwright" and alias.name in FLOOR_OF]
+            yield from (f"meshwright.{room}" for room in rooms) if rooms else (node.module,)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_room_imports_only_from_below(path):
+    here = room_of(path)
+    for module in imports(path):
+        parts = module.split(".")
+        if parts[0] != "meshwright":
+            continue
+        there = parts[1] if len(parts) > 1 else "__init__"
+        if there != here:
+            assert FLOOR_OF[there] < FLOOR_OF[here], f"{here} imports {there}"
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if room_of(path) == "cost"], ids=lambda path: path.name)
+def test_cost_knows_nothing_of_torch(path):
+    assert not any(module.split(".")[0] in ("torch", "numpy") for module in imports(path))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_files_stay_small(path):
+    assert len(path.read_text().splitlines()) <= 300
