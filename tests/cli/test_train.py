@@ -46,7 +46,7 @@ def test_a_run_writes_and_shows_everything(run):
     assert config.pop("ranks") == 2
     config["optimizer"]["betas"] = None
     assert parse_config(config, "config.json").run.steps == 6
-    for words in ("Plan: ", "predicted", "measured", "step 6/6", "nats per byte", "--resume --steps 12"):
+    for words in ("Plan: ", "predicted", "measured", "step 6/6", "nats per byte", "--resume --steps 12 --nproc 2"):
         assert words in shown
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
 from collections.abc import Callable
 
 from meshwright.errors import MeshwrightError
-from meshwright.runtime import rank, world_size
+from meshwright.runtime import rank, synchronize, world_size
 
 INTERRUPTED = 130  # after Ctrl-C, as shells have it
 # What gloo and NCCL say on the ranks that did not fail.
@@ -34,9 +35,18 @@ def exit_status(command: Callable[[], int], *, show_traceback: bool = False) -> 
         return INTERRUPTED
     except MeshwrightError as error:
         _tell_error(error, show_traceback)
+        _wait_until_told(error)
     except Exception as error:
         _tell_unforeseen(error)
+        _wait_until_told(error)
     return 1
+
+
+def _wait_until_told(error: Exception) -> None:
+    """Keeps the launcher from ending rank 0, because another rank is gone, before it has told an agreed error."""
+    if getattr(error, "agreed", False):
+        with contextlib.suppress(Exception):
+            synchronize()
 
 
 def _tell_error(error: MeshwrightError, show_traceback: bool) -> None:

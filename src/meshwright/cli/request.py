@@ -46,6 +46,7 @@ class Options:
         """The command line of one rank of this run."""
         return [
             "train", str(self.file), "--out", str(run_dir),
+            *(["--nproc", str(self.nproc)] if self.nproc is not None else []),
             *(["--steps", str(self.steps)] if self.steps is not None else []),
             *(["--resume"] if self.resume else []),
             *(["--traceback"] if self.traceback else []),
