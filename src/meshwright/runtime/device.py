@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
 
 import torch
 
@@ -57,3 +58,23 @@ def synchronize_device(device: torch.device) -> None:
     """Waits for the work queued on ``device``; returns at once on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def measured_flops_per_s(device: torch.device, duration_s: float = 0.1) -> float:
+    """Rate of fp32 matrix products in FLOP/s: the best of those that fit into ``duration_s``.
+
+    The best and not the mean: a peak is what the device can do when nothing else disturbs it.
+    """
+    size = 1024 if device.type == "cpu" else 8192
+    left, right = torch.ones(size, size, device=device), torch.ones(size, size, device=device)
+    best_s, end_s = float("inf"), time.perf_counter() + duration_s
+    left @ right  # the first product starts threads and loads kernels
+    while True:
+        synchronize_device(device)
+        start_s = time.perf_counter()
+        left @ right
+        synchronize_device(device)
+        now_s = time.perf_counter()
+        best_s = min(best_s, now_s - start_s)
+        if now_s > end_s:
+            return 2 * size**3 / best_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -35,6 +36,9 @@ def launch(arguments: Sequence[str], nproc: int) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
     # A store shared between restarts holds keys of dead ranks (pytorch#135712).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    # The rank that failed has said why; the launcher's own account of it would bury that.
+    for module in ("multiprocessing.api", "agent.server.api"):
+        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -49,7 +53,10 @@ def launch(arguments: Sequence[str], nproc: int) -> int:
     try:
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as failure:
-        return max(failure.get_first_failure()[1].exitcode, 1)
+        failed_rank, cause = failure.get_first_failure()
+        if cause.exitcode < 0:  # ended by a signal, so nobody has said why: out of memory, most likely
+            print(f"meshwright: rank {failed_rank} was ended by {cause.signal_name()}", file=sys.stderr, flush=True)
+        return max(cause.exitcode, 1)
     except SignalException as stopped:
         return 130 if stopped.sigval == signal.SIGINT else 128 + stopped.sigval
     return 0

@@ -1,0 +1,118 @@
+"""The command line: ``meshwright train``, ``meshwright methods``."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import meshwright
+from meshwright.cli.config_help import config_help
+from meshwright.cli.failures import INTERRUPTED, exit_status
+from meshwright.cli.request import Options, number_of_processes, prepare
+from meshwright.cli.run_dir import default_run_dir
+from meshwright.cli.training import train
+from meshwright.errors import ConfigError
+from meshwright.methods import Method
+from meshwright.runtime.launch import inside_launcher, launch
+from meshwright.strategy import METHOD_CONFIGS
+
+app = typer.Typer(
+    name="meshwright",
+    help="Plain PyTorch in; the best distributed plan out: predicted, explained, applied, trained.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The program ``meshwright``."""
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(meshwright.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("train")
+def train_command(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE.toml", help="Training file.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this machine.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of the whole run (run.steps).")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    out: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Where the run is written.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the file; repeatable.")
+    ] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
+    help_config: Annotated[
+        bool, typer.Option("--help-config", help="Explain every key of FILE.toml and exit.")
+    ] = False,
+) -> None:
+    """Train the model of a training file, on all processes and under a strategy given or chosen."""
+    if help_config:
+        typer.echo(config_help())
+        return
+
+    def command() -> int:
+        if file is None:
+            raise ConfigError(
+                "There is nothing to train",
+                expected="meshwright train FILE.toml",
+                got="no file",
+                fix="name a training file; meshwright train --help-config shows what it may say",
+            )
+        return _train(Options(file, nproc, steps, resume, out, tuple(changes or ()), traceback))
+
+    raise typer.Exit(exit_status(command, show_traceback=traceback))
+
+
+def _train(options: Options) -> int:
+    """Trains here, or starts the ranks that do."""
+    if inside_launcher():
+        # The launcher ends all ranks; one that waits in a collective would not hear of a KeyboardInterrupt.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        train(options)
+        return 0
+    nproc = number_of_processes(options.read())
+    if nproc == 1:
+        train(options)
+        return 0
+    # What is wrong with the request is told once, here, before anything has been started.
+    prepared = prepare(options, nproc)
+    arguments = options.arguments(prepared.run_dir or default_run_dir(options.file))
+    status = launch(["-m", "meshwright", *arguments], nproc)
+    if status != 0:
+        Console().show_cursor(True)  # a rank that was ended while it drew has left it hidden
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    return status
+
+
+@app.command("methods")
+def methods_command() -> None:
+    """List the methods that a strategy can name."""
+    table = Table(title="Methods, in the order in which they are applied", title_justify="left")
+    for column in ("method", "phase", "what it does"):
+        table.add_column(column)
+    methods = [config for config in METHOD_CONFIGS.values() if issubclass(config, Method)]
+    for method in sorted(methods, key=lambda each: each.phase):
+        table.add_row(method.method_name, method.phase.name.lower(), method.summary)
+    Console().print(table)

@@ -1,0 +1,80 @@
+"""How a command fails: one paragraph for what a user can mend, a traceback for what nobody foresaw."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from meshwright.errors import MeshwrightError
+from meshwright.runtime import rank, synchronize, world_size
+
+INTERRUPTED = 130  # after Ctrl-C, as shells have it
+# What gloo and NCCL say on the ranks that did not fail.
+_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+
+
+def exit_status(command: Callable[[], int], *, show_traceback: bool = False) -> int:
+    """Runs a command and tells on stderr why it failed.
+
+    An error that all ranks agreed on is told by rank 0; any other by the rank that met it, with its number.
+
+    Args:
+        command: Returns its exit status.
+        show_traceback: Show where a MeshwrightError was raised, too.
+
+    Returns:
+        The exit status.
+    """
+    try:
+        return command()
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return INTERRUPTED
+    except MeshwrightError as error:
+        _tell_error(error, show_traceback)
+        _wait_until_told(error)
+    except Exception as error:
+        _tell_unforeseen(error)
+        _wait_until_told(error)
+    return 1
+
+
+def _wait_until_told(error: Exception) -> None:
+    """Keeps the launcher from ending rank 0, because another rank is gone, before it has told an agreed error."""
+    if getattr(error, "agreed", False):
+        with contextlib.suppress(Exception):
+            synchronize()
+
+
+def _tell_error(error: MeshwrightError, show_traceback: bool) -> None:
+    agreed = getattr(error, "agreed", False)
+    if agreed and rank() != 0:
+        return
+    if show_traceback:
+        traceback.print_exception(error)
+    notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+    _say(f"{'' if agreed else _own_name()}error: {error}{notes}")
+
+
+def _tell_unforeseen(error: Exception) -> None:
+    if world_size() > 1 and any(words in str(error) for words in _LOST_PEER):
+        # The rank that failed has told why, or is about to.
+        return _say(f"{_own_name()}lost the connection to another rank")
+    agreed = getattr(error, "agreed", False)
+    if agreed and rank() != 0:
+        return None
+    # One write, so that the lines of two ranks do not mix.
+    text = "".join(traceback.format_exception(error))
+    return _say(f"{_own_name()}failed\n{text.rstrip()}")
+
+
+def _own_name() -> str:
+    return f"rank {os.environ['RANK']} " if "RANK" in os.environ else ""
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"meshwright: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,77 @@
+"""The progress bar, and the line of numbers under it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from meshwright.planner import readable_bytes
+
+UNKNOWN = "–"
+
+
+class TrainingProgress(Progress):
+    """A bar over the steps, and one line of numbers; nothing where there is no terminal."""
+
+    def __init__(self, console: Console, steps: int, done: int) -> None:
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TaskProgressColumn(), TimeElapsedColumn())
+        super().__init__(*columns, console=console, disable=not console.is_terminal, expand=True)
+        self._line = "first step …"
+        self._steps_task = self.add_task("step", total=steps, completed=done)
+
+    @property
+    def visible(self) -> bool:
+        """Whether anybody can see it."""
+        return not self.disable
+
+    def show(self, step: int, line: str) -> None:
+        """Moves the bar and changes the line."""
+        self._line = line
+        self.update(self._steps_task, completed=step)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar and the line, for rich."""
+        yield self.make_tasks_table(self.tasks)
+        yield Text(getattr(self, "_line", ""))  # rich asks before __init__ is done
+
+
+def status_line(record: Mapping[str, Any], smoothed_loss: float | None, eta_s: float | None) -> str:
+    """One step in one line of 80 columns or little more."""
+    return "  ".join(
+        (
+            f"loss {smoothed_loss if smoothed_loss is not None else record['loss']:.3f}",
+            f"lr {record['lr']:.1e}",
+            f"norm {record['grad_norm']:.2f}{' skipped' if record['skipped'] else ''}",
+            f"{readable_count(record['tokens_per_s'])} tokens/s",
+            f"MFU {percent(record['mfu'])}",
+            f"mem {readable_bytes(record['peak_memory_bytes'])}",
+            f"ETA {duration(eta_s)}",
+        )
+    )
+
+
+def percent(fraction: float | None) -> str:
+    """``"41 %"``; a dash when unknown."""
+    return UNKNOWN if fraction is None else f"{100 * fraction:.0f} %"
+
+
+def readable_count(value: float) -> str:
+    """``"12.3k"``."""
+    for unit in ("", "k", "M"):
+        if value < 1000:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}G"
+
+
+def duration(seconds: float | None) -> str:
+    """``"1:02:03"`` or ``"2:03"``; a dash when unknown."""
+    if seconds is None:
+        return UNKNOWN
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,60 @@
+"""``module:function`` references of a training file."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ConfigError, did_you_mean
+
+
+def find_modules_beside(folder: Path) -> None:
+    """Puts a folder first on the import path, as Python does for a script that lies in it."""
+    sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
+
+
+def resolve_reference(reference: str, key: str) -> Callable[..., Any]:
+    """Imports what ``module:name`` refers to.
+
+    Args:
+        reference: The reference.
+        key: Where it stands in the training file, for errors.
+
+    Raises:
+        ConfigError: When there is no such module or name, importing fails, or it cannot be called.
+    """
+    module_name, _, name = reference.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise _not_imported(module_name, f"{key} {reference!r}", error) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(
+            f"{key} {reference!r}: {module.__file__ or module_name} has no function {name!r}"
+            f"{did_you_mean(name, vars(module))}",
+            expected="a function or class",
+            got="nothing of that name" if found is None else type(found).__name__,
+            fix=f"correct {key}",
+        )
+    return found
+
+
+def _not_imported(module_name: str, where: str, error: Exception) -> ConfigError:
+    absent = isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "?")
+    return ConfigError(
+        f"{where}: the module {module_name!r} cannot be imported",
+        expected=f"a module in {sys.path[0]} or an installed one" if absent else "a module that imports",
+        got=f"{type(error).__name__}: {error}{'' if absent else f' ({where_raised(error)})'}",
+        fix="correct the name, or install the package" if absent else "correct the module; --traceback shows all",
+    )
+
+
+def where_raised(error: BaseException) -> str:
+    """File and line in which an error was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "no frame"

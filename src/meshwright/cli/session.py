@@ -1,0 +1,183 @@
+"""Everything a rank holds while it trains, built or resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from meshwright.accelerated import Accelerated
+from meshwright.auto import accelerate
+from meshwright.cli.corpus import tokenized
+from meshwright.cli.request import Options, Prepared, prepare
+from meshwright.cli.run_dir import CHECKPOINTS, CONFIG, STRATEGY, default_run_dir, write_text
+from meshwright.cost.devices import half_peak_flops_per_s
+from meshwright.data import GlobalOrder, TokenDataset
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.lr_scheduler import warmup_decay
+from meshwright.runtime import (
+    gather_objects,
+    init_distributed,
+    measured_flops_per_s,
+    print_rank,
+    rank,
+    same_on_every_rank,
+    seed_replica,
+    synchronize,
+    world_size,
+)
+from meshwright.store import CheckpointStore, TrainingState
+
+# Values that decide what comes next in the data or in the schedule: a change of them is said aloud on resuming.
+_TOLD_ON_RESUME = ("data", "optimizer", "run.seed", "run.batch_size", "run.steps")
+_KEPT_BY_CHECKPOINT = ("lr", "weight_decay", "betas", "eps", "momentum")
+
+
+@dataclass
+class Session:
+    """One rank's training run, between two steps."""
+
+    options: Options
+    prepared: Prepared
+    run_dir: Path
+    accelerated: Accelerated
+    store: CheckpointStore
+    state: TrainingState
+    peak_flops_per_s: float | None
+    """Of all ranks together; None when a device is not known."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in a global batch."""
+        return self.prepared.config.run.batch_size * self.prepared.config.data.seq_len
+
+
+def open_session(options: Options) -> Session:
+    """Joins the world, builds everything and loads the checkpoint when resuming; collective.
+
+    Raises:
+        MeshwrightError: On every rank. Nothing has been written into the run directory then.
+    """
+    prepared = _join(options)
+    run_dir = gather_objects(prepared.run_dir or default_run_dir(options.file))[0]
+    dataset = tokenized(prepared.corpus, prepared.config.data.seq_len)
+    order = GlobalOrder(len(dataset), prepared.config.run.seed)
+    accelerated = _accelerate(prepared, dataset, order)
+    store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
+    state = _state(prepared, accelerated)
+    if options.resume:
+        _resume(prepared, accelerated, store, state)
+    order.start = state.samples_seen
+    _write_documents(options, prepared, run_dir, accelerated)
+    return Session(options, prepared, run_dir, accelerated, store, state, _peak_flops_per_s(accelerated.device))
+
+
+def _join(options: Options) -> Prepared:
+    """Checks the request and makes this process a rank; what fails on any rank is raised on all."""
+    prepared, failure = None, None
+    try:
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if options.nproc is not None and options.nproc != world and "RANK" in os.environ:
+            raise ConfigError(
+                "--nproc differs from what the launcher started", expected=str(world), got=str(options.nproc)
+            )
+        prepared = prepare(options, world)
+    except MeshwrightError as error:
+        failure = error
+    if prepared is None:
+        init_distributed()
+    else:
+        init_distributed(prepared.config.run.seed, backend=prepared.backend)
+    with same_on_every_rank():
+        if failure is not None:
+            raise failure
+    assert prepared is not None
+    return prepared
+
+
+def _accelerate(prepared: Prepared, dataset: TokenDataset, order: GlobalOrder) -> Accelerated:
+    run, optimizer = prepared.config.run, prepared.config.optimizer
+    with same_on_every_rank():
+        model = prepared.model.build(prepared.corpus.tokenizer.vocab_size, dataset.seq_len)
+    return accelerate(
+        model,
+        prepared.optim_func,
+        dataset,
+        prepared.model.loss_func,
+        strategy=prepared.strategy,
+        prepare_input=prepared.model.prepare_input,
+        model_input_format=prepared.model.model_input_format,
+        optim_args=prepared.optim_args,
+        dataloader_args={"batch_size": run.batch_size, "sampler": order},
+        lr_scheduler_cls=warmup_decay,
+        lr_scheduler_args={
+            "num_steps": run.steps,
+            "warmup_steps": optimizer.warmup_steps,
+            "decay": optimizer.schedule,
+            "min_lr_ratio": optimizer.min_lr_ratio,
+        },
+        excluded=prepared.config.strategy.excluded,
+        included=prepared.config.strategy.included,
+        max_grad_norm=optimizer.max_grad_norm,
+        num_micro_batches=run.num_micro_batches,
+        memory_limit=int(run.memory_limit_gb * 1e9) if run.memory_limit_gb is not None else None,
+    )
+
+
+def _state(prepared: Prepared, accelerated: Accelerated) -> TrainingState:
+    return TrainingState(
+        accelerated.model,
+        accelerated.optim,
+        accelerated.lr_scheduler,
+        strategy=accelerated.strategy.to_json(),
+        extra={"config": prepared.config.model_dump_json()},
+    )
+
+
+def _resume(prepared: Prepared, accelerated: Accelerated, store: CheckpointStore, state: TrainingState) -> None:
+    now, strategy = state.extra, state.strategy
+    info = store.load(state)
+    then = json.loads(info.extra.get("config", "{}"))
+    # The checkpoint to come describes this run, not the one that was resumed.
+    state.extra, state.strategy = now, strategy
+    ranks = "" if info.world_size == world_size() else f", written by {info.world_size} ranks"
+    print_rank(f"meshwright: resuming after step {info.step} from {info.path}{ranks}", file=sys.stderr, flush=True)
+    for line in _changes(then, prepared.config.model_dump(mode="json")):
+        print_rank(f"meshwright: since then {line}", file=sys.stderr, flush=True)
+    if not info.rng_restored:
+        # Other ranks than those whose generators were saved: at least their dropout masks shall not repeat.
+        seed_replica(prepared.config.run.seed + info.step, accelerated.replica)
+
+
+def _changes(then: dict[str, dict[str, object]], now: dict[str, dict[str, object]]) -> list[str]:
+    lines = []
+    for table, values in now.items():
+        for key, value in values.items():
+            name = f"{table}.{key}"
+            before = then.get(table, {}).get(key)
+            if before != value and (table in _TOLD_ON_RESUME or name in _TOLD_ON_RESUME):
+                kept = "; the checkpoint's value goes on" if key in _KEPT_BY_CHECKPOINT else ""
+                lines.append(f"{name} has changed from {before!r} to {value!r}{kept}")
+    return lines
+
+
+def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accelerated: Accelerated) -> None:
+    with same_on_every_rank():
+        if rank() == 0:
+            config = {"file": str(options.file.resolve()), "ranks": world_size(), **prepared.config.model_dump()}
+            write_text(run_dir / CONFIG, json.dumps(config, indent=2) + "\n")
+            write_text(run_dir / STRATEGY, accelerated.strategy.to_json() + "\n")
+
+
+def _peak_flops_per_s(device: torch.device) -> float | None:
+    if device.type == "cuda":
+        own = half_peak_flops_per_s(torch.cuda.get_device_name(device))
+    else:
+        synchronize()  # all ranks at once: they share the machine while they train, too
+        own = measured_flops_per_s(device)
+    every = gather_objects(own)
+    return None if None in every else sum(every)

@@ -1,0 +1,134 @@
+import pytest
+
+from meshwright.cli.config import TrainConfig
+from meshwright.cli.config_file import parse_config, read_config
+from meshwright.cli.config_help import config_help
+from meshwright.cli.optimizers import optimizer_of
+from meshwright.errors import ConfigError
+
+MINIMAL = {"model": {"source": "a:b"}}
+
+
+def _refusal(content):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(content, "x.toml")
+    assert "\n" not in str(caught.value)
+    assert "--help-config" in str(caught.value)
+    return str(caught.value)
+
+
+def _file(tmp_path, text='[model]\nsource = "a:b"\n[run]\nsteps = 5\n'):
+    path = tmp_path / "x.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_model_is_all_that_must_be_said():
+    config = parse_config(MINIMAL, "x.toml")
+    assert config.strategy.is_automatic
+    assert config.data.source == "stdlib"
+    assert config == parse_config(config.model_dump(), "again")
+
+
+def test_all_mistakes_are_named_at_once():
+    text = _refusal(
+        {
+            "model": {"source": "gpt2"},
+            "optimzer": {},
+            "run": {"steps": -3, "stepz": 4, "seed": True, "device": "gpu"},
+            "data": {"seq_len": "4", "source": 3},
+            "optimizer": {"betas": [0.9]},
+        }
+    )
+    assert "9 mistakes" in text
+    for word in (
+        "model.source: 'module:function'",
+        "optimzer: no such key (did you mean 'optimizer'?)",
+        "run.steps: greater than or equal to 1",
+        "run.steps = -3",
+        "run.stepz: no such key (did you mean 'steps'?)",
+        "run.device: 'auto' or 'cpu'",
+        "run.seed = True",
+        "data.seq_len = '4'",
+        "data.source: a valid string or a valid list",
+        "optimizer.betas",
+    ):
+        assert word in text, word
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        ({}, "model: a value"),
+        ({"model": 3}, "model: a table"),
+        ({**MINIMAL, "strategy": {"methods": "x.json"}}, "strategy.file"),
+        ({**MINIMAL, "strategy": {"methods": "zero2", "file": "x.json"}}, "not both"),
+        ({**MINIMAL, "strategy": {"methods": "zero2", "excluded": ["fsdp"]}}, "beside methods = 'auto' only"),
+        ({**MINIMAL, "optimizer": {"lr": float("nan")}}, "optimizer.lr: a finite number"),
+    ],
+)
+def test_single_mistakes(content, word):
+    assert word in _refusal(content)
+
+
+def test_changes_are_typed_as_toml_and_the_last_one_wins(tmp_path):
+    changes = ["optimizer.lr=1e-3", "run.device=cpu", 'data.source=["a", "b"]', "run.steps=7", "model.args.dim=8"]
+    config = read_config(_file(tmp_path), changes, {"run.steps": 9, "run.nproc": None})
+    assert config.optimizer.lr == 1e-3
+    assert config.run.device == "cpu"
+    assert config.data.source == ["a", "b"]
+    assert config.run.steps == 9
+    assert config.model.args == {"dim": 8}
+    assert read_config(_file(tmp_path), ["optimizer.max_grad_norm=none"]).optimizer.max_grad_norm is None
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ("optimizer.lrr=1", "did you mean 'lr'"),
+        ("optimiser.lr=1", "did you mean 'optimizer'"),
+        ("run.steps", "table.key=value"),
+        ("run.steps.x=1", "run.steps to be a table"),
+        ("run.steps=many", "run.steps = 'many'"),
+    ],
+)
+def test_wrong_changes_are_refused(tmp_path, change, word):
+    with pytest.raises(ConfigError) as caught:
+        read_config(_file(tmp_path), [change])
+    assert word in str(caught.value)
+
+
+def test_files_that_are_no_toml(tmp_path):
+    with pytest.raises(ConfigError, match="line 1"):
+        read_config(_file(tmp_path, "steps = = 3"))
+    with pytest.raises(ConfigError, match="No such file"):
+        read_config(tmp_path / "absent.toml")
+
+
+def test_the_help_explains_every_key():
+    text = config_help()
+    for name, field in TrainConfig.model_fields.items():
+        assert f"\n[{name}]\n" in text
+        for key, entry in field.annotation.model_fields.items():
+            assert entry.description, f"{name}.{key}"
+            assert f"{key} = " in text
+    assert "integer, ≥ 1: optimizer steps of the whole run" in text
+    assert "lr = 0.0003" in text
+
+
+def test_optimizers_take_the_keys_that_are_set():
+    def options(**keys):
+        return optimizer_of(parse_config({**MINIMAL, "optimizer": keys}, "x.toml").optimizer)
+
+    optimizer, arguments = options(lr=0.1, betas=[0.9, 0.95])
+    assert optimizer.__name__ == "AdamW"
+    assert arguments == {"lr": 0.1, "fused": True, "betas": (0.9, 0.95)}
+    optimizer, arguments = options(name="torch.optim:RMSprop", momentum=0.5, args={"alpha": 0.9})
+    assert optimizer.__name__ == "RMSprop"
+    assert arguments == {"lr": 3e-4, "momentum": 0.5, "alpha": 0.9}
+    with pytest.raises(ConfigError, match=r"sgd takes no 'betas'.*optimizer\.betas"):
+        options(name="sgd", betas=[0.9, 0.95])
+    with pytest.raises(ConfigError, match=r"did you mean 'amsgrad'.*optimizer\.args\.amsgrat"):
+        options(args={"amsgrat": True})
+    with pytest.raises(ConfigError, match="did you mean 'Adam"):
+        options(name="torch.optim:AdamV")

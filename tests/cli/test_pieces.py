@@ -1,0 +1,160 @@
+"""The small parts of a run: request, directory, metrics, sparkline, models from configurations."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+
+from meshwright.cli.config import ModelTable
+from meshwright.cli.models import model_source
+from meshwright.cli.progress import duration, readable_count, status_line
+from meshwright.cli.references import find_modules_beside
+from meshwright.cli.report import sparkline
+from meshwright.cli.request import Options, prepare
+from meshwright.cli.run_dir import MetricsFile, check_run_dir, default_run_dir
+from meshwright.cost.devices import half_peak_flops_per_s
+from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, ModelError, StrategyError
+from meshwright.runtime import measured_flops_per_s
+from tests.cli.helpers import project
+
+
+def _prepare(tmp_path, *changes, world=2, **options):
+    return prepare(Options(project(tmp_path), changes=changes, **options), world)
+
+
+def test_a_request_finds_everything_relative_to_its_file(tmp_path):
+    prepared = _prepare(tmp_path)
+    assert prepared.strategy is None
+    assert [file.name for file in prepared.corpus.files] == ["corpus.txt"]
+    assert prepared.corpus.cache_dir == tmp_path / "cache"
+    model = prepared.model.build(257, 16)
+    assert model(torch.zeros(2, 16, dtype=torch.long)).shape == (2, 16, 257)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "word"),
+    [
+        ("model.source=tiny:tiny", ConfigError, "did you mean 'Tiny'"),
+        ("model.source=tinny:Tiny", ConfigError, "cannot be imported"),
+        ("model.source=hf:nowhere", ConfigError, "names no transformers config"),
+        ("model.loss=tiny:cubed", ConfigError, "model.loss"),
+        ("data.source=*.md", DataError, "matches no file"),
+        ("data.tokenizer=byte", ConfigError, "did you mean 'bytes'"),
+        ("strategy.methods=zero5", StrategyError, "did you mean 'zero"),
+        ("strategy.methods=parallel_mode([('zero', 3)])", StrategyError, "3"),
+        ("strategy.file=absent.json", StrategyError, "absent.json"),
+        ("run.batch_size=5", DataError, "use 4 or 6"),
+        ("run.num_micro_batches=4", DataError, "multiple of 8 (2 replicas x 4 micro-batches)"),
+    ],
+)
+def test_a_wrong_request_is_refused_before_anything_starts(tmp_path, change, kind, word):
+    with pytest.raises(kind) as caught:
+        _prepare(tmp_path, change)
+    assert word in str(caught.value)
+
+
+def test_a_model_function_that_fails_says_where(tmp_path):
+    prepared = _prepare(tmp_path, "model.args.dim=x")
+    with pytest.raises(ModelError, match=r"TypeError: .*module\.py|sparse\.py|tiny\.py"):
+        prepared.model.build(257, 16)
+
+
+def test_resume_must_name_its_run(tmp_path):
+    with pytest.raises(ConfigError, match="--out RUN_DIR"):
+        _prepare(tmp_path, resume=True)
+    with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
+        _prepare(tmp_path, resume=True, out=tmp_path / "absent")
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "checkpoints"])
+def test_a_run_is_not_overwritten(tmp_path, name):
+    check_run_dir(tmp_path / "new", resume=False)
+    check_run_dir(tmp_path, resume=False)
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match=f"nothing was overwritten.*{name}"):
+        check_run_dir(tmp_path, resume=False)
+
+
+def test_default_directories_do_not_exist_yet(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "now")
+    first = default_run_dir(tmp_path / "tiny.toml")
+    assert str(first) == "runs/tiny-now"
+    first.mkdir(parents=True)
+    assert str(default_run_dir(tmp_path / "tiny.toml")) == "runs/tiny-now-2"
+
+
+def test_metrics_drop_what_a_resumed_run_repeats(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    for step, loss in ((1, 3.0), (2, math.nan), (3, 2.0)):
+        file.append({"step": step, "loss": loss})
+    file.close()
+    path.write_text(path.read_text() + '{"step": 4, "lo')
+    resumed = MetricsFile(path, 2)
+    assert [record["step"] for record in resumed.records] == [1, 2]
+    resumed.append({"step": 3, "loss": 2.5})
+    resumed.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 2.5}]
+
+
+def test_numbers_for_people():
+    assert sparkline([8, 7, 6, 5, 4, 3, 2, 1], 8) == "█▇▆▅▄▃▂▁"
+    assert sparkline(list(range(1000)), 10)[0] == "▁"
+    assert len(sparkline(list(range(1000)), 10)) == 10
+    assert sparkline([1.0, math.nan, 3.0], 9) == "▁ █"
+    assert sparkline([2.0, 2.0], 9) == "▁▁"
+    assert sparkline([math.nan], 9) == sparkline([], 9) == ""
+    assert [duration(each) for each in (None, 5, 65.4, 3661)] == ["–", "0:05", "1:05", "1:01:01"]
+    assert [readable_count(each) for each in (7, 1234, 5e6)] == ["7", "1.23k", "5M"]
+    record = {"loss": 1.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 10.0, "peak_memory_bytes": 2**20}
+    assert "skipped  " in status_line({**record, "skipped": True, "mfu": None}, None, None)
+
+
+def test_peaks():
+    names = {"NVIDIA H100 80GB HBM3": 989.4e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA A10": 125e12}
+    names |= {"NVIDIA L40": 181e12, "NVIDIA L4": 121e12, "Tesla V100-SXM2-16GB": 125e12, "NVIDIA GTX 1080": None}
+    assert {name: half_peak_flops_per_s(name) for name in names} == names
+    assert measured_flops_per_s(torch.device("cpu"), 0.01) > 1e8
+
+
+def _gpt2_config(tmp_path, **changes):
+    config = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+@pytest.mark.parametrize("path", ["hf:.", "hf:config.json"])
+def test_models_from_a_transformers_config(tmp_path, path):
+    _gpt2_config(tmp_path)
+    source = model_source(ModelTable(source=path, args={"n_layer": 2}), tmp_path)
+    model = source.build(257, 16)
+    assert len(model.transformer.h) == 2
+    assert model.config.use_cache is False
+    inputs = source.prepare_input(torch.zeros(2, 16, dtype=torch.long), torch.device("cpu"))
+    assert source.model_input_format == "unpack_dict"
+    assert source.loss_func(inputs, model(**inputs)).item() > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "args", "word"),
+    [
+        ((400, 16), {}, "vocab_size of 400 or more"),
+        ((257, 64), {}, "max_position_embeddings of 64 or more"),
+        ((257, 16), {"n_layerz": 2}, "n_layerz"),
+    ],
+)
+def test_transformers_configs_that_do_not_fit(tmp_path, sizes, args, word):
+    _gpt2_config(tmp_path)
+    with pytest.raises(MeshwrightError, match=word):
+        model_source(ModelTable(source="hf:.", args=args), tmp_path).build(*sizes)
+
+
+def test_modules_beside_the_file_come_first(tmp_path):
+    before = list(sys.path)
+    find_modules_beside(tmp_path)
+    find_modules_beside(tmp_path)
+    assert sys.path == [str(tmp_path), *before]

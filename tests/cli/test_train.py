@@ -1,0 +1,98 @@
+"""Whole runs of the program: its own ranks, a launcher's, resumed and failing."""
+
+import json
+import shutil
+import sys
+import time
+
+import pytest
+
+from meshwright import Strategy
+from meshwright.cli.config_file import parse_config
+from tests.cli.helpers import losses, meshwright, metrics, project
+
+KEYS = ["step", "loss", "lr", "grad_norm", "tokens_per_s", "step_time_s", "peak_memory_bytes"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run of six steps on two ranks: (its folder, what it printed)."""
+    folder = tmp_path_factory.mktemp("run")
+    result = meshwright("train", project(folder), "--nproc", 2, "--out", "first", folder=folder)
+    assert result.returncode == 0, result.stderr
+    return folder, result.stdout
+
+
+def _stopped_after_step_3(folder, name):
+    """A copy of the run as it would be, had it been killed between its two checkpoints."""
+    shutil.copytree(folder / "first", folder / name)
+    shutil.rmtree(folder / name / "checkpoints" / "step-00000006")
+    return folder / name
+
+
+def test_a_run_writes_and_shows_everything(run):
+    folder, shown = run
+    out = folder / "first"
+    records = metrics(out)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert all(list(record)[: len(KEYS)] == KEYS for record in records)
+    assert records[-1]["loss"] < records[0]["loss"]
+    assert [record["lr"] for record in records[:3]] == pytest.approx([0.005, 0.01, 0.01])
+    assert all(record["mfu"] > 0 for record in records)
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    assert Strategy(out / "strategy.json").names == ("parallel_mode",)
+    config = json.loads((out / "config.json").read_text())
+    assert config.pop("file") == str(folder / "tiny.toml")
+    assert config.pop("ranks") == 2
+    config["optimizer"]["betas"] = None
+    assert parse_config(config, "config.json").run.steps == 6
+    for words in ("Plan: ", "predicted", "measured", "step 6/6", "nats per byte", "--resume --steps 12 --nproc 2"):
+        assert words in shown
+
+
+def test_an_existing_run_is_refused(run):
+    folder, _ = run
+    before = (folder / "first" / "metrics.jsonl").read_bytes()
+    result = meshwright("train", "tiny.toml", "--nproc", 2, "--out", "first", folder=folder)
+    assert result.returncode == 1
+    assert "holds a run already; nothing was overwritten" in result.stderr
+    assert (folder / "first" / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("nproc", [2, 1])
+def test_a_resumed_run_repeats_the_uninterrupted_one(run, nproc):
+    folder, _ = run
+    out = _stopped_after_step_3(folder, f"resumed-{nproc}")
+    result = meshwright("train", "tiny.toml", "--nproc", nproc, "--out", out, "--resume", folder=folder)
+    assert result.returncode == 0, result.stderr
+    assert "resuming after step 3" in result.stderr
+    assert [record["step"] for record in metrics(out)] == [1, 2, 3, 4, 5, 6]
+    assert losses(out) == pytest.approx(losses(folder / "first"), rel=1e-5)
+    assert (out / "checkpoints" / "step-00000006").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ("model.source=tiny:fails_on_rank_1", "OSError: the weights are not on this machine"),
+        ("model.args.fails_at_step=3", "RuntimeError: a bad day at step 3"),
+    ],
+)
+def test_a_failing_rank_ends_the_others(tmp_path, change, word):
+    result = meshwright("train", project(tmp_path), "--nproc", 2, "--out", "out", "--set", change, folder=tmp_path)
+    assert result.returncode != 0
+    # From the failure on: how long starting takes is the machine's affair.
+    assert time.time() - float((tmp_path / "failed_at").read_text()) < 15
+    assert result.stderr.count(word) == 1
+    assert "rank 1" in result.stderr
+
+
+def test_under_torchrun_it_joins(tmp_path):
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
+    project(tmp_path)
+    launcher = (*torchrun, sys.executable)
+    result = meshwright("train", "tiny.toml", "--steps", 2, folder=tmp_path, launcher=launcher)
+    assert result.returncode == 0, result.stderr
+    (out,) = (tmp_path / "runs").iterdir()
+    assert json.loads((out / "config.json").read_text())["ranks"] == 2
+    assert [record["step"] for record in metrics(out)] == [1, 2]
