@@ -1,0 +1,50 @@
+# Two commands for newcomers: `make run` and `make test`. Each sets up what it needs.
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+RUN_DIR ?= runs/gpt2-stdlib-$(shell date +%Y%m%d-%H%M%S)
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: run test lint bench parity clean help
+
+help:
+	@echo "make run     train a small GPT-2 on the Python standard library, 2 processes, about two minutes"
+	@echo "make test    lint, types and all tests"
+	@echo "make lint    ruff and mypy alone"
+	@echo "make parity  every strategy against one process, the whole matrix (make test runs a part of it)"
+	@echo "make bench   overhead of Accelerated.step over loops written by hand with raw DDP and fully_shard"
+	@echo "make clean   remove the virtual environment and caches"
+
+# The first Python that is new enough; an older default or a broken shim is passed over.
+$(READY): pyproject.toml constraints.txt
+	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python; do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then echo "Meshwright needs Python 3.11 or newer. What to do: make PYTHON=/path/to/python3.11 …"; exit 1; fi; \
+	echo "Setting up $(VENV) with $$($$found --version); the first time takes a few minutes."; \
+	$$found -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,hf,tensorboard]'
+	@touch $(READY)
+
+run: $(READY)
+	$(BIN)/meshwright train examples/gpt2/stdlib.toml --out $(RUN_DIR)
+	@echo; echo "The same run, resumed from its last checkpoint for 25 more steps:"; echo
+	$(BIN)/meshwright train examples/gpt2/stdlib.toml --out $(RUN_DIR) --resume --steps 575
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+parity: $(READY)
+	$(BIN)/python -m pytest tests/methods/test_parity.py --parity=all
+
+bench: $(READY)
+	$(BIN)/python benchmarks/overhead.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -1,0 +1,138 @@
+"""Step time of ``Accelerated.step`` over a loop written by hand with raw DDP or ``fully_shard``, in interleaved runs.
+
+Same model, data, optimizer, clipping and threads; 2 processes. The two take turns, a few steps each, so that a machine
+whose speed drifts slows both alike; the ratio is the median over all turns of (ours / raw).
+
+    python benchmarks/overhead.py [--rounds N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import meshwright as mw
+from meshwright.runtime import settings, synchronize_device
+from meshwright.runtime.launch import inside_launcher, launch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt2"))
+
+from gpt2 import GPT2
+
+SIZES = {"vocab_size": 257, "seq_len": 128, "dim": 256, "num_layers": 6, "num_heads": 4}
+BATCH, MAX_NORM, STEPS_PER_TURN = 8, 1.0, 3
+OPTIM = {"lr": 1e-3, "fused": True}
+
+
+def loss_func(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def build(device: torch.device) -> GPT2:
+    torch.manual_seed(0)
+    return GPT2(**SIZES).to(device)
+
+
+def raw(kind: str, device: torch.device) -> Callable[[torch.Tensor], None]:
+    """The loop a careful user writes: DDP, or FSDP2 block by block, with torch's own clipping."""
+    model: torch.nn.Module = build(device)
+    if kind == "data":
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    else:
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh, reshard_after_forward=kind == "fsdp")
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    optim = torch.optim.AdamW(model.parameters(), **OPTIM)
+
+    def step(ids: torch.Tensor) -> None:
+        optim.zero_grad()
+        loss_func(ids, model(ids)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optim.step()
+
+    return step
+
+
+def ours(kind: str, device: torch.device) -> Callable[[torch.Tensor], None]:
+    accelerated = mw.accelerate(
+        build(device),
+        torch.optim.AdamW,
+        None,
+        loss_func,
+        strategy=[] if kind == "data" else [kind],
+        optim_args=OPTIM,
+        max_grad_norm=MAX_NORM,
+    )
+
+    def step(ids: torch.Tensor) -> None:
+        accelerated.step(ids)
+
+    return step
+
+
+def turn(step: Callable[[torch.Tensor], None], ids: torch.Tensor) -> float:
+    """Seconds per step of one turn; ranks start together."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(STEPS_PER_TURN):
+        step(ids)
+    synchronize_device(ids.device)
+    return (time.perf_counter() - start) / STEPS_PER_TURN
+
+
+def compare(kind: str, rounds: int, device: torch.device) -> dict[str, float | str]:
+    steps = {"raw": raw(kind, device), "ours": ours(kind, device)}
+    ids = torch.randint(0, SIZES["vocab_size"], (BATCH, SIZES["seq_len"]), device=device)
+    times: dict[str, list[float]] = {"raw": [], "ours": []}
+    for index in range(rounds + 1):
+        for name in ("raw", "ours") if index % 2 else ("ours", "raw"):
+            elapsed = turn(steps[name], ids)
+            if index > 0:  # the first round warms up
+                times[name].append(elapsed)
+    ratios = [mine / theirs for mine, theirs in zip(times["ours"], times["raw"], strict=True)]
+    return {
+        "case": kind,
+        "raw_step_time_s": statistics.median(times["raw"]),
+        "step_time_s": statistics.median(times["ours"]),
+        "ratio": statistics.median(ratios),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30, help="turns of each (default 30)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    if not inside_launcher():
+        return launch([__file__, *sys.argv[1:]], 2)
+    mw.init_distributed()
+    results = []
+    mw.print_rank(f"{'strategy':10} {'raw':>9} {'ours':>9} {'ours / raw':>11}")
+    for kind in ("data", "zero2", "fsdp"):
+        result = compare(kind, arguments.rounds, settings().device)
+        results.append(result)
+        mw.print_rank(
+            f"{kind:10} {1e3 * float(result['raw_step_time_s']):7.1f}ms {1e3 * float(result['step_time_s']):7.1f}ms "
+            f"{result['ratio']:11.3f}",
+            flush=True,
+        )
+    if arguments.json and mw.rank() == 0:
+        arguments.json.write_text(json.dumps({"torch": torch.__version__, "cases": results}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
