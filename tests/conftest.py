@@ -17,6 +17,10 @@ settings.register_profile("shared", deadline=None, suppress_health_check=[Health
 settings.load_profile("shared")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--parity", choices=("some", "all"), default="some", help="how much of the parity matrix to run")
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Pool]]:
     """``ranks(n).run(function, …)`` runs a module-level function on n gloo ranks."""

@@ -189,7 +189,7 @@ def bad_calls():
         ({"model_input_format": "unpack"}, "unpack_dict"),
         ({"optim_args": {"learning_rate": 1}}, "unknown key 'learning_rate'"),
         ({"optim_func": lambda params: 3, "optim_args": None}, "did not return an optimizer"),
-        ({"num_micro_batches": -1}, "1 or more"),
+        ({"num_micro_batches": 0}, "1 or more"),
         ({"max_grad_norm": 0}, "above 0"),
         ({"dry_run": True, "dataset": None}, "needs data"),
         ({"optim_func": None, "lr_scheduler_cls": print}, "needs an optimizer"),
@@ -211,6 +211,18 @@ def test_bad_calls_raise_one_paragraph_on_every_rank(ranks):
     for text, part in zip(texts, said, strict=True):
         assert part in text
         assert "\n" not in text
+
+
+def twice():
+    model = tiny.build("plain")
+    accelerate(model=model)
+    with pytest.raises(mw.ModelError, match=r"accelerated before.*What to do: build the model anew"):
+        accelerate(model=model)
+    return True
+
+
+def test_a_model_is_accelerated_once(ranks):
+    assert all(ranks(2).run(twice))
 
 
 def differing(what):

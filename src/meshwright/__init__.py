@@ -1,7 +1,8 @@
 """Meshwright: plain PyTorch in; the best distributed plan out: predicted, explained, applied, trained."""
 
 from meshwright.accelerated import Accelerated, StepResult
-from meshwright.auto import accelerate, auto_accelerate, clip_grad_norm
+from meshwright.atorch import auto_accelerate
+from meshwright.auto import accelerate, clip_grad_norm
 from meshwright.errors import (
     CheckpointError,
     ConfigError,

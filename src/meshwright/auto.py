@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from meshwright.accelerated import Accelerated
-from meshwright.errors import ConfigError, MeshwrightError, did_you_mean
+from meshwright.errors import ModelError
 from meshwright.methods import Job, apply_strategy
 from meshwright.optim import GuardedOptimizer, clip_grad_norm_
 from meshwright.planner import Plan, plan_table
@@ -28,11 +28,10 @@ from meshwright.runtime import (
     same_on_every_rank,
     seed_replica,
     settings,
-    synchronize,
 )
-from meshwright.strategy import Strategy
 
 _MODELS: weakref.WeakKeyDictionary[nn.Module, Accelerated] = weakref.WeakKeyDictionary()  # for clip_grad_norm
+_TAKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that methods have changed
 
 
 def accelerate(
@@ -105,11 +104,12 @@ def accelerate(
     request = Request(
         model, optim_func, dataset, loss_func, strategy, prepare_input, model_input_format, optim_args,
         optim_param_func, dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args, excluded,
-        included, max_grad_norm, num_micro_batches or world.num_micro_batches or 1, find_unused_parameters,
+        included, max_grad_norm, _first_given(num_micro_batches, world.num_micro_batches, 1), find_unused_parameters,
         sample_batch, batch_size, sampler_seed, dry_run,
     )  # fmt: skip
     with same_on_every_rank():
         request.check(world.device)
+        _check_not_taken(model)
     check_equal("The strategy", request.strategy_digest(), "pass the same strategy on every rank")
     check_equal("The model", request.model_digest(), "build the same model on every rank")
     with same_on_every_rank():  # rank 0 predicts and chooses for all
@@ -118,7 +118,7 @@ def accelerate(
     with same_on_every_rank():
         job = request.job(plan, world.device)
         dataloader = request.dataloader(job)
-    model.to(world.device)
+    _TAKEN.add(model)
     apply_strategy(job)
     accelerated = _finish(request, job, plan, dataloader)
     _announce(job, plan, reason, verbose)
@@ -127,6 +127,20 @@ def accelerate(
     seed_replica(world.seed, job.replica)
     _MODELS[accelerated.model] = accelerated
     return accelerated
+
+
+def _first_given(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+def _check_not_taken(model: nn.Module) -> None:
+    if model in _TAKEN:
+        raise ModelError(
+            "This model has been accelerated before",
+            expected="a plain nn.Module",
+            got=f"a {type(model).__name__} that a strategy has changed",
+            fix="build the model anew; its weights can be taken over with state_dict and load_state_dict",
+        )
 
 
 def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelerated:
@@ -184,101 +198,3 @@ def clip_grad_norm(
     if isinstance(optimizer, GuardedOptimizer):
         return optimizer.clip_grad_norm(max_norm, norm_type)
     return clip_grad_norm_(model.parameters(), max_norm, norm_type)
-
-
-_EXTRA_ARGUMENTS = {
-    "verbose": False,
-    "time_limit": None,
-    "find_unused_parameters": False,
-    "ignore_dryrun_on_load_strategy": True,
-    "sample_batch": None,
-    "batch_size": None,
-    "sampler_seed": 0,
-}
-
-
-def auto_accelerate(
-    model: nn.Module,
-    optim_func: Callable[..., Optimizer] | None = None,
-    dataset: Dataset | None = None,
-    loss_func: Callable[[Any, Any], Any] | None = None,
-    prepare_input: Callable[[Any, torch.device], Any] | None = None,
-    model_input_format: str | None = None,
-    optim_args: Mapping[str, Any] | None = None,
-    optim_param_func: Callable[[nn.Module], Any] | None = None,
-    dataloader_args: Mapping[str, Any] | None = None,
-    distributed_sampler_cls: type | None = None,
-    excluded: Sequence[str] | None = None,
-    included: Sequence[str] | None = None,
-    load_strategy: Any = None,
-    lr_scheduler_cls: Callable[..., Any] | None = None,
-    lr_scheduler_args: Mapping[str, Any] | None = None,
-    finetune_strategy: bool = False,
-    save_strategy_to_file: str | None = None,
-    **kargs: Any,
-) -> tuple[bool, Accelerated | None, Strategy | None]:
-    """ATorch's ``auto_accelerate``: the same arguments in the same order, the same three results.
-
-    See :func:`accelerate` for what they mean; it raises where this returns False.
-
-    Args:
-        load_strategy: The strategy, in any form that :class:`Strategy` reads; None chooses one.
-        finetune_strategy: Must be False: configs are not searched in this version.
-        save_strategy_to_file: Path of a JSON file to write the strategy to; rank 0 writes it.
-        **kargs: ``verbose``; ``time_limit`` in seconds (the choice predicts and takes well under it);
-            ``find_unused_parameters``; ``ignore_dryrun_on_load_strategy=False`` runs forward and backward once before
-            returning; ``sample_batch``; ``batch_size``; ``sampler_seed``.
-
-    Returns:
-        ``(status, result, best_strategy)``; ``(False, None, None)`` when it failed, with the reason printed on rank 0.
-
-    Raises:
-        TypeError: For an argument that does not exist.
-    """
-    for name in kargs.keys() - _EXTRA_ARGUMENTS.keys():
-        raise TypeError(f"auto_accelerate has no argument {name!r}{did_you_mean(name, _EXTRA_ARGUMENTS)}.")
-    extra = {**_EXTRA_ARGUMENTS, **kargs}
-    try:
-        with same_on_every_rank():
-            _check_modes(finetune_strategy, extra["time_limit"])
-        result = accelerate(
-            model, optim_func, dataset, loss_func, strategy=load_strategy, prepare_input=prepare_input,
-            model_input_format=model_input_format, optim_args=optim_args, optim_param_func=optim_param_func,
-            dataloader_args=dataloader_args, distributed_sampler_cls=distributed_sampler_cls,
-            lr_scheduler_cls=lr_scheduler_cls, lr_scheduler_args=lr_scheduler_args, excluded=excluded or (),
-            included=included or (), find_unused_parameters=extra["find_unused_parameters"],
-            sample_batch=extra["sample_batch"], batch_size=extra["batch_size"], sampler_seed=extra["sampler_seed"],
-            dry_run=load_strategy is not None and not extra["ignore_dryrun_on_load_strategy"],
-            verbose=extra["verbose"],
-        )  # fmt: skip
-        if save_strategy_to_file is not None:
-            _save(result.strategy, save_strategy_to_file)
-    except MeshwrightError as error:
-        if rank() == 0 or not getattr(error, "agreed", False):
-            print(f"meshwright: auto_accelerate failed: {error}", file=sys.stderr, flush=True)
-        return False, None, None
-    return True, result, result.strategy
-
-
-def _check_modes(finetune_strategy: bool, time_limit: float | None) -> None:
-    if finetune_strategy:
-        raise ConfigError(
-            "finetune_strategy asks to search the configs of a loaded strategy, which this version does not do",
-            expected="False",
-            got=repr(finetune_strategy),
-            fix="leave load_strategy out to let Meshwright choose, or give the configs",
-        )
-    if time_limit is not None and not time_limit > 0:
-        raise ConfigError("time_limit is not a duration", expected="seconds above 0", got=repr(time_limit))
-
-
-def _save(strategy: Strategy, path: str) -> None:
-    with same_on_every_rank():
-        if rank() == 0:
-            try:
-                strategy.save(path)
-            except OSError as error:
-                raise ConfigError(
-                    "The strategy cannot be written to save_strategy_to_file", got=f"{path}: {error.strerror}"
-                ) from None
-    synchronize()

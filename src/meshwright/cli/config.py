@@ -12,7 +12,7 @@ OPTIMIZERS = ("adamw", "sgd")
 
 _Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 _Count = Annotated[int, Field(ge=1)]
-_CountOrNone = Annotated[int, Field(ge=0)]
+_NonNegative = Annotated[int, Field(ge=0)]
 _Betas = Annotated[tuple[float, float], Field(strict=False)]  # TOML has lists only
 
 
@@ -102,7 +102,7 @@ class OptimizerTable(Table):
     momentum: Annotated[float, Field(ge=0)] | None = Field(default=None, description="momentum of sgd")
     args: dict[str, Any] = Field(default={}, description="further keyword arguments of the optimizer")
     schedule: Decay = Field(default="cosine", description="how the rate falls after warm-up, over run.steps")
-    warmup_steps: _CountOrNone = Field(default=0, description="steps of linear warm-up")
+    warmup_steps: _NonNegative = Field(default=0, description="steps of linear warm-up")
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
         default=0.1, description="lowest rate as a fraction of lr"
     )
@@ -126,7 +126,7 @@ class RunTable(Table):
         default=None, description="steps between checkpoints; default: one at the end"
     )
     keep_checkpoints: _Count = Field(default=2, description="newest checkpoints kept")
-    seed: _CountOrNone = Field(default=0, description="seed of weights, order of samples and dropout")
+    seed: _NonNegative = Field(default=0, description="seed of weights, order of samples and dropout")
     nproc: _Count | None = Field(
         default=None, description="processes on this machine; default: one per CUDA device, or 1"
     )

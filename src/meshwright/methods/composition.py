@@ -114,6 +114,8 @@ def apply_strategy(job: Job) -> None:
     with same_on_every_rank():
         for method in methods:
             method.check(job)
+    if job.shard_axis is None:
+        job.model.to(job.device)  # a sharding method moves it unit by unit: whole, it may not fit
     for method in methods:
         if method.phase < Phase.REPLICATE:
             method.apply(job)

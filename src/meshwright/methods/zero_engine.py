@@ -41,6 +41,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     fully_shard(job.model, reshard_after_forward=False, **options)  # type: ignore[call-overload]
     if config.forward_prefetch and reshard_after_forward is not False:
         _prefetch_forward(units)
+    _move_ignored(units.ignored, job.device)
     _average_ignored(units.ignored, job)
     job.micro_batch = _micro_batch_context(job.model, reduce_once=reduce_once, keep=reshard_after_forward is False)
 
@@ -73,6 +74,11 @@ def _prefetch_forward(units: Units) -> None:
     for (_, module), (_, following) in itertools.pairwise(units.modules):
         if isinstance(module, FSDPModule) and isinstance(following, FSDPModule):
             module.set_modules_to_forward_prefetch([following])
+
+
+def _move_ignored(ignored: set[nn.Parameter], device: torch.device) -> None:
+    for parameter in ignored:
+        parameter.data = parameter.data.to(device)
 
 
 def _average_ignored(ignored: set[nn.Parameter], job: Job) -> None:

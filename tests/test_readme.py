@@ -1,0 +1,28 @@
+"""The README's code runs as it stands."""
+
+import contextlib
+import io
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_blocks():
+    sys.path.insert(0, str(ROOT / "examples" / "gpt2"))
+    names = {}
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output):
+            for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL):
+                exec(block, names)
+    finally:
+        sys.path.remove(str(ROOT / "examples" / "gpt2"))
+    return output.getvalue()
+
+
+def test_the_code_of_the_readme_runs(ranks):
+    first, second = ranks(2).run(run_blocks)
+    assert "fsdp + checkpoint + amp_native(dtype='bf16')" in first
+    assert len(first.splitlines()) > len(second.splitlines()) > 0
