@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import meshwright as mw
+from meshwright.cost import memory
 from tests import tiny
 
 LAYOUTS = [[], ["zero1"], ["zero2"], ["fsdp"]]
@@ -46,6 +47,28 @@ def overflow_on_one_rank(strategy):
 )
 def test_an_overflow_on_one_rank_is_skipped_by_all(ranks, layout, precision, halved):
     assert ranks(2).run(overflow_on_one_rank, [*layout, precision]) == [halved] * 2
+
+
+def state_bytes(strategy):
+    result = mw.accelerate(
+        tiny.build("llama"), torch.optim.AdamW, tiny.Tokens(), tiny.loss_func, strategy=strategy,
+        prepare_input=tiny.prepare_for("llama"), model_input_format="unpack_dict", optim_args={"lr": 1e-3},
+        dataloader_args={"batch_size": 8},
+    )  # fmt: skip
+    for batch in result.dataloader:
+        step, measured = result.measured_step(batch)
+        if not step.skipped:
+            break
+    predicted = memory(result.plan.step, result._job.coordinate)
+    return [(kind, getattr(predicted, kind), size) for kind, size in measured.items() if kind != "activations"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("keys", [{"dtype": "bf16"}, {"dtype": "bf16", "master_weights": False}, {}], ids=str)
+def test_predicted_bytes_of_half_are_those_held(ranks, layout, keys):
+    for found in ranks(2).run(state_bytes, [*layout, ("half", keys)]):
+        for kind, predicted, measured in found:
+            assert predicted == measured, kind
 
 
 def losses(strategy, lr):

@@ -2,11 +2,22 @@
 
 from meshwright.cost.memory import Memory, element_bytes, local_shape, memory, padded_bytes
 from meshwright.cost.names import names_class
-from meshwright.cost.step import Activations, Block, Parameter, Placement, RecomputePart, StateTensor, Step, Traffic
+from meshwright.cost.step import (
+    Activations,
+    Block,
+    Buffer,
+    Parameter,
+    Placement,
+    RecomputePart,
+    StateTensor,
+    Step,
+    Traffic,
+)
 
 __all__ = [
     "Activations",
     "Block",
+    "Buffer",
     "Memory",
     "Parameter",
     "Placement",

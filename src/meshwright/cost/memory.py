@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
-from meshwright.cost.step import Block, Parameter, Placement, StateTensor, Step
+from meshwright.cost.step import Block, Buffer, Parameter, Placement, StateTensor, Step
 
 _FP32_BYTES = 4
 
@@ -41,7 +41,7 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
         master=_sum(step, lambda p: _master_bytes(step, p, where)),
         gradients=_sum(step, lambda p: _local_bytes(step, p, step.gradients, where) if p.trainable else 0),
         optimizer=_sum(step, lambda p: sum(_state_bytes(step, p, state, where) for state in p.states)),
-        buffers=step.buffer_bytes,
+        buffers=sum(buffer.numel * element_bytes(buffer, step.buffers_itemsize) for buffer in step.buffers),
         gathered=_gathered_bytes(step),
         activations=step.activations.saved_bytes if step.activations is not None else None,
         recomputation=step.activations.working_bytes if step.activations is not None else 0,
@@ -64,9 +64,9 @@ def padded_bytes(step: Step, parameter: Parameter, itemsize: int) -> int:
     return math.ceil(parameter.shape[0] / parts) * parts * math.prod(parameter.shape[1:]) * itemsize
 
 
-def element_bytes(parameter: Parameter, itemsize: int | None) -> int:
-    """Bytes per element under a precision; integer parameters keep their own."""
-    return itemsize if itemsize is not None and parameter.floating else parameter.itemsize
+def element_bytes(tensor: Parameter | Buffer, itemsize: int | None) -> int:
+    """Bytes per element under a precision; integer tensors keep their own."""
+    return itemsize if itemsize is not None and tensor.floating else tensor.itemsize
 
 
 def _sum(step: Step, bytes_of: Callable[[Parameter], int]) -> int:

@@ -41,6 +41,15 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Buffer:
+    """One buffer of the model: whole on every rank."""
+
+    numel: int
+    itemsize: int
+    floating: bool = True
+
+
+@dataclass(frozen=True)
 class Block:
     """The parameters of one distinct block, ``count`` times in the model; ``outside`` holds what is in no block."""
 
@@ -98,7 +107,8 @@ class Step:
     blocks: tuple[Block, ...]
     axes: tuple[tuple[str, int], ...]
     shard_axis: str | None = None  # the axis that a ZeRO method shards over; None: parameters are replicated
-    buffer_bytes: int = 0
+    buffers: tuple[Buffer, ...] = ()
+    buffers_itemsize: int | None = None  # bytes per element of floating buffers; None: as given
     num_micro_batches: int = 1
     activations: Activations | None = None  # None: unknown (no sample batch, or the model could not be traced)
     flops: int | None = None  # of one micro-batch, forward and backward; recomputation not counted

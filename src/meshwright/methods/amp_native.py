@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
 from meshwright.cost import Step
 from meshwright.errors import StrategyError
-from meshwright.methods.base import Method, Phase
-from meshwright.methods.dtypes import HalfDType, itemsize, torch_dtype
+from meshwright.methods.dtypes import itemsize, torch_dtype
+from meshwright.methods.half_precision import HalfPrecisionMethod
 from meshwright.methods.job import Job, Precision
 from meshwright.nn import wrap_method
 
 
-class AmpNative(Method):
+class AmpNative(HalfPrecisionMethod):
     """Autocast around the model and the loss; fp16 adds dynamic loss scaling and skips overflowing steps.
 
     Under zero1, zero2 and fsdp parameters are gathered in ``dtype`` and gradients reduced in fp32.
@@ -24,16 +24,9 @@ class AmpNative(Method):
     """
 
     method_name: ClassVar[str] = "amp_native"
-    phase: ClassVar[Phase] = Phase.PRECISION
     summary: ClassVar[str] = "mixed precision: fp32 weights, half-precision arithmetic"
 
-    dtype: HalfDType = "fp16"
     skip_if_nonfinite: bool = False
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads a bare dtype."""
-        return {"dtype": raw} if isinstance(raw, str | torch.dtype) else super().from_short(raw)
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
@@ -43,10 +36,6 @@ class AmpNative(Method):
                 "amp_native is in the strategy and disabled", got="enabled=False", fix="leave the method out"
             )
         return keys
-
-    def check(self, job: Job) -> None:
-        """Refuses bf16 on a CUDA device that cannot compute in it."""
-        check_half_support(self.method_name, self.dtype, job)
 
     def apply(self, job: Job) -> None:
         """Wraps forward (and generate) and the loss in autocast."""
@@ -70,18 +59,3 @@ class AmpNative(Method):
         if step.shard_axis is None:
             return step
         return step.replace(compute_itemsize=itemsize(self.dtype), reduce_itemsize=itemsize("fp32"))
-
-
-def check_half_support(method: str, dtype: str, job: Job) -> None:
-    """Refuses bf16 where the CUDA device lacks it.
-
-    Raises:
-        StrategyError: Naming the device.
-    """
-    if dtype == "bf16" and job.device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise StrategyError(
-            f"{method}: this device cannot compute in bf16",
-            expected="a CUDA device of compute capability 8.0 or above",
-            got=torch.cuda.get_device_name(job.device),
-            fix="use fp16",
-        )

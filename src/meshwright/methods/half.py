@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_map
 
 from meshwright.cost import Placement, Step
-from meshwright.methods.amp_native import check_half_support
-from meshwright.methods.base import Method, Phase
-from meshwright.methods.dtypes import HalfDType, itemsize, torch_dtype
+from meshwright.methods.dtypes import itemsize, torch_dtype
+from meshwright.methods.half_precision import HalfPrecisionMethod
 from meshwright.methods.job import Job, Precision
 
 
-class Half(Method):
+class Half(HalfPrecisionMethod):
     """Parameters, buffers, floating inputs and arithmetic in ``dtype``; the loss is computed in fp32.
 
     The optimizer updates fp32 master weights, without which most updates round to nothing. Under zero1, zero2 and fsdp
@@ -26,20 +25,9 @@ class Half(Method):
     """
 
     method_name: ClassVar[str] = "half"
-    phase: ClassVar[Phase] = Phase.PRECISION
     summary: ClassVar[str] = "half-precision parameters and arithmetic, fp32 master weights"
 
-    dtype: HalfDType = "fp16"
     master_weights: bool = True
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads a bare dtype."""
-        return {"dtype": raw} if isinstance(raw, str | torch.dtype) else super().from_short(raw)
-
-    def check(self, job: Job) -> None:
-        """Refuses bf16 on a CUDA device that cannot compute in it."""
-        check_half_support(self.method_name, self.dtype, job)
 
     def apply(self, job: Job) -> None:
         """Casts the model where it is replicated, or asks the sharding method to gather in half."""
@@ -58,6 +46,7 @@ class Half(Method):
     def cost(self, step: Step) -> Step:
         """Half the bytes of weights and gradients, plus a master; or gathers and reductions in half."""
         size = itemsize(self.dtype)
+        step = step.replace(buffers_itemsize=size)
         if step.shard_axis is not None and self.master_weights:
             return step.replace(compute_itemsize=size, reduce_itemsize=size)
         halved = step.replace(

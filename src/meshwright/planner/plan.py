@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.cost import Activations, Memory, Step, memory
+from meshwright.cost import Activations, Buffer, Memory, Step, memory
 from meshwright.methods import Resolved, cost_of, resolve
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.planner.parameters import describe_blocks, probe_optimizer
@@ -77,7 +77,7 @@ class Workload:
             blocks=self._blocks,
             axes=resolved.axes,
             shard_axis=resolved.shard_axis,
-            buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers()),
+            buffers=tuple(Buffer(b.numel(), b.element_size(), b.is_floating_point()) for b in self.model.buffers()),
             num_micro_batches=self.num_micro_batches,
             activations=activations,
             flops=flops,
