@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt2"))
 from gpt2 import GPT2
 
 SIZES = {"vocab_size": 257, "seq_len": 128, "dim": 256, "num_layers": 6, "num_heads": 4}
-BATCH, MAX_NORM, STEPS_PER_TURN = 8, 1.0, 3
+BATCH, MAX_NORM, STEPS_PER_TURN = 4, 1.0, 4
 OPTIM = {"lr": 1e-3, "fused": True}
 
 
@@ -74,6 +74,7 @@ def ours(kind: str, device: torch.device) -> Callable[[torch.Tensor], None]:
         loss_func,
         strategy=[] if kind == "data" else [kind],
         optim_args=OPTIM,
+        sample_batch=torch.zeros(BATCH, SIZES["seq_len"], dtype=torch.long),
         max_grad_norm=MAX_NORM,
     )
 
@@ -113,7 +114,7 @@ def compare(kind: str, rounds: int, device: torch.device) -> dict[str, float | s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30, help="turns of each (default 30)")
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each (default 20)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     if not inside_launcher():
