@@ -1,8 +1,12 @@
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from meshwright import runtime
-from meshwright.errors import DataError
+from meshwright.errors import DataError, LaunchError
 
 
 def _mean_of_ranks():
@@ -35,3 +39,70 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks):
     }
     assert "rank 1" in answers[0][3][0]
     assert ranks(2).run(_fail_on, 7) == [None, None]
+
+
+def _second_call():
+    runtime.init_distributed(backend="gloo", timeout_s=120.0)
+    with pytest.raises(LaunchError, match=r"called twice.*Expected.*seed=0.*Got.*seed=5"):
+        runtime.init_distributed(seed=5, backend="gloo")
+    return True
+
+
+def test_a_second_call_must_agree_with_the_first(ranks):
+    assert ranks(1).run(_second_call) == [True]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"zero_level": 4}, {"pipe_size": 2}, {"tp_size": 0}, {"num_micro_batches": 0}, {"timeout_s": 0}],
+    ids=str,
+)
+def test_arguments_that_cannot_be(arguments):
+    with pytest.raises(LaunchError, match=r"Expected .*Got"):
+        runtime.init_distributed(**arguments)
+    assert not torch.distributed.is_initialized()
+
+
+def test_half_an_environment_is_named(monkeypatch):
+    for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(LaunchError, match=r"Got RANK without WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*torchrun"):
+        runtime.init_distributed(backend="gloo")
+
+
+SCRIPT = """
+import torch, meshwright as mw
+mw.init_distributed(seed=1)
+mean = mw.sum_loss(torch.tensor(float(mw.rank())))
+print(f"rank {mw.rank()} of {mw.world_size()} mean {mean.item()} draw {torch.rand(1).item():.6f}", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("starter", "size"),
+    [
+        ([], 1),
+        (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 2),
+        (["-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", "0"], 2),
+    ],
+    ids=["nothing", "torchrun", "launch"],
+)
+def test_every_way_to_start(tmp_path, starter, size):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, *starter, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert [line.split(" draw")[0] for line in lines] == [
+        f"rank {r} of {size} mean {(size - 1) / 2}" for r in range(size)
+    ]
+    assert len({line.split("draw ")[1] for line in lines}) == 1  # models are made equal

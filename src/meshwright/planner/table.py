@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rich import box
 from rich.table import Table
 
 from meshwright.planner.plan import Plan
@@ -40,7 +41,8 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
     """
     axes = " x ".join(f"{name} {size}" for name, size in plan.step.axes)
     methods = [str(method) for method in plan.strategy.methods if method.method_name != "parallel_mode"]
-    table = Table(title=f"Plan: {' + '.join(methods) or 'data parallel'} on {axes}", title_justify="left")
+    title = f"Plan: {' + '.join(methods) or 'data parallel'} on {axes}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("memory per rank")
     table.add_column("predicted", justify="right")
     if measured is not None:
