@@ -77,7 +77,7 @@ def _reduced(layout: _Layout, parts: list[torch.Tensor], norm_type: float) -> to
     return partial
 
 
-def _norms(parts: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+def _norms(parts: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
     if all(part.dtype == torch.float32 for part in parts):
         return torch._foreach_norm(parts, norm_type)  # a fifth faster than with a dtype
     return torch._foreach_norm(parts, norm_type, dtype=torch.float32)
