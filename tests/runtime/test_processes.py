@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 import sys
 
@@ -71,11 +72,18 @@ def test_half_an_environment_is_named(monkeypatch):
         runtime.init_distributed(backend="gloo")
 
 
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 SCRIPT = """
-import torch, meshwright as mw
+import os, torch, meshwright as mw
 mw.init_distributed(seed=1)
 mean = mw.sum_loss(torch.tensor(float(mw.rank())))
-print(f"rank {mw.rank()} of {mw.world_size()} mean {mean.item()} draw {torch.rand(1).item():.6f}", flush=True)
+line = f"rank {mw.rank()} of {mw.world_size()} mean {mean.item()} draw {torch.rand(1).item():.6f}"
+os.write(1, (line + chr(10)).encode())  # whole: the ranks share one pipe
 """
 
 
@@ -84,7 +92,7 @@ print(f"rank {mw.rank()} of {mw.world_size()} mean {mean.item()} draw {torch.ran
     [
         ([], 1),
         (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 2),
-        (["-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", "0"], 2),
+        (["-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", str(free_port())], 2),
     ],
     ids=["nothing", "torchrun", "launch"],
 )
