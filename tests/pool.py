@@ -64,9 +64,7 @@ class Pool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preload"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             worker = context.Process(target=_serve, args=(theirs, rank, self.size, port), daemon=True)
@@ -83,6 +81,12 @@ class Pool:
             worker.kill()
             worker.join()
         self._workers, self._pipes = [], []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:

@@ -111,7 +111,10 @@ class Accelerated:
         """
         if self.optim is None:
             raise ConfigError(
-                "There is no optimizer to step", got="optim_func=None", fix="pass optim_func, such as torch.optim.AdamW"
+                "There is no optimizer to step",
+                got="optim_func=None",
+                fix="pass optim_func, such as torch.optim.AdamW",
+                expected="an optimizer built by optim_func",
             )
         self.optim.zero_grad()
         loss = self._forward_backward(micro_batches(batch, self.num_micro_batches))

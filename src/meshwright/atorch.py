@@ -100,7 +100,12 @@ def _check_modes(finetune_strategy: bool, time_limit: float | None) -> None:
             fix="leave load_strategy out to let Meshwright choose, or give the configs",
         )
     if time_limit is not None and not time_limit > 0:
-        raise ConfigError("time_limit is not a duration", expected="seconds above 0", got=repr(time_limit))
+        raise ConfigError(
+            "time_limit is not a duration",
+            expected="seconds above 0",
+            got=repr(time_limit),
+            fix="give seconds, or leave time_limit out",
+        )
 
 
 def _save(strategy: Strategy, path: str) -> None:
@@ -110,6 +115,9 @@ def _save(strategy: Strategy, path: str) -> None:
                 strategy.save(path)
             except OSError as error:
                 raise ConfigError(
-                    "The strategy cannot be written to save_strategy_to_file", got=f"{path}: {error.strerror}"
+                    "The strategy cannot be written to save_strategy_to_file",
+                    got=f"{path}: {error.strerror}",
+                    expected="a path in a directory that this user may write",
+                    fix="name another path",
                 ) from None
     synchronize()

@@ -30,6 +30,7 @@ def check_input_format(model_input_format: str | None) -> None:
             "model_input_format is not known",
             expected="None (model(x)), 'unpack_sequence' (model(*x)) or 'unpack_dict' (model(**x))",
             got=repr(model_input_format),
+            fix="use one of the three; prepare_input can bring the batch into that form",
         )
 
 
@@ -89,6 +90,7 @@ def batch_size_of(batch: Any) -> int:
             "The number of samples in the batch cannot be told",
             expected="tensors that share the size of their first dim",
             got=f"sizes {sorted(sizes)}" if sizes else f"no such tensor in a {type(batch).__name__}",
+            fix="let the collate_fn return tensors with the samples along dim 0",
         )
     return sizes.pop()
 

@@ -70,11 +70,17 @@ class Request:
         check_model(self.model, device)
         if self.num_micro_batches < 1:
             raise ConfigError(
-                "num_micro_batches is not a count", expected="1 or more", got=repr(self.num_micro_batches)
+                "num_micro_batches is not a count",
+                expected="1 or more",
+                got=repr(self.num_micro_batches),
+                fix="use 1 to train on whole batches",
             )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(
-                "max_grad_norm is not a norm", expected="a number above 0, or None", got=repr(self.max_grad_norm)
+                "max_grad_norm is not a norm",
+                expected="a number above 0, or None",
+                got=repr(self.max_grad_norm),
+                fix="use None to measure the norm without clipping",
             )
         if self.dry_run and self.dataset is None and self.sample_batch is None:
             raise ConfigError(
@@ -82,7 +88,10 @@ class Request:
             )
         if self.lr_scheduler_cls is not None and self.optim_func is None:
             raise ConfigError(
-                "A learning-rate scheduler needs an optimizer", got="optim_func=None", fix="pass optim_func"
+                "A learning-rate scheduler needs an optimizer",
+                got="optim_func=None",
+                fix="pass optim_func",
+                expected="optim_func beside lr_scheduler_cls",
             )
         if self.optim_func is not None:
             _check_keywords("optim_args", self.optim_func, self.optim_args)
@@ -192,7 +201,12 @@ def check_model(model: nn.Module, device: torch.device) -> None:
         ModelError: Saying what it is instead.
     """
     if not isinstance(model, nn.Module):
-        raise ModelError("The model is not a module", expected="a torch.nn.Module", got=type(model).__name__)
+        raise ModelError(
+            "The model is not a module",
+            expected="a torch.nn.Module",
+            got=type(model).__name__,
+            fix="pass the model itself, built",
+        )
     wrapped = next(
         (m for m in model.modules() if isinstance(m, DistributedDataParallel | DataParallel | FSDPModule)), None
     )
@@ -230,4 +244,5 @@ def _check_keywords(option: str, function: Callable[..., Any], given: Mapping[st
                 f"{option} has an unknown key {key!r}{did_you_mean(key, names)}",
                 expected=f"keyword arguments of {getattr(function, '__name__', function)}",
                 got=repr(key),
+                fix="correct the key or leave it out",
             )

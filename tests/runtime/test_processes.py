@@ -1,5 +1,4 @@
 import os
-import socket
 import subprocess
 import sys
 
@@ -8,6 +7,7 @@ import torch
 
 from meshwright import runtime
 from meshwright.errors import DataError, LaunchError
+from tests.pool import free_port
 
 
 def _mean_of_ranks():
@@ -70,12 +70,6 @@ def test_half_an_environment_is_named(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(LaunchError, match=r"Got RANK without WORLD_SIZE, MASTER_ADDR, MASTER_PORT.*torchrun"):
         runtime.init_distributed(backend="gloo")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 SCRIPT = """

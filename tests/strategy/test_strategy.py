@@ -83,6 +83,13 @@ def test_files(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["strategy.json"]
 
 
+def test_a_pickle_in_a_file_is_refused_in_one_paragraph(tmp_path):
+    path = tmp_path / "strategy.json"
+    path.write_bytes(pickle.dumps(["zero2"]))
+    with pytest.raises(StrategyError, match=r"^This strategy is a pickle.*Got a pickle in the file"):
+        Strategy(path)
+
+
 def test_a_strategy_is_immutable_and_changes_by_copy():
     strategy = Strategy(["zero2"])
     with pytest.raises(AttributeError, match="immutable"):
@@ -161,6 +168,7 @@ def test_bad_input_is_one_clear_paragraph(source, what, expected):
     text = str(caught.value)
     assert what in text
     assert expected in text
+    assert "What to do: " in text
     assert "\n" not in text
 
 

@@ -65,7 +65,10 @@ def _parse_change(change: str) -> tuple[str, Any]:
     key, equals, text = change.partition("=")
     if not equals or not key.strip():
         raise ConfigError(
-            "--set takes a key and a value", expected="table.key=value, such as optimizer.lr=1e-3", got=repr(change)
+            "--set takes a key and a value",
+            expected="table.key=value, such as optimizer.lr=1e-3",
+            got=repr(change),
+            fix="write it as --set table.key=value",
         )
     try:
         return key.strip(), tomllib.loads(f"value = {text}")["value"]
@@ -80,7 +83,10 @@ def _put(content: dict[str, Any], key: str, value: Any) -> None:
         table = table.setdefault(name, {})
         if not isinstance(table, dict):
             raise ConfigError(
-                f"{key} cannot be set", expected=f"{'.'.join(tables[: depth + 1])} to be a table", got=repr(table)
+                f"{key} cannot be set",
+                expected=f"{'.'.join(tables[: depth + 1])} to be a table",
+                got=repr(table),
+                fix="see meshwright train --help-config",
             )
     table[last] = value
 

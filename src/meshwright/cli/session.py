@@ -83,7 +83,10 @@ def _join(options: Options) -> Prepared:
         world = int(os.environ.get("WORLD_SIZE", "1"))
         if options.nproc is not None and options.nproc != world and "RANK" in os.environ:
             raise ConfigError(
-                "--nproc differs from what the launcher started", expected=str(world), got=str(options.nproc)
+                "--nproc differs from what the launcher started",
+                expected=str(world),
+                got=str(options.nproc),
+                fix="leave --nproc out under a launcher",
             )
         prepared = prepare(options, world)
     except MeshwrightError as error:

@@ -30,7 +30,9 @@ class TokenDataset(Dataset[torch.Tensor]):
 
     def __init__(self, path: Path, seq_len: int) -> None:
         if seq_len < 1:
-            raise ConfigError("seq_len is not a count", expected="1 or more", got=repr(seq_len))
+            raise ConfigError(
+                "seq_len is not a count", expected="1 or more", got=repr(seq_len), fix="give the tokens per sample"
+            )
         self.path = Path(path)
         self.seq_len = seq_len
         self._tokens: np.ndarray = open_tokens(self.path)

@@ -62,11 +62,29 @@ def _factor(num_steps: int, warmup_steps: int, decay: Decay, min_lr_ratio: float
 def _check(num_steps: int, warmup_steps: int, decay: str, min_lr_ratio: float) -> None:
     if decay not in DECAYS:
         raise ConfigError(
-            f"Unknown decay {decay!r}{did_you_mean(decay, DECAYS)}", expected=f"one of {', '.join(DECAYS)}"
+            f"Unknown decay {decay!r}{did_you_mean(decay, DECAYS)}",
+            expected=f"one of {', '.join(DECAYS)}",
+            got=repr(decay),
+            fix="use one of these",
         )
     if num_steps < 1:
-        raise ConfigError("num_steps is not a number of steps", expected="1 or more", got=repr(num_steps))
+        raise ConfigError(
+            "num_steps is not a number of steps",
+            expected="1 or more",
+            got=repr(num_steps),
+            fix="give the steps of the whole run",
+        )
     if warmup_steps < 0:
-        raise ConfigError("warmup_steps is not a number of steps", expected="0 or more", got=repr(warmup_steps))
+        raise ConfigError(
+            "warmup_steps is not a number of steps",
+            expected="0 or more",
+            got=repr(warmup_steps),
+            fix="use 0 for no warm-up",
+        )
     if not 0.0 <= min_lr_ratio <= 1.0:
-        raise ConfigError("min_lr_ratio is not a fraction", expected="0 to 1", got=repr(min_lr_ratio))
+        raise ConfigError(
+            "min_lr_ratio is not a fraction",
+            expected="0 to 1",
+            got=repr(min_lr_ratio),
+            fix="use 0 to decay to nothing, 1 not to decay",
+        )

@@ -33,7 +33,10 @@ class AmpNative(HalfPrecisionMethod):
         """Takes ATorch's ``enabled``, which can only be true: a method that is off is left out."""
         if keys.pop("enabled", True) is not True:
             raise StrategyError(
-                "amp_native is in the strategy and disabled", got="enabled=False", fix="leave the method out"
+                "amp_native is in the strategy and disabled",
+                got="enabled=False",
+                fix="leave the method out",
+                expected="a method that is on",
             )
         return keys
 

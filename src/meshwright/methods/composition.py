@@ -73,6 +73,7 @@ def _sharding_method(strategy: Strategy) -> str | None:
             "Methods exclude each other: each decides how parameters are sharded",
             expected="one of zero1, zero2 and fsdp",
             got=" and ".join(found),
+            fix="keep one of them: zero1 communicates least, fsdp holds least",
         )
     return found[0] if found else None
 
@@ -94,6 +95,7 @@ def _without_redundant_amp(strategy: Strategy, notices: list[str]) -> Strategy:
             "amp_native and half ask for different precisions",
             expected="one of the two, or both with one dtype",
             got=f"{amp} and {half}",
+            fix="give both the same dtype, or leave one out",
         )
     notices.append("amp_native changes nothing beside half of the same dtype, and was dropped")
     return strategy.without("amp_native")

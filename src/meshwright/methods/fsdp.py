@@ -33,6 +33,7 @@ class Fsdp(ZeroMethod):
                 "fsdp: reshard_after_forward is not a number of ranks that divides the sharding axis",
                 expected=f"True, False or a divisor of {ranks}",
                 got=repr(group),
+                fix="use True, or the number of ranks within a node",
             )
 
     def apply(self, job: Job) -> None:

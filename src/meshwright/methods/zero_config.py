@@ -88,12 +88,14 @@ class ZeroMethod(Method):
                 f"{cls.method_name}: {key!r} is an argument of FSDP1 that the engine, FSDP2, does not have",
                 got=f"{key}={keys[key]!r}",
                 fix=_REFUSED[key],
+                expected="keys that FSDP2 has",
             )
         if keys.get("atorch_wrap_cls") is not None and keys.get("atorch_size_based_min_num_params") is not None:
             raise StrategyError(
                 f"{cls.method_name}: modules are to be wrapped by class and by size",
                 expected="atorch_wrap_cls or atorch_size_based_min_num_params",
                 got="both",
+                fix="leave one of them out",
             )
         return keys
 

@@ -54,6 +54,8 @@ def _candidates(excluded: Sequence[str], included: Sequence[str]) -> list[Strate
                 raise StrategyError(
                     f"{option} names an unknown method {name!r}{did_you_mean(name, METHOD_CONFIGS)}",
                     expected=f"names from {join_names(METHOD_CONFIGS)}",
+                    got=repr(name),
+                    fix="correct the name; meshwright methods lists them",
                 )
     kept = []
     sharding = {name for name, config in METHOD_CONFIGS.items() if getattr(config, "shards", False)}
@@ -72,6 +74,7 @@ def _candidates(excluded: Sequence[str], included: Sequence[str]) -> list[Strate
             "No strategy is left to choose from",
             got=f"excluded={list(excluded)}, included={list(included)}",
             fix="exclude fewer methods, or name a strategy yourself",
+            expected="at least one candidate: data, zero2, fsdp, or fsdp with checkpoint",
         )
     return kept
 

@@ -31,13 +31,26 @@ def check_axes(axes: Sequence[tuple[str, int]]) -> None:
     for name, size in axes:
         if name not in AXES:
             raise StrategyError(
-                f"Unknown mesh axis {name!r}{did_you_mean(name, AXES)}", expected=f"one of {', '.join(AXES)}"
+                f"Unknown mesh axis {name!r}{did_you_mean(name, AXES)}",
+                expected=f"one of {', '.join(AXES)}",
+                got=repr(name),
+                fix="correct the name in parallel_mode",
             )
         if size < 1:
-            raise StrategyError(f"Mesh axis {name!r} has an impossible size", expected="1 or more", got=str(size))
+            raise StrategyError(
+                f"Mesh axis {name!r} has an impossible size",
+                expected="1 or more",
+                got=str(size),
+                fix="use 1 for an axis that is not split",
+            )
     names = [name for name, _ in axes]
     if len(set(names)) != len(names):
-        raise StrategyError("A mesh axis is listed twice", expected="every axis once", got=", ".join(names))
+        raise StrategyError(
+            "A mesh axis is listed twice",
+            expected="every axis once",
+            got=", ".join(names),
+            fix="multiply the sizes into one axis",
+        )
 
 
 def fit_axes(axes: Sequence[tuple[str, int]], world: int, *, adjustable: bool = True) -> Axes:
@@ -86,7 +99,10 @@ def rank_grid(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None 
     order = list(range(world)) if rank_order is None else list(rank_order)
     if sorted(order) != list(range(world)):
         raise StrategyError(
-            "The rank order does not name every rank once", expected=f"a permutation of 0..{world - 1}", got=str(order)
+            "The rank order does not name every rank once",
+            expected=f"a permutation of 0..{world - 1}",
+            got=str(order),
+            fix="list each rank once, or pass None for the sequential order",
         )
     return np.asarray(order).reshape([size for _, size in reversed(axes)]).transpose()
 
@@ -149,7 +165,12 @@ def build_mesh(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None
     world = torch.distributed.get_world_size()
     grid = ascending_grid(axes, rank_order)
     if grid.size != world:
-        raise LaunchError("The mesh does not cover the world", expected=f"{world} ranks", got=f"{grid.size} ranks")
+        raise LaunchError(
+            "The mesh does not cover the world",
+            expected=f"{world} ranks",
+            got=f"{grid.size} ranks",
+            fix="start that many processes, or change the axis sizes",
+        )
     names = [name for name, _ in axes]
     outermost_first = sorted(range(len(names)), key=lambda dim: AXES.index(names[dim]))
     ranks = torch.from_numpy(np.ascontiguousarray(grid.transpose(outermost_first)))

@@ -89,7 +89,12 @@ def _check_arguments(
     zero_level: int, pipe_size: int, tp_size: int, num_micro_batches: int | None, timeout_s: float
 ) -> None:
     if zero_level not in (1, 2, 3):
-        raise LaunchError("zero_level is not a ZeRO level", expected="1, 2 or 3", got=repr(zero_level))
+        raise LaunchError(
+            "zero_level is not a ZeRO level",
+            expected="1, 2 or 3",
+            got=repr(zero_level),
+            fix="use 3 to shard everything",
+        )
     for name, size in (("pipe_size", pipe_size), ("tp_size", tp_size)):
         if size != 1:
             raise LaunchError(
@@ -99,9 +104,19 @@ def _check_arguments(
                 fix=f"leave {name} at 1; shard with the methods zero1, zero2 or fsdp instead",
             )
     if num_micro_batches is not None and num_micro_batches < 1:
-        raise LaunchError("num_micro_batches is not a count", expected="1 or more", got=repr(num_micro_batches))
+        raise LaunchError(
+            "num_micro_batches is not a count",
+            expected="1 or more",
+            got=repr(num_micro_batches),
+            fix="use 1 to train on whole batches",
+        )
     if timeout_s <= 0:
-        raise LaunchError("timeout_s is not a duration", expected="seconds above 0", got=repr(timeout_s))
+        raise LaunchError(
+            "timeout_s is not a duration",
+            expected="seconds above 0",
+            got=repr(timeout_s),
+            fix="leave it out for half an hour",
+        )
 
 
 def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> None:

@@ -57,7 +57,12 @@ class CheckpointStore:
 
     def __init__(self, directory: Path, keep: int | None = 3) -> None:
         if keep is not None and keep < 1:
-            raise ConfigError("keep is not a number of checkpoints", expected="1 or more, or None", got=repr(keep))
+            raise ConfigError(
+                "keep is not a number of checkpoints",
+                expected="1 or more, or None",
+                got=repr(keep),
+                fix="use None to keep all",
+            )
         self.directory = Path(directory)
         self.keep = keep
 

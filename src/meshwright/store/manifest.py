@@ -123,7 +123,12 @@ def _parsed(content: bytes, path: Path) -> dict[str, FileEntry]:
         )
     # Nothing else hashes the manifest: since it can be written in one way only, any changed byte shows.
     if content != _render(files).encode():
-        raise CheckpointError(f"{path} was changed after it was written", fix=_RESTORE)
+        raise CheckpointError(
+            f"{path} was changed after it was written",
+            fix=_RESTORE,
+            expected="the file as the manifest describes it",
+            got="other content",
+        )
     return files
 
 

@@ -52,6 +52,7 @@ class MethodConfig(BaseModel):
             f"{cls.method_name}: the config is of a wrong kind",
             expected=f"a dictionary with keys from {join_names(cls.model_fields)}" if cls.model_fields else "no config",
             got=f"{type(raw).__name__} {raw!r}",
+            fix="write the method as (name, {key: value, …})",
         )
 
     @classmethod
@@ -80,9 +81,11 @@ class MethodConfig(BaseModel):
                 f"{cls.method_name} has no config key {key!r}{did_you_mean(key, cls.model_fields)}",
                 expected=f"keys from {join_names(cls.model_fields)}" if cls.model_fields else "no keys",
                 got=repr(key),
+                fix="correct the key or leave it out",
             )
         return StrategyError(
             f"{cls.method_name}: config key {key!r} has a value that cannot be used",
             expected=first["msg"].removeprefix("Value error, "),
             got=repr(first["input"]),
+            fix="correct the value, or leave the key out for its default",
         )

@@ -42,6 +42,7 @@ def parse_method(item: Any) -> MethodConfig:
         "A strategy holds something that is not a method",
         expected="a name, or a (name, config) pair",
         got=f"{type(item).__name__} {item!r}",
+        fix='write it as a name, such as "zero2", or as ("zero2", {…})',
     )
 
 
@@ -52,6 +53,7 @@ def _config_class(name: Any) -> type[MethodConfig]:
         f"Unknown method {name!r}{did_you_mean(str(name), METHOD_CONFIGS)}",
         expected=f"one of {join_names(METHOD_CONFIGS, limit=40)}",
         got=repr(name),
+        fix="correct the name; meshwright methods lists them",
     )
 
 
@@ -77,6 +79,7 @@ def read_methods(source: Any) -> list[MethodConfig]:
         "This is not a strategy",
         expected="a Strategy, a list of methods, JSON text, bytes, text or a path",
         got=type(source).__name__,
+        fix='pass a list such as ["zero2", ("amp_native", "bf16")]',
     )
 
 
@@ -100,11 +103,15 @@ def _is_file(text: str) -> bool:
 
 def _from_file(path: Path) -> list[MethodConfig]:
     try:
-        return _from_bytes(path.read_bytes(), f"the file {path}")
+        content = path.read_bytes()
     except (OSError, ValueError) as error:
         raise StrategyError(
-            "The strategy file cannot be read", expected="a JSON file", got=f"{path}: {error}"
+            "The strategy file cannot be read",
+            expected="a JSON file",
+            got=f"{path}: {error}",
+            fix="check the path, or pass the list of methods itself",
         ) from None
+    return _from_bytes(content, f"the file {path}")
 
 
 def _from_bytes(content: bytes, where: str) -> list[MethodConfig]:
@@ -120,7 +127,10 @@ def _from_bytes(content: bytes, where: str) -> list[MethodConfig]:
         return _from_json(content.decode(), where)
     except UnicodeDecodeError:
         raise StrategyError(
-            "This strategy is not text", expected="JSON in UTF-8", got=f"other bytes in {where}"
+            "This strategy is not text",
+            expected="JSON in UTF-8",
+            got=f"other bytes in {where}",
+            fix="write it with Strategy.save",
         ) from None
 
 
@@ -128,11 +138,21 @@ def _from_json(text: str, where: str) -> list[MethodConfig]:
     try:
         document = json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise StrategyError("The strategy is not valid JSON", got=f"{error} in {where}") from None
+        raise StrategyError(
+            "The strategy is not valid JSON",
+            got=f"{error} in {where}",
+            expected="JSON as Strategy.save writes it",
+            fix="write it again with Strategy.save, or correct it where it says",
+        ) from None
     if isinstance(document, list):
         return [parse_method(item) for item in document]
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise StrategyError("This JSON is not a strategy", expected=f'an object with "format": "{FORMAT}"', got=where)
+        raise StrategyError(
+            "This JSON is not a strategy",
+            expected=f'an object with "format": "{FORMAT}"',
+            got=where,
+            fix="write it with Strategy.save",
+        )
     if document.get("schema_version") != SCHEMA_VERSION:
         raise StrategyError(
             "The strategy was written in another schema version",
@@ -142,7 +162,12 @@ def _from_json(text: str, where: str) -> list[MethodConfig]:
         )
     methods = document.get("methods")
     if not isinstance(methods, list):
-        raise StrategyError("The strategy holds no list of methods", expected='"methods": […]', got=repr(methods))
+        raise StrategyError(
+            "The strategy holds no list of methods",
+            expected='"methods": […]',
+            got=repr(methods),
+            fix="write it with Strategy.save",
+        )
     return [parse_method(item) for item in methods]
 
 
@@ -160,6 +185,7 @@ def _from_text(text: str) -> list[MethodConfig]:
         "This text is not a strategy",
         expected="methods joined by '+', such as \"zero2 + amp_native(dtype='bf16')\", or the path of a JSON file",
         got=repr(text if len(text) < 200 else text[:200] + "…"),
+        fix="correct it, or pass a list of methods",
     )
 
 

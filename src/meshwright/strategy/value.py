@@ -37,7 +37,12 @@ class Strategy:
         names = [method.method_name for method in methods]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise StrategyError("A method is listed twice", expected="every method once", got=", ".join(twice))
+            raise StrategyError(
+                "A method is listed twice",
+                expected="every method once",
+                got=", ".join(twice),
+                fix="merge the two into one",
+            )
         object.__setattr__(self, "methods", methods)
 
     def __setattr__(self, name: str, value: object) -> None:
