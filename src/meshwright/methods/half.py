@@ -63,9 +63,10 @@ class Half(HalfPrecisionMethod):
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Casts every floating tensor in nested containers; a ModelOutput stays one."""
-    cast: Callable[[Any], Any] = lambda leaf: (  # noqa: E731
-        leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
-    )
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
     return tree_map(cast, value)
 
 
