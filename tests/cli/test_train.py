@@ -92,7 +92,7 @@ def test_under_torchrun_it_joins(tmp_path):
     project(tmp_path)
     launcher = (*torchrun, sys.executable)
     result = meshwright("train", "tiny.toml", "--steps", 2, folder=tmp_path, launcher=launcher)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     (out,) = (tmp_path / "runs").iterdir()
     assert json.loads((out / "config.json").read_text())["ranks"] == 2
     assert [record["step"] for record in metrics(out)] == [1, 2]

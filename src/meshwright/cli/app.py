@@ -12,7 +12,7 @@ from rich.table import Table
 
 import meshwright
 from meshwright.cli.config_help import config_help
-from meshwright.cli.failures import INTERRUPTED, exit_status
+from meshwright.cli.failures import INTERRUPTED, exit_status, leave
 from meshwright.cli.request import Options, number_of_processes, prepare
 from meshwright.cli.run_dir import default_run_dir
 from meshwright.cli.training import train
@@ -81,7 +81,10 @@ def train_command(
             )
         return _train(Options(file, nproc, steps, resume, out, tuple(changes or ()), traceback))
 
-    raise typer.Exit(exit_status(command, show_traceback=traceback))
+    status = exit_status(command, show_traceback=traceback)
+    if inside_launcher():
+        leave(status)
+    raise typer.Exit(status)
 
 
 def _train(options: Options) -> int:

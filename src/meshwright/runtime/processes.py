@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from meshwright.errors import LaunchError
 from meshwright.runtime.device import choose_device, synchronize_device
 from meshwright.runtime.seeds import seed_everything
 
+_FAREWELL_S = 0.05  # many times what a waiting thread needs to take the interpreter's lock and drop a tensor
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -80,7 +82,7 @@ def init_distributed(
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         _join_world(backend, device, timeout_s)
-        atexit.register(_leave_at_exit)
+        atexit.register(_leave_at_exit, world_size())
     _settings = wanted
     seed_everything(seed)
 
@@ -139,14 +141,18 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
     dist.init_process_group(init_method="env://", **options)
 
 
-def _leave_at_exit() -> None:
+def _leave_at_exit(size: int) -> None:
     """Destroys the process group of a program that forgot to: gloo's threads would abort the process now and then.
 
+    They drop tensors of finished collectives, which fails once the interpreter is gone (pytorch#179291). Where a mesh
+    or a wrapped model still holds the group they live on, so they get a moment to let go.
     Not after an error with NCCL, where destroying can wait for ranks that are gone.
     """
     failed = getattr(sys, "last_value", None) is not None
     if dist.is_initialized() and not (failed and _settings is not None and _settings.device.type == "cuda"):
         dist.destroy_process_group()
+    if size > 1:
+        time.sleep(_FAREWELL_S)
 
 
 def settings() -> Settings:
