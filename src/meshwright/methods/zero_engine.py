@@ -16,6 +16,7 @@ from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.job import Job
 from meshwright.methods.zero_config import ZeroMethod
 from meshwright.methods.zero_units import Units, choose_units
+from meshwright.nn import average_gradients
 
 
 def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, reduce_once: bool) -> None:
@@ -42,7 +43,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     if config.forward_prefetch and reshard_after_forward is not False:
         _prefetch_forward(units)
     _move_ignored(units.ignored, job.device)
-    _average_ignored(units.ignored, job)
+    average_gradients(units.ignored, job.num_replicas)  # FSDP2 leaves them different on every rank
     job.micro_batch = _micro_batch_context(job.model, reduce_once=reduce_once, keep=reshard_after_forward is False)
 
 
@@ -79,21 +80,6 @@ def _prefetch_forward(units: Units) -> None:
 def _move_ignored(ignored: set[nn.Parameter], device: torch.device) -> None:
     for parameter in ignored:
         parameter.data = parameter.data.to(device)
-
-
-def _average_ignored(ignored: set[nn.Parameter], job: Job) -> None:
-    """Averages the gradients of parameters that stay whole; FSDP2 leaves them different on every rank."""
-
-    def average(parameter: torch.Tensor) -> None:
-        # Averaging what is already an average changes nothing, so accumulated gradients stay right.
-        assert parameter.grad is not None
-        parameter.grad /= job.num_replicas
-        dist.all_reduce(parameter.grad)
-
-    if job.num_replicas > 1:
-        for parameter in ignored:
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(average)
 
 
 def _micro_batch_context(

@@ -1,14 +1,40 @@
-"""What methods need to know of modules: their classes by name, their repeated blocks, their forward."""
+"""Models for many ranks: wrappers that shard, and what methods need to know of modules.
 
+A model is written with :class:`DistributedModule`, :class:`DistributedParameter` and :class:`Block` (BMTrain's way), or
+wrapped whole with :func:`BMTrainModelWrapper`.
+"""
+
+from meshwright.nn.averaging import average_gradients
+from meshwright.nn.block import Block, no_sync
+from meshwright.nn.block_list import PipelineTransformerBlockList, TransformerBlockList
 from meshwright.nn.blocks import find_blocks, require_blocks
 from meshwright.nn.classes import class_name, class_names, modules_of, outermost
 from meshwright.nn.forward import wrap_method
+from meshwright.nn.initialization import grouped_parameters, init_parameters
+from meshwright.nn.model_wrapper import BMTrainModelWrapper
+from meshwright.nn.module import DistributedModule
+from meshwright.nn.parameter import DistributedParameter, ParameterInitializer
+
+CheckpointBlock = Block
+"""BMTrain 0.2.0's name."""
 
 __all__ = [
+    "BMTrainModelWrapper",
+    "Block",
+    "CheckpointBlock",
+    "DistributedModule",
+    "DistributedParameter",
+    "ParameterInitializer",
+    "PipelineTransformerBlockList",
+    "TransformerBlockList",
+    "average_gradients",
     "class_name",
     "class_names",
     "find_blocks",
+    "grouped_parameters",
+    "init_parameters",
     "modules_of",
+    "no_sync",
     "outermost",
     "require_blocks",
     "wrap_method",

@@ -2,12 +2,13 @@
 
 from meshwright.runtime.agreement import check_equal, gather_objects, same_on_every_rank
 from meshwright.runtime.device import measured_flops_per_s, memory_limit_bytes, peak_memory_bytes, synchronize_device
-from meshwright.runtime.mesh import AXES, Axes, axis_groups, build_mesh, check_axes, coordinate_of, fit_axes, rank_grid
+from meshwright.runtime.mesh import AXES, Axes, axis_groups, build_mesh, check_axes, coordinate_of, fit_axes, rank_grid, world_mesh
 from meshwright.runtime.processes import (
     Settings,
     init_distributed,
     print_rank,
     rank,
+    require_distributed,
     settings,
     shutdown_distributed,
     sum_loss,
@@ -35,6 +36,7 @@ __all__ = [
     "print_rank",
     "rank",
     "rank_grid",
+    "require_distributed",
     "same_on_every_rank",
     "seed_everything",
     "seed_replica",
@@ -43,5 +45,6 @@ __all__ = [
     "sum_loss",
     "synchronize",
     "synchronize_device",
+    "world_mesh",
     "world_size",
 ]

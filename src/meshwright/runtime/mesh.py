@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import LaunchError, StrategyError, did_you_mean
+from meshwright.runtime.processes import require_distributed, settings
 
 AXES = ("pipeline", "data", "zero", "sequence", "tensor")
 """Every axis a mesh can have, in DeviceMesh order (outermost first)."""
@@ -175,3 +176,21 @@ def build_mesh(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None
     outermost_first = sorted(range(len(names)), key=lambda dim: AXES.index(names[dim]))
     ranks = torch.from_numpy(np.ascontiguousarray(grid.transpose(outermost_first)))
     return DeviceMesh(device_type, ranks, mesh_dim_names=tuple(names[dim] for dim in outermost_first))
+
+
+_world_mesh: tuple[object, DeviceMesh] | None = None  # the process group it was made for, and the mesh
+
+
+def world_mesh() -> DeviceMesh:
+    """The mesh ``("zero",)`` over all ranks, made once per world; the first call is collective.
+
+    Raises:
+        LaunchError: Before ``init_distributed``.
+    """
+    global _world_mesh
+    require_distributed("A mesh over all ranks")
+    world = torch.distributed.group.WORLD
+    if _world_mesh is None or _world_mesh[0] is not world:
+        mesh = build_mesh([("zero", torch.distributed.get_world_size())], None, settings().device.type)
+        _world_mesh = (world, mesh)
+    return _world_mesh[1]

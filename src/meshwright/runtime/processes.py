@@ -163,6 +163,21 @@ def settings() -> Settings:
     return _settings
 
 
+def require_distributed(what: str) -> None:
+    """Refuses to go on without ``init_distributed``.
+
+    Raises:
+        LaunchError: Naming ``what`` needs it.
+    """
+    if not dist.is_initialized():
+        raise LaunchError(
+            f"{what} needs to know the other ranks",
+            expected="init_distributed() before it",
+            got="no process group",
+            fix="call meshwright.init_distributed() at the start of the program",
+        )
+
+
 def shutdown_distributed() -> None:
     """Leaves the world: waits for the other ranks, then destroys the process group. Harmless when there is none."""
     global _settings

@@ -1,0 +1,169 @@
+"""A transformer block that is gathered when it runs and recomputed in backward. Seed: BMTrain."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.errors import ModelError
+from meshwright.inspect import Record, captured, hand_over, recording_active
+from meshwright.nn.roots import prepare_root
+from meshwright.nn.sharding import shard_as_unit
+from meshwright.runtime import require_distributed, settings
+
+_STATE = "_meshwright_block"
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """What a block was asked for. Kept in the module, so all Blocks of one module share it."""
+
+    use_checkpoint: bool
+    zero_level: int
+    unit: Any
+    """The first Block of the module: the one that FSDP2 knows."""
+
+
+class Block(nn.Module):
+    """``Block(module)`` shards a module over all ranks, gathers it when it runs, and recomputes it in backward.
+
+    The result *is* the module in all but identity: an instance of its class with the same attributes, submodules,
+    parameter names and hooks. Any arguments and keywords pass through, and any result; tensors nested in them keep
+    their gradients. Several Blocks of one module share its weights.
+
+    Args:
+        module: Plain parameters in it are split as they are, so they must be equal on all ranks.
+        use_checkpoint: Keep only the block's inputs and run its forward again in backward (Chen et al. 2016).
+        zero_level: 3 frees the gathered parameters after forward and gathers them again in backward; 2 keeps them in
+            between; 1 also accumulates whole gradients under :func:`no_sync`. None takes ``init_distributed``'s.
+
+    Raises:
+        LaunchError: Before ``init_distributed``.
+        ModelError: For what cannot be sharded, and for another Block of the same module with other options.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an instance of a subclass of the module's class, around the module's own ``__dict__``."""
+        if cls is not Block:  # code of the wrapped class makes another of its kind, as slices of nn.Sequential do
+            return _wrapped_class(cls)(*args, **kwargs)
+        return _around(*args, **kwargs)
+
+    def __init__(self, module: nn.Module, use_checkpoint: bool = True, zero_level: int | None = None) -> None:
+        # No nn.Module.__init__: the module's own state is there already.
+        level = settings().zero_level if zero_level is None else zero_level
+        known: BlockState | None = self.__dict__.get(_STATE)
+        if known is None:
+            _check_level(level)
+            shard_as_unit(self, reshard_after_forward=level == 3)
+            self.__dict__[_STATE] = BlockState(use_checkpoint, level, self)
+        elif (known.use_checkpoint, known.zero_level) != (use_checkpoint, level):
+            raise ModelError(
+                "A module is wrapped in two Blocks with different options",
+                expected=f"use_checkpoint={known.use_checkpoint}, zero_level={known.zero_level}, as in its first Block",
+                got=f"use_checkpoint={use_checkpoint}, zero_level={level}",
+                fix="wrap it alike in all places: its parameters are gathered in one way",
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the block; parameters gathered without autograd are freed at once."""
+        prepare_root(self)
+        result = super().__call__(*args, **kwargs)
+        if isinstance(result, _Recorded):
+            hand_over(result.records, result.tensors)
+            result = result.output
+        if not torch.is_grad_enabled():
+            self.free()  # no backward will do it, and the next step changes the shards
+        return result
+
+    def free(self) -> None:
+        """Frees the gathered parameters, if they are: the shards remain."""
+        self.unit.reshard()
+
+    @property
+    def unit(self) -> Any:
+        """The first Block of this module: the FSDP2 module, with FSDP2's own methods."""
+        return self._state.unit
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, under recomputation if asked for."""
+        run = super().forward
+        if recording_active():
+            run = functools.partial(_recorded, run)
+        if self._state.use_checkpoint and torch.is_grad_enabled():
+            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        return run(*args, **kwargs)
+
+    @property
+    def _state(self) -> BlockState:
+        state: BlockState = self.__dict__[_STATE]
+        return state
+
+
+class _Recorded(NamedTuple):
+    """What a block's forward returns while an inspector records: FSDP2's hooks must see the recorded tensors, too."""
+
+    output: Any
+    records: list[Record]
+    tensors: list[torch.Tensor]
+
+
+def _recorded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> _Recorded:
+    with captured() as records:
+        output = run(*args, **kwargs)
+    return _Recorded(output, records, [record.tensor for record in records])
+
+
+def _around(module: nn.Module, use_checkpoint: bool = True, zero_level: int | None = None) -> Block:
+    require_distributed("A Block")
+    if not isinstance(module, nn.Module) or isinstance(module, Block):
+        raise ModelError(
+            "A Block needs a module to wrap",
+            expected="an nn.Module that is no Block yet",
+            got="a Block" if isinstance(module, Block) else type(module).__name__,
+            fix="pass the module itself; wrap it once for every place in which it is used",
+        )
+    block: Block = object.__new__(_block_class(type(module)))
+    object.__setattr__(block, "__dict__", module.__dict__)
+    return block
+
+
+@functools.cache
+def _block_class(cls: type[nn.Module]) -> type[Block]:
+    return type(cls.__name__, (Block, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of the module inside a class made by :func:`_block_class`."""
+    return cls.__mro__[cls.__mro__.index(Block) + 1]
+
+
+def _check_level(level: int) -> None:
+    if level not in (1, 2, 3):
+        raise ModelError(
+            "zero_level is not a ZeRO level", expected="1, 2 or 3", got=repr(level), fix="use 3 to shard everything"
+        )
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulates whole gradients in Blocks of ``zero_level`` 1; the next backward outside reduces them all at once.
+
+    For all micro-batches but the last. Blocks of level 2 and 3 never hold whole gradients: they reduce in every
+    backward, and accumulate what they reduced.
+    """
+    units = {module.unit for module in model.modules() if isinstance(module, Block)}
+    units = {unit for unit in units if unit._state.zero_level == 1}
+    for unit in units:
+        unit.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True)

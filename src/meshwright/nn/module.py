@@ -1,0 +1,58 @@
+"""Modules whose distributed parameters gather on use. Seed: BMTrain."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.nn.parameter import DistributedParameter, record_of
+from meshwright.nn.roots import prepare_root
+from meshwright.nn.sharding import accept_full_tensors
+
+
+class DistributedModule(nn.Module):
+    """A module in which ``self.weight`` is the full tensor, whichever rank holds which part of the parameter.
+
+    Outside a :class:`Block`, every access of a :class:`DistributedParameter` gathers it (one all-gather; its backward
+    averages the gradient over the ranks and splits it), so read it once per forward. Inside a Block the parameters are
+    gathered together when the Block runs. Gradients of ordinary parameters are averaged over the ranks.
+
+    ``state_dict()`` holds the shards (DTensors, under ordinary names) without communication; ``load_state_dict`` takes
+    these and full tensors. :func:`meshwright.save` writes full tensors.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module; the outermost one prepares what is below it on its first call."""
+        prepare_root(self)
+        return super().__call__(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Gathers parameters that gather on use; all else as ``nn.Module``."""
+        value = super().__getattr__(name)
+        if isinstance(value, DTensor):
+            record = record_of(value)
+            if record is not None and record.gather_on_use:
+                return DistributedParameter.gather(value)
+        return value
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        accept_full_tensors(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As ``nn.Module``, without gathering to find out whether the name is taken."""
+        if name in self._parameters:
+            self._parameters[name] = param
+        else:
+            super().register_parameter(name, param)
+
+
+@functools.cache
+def distributed_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of ``cls`` that is a DistributedModule, with the same name."""
+    if issubclass(cls, DistributedModule):
+        return cls
+    return type(cls.__name__, (DistributedModule, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})

@@ -1,0 +1,47 @@
+"""What the outermost module prepares on its first call: one FSDP2 root over all units, and averaged gradients."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from meshwright.nn.averaging import average_gradients
+from meshwright.runtime import world_mesh, world_size
+
+# In a module's __dict__: plain parameters that were frozen so far. Its presence says that the module is prepared.
+_FROZEN = "_meshwright_frozen"
+
+
+def prepare_root(module: nn.Module) -> None:
+    """Prepares everything below ``module`` for training, once; modules below it have nothing left to do.
+
+    The units below get one FSDP2 root, so that they share streams and gather ahead of one another. Gradients of plain
+    parameters are averaged over the ranks: nobody else would.
+    """
+    frozen = module.__dict__.get(_FROZEN)
+    if frozen is None:
+        for inner in module.modules():
+            inner.__dict__[_FROZEN] = []
+        # All units are sharded now, before the first forward: what is no DTensor is plain.
+        frozen = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        _share_root(module)
+    if frozen:
+        module.__dict__[_FROZEN] = average_gradients(frozen, world_size())
+
+
+def _share_root(module: nn.Module) -> None:
+    units = [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
+    # A unit that ran on its own before is a root of its own, and stays one.
+    if not units or module in units or any(_has_run(unit) for unit in units):
+        return
+    outside = set(module.parameters()) - {parameter for unit in units for parameter in unit.parameters()}
+    fully_shard(module, mesh=world_mesh(), reshard_after_forward=False, ignored_params=outside)
+    for inner in module.modules():
+        link = getattr(inner, "link_prefetch", None)
+        if link is not None:
+            link()
+
+
+def _has_run(unit: FSDPModule) -> bool:
+    return fully_shard.state(unit)._is_root is not None  # type: ignore[attr-defined]

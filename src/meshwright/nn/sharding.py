@@ -1,0 +1,141 @@
+"""Packing a module's parameters into one FSDP2 unit: gathered together, reduced together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import ModelError, join_names
+from meshwright.nn.parameter import ParameterRecord, record_of, recorded_parameter, sharded
+from meshwright.runtime import world_mesh
+
+
+def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool) -> None:
+    """Makes a module one FSDP2 unit over all ranks, in place; its sharded parameters are taken over as they are.
+
+    FSDP2 wants whole parameters to shard. It gets ones without memory (``meta``), and afterwards the parts that this
+    rank holds: nothing is ever gathered. Plain parameters are split here, of equal values on all ranks.
+
+    Args:
+        module: Its parameters share one dtype, or sit in submodules that do.
+        reshard_after_forward: Whether they are freed after forward and gathered again in backward (ZeRO-3).
+
+    Raises:
+        ModelError: For scalar parameters, ones that another unit shards, and mixed dtypes within a module.
+    """
+    _check(module)
+    parts = {}
+    replaced: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    for name, owner, key, parameter in _places(module):
+        if id(parameter) not in replaced:
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+            replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            parts[id(replaced[id(parameter)])] = parameter
+        owner._parameters[key] = replaced[id(parameter)]
+    places = [(owner, key, parts[id(parameter)]) for _, owner, key, parameter in _places(module)]
+    _fully_shard(module, reshard_after_forward)
+    own: dict[int, nn.Parameter] = {}
+    for owner, key, parameter in places:
+        if id(parameter) not in own:
+            own[id(parameter)] = _inside_unit(parameter)
+        owner._parameters[key] = own[id(parameter)]
+    for owner in {owner for owner, _, _ in places}:
+        owner.register_load_state_dict_pre_hook(_load_hook)
+
+
+def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Every place of every parameter: full name, owning module, name there, parameter."""
+    for path, owner in module.named_modules(remove_duplicate=True):
+        for key, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{key}" if path else key, owner, key, parameter
+
+
+def _inside_unit(parameter: nn.Parameter) -> nn.Parameter:
+    record = record_of(parameter)
+    part = parameter.detach() if isinstance(parameter, DTensor) else sharded(parameter.detach())
+    record = ParameterRecord(
+        record.init_method if record else None, record.group if record else None, gather_on_use=False
+    )
+    return recorded_parameter(part, parameter.requires_grad, record)
+
+
+def _check(module: nn.Module) -> None:
+    places = list(_places(module))
+    scalars = [name for name, _, _, parameter in places if parameter.dim() == 0]
+    if scalars:
+        raise ModelError(
+            "A Block holds scalar parameters, which cannot be split over ranks",
+            expected="parameters with at least one dimension",
+            got=join_names(scalars),
+            fix="make them tensors of shape (1,)",
+        )
+    foreign = [name for name, _, _, p in places if isinstance(p, DTensor) and not _gathers(p)]
+    if foreign or any(isinstance(inner, FSDPModule) for inner in module.modules()):
+        raise ModelError(
+            "A Block holds parameters that are sharded in another Block",
+            expected="parameters of its own; Blocks do not nest and do not share single parameters",
+            got=join_names(foreign) if foreign else "a Block inside it",
+            fix="put shared parameters outside the Blocks, or use the whole module in several places",
+        )
+
+
+def _gathers(parameter: nn.Parameter) -> bool:
+    record = record_of(parameter)
+    return record is not None and record.gather_on_use
+
+
+def _fully_shard(module: nn.Module, reshard_after_forward: bool) -> None:
+    """Applies FSDP2. It reduces a unit's gradients in one buffer, so modules of the rarer dtypes get a unit each."""
+    options: dict[str, Any] = {"mesh": world_mesh(), "reshard_after_forward": reshard_after_forward}
+    of_dtype: dict[torch.dtype, list[nn.Module]] = {}
+    for owner in {owner: None for _, owner, _, _ in _places(module)}:
+        dtypes = {p.dtype for p in owner._parameters.values() if p is not None and p.requires_grad}
+        if len(dtypes) > 1:
+            raise _mixed(owner, dtypes)
+        for dtype in dtypes:
+            of_dtype.setdefault(dtype, []).append(owner)
+    if len(of_dtype) > 1:
+        count = Counter({dtype: sum(_own_numel(owner) for owner in owners) for dtype, owners in of_dtype.items()})
+        for dtype, _ in count.most_common()[1:]:
+            for owner in of_dtype[dtype]:
+                if owner is module or any(p.dtype != dtype for p in owner.parameters() if p.requires_grad):
+                    raise _mixed(owner, {p.dtype for p in owner.parameters()})
+                fully_shard(owner, **options)
+    fully_shard(module, **options)
+
+
+def _own_numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+
+
+def _mixed(module: nn.Module, dtypes: set[torch.dtype]) -> ModelError:
+    return ModelError(
+        "A module inside a Block mixes parameters of different dtypes",
+        expected="one dtype per module (modules of a Block may differ)",
+        got=f"{join_names(sorted(map(str, dtypes)))} in {type(module).__name__}",
+        fix="cast the module, or move the parameters of one dtype into a module of their own",
+    )
+
+
+def _load_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    accept_full_tensors(module, state_dict, prefix)
+
+
+def accept_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replaces full tensors in a state dict that is being loaded by this rank's parts, where parameters are sharded.
+
+    Tensors of another shape stay as they are: torch reports them.
+    """
+    for key, parameter in module._parameters.items():
+        value = state_dict.get(prefix + key)
+        if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == parameter.shape:
+            state_dict[prefix + key] = sharded(value.detach(), parameter.device_mesh)
