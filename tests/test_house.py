@@ -9,6 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 FLOORS = [
     {"errors", "version"},
     {"runtime", "cost"},
+    {"distributed", "inspect", "utils"},
     {"nn", "optim", "loss", "lr_scheduler", "data"},
     {"strategy", "store"},
     {"methods"},

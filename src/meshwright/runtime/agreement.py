@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -25,13 +25,37 @@ def same_on_every_rank() -> Iterator[None]:
         yield
     except Exception as caught:
         error = caught
-    failed = [(index, found) for index, found in enumerate(gather_objects(_portable(error))) if found is not None]
+    _raise_first(gather_objects(_portable(error)), error)
+
+
+def gather_from(build: Callable[[], Any]) -> list[Any]:
+    """Gathers what ``build()`` returns on every rank; when it failed on any of them, raises the first rank's error.
+
+    Costs one gather for both. ``build`` must not communicate: see :func:`same_on_every_rank`.
+
+    Returns:
+        One value per rank, in rank order, equal on all ranks.
+    """
+    error: Exception | None = None
+    value: Any = None
+    try:
+        value = build()
+    except Exception as caught:
+        error = caught
+    every = gather_objects((value, _portable(error)))
+    _raise_first([found for _, found in every], error)
+    return [each for each, _ in every]
+
+
+def _raise_first(errors: list[Any], mine: Exception | None) -> None:
+    """Raises the first of the ranks' errors (None: that rank had none), with its own traceback where it is ``mine``."""
+    failed = [(index, found) for index, found in enumerate(errors) if found is not None]
     if not failed:
         return
     first_rank, first_error = failed[0]
     if first_rank == rank():
-        assert error is not None
-        first_error = error  # with its own traceback
+        assert mine is not None
+        first_error = mine
     elif world_size() > len(failed):
         first_error.add_note(f"(raised on rank {first_rank})")
     first_error.agreed = True
@@ -64,7 +88,7 @@ def check_equal(what: str, value: str, fix: str) -> None:
     every = gather_objects(value)
     for index, other in enumerate(every):
         if other != every[0]:
-            raise _agreed(
+            raise agreed(
                 LaunchError(
                     f"{what} differs between ranks",
                     expected=f"{every[0]} (rank 0)",
@@ -74,6 +98,7 @@ def check_equal(what: str, value: str, fix: str) -> None:
             )
 
 
-def _agreed(error: MeshwrightError) -> MeshwrightError:
+def agreed(error: MeshwrightError) -> MeshwrightError:
+    """Marks an error that every rank raises alike, so that a program may print it once."""
     error.agreed = True  # type: ignore[attr-defined]
     return error

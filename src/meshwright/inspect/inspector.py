@@ -1,0 +1,135 @@
+"""``inspect_tensor``: collects the tensors that a model records, and summarises them over all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from meshwright.errors import InspectError
+from meshwright.inspect.recording import Record, recording_into, refuse_nesting
+from meshwright.inspect.shares import is_first_of_team
+from meshwright.inspect.table import Row, Shape, Table, entry, fill, merged
+from meshwright.runtime import agreed, gather_from
+
+
+class Inspector:
+    """The tensors recorded inside one :func:`inspect_tensor`, in the order of their recording.
+
+    It keeps them, and the graphs they are part of, alive.
+    """
+
+    def __init__(self) -> None:
+        self._records: list[Record] = []  # filled while the `with` block runs
+
+    @property
+    def summary(self) -> list[dict[str, Any]]:
+        """This rank's records: name, summary_name, group, shape (here), requires_grad and ``tensor``.
+
+        The tensors are differentiable: a loss may be built from them and go backward.
+        """
+        return [
+            {
+                "name": record.name,
+                "summary_name": name,
+                "group": record.group,
+                "shape": tuple(record.tensor.shape),
+                "requires_grad": record.keeps_grad and record.tensor.requires_grad,
+                "tensor": record.tensor,
+            }
+            for name, record in zip(self._names(), self._records, strict=True)
+        ]
+
+    def get_summary(self) -> list[dict[str, Any]]:
+        """Statistics of every recorded tensor over all ranks; call it after the ``with`` block, on every rank.
+
+        Costs one exchange of a small table. It reads the tensors as they are now: called again after backward, it
+        has the gradients.
+
+        Returns:
+            One dict per tensor, equal on every rank, with keys name (``"{group.}{k}.{name}"`` for the k-th of its
+            name), shape, max, min, std, mean, grad_std, grad_mean. The elements of all ranks are taken together:
+            ``shape[0]`` is the sum over ranks (other dims as on rank 0), std is the unbiased one of all elements.
+            BMTrain takes the root of the ranks' mean variance instead, which leaves out how far their means are
+            apart. Gradient statistics are None where no rank has a gradient; gradients are as backward left them,
+            loss scale included.
+
+        Raises:
+            InspectError: When ranks recorded different names, or a tensor has no statistics.
+        """
+        tables = gather_from(lambda: fill(self._rows()))
+        _check_names(tables)
+        names, moments = merged(tables, one_team=False)
+        shapes = [_over_ranks(shapes) for shapes in zip(*(table.shapes for table in tables), strict=True)]
+        return [
+            entry(name, shape, both, no_grad=None) for name, shape, both in zip(names, shapes, moments, strict=True)
+        ]
+
+    def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
+        """The tensor recorded as ``name`` in ``group``: the ``index``-th, or the first; None if there is none."""
+        found = [record.tensor for record in self._records if (record.name, record.group) == (name, group)]
+        wanted = 0 if index is None else index
+        return found[wanted] if 0 <= wanted < len(found) else None
+
+    def _names(self) -> list[str]:
+        seen: Counter[str] = Counter()
+        names = []
+        for record in self._records:
+            prefix = f"{record.group}." if record.group is not None else ""
+            names.append(f"{prefix}{seen[prefix + record.name]}.{record.name}")
+            seen[prefix + record.name] += 1
+        return names
+
+    def _rows(self) -> list[Row]:
+        return [
+            Row(name, _rows_here(record.source), record.source, record.grad)
+            for name, record in zip(self._names(), self._records, strict=True)
+        ]
+
+
+def _rows_here(tensor: torch.Tensor) -> Shape:
+    """The tensor's shape, its first dim counted on one rank of those that hold it together."""
+    shape = tuple(tensor.shape)
+    return shape if is_first_of_team(tensor) or not shape else (0, *shape[1:])
+
+
+def _over_ranks(shapes: tuple[Shape, ...]) -> Shape:
+    return (sum(shape[0] for shape in shapes if shape), *shapes[0][1:]) if shapes[0] else ()
+
+
+def _check_names(tables: list[Table]) -> None:
+    for index, table in enumerate(tables):
+        if table.names != tables[0].names:
+            pairs = zip([*table.names, "nothing more"], [*tables[0].names, "nothing more"], strict=False)
+            got, expected = next(pair for pair in pairs if pair[0] != pair[1])
+            raise agreed(
+                InspectError(
+                    "Ranks recorded different tensors",
+                    expected=f"{expected} (rank 0)",
+                    got=f"{got} (rank {index})",
+                    fix="record the same names in the same order on every rank",
+                )
+            )
+
+
+@contextlib.contextmanager
+def inspect_tensor() -> Iterator[Inspector]:
+    """Records, inside the ``with`` block, what the model's code passes to :func:`record_tensor`.
+
+    Example::
+
+        with inspect_tensor() as inspector:
+            loss = model(batch)
+            loss.backward()
+        print_rank(format_summary(inspector.get_summary()))
+
+    Raises:
+        InspectError: When another one is active.
+    """
+    refuse_nesting()
+    inspector = Inspector()
+    with recording_into(inspector._records):
+        yield inspector

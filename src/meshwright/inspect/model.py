@@ -1,0 +1,72 @@
+"""``inspect_model``: the statistics of a model's parameters and gradients, however they are sharded."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.inspect.table import Row, entry, fill, merged
+from meshwright.runtime import gather_from
+
+# Wrapper modules that a name passes through.
+_TRANSPARENT = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def inspect_model(model: nn.Module, pattern: str = "*", prefix: str = "") -> list[dict[str, Any]]:
+    """Statistics of the parameters whose names match, equal to those of the whole tensors on one rank.
+
+    Collective: every rank calls it, and all together exchange one small table, whatever the number and size of the
+    parameters; no parameter is gathered. Parameters may be plain (equal on all ranks) or sharded over any mix of
+    meshes. Ranks may hold different parts of the model, as pipeline stages do: the result is of all of them.
+
+    Call it between steps. FSDP2 modules that hold gathered weights after a forward are sharded again first.
+
+    Args:
+        model: Plain, or prepared by ``accelerate``; names are those of the plain model. Tied parameters are listed
+            under each of their names.
+        pattern: ``fnmatch`` pattern for ``prefix + name``, such as ``"*.linear*"``.
+        prefix: Put before every name.
+
+    Returns:
+        One dict per parameter, equal on every rank, with keys name, shape, max, min, std, mean, grad_std, grad_mean.
+        Standard deviations are unbiased (``torch.std``; 0.0 for a single element); gradient statistics are 0.0 where
+        there is no gradient. Seed: BMTrain.
+
+    Raises:
+        InspectError: When a parameter is on the meta device or complex, or a gradient an unreduced partial sum.
+    """
+    tables = gather_from(lambda: fill(_rows(model, pattern, prefix)))
+    shapes = {name: shape for table in tables for name, shape in zip(table.names, table.shapes, strict=True)}
+    names, moments = merged(tables, one_team=True)
+    return [entry(name, shapes[name], both, no_grad=0.0) for name, both in zip(names, moments, strict=True)]
+
+
+def _rows(model: nn.Module, pattern: str, prefix: str) -> list[Row]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # gathered weights are copies in another precision, and have no gradient
+    wrappers = [path for path, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
+    named = [
+        (prefix + _plain_name(name, wrappers), parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    ]
+    return [
+        Row(name, tuple(parameter.shape), parameter, parameter.grad)
+        for name, parameter in named
+        if fnmatch.fnmatchcase(name, pattern)
+    ]
+
+
+def _plain_name(name: str, wrappers: list[str]) -> str:
+    """The name without what DDP (at the paths ``wrappers``), torch.compile and torch's checkpoint wrapper add."""
+    for path in reversed(wrappers):  # inner ones first: outer paths stay as they were
+        start = f"{path}." if path else ""
+        if name.startswith(f"{start}module."):
+            name = start + name[len(start) + len("module.") :]
+    for wrapper in _TRANSPARENT:
+        name = name.replace(wrapper, "")
+    return name
