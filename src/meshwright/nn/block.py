@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import ModelError
 from meshwright.inspect import Record, captured, hand_over, recording_active
+from meshwright.nn.classes import subclass_like
 from meshwright.nn.roots import prepare_root
 from meshwright.nn.sharding import shard_as_unit
 from meshwright.runtime import require_distributed, settings
@@ -129,18 +130,13 @@ def _around(module: nn.Module, use_checkpoint: bool = True, zero_level: int | No
             got="a Block" if isinstance(module, Block) else type(module).__name__,
             fix="pass the module itself; wrap it once for every place in which it is used",
         )
-    block: Block = object.__new__(_block_class(type(module)))
+    block: Block = object.__new__(subclass_like(type(module), Block))
     object.__setattr__(block, "__dict__", module.__dict__)
     return block
 
 
-@functools.cache
-def _block_class(cls: type[nn.Module]) -> type[Block]:
-    return type(cls.__name__, (Block, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
-
-
 def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of the module inside a class made by :func:`_block_class`."""
+    """The class of the module inside a class made by :func:`_around`."""
     return cls.__mro__[cls.__mro__.index(Block) + 1]
 
 

@@ -103,8 +103,8 @@ class TransformerBlockList(nn.ModuleList):
 
     def link_prefetch(self) -> None:
         """Lets every block gather the next one ahead, in forward and in backward; called when the root is known."""
-        for block, following in itertools.pairwise(self):
-            first, second = block.unit, following.unit  # type: ignore[union-attr]
+        units = [block.unit for block in self if isinstance(block, Block)]
+        for first, second in itertools.pairwise(units):
             if first is not second:
                 first.set_modules_to_forward_prefetch([second])
                 second.set_modules_to_backward_prefetch([first])

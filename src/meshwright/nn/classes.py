@@ -6,16 +6,28 @@ A strategy is data: it holds ``"package.module.Class"``, never the class, so rea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
 from meshwright.cost.names import names_class
 from meshwright.errors import ModelError, did_you_mean, join_names
 
+M = TypeVar("M", bound=nn.Module)
+_subclasses: dict[tuple[type, type], Any] = {}
+
 
 def class_name(cls: type) -> str:
     """The qualified name under which a strategy stores a class: ``"package.module.Class"``."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def subclass_like(cls: type[nn.Module], mixin: type[M]) -> type[M]:
+    """A class with the name of ``cls`` that derives from ``mixin`` first and from ``cls`` second; one per pair."""
+    if (cls, mixin) not in _subclasses:
+        named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        _subclasses[cls, mixin] = type(cls.__name__, (mixin, cls), named)
+    return _subclasses[cls, mixin]
 
 
 def class_names(module: nn.Module) -> list[str]:

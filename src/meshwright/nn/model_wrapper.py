@@ -13,9 +13,7 @@ from meshwright.nn.parameter import DistributedParameter
 from meshwright.runtime import print_rank, require_distributed, settings
 
 
-def BMTrainModelWrapper(  # noqa: N802 (the seed's name)
-    model: nn.Module, use_checkpoint: bool = True, zero_level: int | None = None
-) -> nn.Module:
+def BMTrainModelWrapper(model: nn.Module, use_checkpoint: bool = True, zero_level: int | None = None) -> nn.Module:
     """Shards a model in place over all ranks: its repeated blocks become Blocks, its modules DistributedModules.
 
     Blocks are the members of the outermost ``nn.ModuleList``s that have submodules of their own, as transformer layers
@@ -36,10 +34,17 @@ def BMTrainModelWrapper(  # noqa: N802 (the seed's name)
     """
     require_distributed("BMTrainModelWrapper")
     blocks = [(path, module) for path, module in find_blocks(model) if next(module.children(), None) is not None]
-    _check(model, blocks)
-    for path, module in blocks:
-        parent, _, name = path.rpartition(".")
-        model.get_submodule(parent)._modules[name] = Block(module, use_checkpoint, zero_level)
+    inside = {id(inner) for _, module in blocks for inner in module.modules()}
+    # A recurrent module keeps a list of its weights, which FSDP2 knows to keep up to date.
+    recurrent = [entry for entry in model.named_modules() if isinstance(entry[1], nn.RNNBase)]
+    recurrent = [(path, module) for path, module in recurrent if id(module) not in inside and module is not model]
+    _check(model, blocks + recurrent)
+    made = {id(module): Block(module, use_checkpoint, zero_level) for _, module in blocks}
+    made |= {id(module): Block(module, False, zero_level) for _, module in recurrent}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if id(child) in made:
+                parent._modules[name] = made[id(child)]
     _distribute_rest(model)
     config = getattr(model, "config", None)
     if use_checkpoint and blocks and getattr(config, "use_cache", False):
@@ -86,7 +91,7 @@ def _check(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
             fix="make them tensors of shape (1,)",
         )
     home: dict[int, object] = {}
-    paths = {path: module for path, module in blocks}
+    paths = dict(blocks)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         unit = next((module for path, module in paths.items() if name.startswith(path + ".")), None)
         if home.setdefault(id(parameter), unit) is not unit:

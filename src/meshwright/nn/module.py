@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.nn.parameter import DistributedParameter, record_of
+from meshwright.nn.classes import subclass_like
+from meshwright.nn.parameter import gather_parameter, record_of
 from meshwright.nn.roots import prepare_root
 from meshwright.nn.sharding import accept_full_tensors
 
@@ -16,7 +16,7 @@ from meshwright.nn.sharding import accept_full_tensors
 class DistributedModule(nn.Module):
     """A module in which ``self.weight`` is the full tensor, whichever rank holds which part of the parameter.
 
-    Outside a :class:`Block`, every access of a :class:`DistributedParameter` gathers it (one all-gather; its backward
+    Outside a :class:`Block`, every access of a ``DistributedParameter`` gathers it (one all-gather; its backward
     averages the gradient over the ranks and splits it), so read it once per forward. Inside a Block the parameters are
     gathered together when the Block runs. Gradients of ordinary parameters are averaged over the ranks.
 
@@ -35,7 +35,7 @@ class DistributedModule(nn.Module):
         if isinstance(value, DTensor):
             record = record_of(value)
             if record is not None and record.gather_on_use:
-                return DistributedParameter.gather(value)
+                return gather_parameter(value)
         return value
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -50,9 +50,6 @@ class DistributedModule(nn.Module):
             super().register_parameter(name, param)
 
 
-@functools.cache
 def distributed_class(cls: type[nn.Module]) -> type[nn.Module]:
     """A subclass of ``cls`` that is a DistributedModule, with the same name."""
-    if issubclass(cls, DistributedModule):
-        return cls
-    return type(cls.__name__, (DistributedModule, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    return cls if issubclass(cls, DistributedModule) else subclass_like(cls, DistributedModule)

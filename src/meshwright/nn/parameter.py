@@ -1,4 +1,4 @@
-"""Parameters that are sharded when they are made, so that a model larger than one device can be built. Seed: BMTrain."""
+"""Parameters sharded when they are made, so that a model larger than one device can be built. Seed: BMTrain."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class DistributedParameter(nn.Parameter, metaclass=_DistributedParameterType):
         record = ParameterRecord(init_method, group, gather_on_use=True)
         return recorded_parameter(sharded(data.detach()), requires_grad, record)
 
-    @staticmethod
-    def gather(parameter: torch.Tensor) -> torch.Tensor:
-        """The full tensor, equal on every rank; its gradient is averaged over the ranks and split again. Collective."""
-        assert isinstance(parameter, DTensor)
-        whole = parameter.redistribute(placements=[Replicate()] * parameter.device_mesh.ndim)
-        return whole.to_local(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
+
+def gather_parameter(parameter: torch.Tensor) -> torch.Tensor:
+    """The full tensor, equal on every rank; its gradient is averaged over the ranks and split again. Collective."""
+    assert isinstance(parameter, DTensor)
+    whole = parameter.redistribute(placements=[Replicate()] * parameter.device_mesh.ndim)
+    return whole.to_local(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
 
 
 def _check_data(data: torch.Tensor) -> None:

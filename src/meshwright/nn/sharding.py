@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor
 from meshwright.errors import ModelError, join_names
 from meshwright.nn.parameter import ParameterRecord, record_of, recorded_parameter, sharded
 from meshwright.runtime import world_mesh
+
+_Place = tuple[str, nn.Module, str, nn.Parameter]
+"""Where a parameter is: its full name, the module that owns it, its name there, itself."""
 
 
 def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool) -> None:
@@ -29,28 +32,28 @@ def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool) -> None:
     Raises:
         ModelError: For scalar parameters, ones that another unit shards, and mixed dtypes within a module.
     """
-    _check(module)
-    parts = {}
-    replaced: dict[int, nn.Parameter] = {}  # tied parameters stay tied
-    for name, owner, key, parameter in _places(module):
-        if id(parameter) not in replaced:
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-            replaced[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            parts[id(replaced[id(parameter)])] = parameter
-        owner._parameters[key] = replaced[id(parameter)]
-    places = [(owner, key, parts[id(parameter)]) for _, owner, key, parameter in _places(module)]
-    _fully_shard(module, reshard_after_forward)
-    own: dict[int, nn.Parameter] = {}
-    for owner, key, parameter in places:
-        if id(parameter) not in own:
-            own[id(parameter)] = _inside_unit(parameter)
-        owner._parameters[key] = own[id(parameter)]
-    for owner in {owner for owner, _, _ in places}:
+    places = list(_places(module))
+    _check(module, places)
+    small_units = _units_of_rarer_dtypes(module, places)
+    _assign(places, lambda p: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad))
+    for unit in (*small_units, module):
+        fully_shard(unit, mesh=world_mesh(), reshard_after_forward=reshard_after_forward)
+    _assign(places, _inside_unit)
+    for owner in {owner for _, owner, _, _ in places}:
         owner.register_load_state_dict_pre_hook(_load_hook)
 
 
-def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Every place of every parameter: full name, owning module, name there, parameter."""
+def _assign(places: list[_Place], make: Callable[[nn.Parameter], nn.Parameter]) -> None:
+    """Puts ``make(parameter)`` into all places of each parameter: what is tied stays tied."""
+    made: dict[int, nn.Parameter] = {}
+    for _, owner, key, parameter in places:
+        if id(parameter) not in made:
+            made[id(parameter)] = make(parameter)
+        setattr(owner, key, made[id(parameter)])  # not into _parameters: recurrent modules keep a second list
+
+
+def _places(module: nn.Module) -> Iterator[_Place]:
+    """Every place of every parameter."""
     for path, owner in module.named_modules(remove_duplicate=True):
         for key, parameter in owner._parameters.items():
             if parameter is not None:
@@ -59,15 +62,15 @@ def _places(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramet
 
 def _inside_unit(parameter: nn.Parameter) -> nn.Parameter:
     record = record_of(parameter)
-    part = parameter.detach() if isinstance(parameter, DTensor) else sharded(parameter.detach())
+    part = parameter.detach()
+    part = part if isinstance(part, DTensor) else sharded(part)
     record = ParameterRecord(
         record.init_method if record else None, record.group if record else None, gather_on_use=False
     )
     return recorded_parameter(part, parameter.requires_grad, record)
 
 
-def _check(module: nn.Module) -> None:
-    places = list(_places(module))
+def _check(module: nn.Module, places: list[_Place]) -> None:
     scalars = [name for name, _, _, parameter in places if parameter.dim() == 0]
     if scalars:
         raise ModelError(
@@ -91,35 +94,34 @@ def _gathers(parameter: nn.Parameter) -> bool:
     return record is not None and record.gather_on_use
 
 
-def _fully_shard(module: nn.Module, reshard_after_forward: bool) -> None:
-    """Applies FSDP2. It reduces a unit's gradients in one buffer, so modules of the rarer dtypes get a unit each."""
-    options: dict[str, Any] = {"mesh": world_mesh(), "reshard_after_forward": reshard_after_forward}
-    of_dtype: dict[torch.dtype, list[nn.Module]] = {}
-    for owner in {owner: None for _, owner, _, _ in _places(module)}:
-        dtypes = {p.dtype for p in owner._parameters.values() if p is not None and p.requires_grad}
+def _units_of_rarer_dtypes(module: nn.Module, places: list[_Place]) -> list[nn.Module]:
+    """FSDP2 reduces the gradients of a unit in one buffer, so modules of all dtypes but one get a unit each."""
+    owners: dict[nn.Module, set[torch.dtype]] = {}
+    for _, owner, _, parameter in places:
+        if parameter.requires_grad:
+            owners.setdefault(owner, set()).add(parameter.dtype)
+    numel: Counter[torch.dtype] = Counter()
+    for owner, dtypes in owners.items():
         if len(dtypes) > 1:
-            raise _mixed(owner, dtypes)
-        for dtype in dtypes:
-            of_dtype.setdefault(dtype, []).append(owner)
-    if len(of_dtype) > 1:
-        count = Counter({dtype: sum(_own_numel(owner) for owner in owners) for dtype, owners in of_dtype.items()})
-        for dtype, _ in count.most_common()[1:]:
-            for owner in of_dtype[dtype]:
-                if owner is module or any(p.dtype != dtype for p in owner.parameters() if p.requires_grad):
-                    raise _mixed(owner, {p.dtype for p in owner.parameters()})
-                fully_shard(owner, **options)
-    fully_shard(module, **options)
+            raise _mixed(owner)
+        numel[next(iter(dtypes))] += _own_numel(owner)
+    rarer = {dtype for dtype, _ in numel.most_common()[1:]}
+    units = [owner for owner, dtypes in owners.items() if dtypes & rarer]
+    for owner in units:
+        if owner is module or len({p.dtype for p in owner.parameters() if p.requires_grad}) > 1:
+            raise _mixed(owner)
+    return units
 
 
 def _own_numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
-def _mixed(module: nn.Module, dtypes: set[torch.dtype]) -> ModelError:
+def _mixed(module: nn.Module) -> ModelError:
     return ModelError(
         "A module inside a Block mixes parameters of different dtypes",
         expected="one dtype per module (modules of a Block may differ)",
-        got=f"{join_names(sorted(map(str, dtypes)))} in {type(module).__name__}",
+        got=f"{join_names(sorted({str(p.dtype) for p in module.parameters()}))} in {type(module).__name__}",
         fix="cast the module, or move the parameters of one dtype into a module of their own",
     )
 

@@ -2,7 +2,17 @@
 
 from meshwright.runtime.agreement import agreed, check_equal, gather_from, gather_objects, same_on_every_rank
 from meshwright.runtime.device import measured_flops_per_s, memory_limit_bytes, peak_memory_bytes, synchronize_device
-from meshwright.runtime.mesh import AXES, Axes, axis_groups, build_mesh, check_axes, coordinate_of, fit_axes, rank_grid, world_mesh
+from meshwright.runtime.mesh import (
+    AXES,
+    Axes,
+    axis_groups,
+    build_mesh,
+    check_axes,
+    coordinate_of,
+    fit_axes,
+    rank_grid,
+    world_mesh,
+)
 from meshwright.runtime.processes import (
     Settings,
     init_distributed,

@@ -34,7 +34,7 @@ class ModelEntries:
 
         For ordinary parameters this changes nothing more; modules with load hooks or extra state need it.
         """
-        stored = {name: from_plain(values[_stored(name)]) for name in self.raw if _stored(name) in values}
+        stored = {name: from_plain(values[stored_name(name)]) for name in self.raw if stored_name(name) in values}
         self.module.load_state_dict(self.raw | stored)
 
 
@@ -54,10 +54,10 @@ def model_entries(model: nn.Module) -> ModelEntries:
     seen: set[int] = set()
     for name, value in raw.items():
         if not isinstance(value, torch.Tensor):
-            values[_stored(name)] = to_plain(value, name)
+            values[stored_name(name)] = to_plain(value, name)
         elif id(value) not in seen:
             seen.add(id(value))
-            tensors[_stored(name)] = value
+            tensors[stored_name(name)] = value
     return ModelEntries(module, raw, tensors, values)
 
 
@@ -71,7 +71,8 @@ def _unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _stored(name: str) -> str:
+def stored_name(name: str) -> str:
+    """The name without what wrappers add to it."""
     for wrapper in _TRANSPARENT:
         name = name.replace(wrapper, "")
     return name

@@ -1,0 +1,178 @@
+"""``save`` and ``load``: a model's weights as one ordinary state dict in one file. Seed: BMTrain."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshwright.errors import CheckpointError, join_names
+from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank, world_size
+from meshwright.store.entries import ModelEntries, model_entries, stored_name
+from meshwright.store.file_format import read_file, write_file
+from meshwright.store.writer import wait_for_saves, write_later
+
+
+class LoadedKeys(NamedTuple):
+    """What ``load(strict=False)`` passed over; torch's ``load_state_dict`` returns the same two fields."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = False) -> None:
+    """Writes all weights and buffers of a model into one file, with plain names and full shapes; collective.
+
+    Plain torch loads it: ``torch.load(file)``, or safetensors when the name ends in ``.safetensors``. The tensors are
+    gathered one by one; rank 0 keeps them and writes. The file appears under its name when it is complete.
+
+    Args:
+        model: Plain, DDP, FSDP2, made of Blocks, or any of these compiled.
+        file: Where to write; missing folders are made.
+        non_blocking: Write in the background. The next ``save`` or ``load``, :func:`wait_for_saves` and the end of the
+            program wait for it.
+
+    Raises:
+        CheckpointError: On every rank, when the file cannot be written, or a background save before this one was not.
+    """
+    require_distributed("save")
+    path = Path(file)
+    with same_on_every_rank():
+        wait_for_saves()
+        entries = model_entries(model)
+    with same_on_every_rank():
+        if rank() == 0:
+            _make_folder(path)
+    state_dict = _gathered(entries)
+    with same_on_every_rank():
+        if rank() == 0 and non_blocking:
+            write_later(path, state_dict)
+        elif rank() == 0:
+            write_file(path, state_dict)
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"The folder of {path} cannot be made", got=str(error), expected="a folder", fix="choose another path"
+        ) from error
+
+
+def _gathered(entries: ModelEntries) -> dict[str, Any]:
+    """Full copies on the host of rank 0; elsewhere empty. Holds one full tensor at a time on the other ranks."""
+    state_dict: dict[str, Any] = {}
+    copies: dict[int, torch.Tensor] = {}  # tied names share one copy
+    for name, value in entries.raw.items():
+        if not isinstance(value, torch.Tensor):
+            state_dict[stored_name(name)] = value
+            continue
+        if id(value) not in copies:
+            full = value.detach()
+            full = full.full_tensor() if isinstance(full, DTensor) else full
+            copies[id(value)] = full.to("cpu", copy=True) if rank() == 0 else torch.empty(0)
+        state_dict[stored_name(name)] = copies[id(value)]
+    return state_dict if rank() == 0 else {}
+
+
+def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) -> LoadedKeys:
+    """Loads weights and buffers from a file of :func:`save`, or any state dict of plain torch; collective.
+
+    Only rank 0 reads, without holding the whole file in memory; the other ranks receive their parts tensor by tensor.
+    Load before an optimizer with master weights is built: it keeps copies.
+
+    Args:
+        model: As for :func:`save`; its values are replaced in place, in its dtypes.
+        file: Read as safetensors when the name ends in ``.safetensors``, else as ``torch.save`` writes. A pickle is
+            read with ``weights_only=True``: it cannot run code.
+        strict: Every name of the model must be in the file and the other way round.
+
+    Returns:
+        The names passed over; none if ``strict``.
+
+    Raises:
+        CheckpointError: On every rank, naming all missing, unexpected and misshapen entries at once; the model is then
+            as it was.
+    """
+    require_distributed("load")
+    path = Path(file)
+    found: dict[str, Any] = {}
+    with same_on_every_rank():
+        wait_for_saves()
+        entries = model_entries(model)
+        if rank() == 0:
+            found = read_file(path)
+    described = gather_objects({name: _describe(value) for name, value in found.items()} if rank() == 0 else None)[0]
+    keys = _compare(path, entries, described, strict)
+    _fill(entries, found, described)
+    return keys
+
+
+def _describe(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _compare(
+    path: Path, entries: ModelEntries, described: dict[str, tuple[int, ...] | None], strict: bool
+) -> LoadedKeys:
+    wanted = {stored_name(name): _describe(value) for name, value in entries.raw.items()}
+    missing = [name for name in wanted if name not in described]
+    unexpected = [name for name in described if name not in wanted]
+    misshapen = [
+        f"{name}: {described[name]} in the file, {shape} in the model"
+        for name, shape in wanted.items()
+        if name in described and described[name] != shape
+    ]
+    problems = [f"other shapes: {join_names(misshapen)}"] if misshapen else []
+    if strict and missing:
+        problems.append(f"missing: {join_names(missing)}")
+    if strict and unexpected:
+        problems.append(f"unexpected: {join_names(unexpected)}")
+    if problems:
+        raise CheckpointError(
+            f"{path} does not fit the model; nothing was loaded",
+            expected="the model's names and shapes",
+            got="; ".join(problems),
+            fix="build the model it was saved from" + ("" if misshapen else ", or pass strict=False to load the rest"),
+        )
+    return LoadedKeys(missing, unexpected)
+
+
+@torch.no_grad()
+def _fill(entries: ModelEntries, found: dict[str, Any], described: dict[str, Any]) -> None:
+    """Sends every tensor from rank 0 into its place; tied ones once."""
+    done: set[int] = set()
+    extra: dict[str, Any] = {}
+    for name, target in entries.raw.items():
+        stored = stored_name(name)
+        if stored not in described or id(target) in done:
+            continue
+        if isinstance(target, torch.Tensor):
+            done.add(id(target))
+            _fill_one(target, found.get(stored))
+        else:
+            extra[name] = gather_objects(found.get(stored))[0]
+    if extra:
+        entries.module.load_state_dict(entries.raw | extra)
+
+
+def _fill_one(target: torch.Tensor, source: torch.Tensor | None) -> None:
+    """Copies ``source``, which rank 0 holds, into the tensor or into the ranks' parts of it."""
+    if not isinstance(target, DTensor):
+        if source is not None:
+            target.copy_(source)
+        if world_size() > 1:
+            dist.broadcast(target.detach(), src=0)
+        return
+    device = target.to_local().device
+    if source is None:  # only its shape counts: takes no memory
+        full = torch.empty((), dtype=target.dtype, device=device).expand(target.shape)
+    else:
+        full = source.to(device, target.dtype)
+    target.to_local().copy_(distribute_tensor(full, target.device_mesh, target.placements).to_local())

@@ -1,0 +1,93 @@
+"""Reading and writing a state dict in one file: safetensors, or what ``torch.save`` writes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from meshwright.errors import CheckpointError, join_names
+
+_SAFETENSORS = ".safetensors"
+
+
+def write_file(path: Path, state_dict: dict[str, Any]) -> None:
+    """Writes a state dict of host tensors; under its name only when it is complete.
+
+    Raises:
+        CheckpointError: When the file cannot be written, or holds what safetensors cannot.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        if path.suffix == _SAFETENSORS:
+            save_file(_separate(path, state_dict), unfinished, metadata={"format": "pt"})
+        else:
+            torch.save(state_dict, unfinished)
+        with open(unfinished, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(unfinished, path)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{path} was not written",
+            expected="a writable folder with room for the file",
+            got=str(error),
+            fix="choose another place, or make room; a file of that name is as it was",
+        ) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _separate(path: Path, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Tied tensors as tensors of their own: safetensors knows no sharing, and every name must be in the file."""
+    other = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
+    if other:
+        raise CheckpointError(
+            f"{path} cannot hold what is not a tensor",
+            expected="tensors only in a .safetensors file",
+            got=join_names(other),
+            fix="save to a file with another suffix, such as .pt",
+        )
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in state_dict.items():
+        separate[name] = tensor.clone() if id(tensor) in seen else tensor.contiguous()
+        seen.add(id(tensor))
+    return separate
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Reads a state dict; tensors are mapped from the file, not loaded.
+
+    Raises:
+        CheckpointError: When the file is absent, damaged, or no state dict.
+    """
+    try:
+        found = load_file(path) if path.suffix == _SAFETENSORS else _torch_load(path)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read",
+            expected="a state dict written by torch.save, or a .safetensors file",
+            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no more details'}",
+            fix="check the path; a damaged file must be written again",
+        ) from error
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise CheckpointError(
+            f"{path} holds no state dict", expected="a dictionary of tensors by name", got=type(found).__name__,
+            fix="save model.state_dict(), or use meshwright.save",
+        )  # fmt: skip
+    return found
+
+
+def _torch_load(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except RuntimeError as error:
+        if "mmap" not in str(error):
+            raise
+        return torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6

@@ -1,0 +1,36 @@
+"""Files written in the background, one at a time; none is lost at the end of the program."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from meshwright.store.file_format import write_file
+
+_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshwright-save")  # the interpreter waits for it
+_pending: list[Future[None]] = []
+
+
+def write_later(path: Path, state_dict: dict[str, Any]) -> None:
+    """Starts writing a state dict nobody else changes."""
+    _pending.append(_thread.submit(write_file, path, state_dict))
+
+
+def wait_for_saves() -> None:
+    """Waits until all background saves of this process are on disk.
+
+    Raises:
+        CheckpointError: When one of them failed; each failure is raised once.
+    """
+    while _pending:
+        _pending.pop(0).result()
+
+
+@atexit.register
+def _tell_failure() -> None:
+    for failure in (future.exception() for future in _pending):
+        if failure is not None:
+            print(f"meshwright: a background save failed: {failure}", file=sys.stderr, flush=True)
