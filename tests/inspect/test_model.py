@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -113,6 +113,17 @@ def tensor_and_data_parallel():
     assert_same(inspect_model(model), [whole(n, full(p), full(p.grad)) for n, p in model.named_parameters()])
 
 
+def gathered_in_half_precision():
+    """After a forward the root holds gathered bf16 weights; inspected are the fp32 shards and their gradients."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = fully_shard(nn.Linear(6, 5), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model(torch.randn(3, 6)).square().sum().backward()
+    expected = [whole(n, full(p), full(p.grad)) for n, p in model.named_parameters()]
+    model(torch.randn(3, 6))
+    assert model.weight.dtype == torch.bfloat16
+    assert_same(inspect_model(model), expected)
+
+
 def pipeline_stages():
     """Each half of the ranks holds other parameters, sharded within the half."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -160,6 +171,7 @@ def everything(world):
     if world == 4:
         tensor_and_data_parallel()
     if world > 1:
+        gathered_in_half_precision()
         pipeline_stages()
         refused()
     return collectives(1), collectives(100)

@@ -49,7 +49,7 @@ def test_a_small_spread_beside_a_large_mean_is_kept():
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
 )
 def test_every_type_and_layout_in_chunks(monkeypatch, dtype):
-    monkeypatch.setattr(room, "_CHUNK_ELEMENTS", 7)
+    monkeypatch.setattr(room, "_CHUNK_ELEMENTS", {"cpu": 7})
     values = (torch.randn(6, 5, generator=torch.Generator().manual_seed(0)) * 3).to(dtype).t()[1:]
     found = statistics(moments([values])[0])
     assert found == pytest.approx(whole(values.double().numpy()), rel=1e-12)

@@ -42,6 +42,24 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks):
     assert ranks(2).run(_fail_on, 7) == [None, None]
 
 
+def _gather_from(failing):
+    def build():
+        if runtime.rank() == failing:
+            raise DataError("Bad shard", expected="9", got="8", fix="look")
+        return runtime.rank() * 10
+
+    if failing is None:
+        return runtime.gather_from(build)
+    with pytest.raises(DataError, match="Bad shard") as caught:
+        runtime.gather_from(build)
+    return caught.value.agreed
+
+
+def test_what_is_built_on_every_rank_is_gathered_or_its_error_raised_on_all(ranks):
+    assert ranks(2).run(_gather_from, None) == [[0, 10], [0, 10]]
+    assert ranks(2).run(_gather_from, 1) == [True, True]
+
+
 def _second_call():
     runtime.init_distributed(backend="gloo", timeout_s=120.0)
     with pytest.raises(LaunchError, match=r"called twice.*Expected.*seed=0.*Got.*seed=5"):

@@ -29,7 +29,10 @@ class Inspector:
     def summary(self) -> list[dict[str, Any]]:
         """This rank's records: name, summary_name, group, shape (here), requires_grad and ``tensor``.
 
-        The tensors are differentiable: a loss may be built from them and go backward.
+        The tensors are differentiable: a loss may be built from them and go backward. DDP asks that such a loss
+        reaches every parameter, as the model's output does; else it leaves gradients unreduced. FSDP2 gathers weights
+        again in backward only for a module's outputs: see :mod:`meshwright.inspect.recording` for how a sharded module
+        passes on what is recorded inside it.
         """
         return [
             {
