@@ -9,11 +9,12 @@ SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 FLOORS = [
     {"errors", "version"},
     {"runtime", "cost"},
+    {"distributed", "inspect", "utils"},
     {"nn", "optim", "loss", "lr_scheduler", "data"},
     {"strategy", "store"},
     {"methods"},
     {"planner"},
-    {"batches"},
+    {"batches", "benchmark"},
     {"request", "accelerated"},
     {"auto"},
     {"atorch"},
