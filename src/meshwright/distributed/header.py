@@ -146,8 +146,10 @@ def check_call(call: str, x: torch.Tensor, members: Members, *, backward_communi
     header = Header.of(call, x)
     if members.size == 1 or x.device.type != "cpu":
         return
-    fields = ("call", "dtype", "shape", *(("wants_gradient",) if backward_communicates else ()))
-    check_alike(exchange(header, members), fields, members)
+    headers, fields = exchange(header, members), ("call", "dtype", "shape")
+    check_alike(headers, fields, members)
+    if backward_communicates:
+        check_alike(headers, (*fields, "wants_gradient"), members)
 
 
 def on_all_ranks(error: MeshwrightError, members: Members) -> MeshwrightError:
