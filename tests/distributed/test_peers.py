@@ -1,5 +1,8 @@
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright import ConfigError, LaunchError
@@ -85,13 +88,33 @@ def _refusals():
         for call in (lambda peer=peer: send_activations(torch.ones(1), peer), lambda peer=peer: recv_activations(peer)):
             with pytest.raises(ConfigError, match=r"peer is not a rank|cannot send to itself"):
                 call()
-    if world_size() == 1:
-        return
+
+
+def _gradient_expected_of_nobody():
     if rank() == 0:
         send_activations(torch.ones(2, requires_grad=True), 1)
-    elif rank() == 1:
+    else:
         with torch.no_grad(), pytest.raises(LaunchError, match="received here under no_grad"):
             recv_activations(0)
+
+
+def _out_of_order():
+    """Rank 1 sends an activation where rank 0 expects the gradient of its own, of the same shape."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    x = torch.ones(256, dtype=torch.float32, requires_grad=True)
+    if rank() == 0:
+        handle = send_activations(x, 1, group)
+        with pytest.raises(RuntimeError, match=r"(?i)timed out|closed"):
+            handle.backward()
+        assert x.grad is None
+    else:
+        recv_activations(0, group)
+        with pytest.raises(RuntimeError, match=r"(?i)timed out|closed"):
+            send_activations(torch.zeros(256), 0, group)
+
+
+def test_an_activation_is_never_taken_for_a_gradient(ranks):
+    ranks(2).run(_out_of_order)
 
 
 def test_the_handle_joins_a_loss(ranks):
@@ -104,3 +127,8 @@ def test_peers_count_within_the_group(ranks):
 
 def test_peers_that_cannot_be(ranks):
     ranks(1).run(_refusals)
+    ranks(2).run(_refusals)
+
+
+def test_a_gradient_is_expected_under_no_grad(ranks):
+    ranks(2).run(_gradient_expected_of_nobody)

@@ -12,18 +12,20 @@ from meshwright.distributed.header import Header
 from meshwright.distributed.members import Group, Members, members_of
 from meshwright.errors import ConfigError, LaunchError
 
-# Keeps gradients apart from activations that are under way at the same time (gloo; NCCL goes by order alone).
+# A rank that expects a gradient must not take an activation for it: on gloo it waits until the timeout instead. (NCCL
+# goes by order alone.)
 _ACTIVATION_TAG, _GRADIENT_TAG = 0, 1
 
 
 def send_activations(x: torch.Tensor, peer: int, group: Group = None) -> torch.Tensor:
-    """Sends a tensor of any shape and dtype to a rank that calls ``recv_activations``; returns once it is on its way.
+    """Sends a tensor of any shape and dtype to a rank that calls ``recv_activations``.
 
     When ``x`` requires a gradient, the peer sends it back while it differentiates what it made of the tensor. The
     sender waits for it in the backward of what this function returns: ``send_activations(x, peer).backward()``, or
     add the returned zero to the loss. (Its own incoming gradient is ignored: the peer's loss has its own scale.)
 
-    Two ranks that send to each other at once wait for ever: let one of them receive first.
+    A message is on its way when the peer receives it. So two ranks must not send to each other at once, and what one
+    sends, gradients included, the other receives in that order; else both wait until the timeout.
 
     Args:
         x: Tensor on the CPU or the CUDA device.
@@ -59,6 +61,9 @@ def recv_activations(peer: int, group: Group = None) -> torch.Tensor:
     """
     members = _members(group, peer)
     header = Header.receive(peer, members)
+    # An input that requires a gradient makes the output require one.
+    root = torch.empty(0, requires_grad=header.wants_gradient)
+    received = _Receive.apply(root, header, peer, members)  # before any error: the sender waits for it to be taken
     if header.wants_gradient and not torch.is_grad_enabled():
         raise LaunchError(
             "The sender expects a gradient for what is received here under no_grad",
@@ -66,9 +71,7 @@ def recv_activations(peer: int, group: Group = None) -> torch.Tensor:
             got=f"a tensor that requires a gradient, from rank {peer} of the group",
             fix="send x.detach(), or receive outside of no_grad",
         )
-    # An input that requires a gradient makes the output require one.
-    root = torch.empty(0, requires_grad=header.wants_gradient)
-    return _Receive.apply(root, header, peer, members)
+    return received
 
 
 def _members(group: Group, peer: int) -> Members:
