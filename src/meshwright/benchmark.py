@@ -54,8 +54,8 @@ def benchmark_table(measurements: Sequence[Measurement]) -> Table:
             each.op,
             readable_bytes(each.size_bytes),
             _readable_time(each.time_s),
-            f"{each.algorithm_bandwidth_bytes_per_s / 1e9:.3f}",
-            f"{each.bus_bandwidth_bytes_per_s / 1e9:.3f}",
+            f"{each.algorithm_bandwidth_bytes_per_s / 1e9:.3g}",
+            f"{each.bus_bandwidth_bytes_per_s / 1e9:.3g}",
             end_section=last_of_op,
         )
     return table

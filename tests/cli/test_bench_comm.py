@@ -18,8 +18,7 @@ def test_two_ranks_measure_and_write(tmp_path):
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("Collectives on 2 ranks, bfloat16, median of 2") == 1
     document = json.loads((tmp_path / "f.json").read_text())
-    assert (document["num_ranks"], document["device"]) == (2, "CPU")
-    assert "gloo" in document["backend"]
+    assert (document["num_ranks"], document["device"], document["backend"]) == (2, "CPU", "gloo")
     assert [(each["op"], each["size_bytes"]) for each in document["measurements"]] == [
         (op, size) for op in ("all_gather", "send_recv") for size in (1024, 2048, 4096)
     ]
@@ -35,7 +34,8 @@ def test_two_ranks_measure_and_write(tmp_path):
         (("--dtype", "fp8"), "--dtype is not known"),
         (("--device", "gpu"), "Expected one of auto, cpu"),
         (("--min-bytes", "8", "--max-bytes", "4"), "no range"),
-        (("--json", "absent/f.json"), "--json has no directory"),
+        (("--json", "absent/f.json"), "absent/f.json, whose directory does not exist"),
+        (("--json", "/"), "Got /, a directory"),
         (("--nproc", "1", "--device", "cpu"), "One rank has nobody to communicate with"),
     ],
 )

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meshwright.benchmark import benchmark_table
 from meshwright.distributed import Measurement, benchmark_collectives, benchmark_sizes
 from meshwright.distributed.benchmark import check_benchmark, check_num_ranks, default_max_bytes
+from meshwright.distributed.members import members_of
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.runtime import init_distributed, rank, same_on_every_rank, settings, shutdown_distributed
 
@@ -61,13 +61,8 @@ class BenchOptions:
         _check_name("--dtype", self.dtype, tuple(DTYPES))
         _check_name("--device", self.device, _DEVICES)
         assert self.sizes
-        if self.json not in (None, _STDOUT) and not Path(str(self.json)).expanduser().absolute().parent.is_dir():
-            raise ConfigError(
-                "The file for --json has no directory",
-                expected="an existing directory",
-                got=str(self.json),
-                fix=f"make the directory, or write to standard output with --json {_STDOUT}",
-            )
+        if self.json not in (None, _STDOUT):
+            _check_file(Path(str(self.json)).expanduser())
 
     def num_processes(self) -> int:
         """Ranks to start on this machine: as asked, else one per CUDA device, else two.
@@ -99,6 +94,16 @@ class BenchOptions:
             *("--iterations", str(self.iterations), "--warmup", str(self.warmup)),
             *(("--json", self.json) if self.json is not None else ()),
         ]
+
+
+def _check_file(file: Path) -> None:
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise ConfigError(
+            "--json names no file that can be written",
+            expected="a file in an existing directory",
+            got=f"{file}, {'a directory' if file.is_dir() else 'whose directory does not exist'}",
+            fix=f"name another file, or write to standard output with --json {_STDOUT}",
+        )
 
 
 def _check_name(option: str, value: str, known: Sequence[str]) -> None:
@@ -177,7 +182,7 @@ def _document(measurements: list[Measurement]) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {
         "torch": torch.__version__,
-        "backend": dist.get_backend_config(),
+        "backend": members_of(None).backend(device),
         "device": name,
         "num_ranks": measurements[0].num_ranks,
         "measurements": [asdict(each) for each in measurements],

@@ -99,7 +99,7 @@ def benchmark_collectives(
     members = members_of(group)
     check_num_ranks(members.size)
     device = settings().device
-    sizes = benchmark_sizes(min_bytes, max_bytes or default_max_bytes(device))
+    sizes = benchmark_sizes(min_bytes, default_max_bytes(device) if max_bytes is None else max_bytes)
     measurements = []
     for op in ops:
         for size_bytes in sizes:

@@ -3,7 +3,7 @@
 torch has such functions, too, but not with these gradients. ``torch.distributed.nn.functional`` (deprecated) and
 ``_functional_collectives`` know only what is called "partial" here. The former applies the forward's operation to the
 gradients, whatever it is (the maximum of gradients for a maximum), and does not divide where reduce_scatter averages;
-the latter refuses to differentiate anything but sums, and in torch 2.11 most sums as well.
+the latter differentiates nothing but sums.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ def broadcast(x: torch.Tensor, root: int = 0, group: Group = None) -> torch.Tens
     """Gives every rank the tensor of one of them.
 
     The result has a gradient on every rank when the root's ``x`` requires one: in backward all of them send theirs to
-    the root, so all must call it. On the other ranks the values of ``x`` are not used, and its gradient is zero.
+    the root, so all must call it. On the other ranks the values of ``x`` are not used, and its gradient is zero. Hosts
+    tell each other of this before the tensor is sent, on CUDA too.
 
     Args:
         x: Tensor of one shape and dtype on all ranks.

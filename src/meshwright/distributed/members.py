@@ -22,19 +22,16 @@ class Members:
     rank: int
     size: int
 
-    def uses_nccl(self, device: torch.device) -> bool:
-        """Whether tensors on ``device`` travel by NCCL in this group."""
-        return f"{device.type}:nccl" in dist.get_backend_config(self.group)
-
-    def carries(self, device: torch.device) -> bool:
-        """Whether the group has a backend for tensors on ``device``."""
-        return f"{device.type}:" in dist.get_backend_config(self.group)
+    def backend(self, device: torch.device) -> str | None:
+        """The backend by which tensors on ``device`` travel in this group, such as ``"nccl"``; None if they cannot."""
+        pairs = dist.get_backend_config(self.group).split(",")  # "cpu:gloo,cuda:nccl"
+        return dict(pair.split(":") for pair in pairs).get(device.type)
 
     @property
     def host_device(self) -> torch.device:
         """Where small messages to the host travel: the CPU, or the CUDA device of a group that is NCCL alone."""
         host = torch.device("cpu")
-        return host if self.carries(host) else torch.device("cuda", torch.cuda.current_device())
+        return host if self.backend(host) else torch.device("cuda", torch.cuda.current_device())
 
     def check_place(self, name: str, place: int) -> None:
         """Refuses a root or peer that is not in the group.

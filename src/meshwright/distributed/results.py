@@ -32,6 +32,6 @@ def gather_result(x: torch.Tensor, group: Group = None) -> torch.Tensor:
     padded = rows.new_zeros(max(lengths), *rows.shape[1:])
     padded[: len(rows)] = rows
     # A group without a CPU backend carries CUDA tensors only.
-    carried = padded if members.carries(x.device) else padded.to(members.host_device)
+    carried = padded if members.backend(x.device) else padded.to(members.host_device)
     every = gathered(carried, members).to(x.device)
     return torch.cat([part[:length] for part, length in zip(every, lengths, strict=True)])

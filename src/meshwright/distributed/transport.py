@@ -66,16 +66,16 @@ def _like(x: torch.Tensor) -> torch.Tensor:
 
 def _summand(x: torch.Tensor, op: str, members: Members) -> torch.Tensor:
     """A copy to reduce in: gloo adds halves in halves, where 40000 + 40000 is infinite before it is averaged."""
-    wide = x.dtype in HALF and op in ("sum", "avg", "prod") and not members.uses_nccl(x.device)
+    wide = x.dtype in HALF and op in ("sum", "avg", "prod") and members.backend(x.device) != "nccl"
     return x.to(torch.float32 if wide else x.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _reduce_op(op: str, x: torch.Tensor, members: Members) -> dist.ReduceOp.RedOpType:
     # Only NCCL knows a mean of every dtype in every version of torch.
-    return dist.ReduceOp.AVG if op == "avg" and members.uses_nccl(x.device) else _REDUCE_OPS[op]
+    return dist.ReduceOp.AVG if op == "avg" and members.backend(x.device) == "nccl" else _REDUCE_OPS[op]
 
 
 def _finished(total: torch.Tensor, op: str, x: torch.Tensor, members: Members) -> torch.Tensor:
-    if op == "avg" and not members.uses_nccl(x.device):
+    if op == "avg" and members.backend(x.device) != "nccl":
         total /= members.size
     return total.to(x.dtype)
