@@ -65,16 +65,16 @@ def test_measurements(ranks, size, dtype, sizes):
 
 
 def _large_and_small():
-    small, large = (
-        benchmark_collectives(["all_reduce"], min_bytes=size, max_bytes=size, iterations=5)[0] for size in (64, 2**23)
-    )
-    return small.time_s, large.time_s, small.algorithm_bandwidth_bytes_per_s, large.algorithm_bandwidth_bytes_per_s
+    sizes = (64, 2**24)
+    return [
+        benchmark_collectives(["all_reduce"], min_bytes=size, max_bytes=size, iterations=5)[0].min_time_s
+        for size in sizes
+    ]
 
 
-def test_a_large_message_takes_longer_and_uses_the_link_better(ranks):
-    small_s, large_s, small_rate, large_rate = ranks(2).run(_large_and_small)[0]
-    assert large_s > small_s
-    assert large_rate > small_rate
+def test_a_large_message_takes_longer(ranks):
+    small_s, large_s = ranks(2).run(_large_and_small)[0]
+    assert large_s > 2 * small_s
 
 
 def _alone():
