@@ -14,7 +14,7 @@ FLOORS = [
     {"strategy", "store"},
     {"methods"},
     {"planner"},
-    {"batches"},
+    {"batches", "benchmark"},
     {"request", "accelerated"},
     {"auto"},
     {"atorch"},

@@ -1,4 +1,4 @@
-"""The command line: ``meshwright train``, ``meshwright methods``."""
+"""The command line: ``meshwright train``, ``meshwright bench-comm``, ``meshwright methods``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 import meshwright
+from meshwright.cli.bench_comm import DTYPES, BenchOptions, bench_comm
 from meshwright.cli.config_help import config_help
 from meshwright.cli.failures import INTERRUPTED, exit_status, leave
 from meshwright.cli.request import Options, number_of_processes, prepare
 from meshwright.cli.run_dir import default_run_dir
 from meshwright.cli.training import train
+from meshwright.distributed import BENCHMARK_OPS
 from meshwright.errors import ConfigError
 from meshwright.methods import Method
 from meshwright.runtime.launch import inside_launcher, launch
@@ -90,8 +92,7 @@ def train_command(
 def _train(options: Options) -> int:
     """Trains here, or starts the ranks that do."""
     if inside_launcher():
-        # The launcher ends all ranks; one that waits in a collective would not hear of a KeyboardInterrupt.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _leave_interrupts_to_the_launcher()
         train(options)
         return 0
     nproc = number_of_processes(options.read())
@@ -100,13 +101,60 @@ def _train(options: Options) -> int:
         return 0
     # What is wrong with the request is told once, here, before anything has been started.
     prepared = prepare(options, nproc)
-    arguments = options.arguments(prepared.run_dir or default_run_dir(options.file))
+    return _start_ranks(options.arguments(prepared.run_dir or default_run_dir(options.file)), nproc)
+
+
+def _leave_interrupts_to_the_launcher() -> None:
+    # It ends all ranks; one that waits in a collective would not hear of a KeyboardInterrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _start_ranks(arguments: list[str], nproc: int) -> int:
     status = launch(["-m", "meshwright", *arguments], nproc)
     if status != 0:
         Console().show_cursor(True)  # a rank that was ended while it drew has left it hidden
     if status == INTERRUPTED:
         raise KeyboardInterrupt
     return status
+
+
+@app.command("bench-comm")
+def bench_comm_command(
+    ops: Annotated[
+        list[str] | None,
+        typer.Option("--op", metavar="OP", help=f"{', '.join(BENCHMARK_OPS)}; repeatable.", show_default="all"),
+    ] = None,
+    min_bytes: Annotated[int, typer.Option(help="Smallest message.")] = 2**10,
+    max_bytes: Annotated[
+        int | None, typer.Option(help="Largest message, doubling.", show_default="16 MiB on the CPU, 1 GiB on CUDA")
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="Element type.")] = "fp32",
+    iterations: Annotated[int, typer.Option(min=1, help="Timings per size; the median counts.")] = 10,
+    warmup: Annotated[int, typer.Option(min=0, help="Runs per size before them.")] = 3,
+    nproc: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes on this machine.", show_default="one per CUDA device, or 2 on the CPU"),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="auto|cpu", help="Where; auto takes CUDA if there is some.")] = "auto",
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures as JSON too; - prints it alone.")
+    ] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
+) -> None:
+    """Measure the bandwidth of collectives between ranks by message size (BMTrain's benchmarks)."""
+    wanted = tuple(ops or BENCHMARK_OPS)
+    options = BenchOptions(wanted, min_bytes, max_bytes, dtype, iterations, warmup, device, json_file, nproc)
+    raise typer.Exit(exit_status(lambda: _bench_comm(options), show_traceback=traceback))
+
+
+def _bench_comm(options: BenchOptions) -> int:
+    """Measures here, or starts the ranks that do."""
+    if inside_launcher():
+        _leave_interrupts_to_the_launcher()
+        bench_comm(options)
+        return 0
+    options.check()
+    return _start_ranks(options.arguments(), options.num_processes())
 
 
 @app.command("methods")

@@ -1,0 +1,189 @@
+"""``meshwright bench-comm``: how fast the ranks talk to each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from meshwright.benchmark import benchmark_table
+from meshwright.distributed import Measurement, benchmark_collectives, benchmark_sizes
+from meshwright.distributed.benchmark import check_benchmark, check_num_ranks, default_max_bytes
+from meshwright.distributed.members import members_of
+from meshwright.errors import ConfigError, did_you_mean
+from meshwright.runtime import init_distributed, rank, same_on_every_rank, settings, shutdown_distributed
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_DEVICES = ("auto", "cpu")
+_STDOUT = "-"
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The command line."""
+
+    ops: tuple[str, ...]
+    min_bytes: int
+    max_bytes: int | None
+    dtype: str
+    iterations: int
+    warmup: int
+    device: str
+    json: str | None
+    nproc: int | None
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether ranks compute on CUDA devices."""
+        return self.device == "auto" and torch.cuda.is_available()
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes to measure, in bytes."""
+        default = default_max_bytes(torch.device("cuda" if self.uses_cuda else "cpu"))
+        return benchmark_sizes(self.min_bytes, self.max_bytes if self.max_bytes is not None else default)
+
+    def check(self) -> None:
+        """Refuses what cannot be measured or written, before anything is started.
+
+        Raises:
+            ConfigError: Naming the option.
+        """
+        check_benchmark(self.ops, self.iterations, self.warmup)
+        _check_name("--dtype", self.dtype, tuple(DTYPES))
+        _check_name("--device", self.device, _DEVICES)
+        assert self.sizes
+        if self.json not in (None, _STDOUT):
+            _check_file(Path(str(self.json)).expanduser())
+
+    def num_processes(self) -> int:
+        """Ranks to start on this machine: as asked, else one per CUDA device, else two.
+
+        Raises:
+            ConfigError: When there are fewer CUDA devices than ranks.
+            LaunchError: When it would be one.
+        """
+        devices = torch.cuda.device_count() if self.uses_cuda else 0
+        if devices and self.nproc is not None and self.nproc > devices:
+            raise ConfigError(
+                "There are more processes than CUDA devices",
+                expected=f"at most {devices}",
+                got=str(self.nproc),
+                fix="use a smaller --nproc, or measure on the CPU with --device cpu",
+            )
+        nproc = self.nproc or devices or 2
+        check_num_ranks(nproc)
+        return nproc
+
+    def arguments(self) -> list[str]:
+        """The command line of one rank."""
+        return [
+            "bench-comm",
+            *(word for op in self.ops for word in ("--op", op)),
+            *("--min-bytes", str(self.min_bytes)),
+            *(("--max-bytes", str(self.max_bytes)) if self.max_bytes is not None else ()),
+            *("--dtype", self.dtype, "--device", self.device),
+            *("--iterations", str(self.iterations), "--warmup", str(self.warmup)),
+            *(("--json", self.json) if self.json is not None else ()),
+        ]
+
+
+def _check_file(file: Path) -> None:
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise ConfigError(
+            "--json names no file that can be written",
+            expected="a file in an existing directory",
+            got=f"{file}, {'a directory' if file.is_dir() else 'whose directory does not exist'}",
+            fix=f"name another file, or write to standard output with --json {_STDOUT}",
+        )
+
+
+def _check_name(option: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise ConfigError(
+            f"{option} is not known{did_you_mean(value, known)}",
+            expected=f"one of {', '.join(known)}",
+            got=repr(value),
+            fix="correct the name",
+        )
+
+
+def bench_comm(options: BenchOptions) -> None:
+    """Measures, as one rank of the world, and shows the result on rank 0; collective.
+
+    Raises:
+        MeshwrightError: On every rank.
+    """
+    init_distributed(backend="gloo" if options.device == "cpu" else None)
+    with same_on_every_rank():
+        options.check()
+        _check_world(options)
+    with _progress(options) as progress:
+        task = progress.add_task("", total=len(options.ops) * len(options.sizes))
+        measurements = benchmark_collectives(
+            options.ops,
+            min_bytes=options.min_bytes,
+            max_bytes=options.sizes[-1],
+            dtype=DTYPES[options.dtype],
+            iterations=options.iterations,
+            warmup=options.warmup,
+            on_measurement=lambda each: progress.update(task, advance=1, description=each.op),
+        )
+    with same_on_every_rank():
+        if rank() == 0:
+            _tell(options, measurements)
+    shutdown_distributed()
+
+
+def _check_world(options: BenchOptions) -> None:
+    started = os.environ.get("WORLD_SIZE", "1")
+    if options.nproc is not None and "RANK" in os.environ and str(options.nproc) != started:
+        raise ConfigError(
+            "--nproc differs from what the launcher started",
+            expected=started,
+            got=str(options.nproc),
+            fix="leave --nproc out under a launcher",
+        )
+
+
+def _progress(options: BenchOptions) -> Progress:
+    """A bar over the sizes on rank 0's terminal; on standard error, where it never mixes with the result."""
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("{task.description:<14}"), MofNCompleteColumn(), BarColumn(None), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=rank() != 0 or not console.is_terminal, transient=True)
+
+
+def _tell(options: BenchOptions, measurements: list[Measurement]) -> None:
+    """The table for people, and JSON where it is wanted; JSON alone on standard output."""
+    text = json.dumps(_document(measurements), indent=2)
+    if options.json == _STDOUT:
+        print(text, flush=True)
+        return
+    Console().print(benchmark_table(measurements))
+    if options.json is not None:
+        try:
+            Path(options.json).expanduser().write_text(text + "\n")
+        except OSError as error:
+            raise ConfigError(
+                f"{options.json} cannot be written", got=str(error), fix="name another file for --json"
+            ) from error
+
+
+def _document(measurements: list[Measurement]) -> dict[str, Any]:
+    device = settings().device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {
+        "torch": torch.__version__,
+        "backend": members_of(None).backend(device),
+        "device": name,
+        "num_ranks": measurements[0].num_ranks,
+        "measurements": [asdict(each) for each in measurements],
+    }
