@@ -1,43 +1,98 @@
 """Meshwright: plain PyTorch in; the best distributed plan out: predicted, explained, applied, trained."""
 
+from meshwright import benchmark, distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
 from meshwright.accelerated import Accelerated, StepResult
 from meshwright.atorch import auto_accelerate
 from meshwright.auto import accelerate, clip_grad_norm
+from meshwright.distributed import gather_result
 from meshwright.errors import (
     CheckpointError,
     ConfigError,
     DataError,
+    InspectError,
     LaunchError,
     MeshwrightError,
     ModelError,
     StrategyError,
 )
+from meshwright.nn import (
+    Block,
+    BMTrainModelWrapper,
+    CheckpointBlock,
+    DistributedModule,
+    DistributedParameter,
+    ParameterInitializer,
+    PipelineTransformerBlockList,
+    TransformerBlockList,
+    grouped_parameters,
+    init_parameters,
+    no_sync,
+)
 from meshwright.planner import Plan, plan_table
-from meshwright.runtime import init_distributed, print_rank, rank, sum_loss, synchronize, world_size
+from meshwright.runtime import (
+    init_distributed,
+    print_rank,
+    rank,
+    shutdown_distributed,
+    sum_loss,
+    synchronize,
+    world_size,
+)
+from meshwright.store import load, save, wait_for_saves
 from meshwright.strategy import Strategy
+from meshwright.utils import print_block, print_dict, see_memory
 from meshwright.version import __version__
 
 __all__ = [
     "Accelerated",
+    "BMTrainModelWrapper",
+    "Block",
+    "CheckpointBlock",
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "DistributedModule",
+    "DistributedParameter",
+    "InspectError",
     "LaunchError",
     "MeshwrightError",
     "ModelError",
+    "ParameterInitializer",
+    "PipelineTransformerBlockList",
     "Plan",
     "StepResult",
     "Strategy",
     "StrategyError",
+    "TransformerBlockList",
     "__version__",
     "accelerate",
     "auto_accelerate",
+    "benchmark",
     "clip_grad_norm",
+    "distributed",
+    "gather_result",
+    "grouped_parameters",
     "init_distributed",
+    "init_parameters",
+    "inspect",
+    "load",
+    "loss",
+    "lr_scheduler",
+    "nn",
+    "no_sync",
+    "optim",
     "plan_table",
+    "print_block",
+    "print_dict",
     "print_rank",
     "rank",
+    "save",
+    "see_memory",
+    "shutdown_distributed",
+    "store",
     "sum_loss",
     "synchronize",
+    "utils",
+    "wait_for_saves",
     "world_size",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.nn import (
     Block,
@@ -19,7 +20,7 @@ from meshwright.nn import (
 DIM, IN, LAYERS = 10, 7, 5
 
 
-def normal(std=0.3):
+def normal(std=0.15):
     return ParameterInitializer(nn.init.normal_, std=std)
 
 
@@ -36,8 +37,8 @@ class Linear(DistributedModule):
 
 class PlainLinear(nn.Linear):
     def reset_parameters(self):
-        nn.init.normal_(self.weight, std=0.3)
-        nn.init.normal_(self.bias, std=0.3)
+        nn.init.normal_(self.weight, std=0.15)
+        nn.init.normal_(self.bias, std=0.15)
 
 
 def layer_class(linear, base):
@@ -115,10 +116,9 @@ def build(form, seed=5, **options):
 
 
 def full(tensor):
-    from torch.distributed.tensor import DTensor
-
+    """A copy of the whole tensor."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def weights(model):
@@ -130,5 +130,7 @@ def gradients(model):
 
 
 def largest_difference(one, other):
+    """Of all elements, as a fraction of the largest magnitude."""
     assert list(one) == list(other)
-    return max((one[name] - other[name]).abs().max().item() for name in one)
+    scale = max(value.abs().max().item() for value in other.values())
+    return max((one[name] - other[name]).abs().max().item() for name in one) / scale

@@ -35,7 +35,7 @@ def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool) -> None:
     places = list(_places(module))
     _check(module, places)
     small_units = _units_of_rarer_dtypes(module, places)
-    _assign(places, lambda p: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad))
+    _assign(places, _without_memory)
     for unit in (*small_units, module):
         fully_shard(unit, mesh=world_mesh(), reshard_after_forward=reshard_after_forward)
     _assign(places, _inside_unit)
@@ -58,6 +58,11 @@ def _places(module: nn.Module) -> Iterator[_Place]:
         for key, parameter in owner._parameters.items():
             if parameter is not None:
                 yield f"{path}.{key}" if path else key, owner, key, parameter
+
+
+def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 def _inside_unit(parameter: nn.Parameter) -> nn.Parameter:
