@@ -61,6 +61,10 @@ class CheckpointError(MeshwrightError, RuntimeError):
     """A checkpoint that is absent, incomplete, damaged or of another model."""
 
 
+class NonFiniteError(MeshwrightError, ArithmeticError):
+    """Gradients that hold inf or nan where training cannot go on with them."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ``" (did you mean 'x'?)"`` for the closest of ``known``, or ``""`` when nothing is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
