@@ -17,7 +17,7 @@ from meshwright.optim.clip import local_tensor
 from meshwright.optim.delta import DeltaMoments
 from meshwright.optim.layouts import HALF_TYPES
 from meshwright.optim.links import DirectLink, Link
-from meshwright.optim.whole_state import gathered_state_dict, laid_out_like
+from meshwright.optim.whole_state import gathered_state_dict, laid_out_like, parameters_by_key
 
 _BUCKET_ELEMENTS = 2**24
 
@@ -48,9 +48,7 @@ class AdamBase(Optimizer):
             raise _bad_value("bucket_elements", bucket_elements, "1 or more elements")
         self.bucket_elements = bucket_elements
         self.record_delta = record_delta
-        self._links: dict[torch.device, Link] = {}  # made when the first parameter of a device is updated
-        self._states = AdamStates(self)
-        self._delta = DeltaMoments()
+        self._begin()
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -61,6 +59,11 @@ class AdamBase(Optimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults)
+
+    def _begin(self) -> None:
+        self._links: dict[torch.device, Link] = {}  # made when the first parameter of a device is updated
+        self._states = AdamStates(self)
+        self._delta = DeltaMoments()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; values it lacks are the constructor's.
@@ -210,18 +213,28 @@ class AdamBase(Optimizer):
         return gathered_state_dict(self) if gather else super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict of any world size, whole or sharded; of ``torch.optim.AdamW`` too. Collective.
+        """Takes over a state dict of any world size, whole or sharded; of ``torch.optim.AdamW`` too. Collective."""
+        self.take_laid_out(laid_out_like(self, state_dict))
 
-        Torch's own would round the fp32 states of half parameters to half.
+    def take_laid_out(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state dict with states laid out like the parameters; they belong to the optimizer from then on.
+
+        Torch's own way would round the fp32 states of half parameters to half.
         """
-        state_dict = laid_out_like(self, state_dict)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, state in state_dict["state"].items():
-            self.state[parameters[index]] = state
+        parameters = parameters_by_key(self, state_dict)
+        for name, state in state_dict["state"].items():
+            self.state[parameters.get(name, name)] = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For copies and pickles; streams, threads' queues and staging buffers are made anew.
+        own = {"bucket_elements": self.bucket_elements, "record_delta": self.record_delta}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "_links" not in self.__dict__:
+            self._begin()
         for group in self.param_groups:  # a group of torch's AdamW lacks what is ours
             for key, value in self.defaults.items():
                 group.setdefault(key, value)

@@ -45,6 +45,7 @@ class BackwardUpdate:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
         self._thread.start()
 
+    @torch.no_grad()
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -101,7 +102,6 @@ class BackwardUpdate:
             if not waiting:
                 piece.parameter.grad = None
 
-    @torch.no_grad()
     def _begin_the_rest(self) -> None:
         for update in self._updates:
             for parameter in update.parameters:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import CheckpointError
 from meshwright.optim.loss_scale import LossScale
-from meshwright.optim.whole_state import gathered_state_dict, laid_out_like
+from meshwright.optim.whole_state import gathered_state_dict, laid_out_like, load_laid_out
 
 if TYPE_CHECKING:
     from meshwright.optim.manager import OptimManager
@@ -29,7 +29,7 @@ def load_manager_state(manager: OptimManager, scale: LossScale, state: dict[str,
     laid_out = [laid_out_like(o, saved) for o, saved in zip(manager.optimizers, state["optimizers"], strict=True)]
     scale.load_state_dict(state)
     for optimizer, saved in zip(manager.optimizers, laid_out, strict=True):
-        optimizer.load_state_dict(saved)
+        load_laid_out(optimizer, saved)
     for scheduler, saved in zip(manager.lr_schedulers, state["lr_schedulers"], strict=True):
         if scheduler is not None:
             scheduler.load_state_dict(saved)

@@ -14,7 +14,7 @@ from meshwright.errors import CheckpointError
 from meshwright.optim.layouts import wrapped_like
 from meshwright.runtime import gather_objects, rank
 
-_WHOLE_ON = "whole_on_rank"
+_ABSENT = "states_are_on_rank"  # in the dicts of the ranks that have none
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def gathered_state_dict(optimizer: Optimizer) -> dict[str, Any]:
         index: tree_map_only(torch.Tensor, lambda value: _whole(value, keeps), state)
         for index, state in local["state"].items()
     }
-    return {**local, "state": states if keeps else {}, _WHOLE_ON: 0}
+    return {**local, "state": states} if keeps else {**local, "state": {}, _ABSENT: 0}
 
 
 def _whole(value: torch.Tensor, keeps: bool) -> torch.Tensor | None:
@@ -55,56 +55,71 @@ def laid_out_like(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     Raises:
         CheckpointError: When parameters or shapes do not fit, on every rank.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    received = _agreed_source(parameters, optimizer, state_dict)
+    received = _agreed_source(optimizer, state_dict)
+    parameters = parameters_by_key(optimizer, state_dict)
     result: dict[Any, Any] = {}
-    for index, state in (state_dict["state"] if received is None else received.outline).items():
-        if not isinstance(index, int):  # torch keeps what belongs to no parameter as it is
-            result[index] = state
+    for name, state in (state_dict["state"] if received is None else received.outline).items():
+        parameter = parameters.get(name)
+        if parameter is None:  # torch keeps what belongs to no parameter as it is
+            result[name] = state
             continue
-        template = _template(optimizer, parameters[index])
-        result[index] = {}
+        template = _template(optimizer, parameter)
+        result[name] = {}
         for key, value in state.items():
-            whole = value if received is None else received.tensor(index, key, value, parameters[index])
-            result[index][key] = _placed(whole, key, parameters[index], template.get(key))
-    return {**state_dict, "state": result}
+            whole = value if received is None else received.tensor(name, key, value, parameter)
+            result[name][key] = _placed(whole, key, parameter, template.get(key))
+    return {"state": result, "param_groups": state_dict["param_groups"]}
 
 
-def _agreed_source(
-    parameters: list[torch.Tensor], optimizer: Optimizer, state_dict: dict[str, Any]
-) -> _Received | None:
+def parameters_by_key(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
+    """The optimizer's parameters by what a state dict calls them: positions, or names in torch's distributed ones."""
+    saved = [name for group in state_dict["param_groups"] for name in group["params"]]
+    return dict(zip(saved, _parameters(optimizer), strict=False))
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _agreed_source(optimizer: Optimizer, state_dict: dict[str, Any]) -> _Received | None:
     """Where states come from: None for every rank's own dict, else what rank 0 sends.
 
     Raises:
         CheckpointError: On every rank, when they do not fit on one.
     """
-    lacking = state_dict.get(_WHOLE_ON) is not None and rank() != 0 and not state_dict["state"]
-    answers = gather_objects((lacking, _misfit(parameters, optimizer, state_dict)))
+    lacking = _ABSENT in state_dict
+    answers = gather_objects((lacking, _misfit(optimizer, state_dict)))
     misfit = next((text for _, text in answers if text), None)
     if misfit:
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
         raise CheckpointError(
             "The optimizer's saved states are not for these parameters",
-            expected=f"{len(optimizer.param_groups)} groups, {len(parameters)} parameters, shapes as they are now",
+            expected=f"groups of {sizes} parameters, in the shapes they have here",
             got=misfit,
-            fix="build model, groups and optimizers as when the states were saved",
+            fix="build model, groups and optimizers as when the states were saved; load what rank 0 saved",
         )
     return _Received(state_dict["state"]) if any(lacks for lacks, _ in answers) else None
 
 
-def _misfit(parameters: list[torch.Tensor], optimizer: Optimizer, state_dict: dict[str, Any]) -> str:
+def load_laid_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Loads what :func:`laid_out_like` returned, which an optimizer of ours need not lay out once more."""
+    take = getattr(optimizer, "take_laid_out", optimizer.load_state_dict)
+    take(state_dict)
+
+
+def _misfit(optimizer: Optimizer, state_dict: dict[str, Any]) -> str:
     """What is wrong with a state dict, or nothing."""
+    if _ABSENT in state_dict and rank() == 0:
+        return "a dict without states, as gathering leaves it on other ranks than 0"
     groups = [len(group["params"]) for group in state_dict["param_groups"]]
     if groups != [len(group["params"]) for group in optimizer.param_groups]:
         return f"groups of {groups} parameters"
-    for index, state in state_dict["state"].items():
-        if not isinstance(index, int):
-            continue
-        if index >= len(parameters):
-            return f"states of parameter number {index}"
+    for name, parameter in parameters_by_key(optimizer, state_dict).items():
+        state = state_dict["state"].get(name, {})
         for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "master"):
             value = state.get(key)
-            if isinstance(value, torch.Tensor) and value.shape != parameters[index].shape:
-                return f"{key} of shape {tuple(value.shape)} for parameter {index} of {tuple(parameters[index].shape)}"
+            if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                return f"{key} of shape {tuple(value.shape)} for parameter {name} of {tuple(parameter.shape)}"
     return ""
 
 
@@ -147,13 +162,13 @@ class _Received:
         self.outline: dict[Any, Any] = described[0] or {}
         """The states with a description in place of each tensor."""
 
-    def tensor(self, index: Any, key: str, value: Any, parameter: torch.Tensor) -> Any:
+    def tensor(self, name: Any, key: str, value: Any, parameter: torch.Tensor) -> Any:
         """One whole tensor; collective, in the order of ``outline``."""
         if not isinstance(value, _Description):
             return value
         device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
         if rank() == 0:
-            tensor = self._states[index][key].to(device).contiguous()
+            tensor = self._states[name][key].to(device).contiguous()
         else:
             tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
         dist.broadcast(tensor, src=0)
