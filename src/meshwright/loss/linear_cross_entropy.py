@@ -22,8 +22,6 @@ from meshwright.loss.rows import Rows, make_rows
 _SMALLEST_CHUNK = 256  # with fewer, reading and writing the gradient of the weight takes longer than the products
 
 
-# Traced, the chunks would become one graph, whose partitioner keeps all their logits for backward.
-@torch.compiler.disable
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -67,15 +65,33 @@ def linear_cross_entropy(
     """
     check_options(reduction, label_smoothing)
     _check_chunk_size(chunk_size)
+    options = (class_weight, ignore_index, reduction, label_smoothing, chunk_size)
+    if torch.compiler.is_compiling():
+        # Traced, all chunks would become one graph, whose partitioner keeps their logits for backward.
+        return torch.compiler.disable(_linear_cross_entropy)(hidden, weight, target, bias, *options)
+    return _linear_cross_entropy(hidden, weight, target, bias, *options)
+
+
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    chunk_size: int | None,
+) -> Tensor:
     hidden, weight, bias = _in_autocast_type(hidden, weight, bias)
     _check_head(hidden, weight, bias)
     check_plain("target", target)
     check_target(target, tuple(hidden.shape[:-1]))
     check_class_weight(class_weight, weight.shape[0], "class_weight")
-    hidden_ND = hidden.reshape(-1, hidden.shape[-1])
+    num_tokens, num_classes, width = target.numel(), *weight.shape
+    hidden_ND = hidden.reshape(num_tokens, width)
     rows = make_rows(target.reshape(-1), hidden.dtype, class_weight, ignore_index, label_smoothing)
-    num_tokens, width = hidden_ND.shape
-    chunk = chunk_size or default_chunk_size(num_tokens, width, weight.shape[0])
+    chunk = chunk_size or default_chunk_size(num_tokens, width, num_classes)
     if reduction == "none":
         return _EachLoss.apply(hidden_ND, weight, bias, chunk, *rows).view(target.shape)
     total = _SumOfLosses.apply(hidden_ND, weight, bias, chunk, torch.is_grad_enabled(), *rows)
