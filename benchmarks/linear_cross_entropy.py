@@ -2,7 +2,7 @@
 
 Forward and backward. Times: the variants take turns in one process, so that a machine whose speed drifts slows all
 alike; the ratio is the median over the turns of (variant / plain). Memory: a process for each variant; its highest
-resident size (on CUDA the allocator's) less what was resident when the inputs lay ready.
+resident size (on CUDA the allocator's) in a second run, less what was resident before it.
 
     python benchmarks/linear_cross_entropy.py [--quick] [--rounds N] [--json FILE]
 """
@@ -10,6 +10,7 @@ resident size (on CUDA the allocator's) less what was resident when the inputs l
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import subprocess
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.loss import fused_cross_entropy, linear_cross_entropy
-from meshwright.runtime import peak_memory_bytes, synchronize_device
+from meshwright.runtime import synchronize_device
 
 MIB = 2**20
 
@@ -88,22 +89,34 @@ def run(loss: Callable[..., Tensor], tensors: list[Tensor], target: Tensor) -> N
     synchronize_device(target.device)
 
 
-def resident_bytes(device: torch.device) -> int:
+def own_peak(case: Case, name: str, device: torch.device) -> int:
+    """Bytes beyond the inputs, gradients included, of a second run: the first loads code. For a process of its own."""
+    tensors, target = inputs(case, device)
+    run(variants(case)[name], tensors, target)
+    for tensor in tensors:
+        tensor.grad = None
+    before = reset_peak(device)
+    run(variants(case)[name], tensors, target)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() - before
+    return process_bytes("VmHWM") - before
+
+
+def reset_peak(device: torch.device) -> int:
+    """Begins a new peak; returns the bytes held now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * 4096
+    ctypes.CDLL(None).malloc_trim(0)  # gives back what the first run freed
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets the peak to what is resident
+    return process_bytes("VmRSS")
 
 
-def own_peak(case: Case, name: str, device: torch.device) -> int:
-    """Bytes beyond the inputs, gradients included; meant for a process of its own."""
-    small = Case(case.dtype, 8, 16, min(case.width, 8))
-    run(variants(case)[name], *inputs(small, device))  # loads what the first call loads
-    tensors, target = inputs(case, device)
-    before = resident_bytes(device)
-    run(variants(case)[name], tensors, target)
-    return peak_memory_bytes(device) - before
+def process_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}: measuring memory on the CPU needs Linux")
 
 
 def peak_in_a_process(case: Case, name: str, device: torch.device) -> int:
