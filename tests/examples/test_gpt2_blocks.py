@@ -5,6 +5,7 @@ import pytest
 import sizes
 import torch
 import torch.nn.functional as F
+from layers import causal_padding_mask
 from models import GPT
 
 import meshwright as bmt
@@ -42,6 +43,12 @@ def _as_in_plain_torch(file):
 @pytest.mark.parametrize("world", [1, 2])
 def test_logits_and_gradients_are_those_of_the_plain_model(ranks, world, tmp_path):
     ranks(world).run(_as_in_plain_torch, tmp_path / "gpt.pt")
+
+
+def test_a_position_sees_itself_and_the_real_tokens_before_it():
+    seen = causal_padding_mask(torch.tensor([[1, 1, 0], [0, 1, 1]]).bool())
+    padded_behind, padded_before = [[1, 0, 0], [1, 1, 0], [1, 1, 1]], [[1, 0, 0], [0, 1, 0], [0, 1, 1]]
+    assert seen.int().tolist() == [[padded_behind], [padded_before]]
 
 
 def _padding():

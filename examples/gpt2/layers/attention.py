@@ -41,7 +41,7 @@ class Attention(bmt.DistributedModule):
 def causal_padding_mask(mask_BT: Tensor) -> Tensor:
     """What each position sees, (B, 1, T, T): itself, and the real tokens before it.
 
-    Also a padding position sees itself: a row of the softmax with nothing to see would be 0 / 0.
+    Padding sees itself, too: attention kernels differ in what they make of a row with nothing to see.
     """
     num_positions = mask_BT.shape[1]
     itself_TT = torch.eye(num_positions, dtype=torch.bool, device=mask_BT.device)

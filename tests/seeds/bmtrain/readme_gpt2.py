@@ -5,7 +5,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "gpt2"))
 from models import GPT
 import torch
 import meshwright as bmtrain
-# ---- README of BMTrain, in smaller sizes ----
+# ---- README of BMTrain, in smaller sizes and with a higher learning rate for fewer iterations ----
 bmtrain.init_distributed(seed=0)
 model = GPT(
     num_layers=3,
