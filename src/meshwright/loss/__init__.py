@@ -1,5 +1,13 @@
-"""Losses."""
+"""Losses: BMTrain's cross entropy in half precision's memory, one that holds no logits, and the next token's."""
 
+from meshwright.loss.fused_cross_entropy import FusedCrossEntropy, fused_cross_entropy
+from meshwright.loss.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from meshwright.loss.next_token import next_token_loss
 
-__all__ = ["next_token_loss"]
+__all__ = [
+    "FusedCrossEntropy",
+    "LinearCrossEntropy",
+    "fused_cross_entropy",
+    "linear_cross_entropy",
+    "next_token_loss",
+]

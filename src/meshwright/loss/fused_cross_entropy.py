@@ -1,0 +1,157 @@
+"""Cross entropy of half-precision logits, computed in fp32 without an fp32 copy of them. N rows · C classes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import ModelError
+from meshwright.loss.checks import check_class_weight, check_floating, check_options, check_plain, check_target
+from meshwright.loss.once import once
+from meshwright.loss.rows import Rows, Softmax, make_rows, mean, row_gradients_, row_losses, slices, without_autocast
+
+# Elements worked on at a time: about what stays in a core's cache, or what fills a GPU (64 MiB in fp32).
+_CPU_ELEMENTS, _GPU_ELEMENTS = 2**18, 2**24
+
+
+def fused_cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """``F.cross_entropy(input.float(), target, …)`` in the memory of ``input`` (BMTrain's ``FusedCrossEntropy``).
+
+    Between forward and backward it keeps the input itself and two fp32 numbers per row; BMTrain kept half-precision
+    probabilities, and torch keeps fp32 ones. Never modifies its arguments.
+
+    Args:
+        input: Logits (C,), (N, C) or (N, C, d1, …), of any floating-point type. The last form is copied.
+        target: Class indices (), (N,) or (N, d1, …).
+        weight: Weights of the classes (C,), constants.
+        ignore_index: Rows with this target count for nothing.
+        reduction: ``"mean"`` (over the weights of the targets that count), ``"sum"`` or ``"none"``.
+        label_smoothing: Part of the target spread over all classes (Szegedy et al. 2016), 0 to 1.
+
+    Returns:
+        fp32 (fp64 for fp64): 0-dim, or of ``target``'s shape for ``"none"``. A mean over no rows is nan with a gradient
+        of 0, as in torch.
+
+    Raises:
+        ModelError: When ``input`` or ``weight`` do not fit, or are DTensors; or, in a second backward, for the second
+            derivative.
+        DataError: When ``target`` is not one class index per row. An index that is no class is torch's ``IndexError``
+            or ``RuntimeError`` on the CPU and a device-side assertion on CUDA.
+        ConfigError: For an unknown reduction or a smoothing that is not a fraction.
+    """
+    check_options(reduction, label_smoothing)
+    _check(input, target, weight)
+    logits_NC = input.unsqueeze(0) if input.dim() == 1 else input.movedim(1, -1).reshape(-1, input.shape[1])
+    rows = make_rows(target.reshape(-1), input.dtype, weight, ignore_index, label_smoothing)
+    loss_N = _RowLosses.apply(logits_NC, *rows)
+    if reduction == "none":
+        return loss_N.view(target.shape)
+    return loss_N.sum() if reduction == "sum" else mean(loss_N.sum(), rows)
+
+
+def _check(input: Tensor, target: Tensor, weight: Tensor | None) -> None:
+    check_plain("input", input)
+    check_plain("target", target)
+    check_floating("logits", input)
+    if input.dim() == 0:
+        raise ModelError(
+            "The loss needs logits", expected="shape (C,), (N, C) or (N, C, d1, …)", got="shape ()", fix="add classes"
+        )
+    check_target(target, tuple(input.shape[:1] + input.shape[2:]) if input.dim() > 1 else ())
+    check_class_weight(weight, input.shape[0] if input.dim() == 1 else input.shape[1], "weight")
+
+
+def _rows_at_a_time(logits_NC: Tensor) -> int:
+    num_rows, num_classes = logits_NC.shape
+    if torch.compiler.is_compiling():  # a compiler fuses the whole thing into one pass
+        return max(num_rows, 1)
+    return max(1, (_CPU_ELEMENTS if logits_NC.device.type == "cpu" else _GPU_ELEMENTS) // max(num_classes, 1))
+
+
+class _RowLosses(torch.autograd.Function):
+    """Losses (N,) of logits (N, C)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NC: Tensor, *rows: Any) -> Tensor:
+        every = Rows(*rows)
+        losses, maxima, sums = [every.weight_n[:0]], [], []
+        with without_autocast(logits_NC.device):
+            for some in slices(logits_NC.shape[0], _rows_at_a_time(logits_NC)):
+                loss_n, softmax = row_losses(logits_NC[some], every.part(some))
+                losses.append(loss_n)
+                maxima.append(softmax.max_n1)
+                sums.append(softmax.sum_n1)
+                del softmax  # frees its exponentials before the next ones are made
+        if maxima:
+            saved = torch.cat(maxima), torch.cat(sums)
+        else:
+            saved = every.weight_n.unsqueeze(1), every.weight_n.unsqueeze(1)
+        ctx.label_smoothing = every.label_smoothing
+        ctx.save_for_backward(logits_NC, every.target_n1, every.kept_n, every.weight_n, every.class_weight_C, *saved)
+        return torch.cat(losses)
+
+    @staticmethod
+    @once("FusedCrossEntropy")
+    def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
+        logits_NC, *row_tensors, max_N1, sum_N1 = ctx.saved_tensors
+        every = Rows._make([*row_tensors, ctx.label_smoothing])
+        gradient_NC = torch.empty_like(logits_NC, memory_format=torch.contiguous_format)
+        with without_autocast(logits_NC.device):
+            for some in slices(logits_NC.shape[0], _rows_at_a_time(logits_NC)):
+                exps_nC = (logits_NC[some] - max_N1[some]).exp_()
+                softmax = Softmax(exps_nC, max_N1[some], sum_N1[some])
+                row_gradients_(softmax, every.part(some), upstream_N[some], gradient_NC[some])
+                del exps_nC, softmax
+        return gradient_NC, None, None, None, None, None
+
+
+class FusedCrossEntropy(nn.Module):
+    """Module of :func:`fused_cross_entropy`: ``loss_func(input, target)``.
+
+    Args:
+        weight: See the function, as are the others.
+        ignore_index: Target of rows that do not count.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        label_smoothing: 0 to 1.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        check_options(reduction, label_smoothing)
+        self.register_buffer("weight", weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """The loss in fp32; see :func:`fused_cross_entropy` for the shapes."""
+        return fused_cross_entropy(
+            input,
+            target,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"

@@ -1,0 +1,239 @@
+"""Cross entropy of ``hidden @ weight.T + bias`` that never holds all the logits. N tokens · D width · C classes.
+
+The logits of a language model's head are its largest tensor: 16,384 tokens over 128,000 classes are 4.2 GB in bf16, and
+several times that while the loss is computed. Here a few tokens at a time go through head, loss and gradient
+(the idea of Liger-Kernel, Hsu et al. 2024, and of Cut Cross-Entropy, Wijmans et al. 2024). torch 2.13 has
+``F.linear_cross_entropy``; this one also smooths labels, follows autocast, takes (B, S, D), and runs on torch 2.11.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.errors import ConfigError, ModelError
+from meshwright.loss.checks import check_class_weight, check_floating, check_options, check_plain, check_target
+from meshwright.loss.head import head_gradients, head_losses, scaled
+from meshwright.loss.once import once
+from meshwright.loss.rows import Rows, make_rows, mean
+
+_SMALLEST_CHUNK = 256  # with fewer, reading and writing the gradient of the weight takes longer than the products
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight, bias).float(), target, …)`` without the logits.
+
+    With ``"mean"`` and ``"sum"`` forward also computes the gradients and keeps them for backward, three products in
+    all, as many as the plain computation; without gradients it computes the loss alone. With ``"none"`` backward
+    computes the logits again, a fourth product. The gradient of the weight is summed over the chunks in fp32.
+
+    Under autocast hidden, weight and bias are taken in its type, as ``F.linear`` does. Under ``torch.compile`` it runs
+    as it is, between two compiled graphs.
+
+    Args:
+        hidden: Input of the head (…, D), such as (B, S, D); fp16, bf16, fp32 or fp64.
+        weight: Weight of the head (C, D), such as the embedding's; its own type may differ only under autocast.
+        target: Class indices (…).
+        bias: Bias of the head (C,).
+        class_weight: Weights of the classes (C,), constants.
+        ignore_index: Tokens with this target count for nothing.
+        reduction: ``"mean"`` (over the weights of the targets that count), ``"sum"`` or ``"none"``.
+        label_smoothing: Part of the target spread over all classes (Szegedy et al. 2016), 0 to 1.
+        chunk_size: Tokens at a time. None: as many as make the logits about as large as ``hidden``, at least 256.
+
+    Returns:
+        fp32 (fp64 for fp64): 0-dim, or of ``target``'s shape for ``"none"``. A mean over no tokens is nan with a
+        gradient of 0, as in torch.
+
+    Raises:
+        ModelError: When shapes or types do not fit, for DTensors, and for the second derivative.
+        DataError: When ``target`` is not one class index per token.
+        ConfigError: For an option that does not exist or is out of range.
+    """
+    check_options(reduction, label_smoothing)
+    _check_chunk_size(chunk_size)
+    options = (class_weight, ignore_index, reduction, label_smoothing, chunk_size)
+    if torch.compiler.is_compiling():
+        # Traced, all chunks would become one graph, whose partitioner keeps their logits for backward.
+        return torch.compiler.disable(_linear_cross_entropy)(hidden, weight, target, bias, *options)
+    return _linear_cross_entropy(hidden, weight, target, bias, *options)
+
+
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    chunk_size: int | None,
+) -> Tensor:
+    hidden, weight, bias = _in_autocast_type(hidden, weight, bias)
+    _check_head(hidden, weight, bias)
+    check_plain("target", target)
+    check_target(target, tuple(hidden.shape[:-1]))
+    check_class_weight(class_weight, weight.shape[0], "class_weight")
+    num_tokens, num_classes, width = target.numel(), *weight.shape
+    hidden_ND = hidden.reshape(num_tokens, width)
+    rows = make_rows(target.reshape(-1), hidden.dtype, class_weight, ignore_index, label_smoothing)
+    chunk = chunk_size or default_chunk_size(num_tokens, width, num_classes)
+    if reduction == "none":
+        return _EachLoss.apply(hidden_ND, weight, bias, chunk, *rows).view(target.shape)
+    total = _SumOfLosses.apply(hidden_ND, weight, bias, chunk, torch.is_grad_enabled(), *rows)
+    return total if reduction == "sum" else mean(total, rows)
+
+
+def default_chunk_size(num_tokens: int, width: int, num_classes: int) -> int:
+    """Tokens at a time: the power of two that makes the logits at least as large as ``hidden``, and 256 or more."""
+    even = num_tokens * width / max(num_classes, 1)
+    return max(_SMALLEST_CHUNK, 1 << max(0, int(even) - 1).bit_length())
+
+
+def _in_autocast_type(*tensors: Tensor | None) -> list[Any]:
+    """The tensors as ``F.linear`` would take them; the conversions are part of the graph."""
+    kind = next(each.device.type for each in tensors if each is not None)
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    takes = [each is not None and each.is_floating_point() and each.dtype != torch.float64 for each in tensors]
+    return [each.to(dtype) if take and each is not None else each for take, each in zip(takes, tensors, strict=True)]
+
+
+def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    given = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, tensor in given.items():
+        check_plain(name, tensor)
+        check_floating(name, tensor)
+    fits = hidden.dim() >= 1 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
+    fits = fits and (bias is None or tuple(bias.shape) == (weight.shape[0],))
+    if not fits or len({tensor.dtype for tensor in given.values()}) > 1:
+        raise ModelError(
+            "Head and hidden states do not fit together",
+            expected="hidden (…, D), weight (C, D) and bias (C,) of one type",
+            got=", ".join(f"{name} {tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in given.items()),
+            fix="pass the input and the weight of the head's nn.Linear; for mixed types use autocast",
+        )
+
+
+def _check_chunk_size(chunk_size: int | None) -> None:
+    if chunk_size is not None and chunk_size < 1:
+        raise ConfigError(
+            "chunk_size is not a number of tokens", expected="1 or more", got=repr(chunk_size), fix="leave it out"
+        )
+
+
+class _SumOfLosses(torch.autograd.Function):
+    """The sum of all losses; its gradients are computed beside it, and scaled in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_CD: Tensor, bias_C: Tensor | None, chunk: int, train: bool, *rows: Any
+    ) -> Tensor:
+        every = Rows(*rows)
+        ctx.dtype = hidden_ND.dtype
+        if not (train and any(ctx.needs_input_grad)):
+            return head_losses(hidden_ND, weight_CD, bias_C, every, chunk).sum()
+        loss_N, gradients = head_gradients(hidden_ND, weight_CD, bias_C, every, chunk, None, ctx.needs_input_grad[:3])
+        ctx.save_for_backward(*gradients)
+        return loss_N.sum()
+
+    @staticmethod
+    @once("LinearCrossEntropy")
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = (scaled(gradient, upstream, ctx.dtype) for gradient in ctx.saved_tensors)
+        return (*gradients, *[None] * 7)
+
+
+class _EachLoss(torch.autograd.Function):
+    """Losses (N,); backward, which alone knows how much each one counts, computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_CD: Tensor, bias_C: Tensor | None, chunk: int, *rows: Any
+    ) -> Tensor:
+        every = Rows(*rows)
+        ctx.chunk, ctx.label_smoothing = chunk, every.label_smoothing
+        ctx.save_for_backward(
+            hidden_ND, weight_CD, bias_C, every.target_n1, every.kept_n, every.weight_n, every.class_weight_C
+        )
+        return head_losses(hidden_ND, weight_CD, bias_C, every, chunk)
+
+    @staticmethod
+    @once("LinearCrossEntropy")
+    def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_CD, bias_C, *row_tensors = ctx.saved_tensors
+        every = Rows._make([*row_tensors, ctx.label_smoothing])
+        _, gradients = head_gradients(
+            hidden_ND, weight_CD, bias_C, every, ctx.chunk, upstream_N, ctx.needs_input_grad[:3]
+        )
+        return (*(None if each is None else each.to(hidden_ND.dtype) for each in gradients), *[None] * 6)
+
+
+class LinearCrossEntropy(nn.Module):
+    """Module of :func:`linear_cross_entropy`: ``loss_func(hidden, head.weight, target)``.
+
+    It holds no weight: the head's may be tied to an embedding, or sharded; call it in the forward of the module that
+    holds the weight, where FSDP has gathered it.
+
+    Args:
+        ignore_index: See the function, as are the others.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        label_smoothing: 0 to 1.
+        class_weight: (C,).
+        chunk_size: Tokens at a time.
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        class_weight: Tensor | None = None,
+        chunk_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_options(reduction, label_smoothing)
+        _check_chunk_size(chunk_size)
+        self.register_buffer("class_weight", class_weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.chunk_size = chunk_size
+
+    def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The loss in fp32: hidden (…, D), weight (C, D), target (…), bias (C,)."""
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            bias,
+            class_weight=self.class_weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            chunk_size=self.chunk_size,
+        )
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return (
+            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
+            f"label_smoothing={self.label_smoothing}, chunk_size={self.chunk_size}"
+        )

@@ -1,0 +1,130 @@
+"""Cross entropy of a few rows of logits at a time, in at least fp32. Shapes: n rows (tokens) · C classes.
+
+With f = logits − max, s = Σ exp f, t the target, w the class weights and ε the label smoothing (Szegedy et al. 2016),
+
+    loss = (1 − ε)·w_t·(log s − f_t) + ε/C·Σ_c w_c·(log s − f_c)
+    ∂loss/∂f_c = ((1 − ε)·w_t + ε/C·Σ w)·exp(f_c)/s − (1 − ε)·w_t·[c = t] − ε/C·w_c
+
+which is what ``torch.nn.functional.cross_entropy`` computes. Keeping max and s apart, instead of their log-sum-exp,
+stays exact for logits that are large and close together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rows(NamedTuple):
+    """What each row is to predict."""
+
+    target_n1: Tensor  # int64; class 0 where the row is ignored
+    kept_n: Tensor  # bool
+    weight_n: Tensor  # of the target's class; 0 where the row is ignored
+    class_weight_C: Tensor | None
+    label_smoothing: float
+
+    def part(self, rows: slice) -> Rows:
+        """Some of the rows."""
+        return self._replace(target_n1=self.target_n1[rows], kept_n=self.kept_n[rows], weight_n=self.weight_n[rows])
+
+
+class Softmax(NamedTuple):
+    """exp(logits − max), not yet divided by its sum."""
+
+    exps_nC: Tensor
+    max_n1: Tensor
+    sum_n1: Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type to compute in: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def make_rows(
+    target_n: Tensor, dtype: torch.dtype, class_weight_C: Tensor | None, ignore_index: int, label_smoothing: float
+) -> Rows:
+    """Sorts out which rows count and how much; ``dtype`` is that of the logits."""
+    kept_n = target_n != ignore_index
+    target_n = torch.where(kept_n, target_n, 0).long()
+    if class_weight_C is None:
+        weight_n = kept_n.to(wide(dtype))
+    else:
+        class_weight_C = class_weight_C.to(wide(dtype))
+        weight_n = torch.where(kept_n, class_weight_C[target_n], 0.0)
+    return Rows(target_n.unsqueeze(1), kept_n, weight_n, class_weight_C, label_smoothing)
+
+
+def row_losses(logits_nC: Tensor, rows: Rows, *, overwrite: bool = False) -> tuple[Tensor, Softmax]:
+    """The loss of every row (n,), 0 where it is ignored, and what the gradient is made of.
+
+    ``overwrite`` computes in the logits' own memory where their type allows.
+    """
+    max_n1 = logits_nC.amax(1, keepdim=True).to(wide(logits_nC.dtype))
+    shifted_nC = logits_nC.sub_(max_n1) if overwrite and logits_nC.dtype == max_n1.dtype else logits_nC - max_n1
+    at_target_n = shifted_nC.gather(1, rows.target_n1).squeeze(1)
+    smooth_n = _weighted_sum(shifted_nC, rows) if rows.label_smoothing > 0 else None
+    exps_nC = shifted_nC.exp_()
+    sum_n1 = exps_nC.sum(1, keepdim=True)
+    log_n = sum_n1.squeeze(1).log()
+    loss_n = (1.0 - rows.label_smoothing) * rows.weight_n * (log_n - at_target_n)
+    if smooth_n is not None:
+        num_classes = logits_nC.shape[1]
+        loss_n += rows.label_smoothing / num_classes * (_sum_of_weights(rows, num_classes) * log_n - smooth_n)
+    return torch.where(rows.kept_n, loss_n, 0.0), Softmax(exps_nC, max_n1, sum_n1)
+
+
+def row_gradients_(softmax: Softmax, rows: Rows, upstream_n: Tensor, out_nC: Tensor) -> Tensor:
+    """Writes the logits' gradient into ``out_nC``, which may be ``softmax.exps_nC`` (used up either way); returns it.
+
+    ``upstream_n`` is the gradient of each row's loss.
+    """
+    exps_nC, num_classes = softmax.exps_nC, softmax.exps_nC.shape[1]
+    # An ignored row's upstream gradient can be 1/0, in a mean that the caller takes over no rows at all.
+    upstream_n1 = torch.where(rows.kept_n, upstream_n, 0.0).unsqueeze(1)
+    hard_n1 = upstream_n1 * (1.0 - rows.label_smoothing) * rows.weight_n.unsqueeze(1)
+    soft_n1 = upstream_n1 * (rows.label_smoothing / num_classes)
+    scale_n1 = (hard_n1 + soft_n1 * _sum_of_weights(rows, num_classes)) / softmax.sum_n1
+    at_target_n1 = exps_nC.gather(1, rows.target_n1) * scale_n1 - hard_n1
+    if rows.label_smoothing == 0:
+        torch.mul(exps_nC, scale_n1, out=out_nC)
+    elif rows.class_weight_C is None:
+        torch.sub(exps_nC.mul_(scale_n1), soft_n1, out=out_nC)
+        at_target_n1 -= soft_n1
+    else:
+        out_nC.copy_(exps_nC.mul_(scale_n1).addcmul_(soft_n1, rows.class_weight_C, value=-1.0))
+        at_target_n1 -= soft_n1 * rows.class_weight_C[rows.target_n1]
+    return out_nC.scatter_(1, rows.target_n1, at_target_n1.to(out_nC.dtype))
+
+
+def _weighted_sum(values_nC: Tensor, rows: Rows) -> Tensor:
+    return values_nC.sum(1) if rows.class_weight_C is None else values_nC.mv(rows.class_weight_C)
+
+
+def _sum_of_weights(rows: Rows, num_classes: int) -> Tensor | float:
+    return float(num_classes) if rows.class_weight_C is None else rows.class_weight_C.sum()
+
+
+def mean(total: Tensor, rows: Rows) -> Tensor:
+    """The summed loss over the weights of the targets that count, as torch divides it; nan when no row counts."""
+    some_count = rows.kept_n.any()
+    # Not 0/0: its gradient would be nan too, and torch's is 0.
+    return torch.where(some_count, total, torch.nan) / torch.where(some_count, rows.weight_n.sum(), 1.0)
+
+
+def slices(num_rows: int, rows_at_a_time: int) -> Iterator[slice]:
+    """Cuts ``num_rows`` into slices."""
+    for start in range(0, num_rows, rows_at_a_time):
+        yield slice(start, min(start + rows_at_a_time, num_rows))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Types are chosen here; autocast would take the products down to half precision."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
