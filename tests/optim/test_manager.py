@@ -220,7 +220,7 @@ def test_gradients_are_looked_at_once_unless_somebody_wrote_to_them(monkeypatch)
         looked.append(len(tensors))
         return any_nonfinite(tensors)
 
-    monkeypatch.setattr("meshwright.optim.manager.any_nonfinite", counting)
+    monkeypatch.setattr("meshwright.optim.gradient_watch.any_nonfinite", counting)
     weights = [nn.Parameter(torch.ones(5)) for _ in range(3)]
     manager = OptimManager(loss_scale=8.0)
     manager.add_optimizer(AdamOptimizer(weights))
@@ -233,6 +233,13 @@ def test_gradients_are_looked_at_once_unless_somebody_wrote_to_them(monkeypatch)
         manager.step()
         assert manager.step_was_skipped == bad
     assert looked == [1, 2]
+    (weights[0].sum() * INF).backward()
+    assert not torch.isfinite(manager.clip_grad_norm(weights, 1.0))
+    for weight in weights:
+        weight.grad = None  # somebody has seen the norm and passes over this batch
+    manager.backward(weights[0].sum())
+    manager.step()
+    assert not manager.step_was_skipped
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000, 100_003])
