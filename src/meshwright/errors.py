@@ -65,6 +65,10 @@ class InspectError(MeshwrightError, RuntimeError):
     """Recording that is nested, of something that cannot be recorded, or different from rank to rank."""
 
 
+class NonFiniteError(MeshwrightError, ArithmeticError):
+    """Gradients that hold inf or nan where training cannot go on with them."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ``" (did you mean 'x'?)"`` for the closest of ``known``, or ``""`` when nothing is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

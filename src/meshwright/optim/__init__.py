@@ -1,7 +1,19 @@
-"""Optimizer parts: exact gradient norms over shards, master weights, and the guards around a step."""
+"""Optimizer parts: Adam over shards, one loss scale for many optimizers, exact gradient norms, guards of a step."""
 
+from meshwright.optim.adam import AdamOptimizer
+from meshwright.optim.adam_offload import AdamOffloadOptimizer
 from meshwright.optim.clip import clip_grad_norm_, local_tensor, total_norm
 from meshwright.optim.guarded import GuardedOptimizer
+from meshwright.optim.manager import OptimManager
 from meshwright.optim.master import MasterWeights
 
-__all__ = ["GuardedOptimizer", "MasterWeights", "clip_grad_norm_", "local_tensor", "total_norm"]
+__all__ = [
+    "AdamOffloadOptimizer",
+    "AdamOptimizer",
+    "GuardedOptimizer",
+    "MasterWeights",
+    "OptimManager",
+    "clip_grad_norm_",
+    "local_tensor",
+    "total_norm",
+]

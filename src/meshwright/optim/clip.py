@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from meshwright.errors import ModelError
 
 # Which shards a gradient is made of: its mesh and the mesh dims that split it; None for a plain tensor.
-_Layout = tuple[DeviceMesh, tuple[int, ...]] | None
+Layout = tuple[DeviceMesh, tuple[int, ...]] | None
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -37,9 +37,9 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     Raises:
         ModelError: When a tensor is an unreduced partial sum.
     """
-    by_layout: dict[_Layout, list[torch.Tensor]] = defaultdict(list)
+    by_layout: dict[Layout, list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        by_layout[_layout(tensor)].append(local_tensor(tensor))
+        by_layout[layout_of(tensor)].append(local_tensor(tensor))
     norms = [_reduced(layout, parts, norm_type) for layout, parts in by_layout.items()]
     if not norms:
         return torch.zeros(())
@@ -47,7 +47,12 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     return every.max() if norm_type == float("inf") else every.sum().pow(1.0 / norm_type)
 
 
-def _layout(tensor: torch.Tensor) -> _Layout:
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Which shards a gradient is made of.
+
+    Raises:
+        ModelError: When it is an unreduced partial sum.
+    """
     if not isinstance(tensor, DTensor):
         return None
     if any(isinstance(placement, Partial) for placement in tensor.placements):
@@ -61,14 +66,14 @@ def _layout(tensor: torch.Tensor) -> _Layout:
     return tensor.device_mesh, tuple(split)
 
 
-def _reduced(layout: _Layout, parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The sum of |x|^p over all parts on all ranks that hold one (the maximum for the infinity norm)."""
     device = parts[0].device
     parts = [part for part in parts if part.numel() > 0]  # a shard can be empty; its maximum does not exist
     infinite = norm_type == float("inf")
     partial = torch.zeros((), device=device)
     if parts:
-        norms = torch.stack(_norms(parts, norm_type))
+        norms = torch.stack(local_norms(parts, norm_type))
         partial = norms.max() if infinite else norms.pow(norm_type).sum()
     if layout is not None:
         mesh, split_dims = layout
@@ -77,7 +82,8 @@ def _reduced(layout: _Layout, parts: list[torch.Tensor], norm_type: float) -> to
     return partial
 
 
-def _norms(parts: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
+def local_norms(parts: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
+    """One fp32 norm per tensor; none of them may be empty."""
     if all(part.dtype == torch.float32 for part in parts):
         return torch._foreach_norm(parts, norm_type)  # a fifth faster than with a dtype
     return torch._foreach_norm(parts, norm_type, dtype=torch.float32)
@@ -103,11 +109,12 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float, norm_ty
     norm = total_norm(gradients, norm_type)
     if max_norm < float("inf"):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        _multiply([local_tensor(gradient) for gradient in gradients], scale)
+        multiply_([local_tensor(gradient) for gradient in gradients], scale)
     return norm
 
 
-def _multiply(tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
+def multiply_(tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
+    """Multiplies plain tensors of any devices and types by a 0-dim one, in place."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_kind[tensor.device, tensor.dtype].append(tensor)

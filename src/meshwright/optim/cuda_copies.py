@@ -1,0 +1,50 @@
+"""Copies between CUDA memory and pinned host memory on streams of their own: the only part that needs the device."""
+
+from __future__ import annotations
+
+import torch
+
+
+class CudaCopies:
+    """One stream per direction, as the hardware has one copy engine per direction.
+
+    Args:
+        device: The CUDA device.
+    """
+
+    pinned = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._to_host = torch.cuda.Stream(device)
+        self._to_device = torch.cuda.Stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def to_host(
+        self, host: list[torch.Tensor], device: list[torch.Tensor], after: torch.cuda.Event
+    ) -> torch.cuda.Event:
+        """Copies asynchronously; the device tensors may be freed by their owner at once."""
+        with torch.cuda.stream(self._to_host):
+            self._to_host.wait_event(after)
+            for target, source in zip(host, device, strict=True):
+                target.copy_(source, non_blocking=True)
+                source.record_stream(self._to_host)
+        return self._to_host.record_event()
+
+    def to_device(
+        self, device: list[torch.Tensor], host: list[torch.Tensor], after: torch.cuda.Event
+    ) -> torch.cuda.Event:
+        """Copies asynchronously; the host tensors must stay until the event has passed."""
+        with torch.cuda.stream(self._to_device):
+            self._to_device.wait_event(after)
+            for target, source in zip(device, host, strict=True):
+                target.copy_(source, non_blocking=True)
+                target.record_stream(self._to_device)
+        return self._to_device.record_event()
+
+    def join(self) -> None:
+        """The current stream waits for the stream to the device; gradients have been waited for by the host."""
+        torch.cuda.current_stream(self._device).wait_stream(self._to_device)

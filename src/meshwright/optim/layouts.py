@@ -1,0 +1,73 @@
+"""Tensors laid out like a parameter, and how often a shard exists in the world."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from meshwright.optim.clip import layout_of
+from meshwright.runtime import world_size
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+def is_dense(local: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill one block of memory without gaps, in any order of its dims."""
+    return local.is_contiguous() or torch.empty_like(local, device="meta").stride() == local.stride()
+
+
+def wrapped_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """``local`` as a shard of a tensor that is laid out like ``parameter``; itself when that is a plain tensor.
+
+    The shard may live on another device than the mesh does (host memory beside a CUDA mesh), as FSDP2's own offload
+    has it; ``DTensor.from_local`` would move it.
+    """
+    if not isinstance(parameter, DTensor):
+        return local
+    meta = TensorMeta(parameter.shape, parameter.stride(), local.dtype)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+
+
+def num_replicas(tensor: torch.Tensor) -> int:
+    """How many ranks hold the same shard: all of them for a plain tensor.
+
+    Raises:
+        ModelError: When the tensor is an unreduced partial sum.
+    """
+    layout = layout_of(tensor)
+    if layout is None:
+        return world_size()
+    mesh, split_dims = layout
+    replicas = mesh.size()
+    for dim in split_dims:
+        replicas //= mesh.size(dim)
+    return replicas
+
+
+def by_kind(tensors: Iterable[torch.Tensor]) -> Sequence[list[torch.Tensor]]:
+    """Tensors grouped by device and type, without the empty ones: what one multi-tensor kernel takes."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.numel() > 0:
+            kinds[tensor.device, tensor.dtype].append(tensor)
+    return list(kinds.values())
+
+
+def reduced(values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
+    """A small tensor reduced over the world, in one all-reduce; the tensor itself in a world of one.
+
+    It goes through the device on which the world's ranks meet: a rank that holds no part of a model has nothing else to
+    tell it where its peers' numbers are.
+    """
+    if world_size() == 1:
+        return values
+    on_cuda = "nccl" in dist.get_backend_config(dist.group.WORLD)
+    values = values.to("cuda" if on_cuda else "cpu")
+    dist.all_reduce(values, operation)
+    return values

@@ -1,0 +1,298 @@
+"""Several optimizers and schedulers under one loss scale: scale, clip, check and step together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from meshwright.errors import ConfigError, NonFiniteError
+from meshwright.optim.clip import local_tensor, multiply_
+from meshwright.optim.gradient_watch import GradientWatch, local_gradients
+from meshwright.optim.gradients import norm_and_count
+from meshwright.optim.layouts import reduced
+from meshwright.optim.loss_scale import LossScale
+from meshwright.optim.manager_checks import check_gradients, check_optimizer, check_policy, check_scheduler
+from meshwright.optim.manager_state import load_manager_state, manager_state
+from meshwright.runtime import print_rank
+
+OnNonFinite = Literal["skip", "raise", "ignore"]
+
+
+class OptimManager:
+    """One loss scale, one decision per step, for any number of optimizers (BMTrain's ``OptimManager``).
+
+    ::
+
+        manager = OptimManager(loss_scale=2**16)
+        manager.add_optimizer(optimizer, scheduler)
+        for batch in data:
+            manager.zero_grad()
+            manager.backward(loss_func(model(batch)))  # once per micro-batch
+            manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
+            manager.step()
+
+    Whether to step is decided once per ``step`` for all optimizers, schedulers and ranks: one all-reduce of three
+    numbers over the world, and one wait of the host. Gradients are divided by the scale exactly once, in ``step``;
+    until then they are scaled, and ``clip_grad_norm`` accounts for it. Every rank calls ``clip_grad_norm``, ``step``,
+    ``state_dict(gather_opt=True)`` and ``load_state_dict`` alike.
+
+    Gradients must be averaged over ranks already, as FSDP2 and DDP do; nothing is divided by the world size.
+
+    Args:
+        loss_scale: Scale to begin with; None for no scaling (fp32, bf16).
+        loss_scale_factor: Overflow divides the scale by it, growth multiplies (a factor below 1 is inverted).
+        loss_scale_steps: Steps without overflow after which the scale grows; None keeps the scale fixed.
+        min_loss_scale: Lowest scale.
+        max_loss_scale: Highest scale.
+        grad_scale: Divides the loss besides; None for 1. For gradients that somebody sums over ranks.
+        on_nonfinite: What a gradient with inf or nan leads to. ``"skip"``: nobody steps, gradients are cleared, rank 0
+            says so; the default with a ``loss_scale``. ``"raise"``: NonFiniteError on every rank, weights and states as
+            they were; the default without one, where such a gradient is no part of normal training. ``"ignore"``
+            looks at nothing and never waits.
+        max_skips: So many skipped steps in a row, none of which could lower the scale, raise NonFiniteError.
+
+    Raises:
+        ConfigError: When the numbers do not make a loss scale.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | None = None,
+        loss_scale_factor: float = 2.0,
+        loss_scale_steps: int | None = 1024,
+        min_loss_scale: float = 1.0,
+        max_loss_scale: float = float("inf"),
+        grad_scale: float | None = None,
+        *,
+        on_nonfinite: OnNonFinite | None = None,
+        max_skips: int = 20,
+    ) -> None:
+        self._scale = LossScale(loss_scale, loss_scale_factor, loss_scale_steps, min_loss_scale, max_loss_scale)
+        check_policy(on_nonfinite, self._scale, grad_scale, max_skips)
+        self._on_nonfinite = on_nonfinite
+        self.grad_scale = 1.0 if grad_scale is None else float(grad_scale)
+        self.max_skips = max_skips
+        self.optimizers: list[Optimizer] = []
+        self.lr_schedulers: list[Any] = []
+        """One per optimizer, None for none."""
+        self.step_was_skipped = False
+        """Whether the last ``step`` left all weights as they were."""
+        self._skips = 0  # in a row that did not lower the scale
+        self._scaled = False  # a loss was scaled since the last step
+        self._watch = GradientWatch()
+
+    @property
+    def loss_scale(self) -> float:
+        """The present scale; 1 without scaling."""
+        return self._scale.value
+
+    @property
+    def on_nonfinite(self) -> OnNonFinite:
+        """What a gradient with inf or nan leads to."""
+        if self._scale.dynamic:  # also when it was loaded into a manager that began without one
+            return "skip"
+        return self._on_nonfinite or ("skip" if self._scale.enabled else "raise")
+
+    def add_optimizer(self, optimizer: Optimizer, lr_scheduler: Any = None) -> None:
+        """Adds an optimizer, and the scheduler to step after it: torch's, ours or any of that form.
+
+        Raises:
+            ConfigError: When it cannot be stepped with others: it needs a closure, guards its own steps, or shares a
+                parameter with one that is here; or the scheduler is another optimizer's or needs arguments.
+        """
+        check_optimizer(optimizer, self.optimizers)
+        check_scheduler(lr_scheduler, optimizer)
+        self.optimizers.append(optimizer)
+        self.lr_schedulers.append(lr_scheduler)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of all optimizers."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+        self._watch.forget()
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times ``loss_scale / grad_scale``, in fp32 if it was half, to call ``backward`` on."""
+        self._scaled = True
+        wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        factor = self.loss_scale / self.grad_scale
+        return wide if factor == 1.0 else wide * factor
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Runs backward on the scaled loss; gradients of several calls before one ``step`` accumulate."""
+        self.scale_loss(loss).backward()
+
+    @torch.no_grad()
+    def clip_grad_norm(
+        self,
+        param_groups: Iterable[Mapping[str, Any] | torch.Tensor],
+        max_norm: float,
+        norm_type: float | str = 2.0,
+        eps: float = 1e-6,
+    ) -> torch.Tensor:
+        """Scales gradients down so that their norm, without the loss scale, is at most ``max_norm``. One all-reduce.
+
+        Args:
+            param_groups: Groups of any optimizers, or parameters; those without a gradient are passed over. A plain
+                parameter counts as the same one on all ranks.
+            max_norm: Largest norm allowed; ``float("inf")`` only measures.
+            norm_type: p of the p-norm, ``"inf"`` or ``float("inf")`` for the largest absolute value.
+            eps: Added to the norm where it divides.
+
+        Returns:
+            The true norm before clipping over all ranks: 0-dim fp32, equal everywhere, still on the device.
+
+        Raises:
+            ConfigError: On every rank, when no rank has a parameter here, or a number is out of range.
+            ModelError: When a gradient is sparse, or an unreduced partial sum.
+        """
+        power = float(norm_type)
+        if not (power > 0 and max_norm > 0):
+            raise ConfigError(
+                "The gradient norm to clip at is none",
+                expected="max_norm above 0, and a norm_type above 0 or 'inf'",
+                got=f"max_norm={max_norm!r}, norm_type={norm_type!r}",
+                fix="use norm_type=2",
+            )
+        parameters = _parameters(param_groups)
+        check_gradients(parameters)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        scaled_norm, num_parameters = norm_and_count(gradients, power, len(parameters))
+        if not parameters and not num_parameters.item():  # only a rank without parameters waits for the answer
+            raise ConfigError(
+                "There is nothing to clip",
+                expected="groups with parameters",
+                got="no parameter on any rank",
+                fix="pass optimizer.param_groups; they can be read only once when they are a generator",
+            )
+        norm = (scaled_norm / self.loss_scale).float()
+        local = [local_tensor(gradient) for gradient in gradients]
+        if max_norm < float("inf"):
+            multiply_(local, torch.clamp(max_norm / (norm + eps), max=1.0))
+        self._watch.remember(norm, local)
+        return norm
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Steps all optimizers and then their schedulers, or none of them; see ``step_was_skipped``.
+
+        Raises:
+            NonFiniteError: On every rank, see ``on_nonfinite`` and ``max_skips``.
+            ConfigError: On every rank, when there is a loss scale and no rank's loss was scaled.
+            ModelError: When a gradient is sparse; nothing is updated then.
+        """
+        parameters = [[p for group in o.param_groups for p in group["params"]] for o in self.optimizers]
+        check_gradients([parameter for group in parameters for parameter in group])
+        self.step_was_skipped = False
+        if self.on_nonfinite != "ignore" and self._found_nonfinite(parameters):
+            self._skip_or_raise()
+        else:
+            self._step_all(parameters)
+            self._scale.clean()
+            self._skips = 0
+        self._scaled = False
+        self._watch.forget()
+
+    def _found_nonfinite(self, parameters: list[list[torch.Tensor]]) -> bool:
+        """Whether any rank has inf or nan; gradients of optimizers that do not unscale are unscaled in passing."""
+        plain: list[torch.Tensor] = []
+        to_unscale: list[torch.Tensor] = []
+        for optimizer, group in zip(self.optimizers, parameters, strict=True):
+            in_step = _takes_scale(optimizer) or self.loss_scale == 1.0
+            (plain if in_step else to_unscale).extend(local_gradients(group))
+        found = self._watch.any_nonfinite(plain, to_unscale, 1.0 / self.loss_scale)
+        has_gradients = any(parameter.grad is not None for group in parameters for parameter in group)
+        host = torch.tensor([float(self._scaled), float(has_gradients)]).to(found.device, non_blocking=True)
+        # Pipeline stages: only the last one sees a loss, and a stage need not have trainable parameters.
+        nonfinite, scaled, present = reduced(torch.cat([found.reshape(1), host]), dist.ReduceOp.MAX).tolist()
+        if self._scale.enabled and present and not scaled:
+            raise ConfigError(
+                "The gradients were not scaled, but would be divided by the loss scale",
+                expected="manager.backward(loss), or manager.scale_loss(loss).backward()",
+                got="a step without either",
+                fix="call manager.backward(loss) instead of loss.backward()",
+            )
+        return bool(nonfinite)
+
+    def _skip_or_raise(self) -> None:
+        self.step_was_skipped = True
+        if self.on_nonfinite == "raise":
+            raise self._nonfinite_error("Gradients are not finite", "weights and states are as they were")
+        before = self.loss_scale
+        if self._scale.overflow():
+            print_rank(f"Gradient overflow, change scale from {before} to {self.loss_scale}", flush=True)
+            self._skips = 0
+        else:
+            self._skips += 1
+            why = f"the scale stays at {before}" if self._scale.enabled else "there is no loss scale to lower"
+            print_rank(f"Gradient overflow, step skipped; {why}", flush=True)
+        if self._skips >= self.max_skips:
+            what = f"Gradients were not finite in {self._skips} steps in a row, with a loss scale of {before}"
+            raise self._nonfinite_error(what, "weights are those of the last good step")
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)  # kept, they would spoil what accumulates next
+
+    def _nonfinite_error(self, what: str, left: str) -> NonFiniteError:
+        return NonFiniteError(
+            what,
+            expected="finite numbers on every rank",
+            got=f"inf or nan on some rank ({left})",
+            fix="look for a loss that is nan and for the data that made it, lower the learning rate or clip gradients; "
+            "on_nonfinite='skip' passes over single bad steps",
+        )
+
+    def _step_all(self, parameters: list[list[torch.Tensor]]) -> None:
+        for optimizer, scheduler, group in zip(self.optimizers, self.lr_schedulers, parameters, strict=True):
+            if _takes_scale(optimizer):
+                scaled_step: Any = optimizer.step
+                scaled_step(scale=self.loss_scale)
+            else:
+                self._unscale_measured(group)
+                optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+
+    def _unscale_measured(self, parameters: list[torch.Tensor]) -> None:
+        """The others were unscaled when they were looked at."""
+        ignoring = self.on_nonfinite == "ignore"
+        scaled = [g for g in local_gradients(parameters) if ignoring or self._watch.is_measured(g)]
+        if self.loss_scale != 1.0 and scaled:
+            multiply_(scaled, torch.tensor(1.0 / self.loss_scale))
+
+    def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
+        """Loss scale with its counters, optimizers and schedulers.
+
+        Args:
+            gather_opt: Optimizer states as whole tensors on the CPU of rank 0 (the other ranks' dict has none), which
+                plain torch and any world size can load; collective. Otherwise this rank's shards, as DTensors for
+                torch's distributed checkpoint.
+        """
+        return manager_state(self, self._scale, gather_opt)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` returned in either form, on any number of ranks; collective.
+
+        Whole states are needed on rank 0 only. The hyperparameters stored win over those of the constructors.
+
+        Raises:
+            CheckpointError: On every rank, when optimizers, schedulers or parameters do not fit.
+        """
+        load_manager_state(self, self._scale, state_dict)
+        self._scaled, self._skips = False, 0
+        self._watch.forget()
+
+
+def _takes_scale(optimizer: Optimizer) -> bool:
+    return bool(getattr(optimizer, "step_takes_scale", False))
+
+
+def _parameters(param_groups: Iterable[Mapping[str, Any] | torch.Tensor]) -> list[torch.Tensor]:
+    found: dict[int, torch.Tensor] = {}
+    for group in param_groups:
+        members = [group] if isinstance(group, torch.Tensor) else group["params"]
+        found.update({id(parameter): parameter for parameter in members})
+    return list(found.values())

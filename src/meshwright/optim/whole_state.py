@@ -1,0 +1,181 @@
+"""Optimizer states as whole tensors, and back onto any layout; one tensor at a time, for any torch optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from meshwright.errors import CheckpointError
+from meshwright.optim.layouts import wrapped_like
+from meshwright.runtime import gather_objects, rank
+
+_ABSENT = "states_are_on_rank"  # in the dicts of the ranks that have none
+
+
+@torch.no_grad()
+def gathered_state_dict(optimizer: Optimizer) -> dict[str, Any]:
+    """The torch state dict with whole tensors on the CPU; collective.
+
+    At most one whole tensor is on a device at a time. Only rank 0 keeps them: its dict can be saved, and loaded by
+    plain torch or by :func:`laid_out_like` on any number of ranks. The others' have no states, and say so.
+    """
+    local, keeps = optimizer.state_dict(), rank() == 0
+    states = {
+        index: tree_map_only(torch.Tensor, lambda value: _whole(value, keeps), state)
+        for index, state in local["state"].items()
+    }
+    return {**local, "state": states} if keeps else {**local, "state": {}, _ABSENT: 0}
+
+
+def _whole(value: torch.Tensor, keeps: bool) -> torch.Tensor | None:
+    if isinstance(value, DTensor):
+        # Offloaded shards are gathered on the mesh's own device, the only one its groups may know.
+        value = wrapped_like(value, value.to_local().to(value.device_mesh.device_type)).full_tensor()  # type: ignore[attr-defined]
+    return value.detach().to("cpu", copy=True) if keeps else None
+
+
+@torch.no_grad()
+def laid_out_like(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state dict whose states are sharded like the optimizer's parameters; collective.
+
+    Args:
+        optimizer: Any torch optimizer; its states are not touched. One with ``empty_state(parameter)`` is asked for the
+            layout of states that are not like their parameter.
+        state_dict: Local (DTensors, of this or another layout), or whole: on every rank, or on rank 0 alone, which then
+            sends it to the others tensor by tensor.
+
+    Returns:
+        A new state dict that shares no tensor with the given one.
+
+    Raises:
+        CheckpointError: When parameters or shapes do not fit, on every rank.
+    """
+    received = _agreed_source(optimizer, state_dict)
+    parameters = parameters_by_key(optimizer, state_dict)
+    result: dict[Any, Any] = {}
+    for name, state in (state_dict["state"] if received is None else received.outline).items():
+        parameter = parameters.get(name)
+        if parameter is None:  # torch keeps what belongs to no parameter as it is
+            result[name] = state
+            continue
+        template = _template(optimizer, parameter)
+        result[name] = {}
+        for key, value in state.items():
+            whole = value if received is None else received.tensor(name, key, value, parameter)
+            result[name][key] = _placed(whole, key, parameter, template.get(key))
+    return {"state": result, "param_groups": state_dict["param_groups"]}
+
+
+def parameters_by_key(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
+    """The optimizer's parameters by what a state dict calls them: positions, or names in torch's distributed ones."""
+    saved = [name for group in state_dict["param_groups"] for name in group["params"]]
+    return dict(zip(saved, _parameters(optimizer), strict=False))
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _agreed_source(optimizer: Optimizer, state_dict: dict[str, Any]) -> _Received | None:
+    """Where states come from: None for every rank's own dict, else what rank 0 sends.
+
+    Raises:
+        CheckpointError: On every rank, when they do not fit on one.
+    """
+    lacking = _ABSENT in state_dict
+    answers = gather_objects((lacking, _misfit(optimizer, state_dict)))
+    misfit = next((text for _, text in answers if text), None)
+    if misfit:
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        raise CheckpointError(
+            "The optimizer's saved states are not for these parameters",
+            expected=f"groups of {sizes} parameters, in the shapes they have here",
+            got=misfit,
+            fix="build model, groups and optimizers as when the states were saved; load what rank 0 saved",
+        )
+    return _Received(state_dict["state"]) if any(lacks for lacks, _ in answers) else None
+
+
+def load_laid_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Loads what :func:`laid_out_like` returned, which an optimizer of ours need not lay out once more."""
+    take = getattr(optimizer, "take_laid_out", optimizer.load_state_dict)
+    take(state_dict)
+
+
+def _misfit(optimizer: Optimizer, state_dict: dict[str, Any]) -> str:
+    """What is wrong with a state dict, or nothing."""
+    if _ABSENT in state_dict and rank() == 0:
+        return "a dict without states, as gathering leaves it on other ranks than 0"
+    groups = [len(group["params"]) for group in state_dict["param_groups"]]
+    if groups != [len(group["params"]) for group in optimizer.param_groups]:
+        return f"groups of {groups} parameters"
+    for name, parameter in parameters_by_key(optimizer, state_dict).items():
+        state = state_dict["state"].get(name, {})
+        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "master"):
+            value = state.get(key)
+            if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+                return f"{key} of shape {tuple(value.shape)} for parameter {name} of {tuple(parameter.shape)}"
+    return ""
+
+
+def _template(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    own = getattr(optimizer, "empty_state", None)
+    return own(parameter) if own is not None else {}
+
+
+def _placed(value: Any, key: str, parameter: torch.Tensor, template: Any) -> Any:
+    """One state on the layout of its template, of its parameter when there is none, or as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    like = template if isinstance(template, torch.Tensor) else parameter
+    if isinstance(value, DTensor):
+        if isinstance(like, DTensor) and value.device_mesh == like.device_mesh and value.placements == like.placements:
+            return wrapped_like(value, value.to_local().clone())
+        value = wrapped_like(value, value.to_local().to(value.device_mesh.device_type)).full_tensor()  # type: ignore[attr-defined]
+    elif not isinstance(like, DTensor):
+        return value.clone()
+    if isinstance(like, DTensor) and value.shape == like.shape and key != "step":
+        mesh = like.device_mesh
+        sharded = distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
+        # A shard may be a view of the whole: only its own bytes are kept, where the template's are.
+        device = template.to_local().device if isinstance(template, DTensor) else mesh.device_type
+        return wrapped_like(sharded, sharded.to_local().to(device, copy=True))
+    return value.clone()
+
+
+class _Received:
+    """The states of rank 0, sent to every rank one tensor at a time.
+
+    Args:
+        states: Rank 0's; those of other ranks are not looked at.
+    """
+
+    def __init__(self, states: dict[Any, Any]) -> None:
+        self._states = states
+        described = [tree_map_only(torch.Tensor, _Description, states) if rank() == 0 else None]
+        dist.broadcast_object_list(described, src=0)
+        self.outline: dict[Any, Any] = described[0] or {}
+        """The states with a description in place of each tensor."""
+
+    def tensor(self, name: Any, key: str, value: Any, parameter: torch.Tensor) -> Any:
+        """One whole tensor; collective, in the order of ``outline``."""
+        if not isinstance(value, _Description):
+            return value
+        device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
+        if rank() == 0:
+            tensor = self._states[name][key].to(device).contiguous()
+        else:
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
+        dist.broadcast(tensor, src=0)
+        # Step counts live on the host unless the optimizer itself moves them.
+        return tensor.cpu() if key == "step" else tensor
+
+
+class _Description:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tensor.shape, tensor.dtype
