@@ -13,6 +13,7 @@ from meshwright.errors import (
     LaunchError,
     MeshwrightError,
     ModelError,
+    NonFiniteError,
     StrategyError,
 )
 from meshwright.nn import (
@@ -57,6 +58,7 @@ __all__ = [
     "LaunchError",
     "MeshwrightError",
     "ModelError",
+    "NonFiniteError",
     "ParameterInitializer",
     "PipelineTransformerBlockList",
     "Plan",

@@ -2,9 +2,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from meshwright.errors import ModelError
 from meshwright.loss import next_token_loss
+from tests.loss.helpers import live_bytes
 
 IDS = torch.arange(12).reshape(2, 6) % 7
 
@@ -30,3 +32,17 @@ def test_a_guess_costs_the_logarithm_of_the_vocabulary():
 def test_an_output_without_logits_is_refused(output):
     with pytest.raises(ModelError, match=r"logits of shape \(2, 6, vocabulary\)"):
         next_token_loss(IDS, output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_torchs_loss_of_the_shifted_tokens_in_a_part_of_the_memory(dtype):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 64, 5000, generator=generator).to(dtype).requires_grad_()
+    ids = torch.randint(5000, (4, 64), generator=generator)
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
+    loss = next_token_loss(ids, logits)
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-6)
+    (gradient,), (expected_gradient,) = (torch.autograd.grad(each, logits) for each in (loss, expected))
+    torch.testing.assert_close(gradient, expected_gradient)
+    peak, _ = live_bytes(lambda: next_token_loss(ids, logits).backward())
+    assert peak < 1.5 * logits.numel() * dtype.itemsize + 2**22

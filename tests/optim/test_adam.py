@@ -101,6 +101,27 @@ def test_layouts_that_fused_kernels_get_wrong(dtype):
         torch.testing.assert_close(ours.float(), plain, rtol=1e-2 if dtype != torch.float32 else 1e-5, atol=1e-3)
 
 
+def test_a_layout_that_changes_between_steps_is_followed():
+    """Weights that are turned in memory, and states loaded in another order than the weight's."""
+    torch.manual_seed(0)
+    ours, plain = (nn.Parameter(torch.ones(4, 6)) for _ in range(2))
+    optim, reference = AdamOptimizer([ours], lr=0.1), torch.optim.AdamW([plain], lr=0.1, weight_decay=0.0, fused=True)
+    for step in range(4):
+        gradient = torch.randn(4, 6)
+        ours.grad, plain.grad = gradient, gradient.clone()
+        if step == 1:
+            ours.data = ours.data.t().contiguous().t()
+            ours.grad = gradient.t().contiguous().t()
+        if step == 2:
+            state = optim.state_dict()
+            for name in ("exp_avg", "exp_avg_sq"):
+                state["state"][0][name] = state["state"][0][name].contiguous()
+            optim.load_state_dict(state)
+        optim.step()
+        reference.step()
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+
+
 def test_parameters_without_a_gradient_rest_and_keep_their_own_count():
     first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
     alone = nn.Parameter(torch.ones(3))
@@ -229,6 +250,7 @@ def delta_of(optim, parameters, decay, before):
 
 def recorded_delta(sharded):
     model = net(sharded=sharded)
+    model.whole = nn.Parameter(torch.full((11,), 5.0))  # plain, beside shards
     optim = AdamOptimizer(model.parameters(), lr=0.02, weight_decay=0.1, record_delta=True)
     for step in range(3):
         before = whole(model)

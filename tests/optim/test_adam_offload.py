@@ -10,51 +10,54 @@ from meshwright.optim.links import StagedLink
 from tests.optim.helpers import equal, give_gradients, loss_of, net, train, whole
 
 
-class LateEvent:
-    def __init__(self, copies, number):
-        self.copies, self.number = copies, number
+class LateStream:
+    """A queue of copies that are done when somebody waits for them, and not before."""
 
+    def __init__(self):
+        self.waiting = []
+
+    def add(self, targets, sources):
+        assert [t.dtype for t in targets] == [s.dtype for s in sources]  # the bytes travel as they are
+        self.waiting.append((targets, sources))
+        return LateEvent(self, len(self.waiting))
+
+
+class LateEvent:
+    def __init__(self, stream, number):
+        self.stream, self.number = stream, number
+
+    @torch.no_grad()
     def synchronize(self):
-        self.copies.run_until(self.number)
+        for place in range(self.number):
+            if self.stream.waiting[place] is not None:
+                torch._foreach_copy_(*self.stream.waiting[place])
+                self.stream.waiting[place] = None
 
 
 class LateCopies:
-    """A device's copy queues on the host: a copy is done when somebody waits for it, and not before."""
+    """A device on the host, as late as it may be."""
 
     pinned = False
 
     def __init__(self):
-        self.queue, self.done, self.log = [], 0, []
-        self.lock = threading.RLock()
+        self.out, self.back, self.log = LateStream(), LateStream(), []
 
     def mark(self):
-        return len(self.queue)
-
-    def _queue(self, kind, targets, sources, after):
-        assert after <= len(self.queue)
-        assert [t.dtype for t in targets] == [s.dtype for s in sources]  # the bytes travel as they are
-        with self.lock:
-            self.log.append(kind)
-            self.queue.append((targets, sources))
-            return LateEvent(self, len(self.queue))
+        return "mark"
 
     def to_host(self, host, device, after):
-        return self._queue("out", host, device, after)
+        assert after == "mark"
+        self.log.append("out")
+        return self.out.add(host, device)
 
     def to_device(self, device, host, after):
-        return self._queue("back", device, host, after)
-
-    def run_until(self, number):
-        with self.lock:
-            while self.done < number:
-                targets, sources = self.queue[self.done]
-                torch._foreach_copy_(targets, sources)
-                self.queue[self.done] = None
-                self.done += 1
+        assert after == "mark"
+        self.log.append("back")
+        return self.back.add(device, host)
 
     def join(self):
         self.log.append("join")
-        self.run_until(len(self.queue))
+        LateEvent(self.back, len(self.back.waiting)).synchronize()
 
 
 class Remote(AdamOffloadOptimizer):

@@ -212,6 +212,36 @@ def test_every_type_and_kind_of_bad_gradient_is_seen(dtype, bad, clipped, capsys
     assert all(torch.equal(weight, torch.ones_like(weight)) for weight in weights)
 
 
+def test_gradients_are_looked_at_once_unless_somebody_wrote_to_them(monkeypatch):
+    """A clip's norm tells that its gradients are finite; a version tells that they still are those."""
+    looked = []
+
+    def counting(tensors):
+        looked.append(len(tensors))
+        return any_nonfinite(tensors)
+
+    monkeypatch.setattr("meshwright.optim.gradient_watch.any_nonfinite", counting)
+    weights = [nn.Parameter(torch.ones(5)) for _ in range(3)]
+    manager = OptimManager(loss_scale=8.0)
+    manager.add_optimizer(AdamOptimizer(weights))
+    for bad in (False, True):
+        manager.zero_grad()
+        manager.backward(sum(weight.sum() for weight in weights))
+        manager.clip_grad_norm(weights[:2], 1.0)
+        if bad:
+            weights[0].grad[3] = INF
+        manager.step()
+        assert manager.step_was_skipped == bad
+    assert looked == [1, 2]
+    (weights[0].sum() * INF).backward()
+    assert not torch.isfinite(manager.clip_grad_norm(weights, 1.0))
+    for weight in weights:
+        weight.grad = None  # somebody has seen the norm and passes over this batch
+    manager.backward(weights[0].sum())
+    manager.step()
+    assert not manager.step_was_skipped
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000, 100_003])
 def test_the_detector_is_right_at_every_place(size):
     for dtype in (torch.float32, torch.float16, torch.bfloat16):

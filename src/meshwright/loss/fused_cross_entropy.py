@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwright.errors import ModelError
 from meshwright.loss.checks import check_class_weight, check_floating, check_options, check_plain, check_target
 from meshwright.loss.once import once
-from meshwright.loss.rows import Rows, Softmax, make_rows, reduce, row_gradients_, row_losses, slices, without_autocast
+from meshwright.loss.rows import Rows, Softmax, make_rows, mean, row_gradients_, row_losses, slices, without_autocast
 
 # Elements worked on at a time: about what stays in a core's cache, or what fills a GPU (64 MiB in fp32).
 _CPU_ELEMENTS, _GPU_ELEMENTS = 2**18, 2**24
@@ -54,7 +54,9 @@ def fused_cross_entropy(
     logits_NC = input.unsqueeze(0) if input.dim() == 1 else input.movedim(1, -1).reshape(-1, input.shape[1])
     rows = make_rows(target.reshape(-1), input.dtype, weight, ignore_index, label_smoothing)
     loss_N = _RowLosses.apply(logits_NC, *rows)
-    return reduce(loss_N, rows, reduction) if reduction != "none" else loss_N.view(target.shape)
+    if reduction == "none":
+        return loss_N.view(target.shape)
+    return loss_N.sum() if reduction == "sum" else mean(loss_N.sum(), rows)
 
 
 def _check(input: Tensor, target: Tensor, weight: Tensor | None) -> None:

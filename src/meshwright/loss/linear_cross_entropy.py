@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError, ModelError
 from meshwright.loss.checks import check_class_weight, check_floating, check_options, check_plain, check_target
 from meshwright.loss.head import head_gradients, head_losses, scaled
 from meshwright.loss.once import once
-from meshwright.loss.rows import Rows, make_rows
+from meshwright.loss.rows import Rows, make_rows, mean
 
 _SMALLEST_CHUNK = 256  # with fewer, reading and writing the gradient of the weight takes longer than the products
 
@@ -95,7 +95,7 @@ def _linear_cross_entropy(
     if reduction == "none":
         return _EachLoss.apply(hidden_ND, weight, bias, chunk, *rows).view(target.shape)
     total = _SumOfLosses.apply(hidden_ND, weight, bias, chunk, torch.is_grad_enabled(), *rows)
-    return total if reduction == "sum" else total / rows.weight_n.sum()
+    return total if reduction == "sum" else mean(total, rows)
 
 
 def default_chunk_size(num_tokens: int, width: int, num_classes: int) -> int:

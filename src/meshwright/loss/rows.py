@@ -85,7 +85,7 @@ def row_gradients_(softmax: Softmax, rows: Rows, upstream_n: Tensor, out_nC: Ten
     ``upstream_n`` is the gradient of each row's loss.
     """
     exps_nC, num_classes = softmax.exps_nC, softmax.exps_nC.shape[1]
-    # An ignored row's upstream gradient can be 1/0, when a mean is over no rows at all.
+    # An ignored row's upstream gradient can be 1/0, in a mean that the caller takes over no rows at all.
     upstream_n1 = torch.where(rows.kept_n, upstream_n, 0.0).unsqueeze(1)
     hard_n1 = upstream_n1 * (1.0 - rows.label_smoothing) * rows.weight_n.unsqueeze(1)
     soft_n1 = upstream_n1 * (rows.label_smoothing / num_classes)
@@ -110,11 +110,11 @@ def _sum_of_weights(rows: Rows, num_classes: int) -> Tensor | float:
     return float(num_classes) if rows.class_weight_C is None else rows.class_weight_C.sum()
 
 
-def reduce(loss_n: Tensor, rows: Rows, reduction: str) -> Tensor:
-    """``"none"``, ``"sum"``, or ``"mean"``, which divides by the weights of the targets that count, as torch does."""
-    if reduction == "none":
-        return loss_n
-    return loss_n.sum() if reduction == "sum" else loss_n.sum() / rows.weight_n.sum()
+def mean(total: Tensor, rows: Rows) -> Tensor:
+    """The summed loss over the weights of the targets that count, as torch divides it; nan when no row counts."""
+    some_count = rows.kept_n.any()
+    # Not 0/0: its gradient would be nan too, and torch's is 0.
+    return torch.where(some_count, total, torch.nan) / torch.where(some_count, rows.weight_n.sum(), 1.0)
 
 
 def slices(num_rows: int, rows_at_a_time: int) -> Iterator[slice]:

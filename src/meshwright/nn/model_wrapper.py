@@ -90,14 +90,16 @@ def _check(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
             got=join_names(scalars),
             fix="make them tensors of shape (1,)",
         )
-    home: dict[int, object] = {}
-    paths = dict(blocks)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        unit = next((module for path, module in paths.items() if name.startswith(path + ".")), None)
-        if home.setdefault(id(parameter), unit) is not unit:
+    unit_of = {id(inner): path for path, module in blocks for inner in module.modules()}
+    home: dict[int, str | None] = {}
+    for path, module in model.named_modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            unit = unit_of.get(id(module))
+            if home.setdefault(id(parameter), unit) == unit:
+                continue
             raise ModelError(
                 "A block shares a single parameter with another part of the model",
                 expected="parameters tied within one block, or outside all blocks",
-                got=name,
+                got=f"{path}.{key}",
                 fix="untie it, or share the whole block",
             )

@@ -18,6 +18,7 @@ InitMethod = Callable[[torch.Tensor], Any]
 """Fills a full tensor in place, as the functions of ``torch.nn.init`` do."""
 
 _RECORD = "_meshwright_record"
+_MOVED = "_meshwright_moved"
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,16 @@ def recorded_parameter(tensor: DTensor, requires_grad: bool, record: ParameterRe
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     setattr(parameter, _RECORD, record)
     return parameter
+
+
+def mark_moved(parameter: nn.Parameter) -> None:
+    """Remembers that a Block holds another parameter in this one's place."""
+    setattr(parameter, _MOVED, True)
+
+
+def was_moved(parameter: nn.Parameter) -> bool:
+    """Whether a Block holds another parameter in this one's place: who still has this one would train it apart."""
+    return hasattr(parameter, _MOVED)
 
 
 def sharded(full: torch.Tensor, mesh: DeviceMesh | None = None) -> DTensor:

@@ -6,7 +6,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from meshwright.errors import ModelError, join_names
 from meshwright.nn.averaging import average_gradients
+from meshwright.nn.parameter import was_moved
 from meshwright.runtime import world_mesh, world_size
 
 # In a module's __dict__: plain parameters that were frozen so far. Its presence says that the module is prepared.
@@ -21,6 +23,7 @@ def prepare_root(module: nn.Module) -> None:
     """
     frozen = module.__dict__.get(_FROZEN)
     if frozen is None:
+        _refuse_left_behind(module)
         for inner in module.modules():
             inner.__dict__[_FROZEN] = []
         # All units are sharded now, before the first forward: what is no DTensor is plain.
@@ -30,13 +33,25 @@ def prepare_root(module: nn.Module) -> None:
         module.__dict__[_FROZEN] = average_gradients(frozen, world_size())
 
 
+def _refuse_left_behind(module: nn.Module) -> None:
+    """Refuses parameters that were tied to one that a Block has taken: they would train apart."""
+    left = [name for name, parameter in module.named_parameters() if was_moved(parameter)]
+    if left:
+        raise ModelError(
+            "A parameter was shared with a Block, which holds a sharded one in its place now",
+            expected="parameters that are shared within one Block, or outside all Blocks",
+            got=join_names(left),
+            fix="share the whole module between Blocks, or keep the parameter out of them",
+        )
+
+
 def _share_root(module: nn.Module) -> None:
     units = [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
     # A unit that ran on its own before is a root of its own, and stays one.
     if not units or module in units or any(_has_run(unit) for unit in units):
         return
-    outside = set(module.parameters()) - {parameter for unit in units for parameter in unit.parameters()}
-    fully_shard(module, mesh=world_mesh(), reshard_after_forward=False, ignored_params=outside)
+    # All parameters are ignored: those of the units are theirs, and the others gather on use.
+    fully_shard(module, mesh=world_mesh(), reshard_after_forward=False, ignored_params=set(module.parameters()))
     for inner in module.modules():
         link = getattr(inner, "link_prefetch", None)
         if link is not None:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ModelError, join_names
-from meshwright.nn.parameter import ParameterRecord, record_of, recorded_parameter, sharded
+from meshwright.nn.parameter import ParameterRecord, mark_moved, record_of, recorded_parameter, sharded, was_moved
 from meshwright.runtime import world_mesh
 
 _Place = tuple[str, nn.Module, str, nn.Parameter]
@@ -39,6 +39,8 @@ def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool) -> None:
     for unit in (*small_units, module):
         fully_shard(unit, mesh=world_mesh(), reshard_after_forward=reshard_after_forward)
     _assign(places, _inside_unit)
+    for _, _, _, parameter in places:
+        mark_moved(parameter)
     for owner in {owner for _, owner, _, _ in places}:
         owner.register_load_state_dict_pre_hook(_load_hook)
 
@@ -84,7 +86,7 @@ def _check(module: nn.Module, places: list[_Place]) -> None:
             got=join_names(scalars),
             fix="make them tensors of shape (1,)",
         )
-    foreign = [name for name, _, _, p in places if isinstance(p, DTensor) and not _gathers(p)]
+    foreign = [name for name, _, _, p in places if was_moved(p) or (isinstance(p, DTensor) and not _gathers(p))]
     if foreign or any(isinstance(inner, FSDPModule) for inner in module.modules()):
         raise ModelError(
             "A Block holds parameters that are sharded in another Block",

@@ -222,6 +222,7 @@ class AdamBase(Optimizer):
         Torch's own way would round the fp32 states of half parameters to half.
         """
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        self._states.forget()
         parameters = parameters_by_key(self, state_dict)
         for name, state in state_dict["state"].items():
             self.state[parameters.get(name, name)] = state

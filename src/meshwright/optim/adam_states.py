@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,21 @@ from meshwright.optim.layouts import is_dense, wrapped_like
 if TYPE_CHECKING:
     from meshwright.optim.adam_base import AdamBase
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """A parameter's local tensors, ready for a kernel: what is computed on is fp32 and laid out alike."""
+
+    weight: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    master: torch.Tensor | None
+    step: torch.Tensor
+    kept: tuple[Any, ...]
+    """The values in ``optimizer.state`` that these were taken from."""
+
 
 class AdamStates:
     """Fills ``optimizer.state``: ``step`` (0-dim, on the host), ``exp_avg``, ``exp_avg_sq`` and ``master``, all fp32.
@@ -23,57 +39,83 @@ class AdamStates:
 
     def __init__(self, optimizer: AdamBase) -> None:
         self._optimizer = optimizer
+        self._ready: dict[torch.Tensor, Shards] = {}
 
     def needs_master(self, parameter: torch.Tensor) -> bool:
         """Whether the update is computed in a copy."""
         _, remote = self._optimizer.home(parameter)
         return remote or parameter.dtype != torch.float32 or not is_dense(local_tensor(parameter))
 
-    def of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """A parameter's states as they are."""
-        state: dict[str, Any] = self._optimizer.state[parameter]
-        return state
-
     def made_for(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fresh states."""
-        local = local_tensor(parameter)
         home, _ = self._optimizer.home(parameter)
-        names = ["exp_avg", "exp_avg_sq"]
         state = {"step": torch.zeros(())}
-        state |= {name: wrapped_like(parameter, _zeros(local, home)) for name in names}
+        state |= {name: wrapped_like(parameter, _zeros(local_tensor(parameter), home)) for name in _MOMENTS}
         if self.needs_master(parameter):
-            state["master"] = self._master(parameter, home)
+            state["master"] = _laid_out(parameter, parameter, home)
         return state
 
-    def _master(self, parameter: torch.Tensor, home: torch.device) -> torch.Tensor:
-        local = local_tensor(parameter)
-        return wrapped_like(parameter, _zeros(local, home).copy_(local))
-
-    def ready(self, parameter: torch.Tensor) -> dict[str, Any]:
+    def ready(self, parameter: torch.Tensor) -> Shards:
         """A parameter's states, made or mended: what another kind of Adam, or torch's, has left is taken over."""
-        state = self.of(parameter)
+        state: dict[str, Any] = self._optimizer.state[parameter]
+        found, weight = self._ready.get(parameter), local_tensor(parameter)
+        if found is None or not _is_current(found, state, weight):
+            found = self._mended(parameter, weight, state)
+            self._ready[parameter] = found
+        return found
+
+    def forget(self) -> None:
+        """Lets go of states that are about to be replaced."""
+        self._ready.clear()
+
+    def _mended(self, parameter: torch.Tensor, weight: torch.Tensor, state: dict[str, Any]) -> Shards:
+        home, _ = self._optimizer.home(parameter)
         if not state:
             state.update(self.made_for(parameter))
-            return state
-        home, _ = self._optimizer.home(parameter)
         if not isinstance(state["step"], torch.Tensor) or state["step"].device.type != "cpu":
             state["step"] = torch.tensor(float(state["step"]))
         if not self.needs_master(parameter):
             state.pop("master", None)
         elif "master" not in state:
-            state["master"] = self._master(parameter, home)
-        for name in ("exp_avg", "exp_avg_sq", "master"):
-            if name in state:
-                state[name] = self._at_home(parameter, state[name], home)
-        return state
+            state["master"] = _laid_out(parameter, parameter, home)
+        for name in (*_MOMENTS, *(["master"] if "master" in state else [])):
+            if not _is_laid_out(state[name], parameter, home):
+                state[name] = _laid_out(state[name], parameter, home)
+        exp_avg, exp_avg_sq = (local_tensor(state[name]) for name in _MOMENTS)
+        master = local_tensor(state["master"]) if "master" in state else None
+        return Shards(weight, exp_avg, exp_avg_sq, master, state["step"], _kept(state))
 
-    def _at_home(self, parameter: torch.Tensor, value: torch.Tensor, home: torch.device) -> torch.Tensor:
-        local = local_tensor(value)
-        same_kind = isinstance(value, DTensor) == isinstance(parameter, DTensor)
-        if same_kind and local.dtype == torch.float32 and local.device == home and is_dense(local):
-            return value
-        return wrapped_like(parameter, _zeros(local_tensor(parameter), home).copy_(local))
+
+def _kept(state: dict[str, Any]) -> tuple[Any, ...]:
+    return state["exp_avg"], state["exp_avg_sq"], state.get("master"), state["step"]
+
+
+def _is_current(shards: Shards, state: dict[str, Any], weight: torch.Tensor) -> bool:
+    """Whether nobody has replaced a state, or the weight or its layout, since the last step."""
+    if not state or shards.weight is not weight:
+        return False
+    if any(kept is not now for kept, now in zip(shards.kept, _kept(state), strict=True)):
+        return False
+    if shards.master is None:
+        return weight.dtype == torch.float32 and weight.stride() == shards.exp_avg.stride()
+    return weight.shape == shards.master.shape
 
 
 def _zeros(local: torch.Tensor, home: torch.device) -> torch.Tensor:
     return torch.zeros_like(local, dtype=torch.float32, device=home, memory_format=torch.preserve_format)
+
+
+def _is_laid_out(value: torch.Tensor, parameter: torch.Tensor, home: torch.device) -> bool:
+    local, like = local_tensor(value), _zeros_layout(local_tensor(parameter))
+    right_kind = isinstance(value, DTensor) == isinstance(parameter, DTensor)
+    right_kind = right_kind and local.dtype == torch.float32 and local.device == home
+    return right_kind and local.shape == like.shape and local.stride() == like.stride()
+
+
+def _zeros_layout(local: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(local, device="meta", memory_format=torch.preserve_format)
+
+
+def _laid_out(value: torch.Tensor, parameter: torch.Tensor, home: torch.device) -> torch.Tensor:
+    """A copy of a tensor of the parameter's shape, in fp32 at home, in the order of the parameter's memory."""
+    return wrapped_like(parameter, _zeros(local_tensor(parameter), home).copy_(local_tensor(value)))

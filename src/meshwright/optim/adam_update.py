@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from meshwright.optim.adam_rule import AdamRule
-from meshwright.optim.adam_states import AdamStates
+from meshwright.optim.adam_states import AdamStates, Shards
 from meshwright.optim.buckets import Bucket, Piece
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.delta import DeltaMoments
@@ -19,6 +19,7 @@ class Flight:
     """A bucket whose gradients are on their way."""
 
     pieces: Bucket
+    exp_avgs: list[torch.Tensor]
     ticket: Ticket
 
 
@@ -32,7 +33,8 @@ class BucketUpdate:
     link: Link
     states: AdamStates
     delta: DeltaMoments | None
-    _steps: dict[int, int] = field(default_factory=dict)  # per parameter the number of this step, by identity
+    _begun: dict[int, tuple[Shards, int]] = field(default_factory=dict)
+    """By identity of the parameter: its tensors, and the number of this step."""
 
     def advance_all(self) -> None:
         """Begins the step of every parameter; of those with empty shards too, whose step count is everybody's."""
@@ -41,9 +43,10 @@ class BucketUpdate:
 
     def advance(self, parameter: torch.Tensor) -> None:
         """Makes a parameter's states if need be and counts the step."""
-        step = self.states.ready(parameter)["step"]
-        step += 1
-        self._steps[id(parameter)] = int(step)
+        shards = self.states.ready(parameter)
+        step = int(shards.step) + 1
+        shards.step.fill_(step)
+        self._begun[id(parameter)] = shards, step
 
     def run(self, scale: float) -> None:
         """Updates all buckets: the gradients of the next one travel while one is computed."""
@@ -59,47 +62,47 @@ class BucketUpdate:
 
     def start(self, bucket: Bucket) -> Flight:
         """Sends the gradients of a bucket on their way."""
-        gradients = [piece.of(_gradient(piece)) for piece in bucket]
-        return Flight(bucket, self.link.fetch(gradients, [self._state(piece, "exp_avg") for piece in bucket]))
+        exp_avgs = [piece.of(self._begun[id(piece.parameter)][0].exp_avg) for piece in bucket]
+        return Flight(bucket, exp_avgs, self.link.fetch([_gradient(piece) for piece in bucket], exp_avgs))
 
     def finish(self, flight: Flight, scale: float) -> None:
         """Waits for the gradients of a bucket, computes its update, and sends the weights back."""
-        pieces = flight.pieces
-        exp_avgs = [self._state(piece, "exp_avg") for piece in pieces]
+        pieces, exp_avgs = flight.pieces, flight.exp_avgs
+        shards = [self._begun[id(piece.parameter)][0] for piece in pieces]
         gradients = self.link.receive(flight.ticket, exp_avgs)
-        exp_avg_sqs = [self._state(piece, "exp_avg_sq") for piece in pieces]
-        weights = [piece.of(local_tensor(piece.parameter)) for piece in pieces]
-        masters = [self._state(piece, "master") if self._has_master(piece) else None for piece in pieces]
-        computed = [weight if master is None else master for weight, master in zip(weights, masters, strict=True)]
+        exp_avg_sqs = [piece.of(shard.exp_avg_sq) for piece, shard in zip(pieces, shards, strict=True)]
+        computed, weights, masters = [], [], []
+        for piece, shard in zip(pieces, shards, strict=True):
+            if shard.master is None:
+                computed.append(piece.of(shard.weight))
+            else:
+                weights.append(piece.of(shard.weight))
+                masters.append(piece.of(shard.master))
+                computed.append(masters[-1])
+        self._compute(pieces, (computed, gradients, exp_avgs, exp_avg_sqs), scale)
+        self.link.send(flight.ticket, weights, masters)
+
+    def _compute(self, pieces: Bucket, tensors: tuple[list[torch.Tensor], ...], scale: float) -> None:
         for step, places in self._by_step(pieces).items():
-            chosen, given, means, squares = (
-                [tensors[place] for place in places] for tensors in (computed, gradients, exp_avgs, exp_avg_sqs)
+            chosen, gradients, exp_avgs, exp_avg_sqs = (
+                column if len(places) == len(pieces) else [column[place] for place in places] for column in tensors
             )
             before = [weight.clone() for weight in chosen] if self.delta is not None else []
-            self.rule.update(chosen, given, means, squares, step, scale)
-            for place, old in zip(places, before, strict=False):
-                delta = self.rule.delta(old, exp_avgs[place], exp_avg_sqs[place], step)
-                assert self.delta is not None
-                self.delta.add(pieces[place].parameter, delta)
-        rounded = [(weight, master) for weight, master in zip(weights, masters, strict=True) if master is not None]
-        self.link.send(flight.ticket, [weight for weight, _ in rounded], [master for _, master in rounded])
+            self.rule.update(chosen, gradients, exp_avgs, exp_avg_sqs, step, scale)
+            if self.delta is not None:
+                for place, old, mean, square in zip(places, before, exp_avgs, exp_avg_sqs, strict=True):
+                    self.delta.add(pieces[place].parameter, self.rule.delta(old, mean, square, step))
 
     def _by_step(self, pieces: Bucket) -> dict[int, list[int]]:
         """Places in the bucket by step count: parameters that were frozen for a while are behind the others."""
         places: dict[int, list[int]] = {}
         for place, piece in enumerate(pieces):
-            places.setdefault(self._steps[id(piece.parameter)], []).append(place)
+            places.setdefault(self._begun[id(piece.parameter)][1], []).append(place)
         return places
-
-    def _state(self, piece: Piece, name: str) -> torch.Tensor:
-        return piece.of(local_tensor(self.states.of(piece.parameter)[name]))
-
-    def _has_master(self, piece: Piece) -> bool:
-        return "master" in self.states.of(piece.parameter)
 
 
 def _gradient(piece: Piece) -> torch.Tensor:
     assert piece.parameter.grad is not None
     gradient = local_tensor(piece.parameter.grad)
     # A range can only be cut out of contiguous memory.
-    return gradient if piece.whole else gradient.contiguous()
+    return gradient if piece.whole else piece.of(gradient.contiguous())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +13,7 @@ from meshwright.optim.clip import local_tensor
 _ALIGNMENT = 1024
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A range of the elements of one parameter's local shard."""
 
     parameter: torch.Tensor

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, NonFiniteError
 from meshwright.optim.clip import local_tensor, multiply_
-from meshwright.optim.gradients import any_nonfinite, norm_and_count, unscale_and_find_nonfinite
+from meshwright.optim.gradient_watch import GradientWatch, local_gradients
+from meshwright.optim.gradients import norm_and_count
 from meshwright.optim.layouts import reduced
 from meshwright.optim.loss_scale import LossScale
 from meshwright.optim.manager_checks import check_gradients, check_optimizer, check_policy, check_scheduler
@@ -82,9 +83,7 @@ class OptimManager:
         """Whether the last ``step`` left all weights as they were."""
         self._skips = 0  # in a row that did not lower the scale
         self._scaled = False  # a loss was scaled since the last step
-        # Gradients whose norm was taken since the last step, with their version: nobody has written to them since.
-        self._measured: dict[int, tuple[torch.Tensor, int]] = {}
-        self._norms: list[torch.Tensor] = []
+        self._watch = GradientWatch()
 
     @property
     def loss_scale(self) -> float:
@@ -114,7 +113,7 @@ class OptimManager:
         """Clears the gradients of all optimizers."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
-        self._forget_norms()
+        self._watch.forget()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times ``loss_scale / grad_scale``, in fp32 if it was half, to call ``backward`` on."""
@@ -174,8 +173,7 @@ class OptimManager:
         local = [local_tensor(gradient) for gradient in gradients]
         if max_norm < float("inf"):
             multiply_(local, torch.clamp(max_norm / (norm + eps), max=1.0))
-        self._norms.append(norm)
-        self._measured.update({id(gradient): (gradient, gradient._version) for gradient in local})
+        self._watch.remember(norm, local)
         return norm
 
     @torch.no_grad()
@@ -197,20 +195,18 @@ class OptimManager:
             self._scale.clean()
             self._skips = 0
         self._scaled = False
-        self._forget_norms()
+        self._watch.forget()
 
     def _found_nonfinite(self, parameters: list[list[torch.Tensor]]) -> bool:
         """Whether any rank has inf or nan; gradients of optimizers that do not unscale are unscaled in passing."""
         plain: list[torch.Tensor] = []
-        fresh: list[torch.Tensor] = []
+        to_unscale: list[torch.Tensor] = []
         for optimizer, group in zip(self.optimizers, parameters, strict=True):
-            (plain if _takes_scale(optimizer) or self.loss_scale == 1.0 else fresh).extend(self._unmeasured(group))
-        flags = [any_nonfinite(plain), unscale_and_find_nonfinite(fresh, 1.0 / self.loss_scale)]
-        flags += [(~torch.isfinite(norm)).float() for norm in self._norms]
-        device = next((flag.device for flag in flags if flag.device.type != "cpu"), flags[0].device)
-        found = torch.stack([flag.to(device) for flag in flags]).max()
+            in_step = _takes_scale(optimizer) or self.loss_scale == 1.0
+            (plain if in_step else to_unscale).extend(local_gradients(group))
+        found = self._watch.any_nonfinite(plain, to_unscale, 1.0 / self.loss_scale)
         has_gradients = any(parameter.grad is not None for group in parameters for parameter in group)
-        host = torch.tensor([float(self._scaled), float(has_gradients)]).to(device, non_blocking=True)
+        host = torch.tensor([float(self._scaled), float(has_gradients)]).to(found.device, non_blocking=True)
         # Pipeline stages: only the last one sees a loss, and a stage need not have trainable parameters.
         nonfinite, scaled, present = reduced(torch.cat([found.reshape(1), host]), dist.ReduceOp.MAX).tolist()
         if self._scale.enabled and present and not scaled:
@@ -221,14 +217,6 @@ class OptimManager:
                 fix="call manager.backward(loss) instead of loss.backward()",
             )
         return bool(nonfinite)
-
-    def _unmeasured(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        return [gradient for gradient in gradients if not self._is_measured(gradient)]
-
-    def _is_measured(self, gradient: torch.Tensor) -> bool:
-        measured, version = self._measured.get(id(gradient), (None, 0))
-        return measured is gradient and version == gradient._version
 
     def _skip_or_raise(self) -> None:
         self.step_was_skipped = True
@@ -270,13 +258,10 @@ class OptimManager:
 
     def _unscale_measured(self, parameters: list[torch.Tensor]) -> None:
         """The others were unscaled when they were looked at."""
-        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        scaled = [g for g in gradients if self.on_nonfinite == "ignore" or self._is_measured(g)]
+        ignoring = self.on_nonfinite == "ignore"
+        scaled = [g for g in local_gradients(parameters) if ignoring or self._watch.is_measured(g)]
         if self.loss_scale != 1.0 and scaled:
             multiply_(scaled, torch.tensor(1.0 / self.loss_scale))
-
-    def _forget_norms(self) -> None:
-        self._measured, self._norms = {}, []
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
         """Loss scale with its counters, optimizers and schedulers.
@@ -298,7 +283,7 @@ class OptimManager:
         """
         load_manager_state(self, self._scale, state_dict)
         self._scaled, self._skips = False, 0
-        self._forget_norms()
+        self._watch.forget()
 
 
 def _takes_scale(optimizer: Optimizer) -> bool:

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright.errors import CheckpointError, join_names
-from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank, world_size
+from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
 from meshwright.store.entries import ModelEntries, model_entries, stored_name
 from meshwright.store.file_format import read_file, write_file
+from meshwright.store.transfer import collect, spread
 from meshwright.store.writer import wait_for_saves, write_later
 
 
@@ -68,15 +67,13 @@ def _make_folder(path: Path) -> None:
 def _gathered(entries: ModelEntries) -> dict[str, Any]:
     """Full copies on the host of rank 0; elsewhere empty. Holds one full tensor at a time on the other ranks."""
     state_dict: dict[str, Any] = {}
-    copies: dict[int, torch.Tensor] = {}  # tied names share one copy
+    copies: dict[int, torch.Tensor | None] = {}  # tied names share one copy
     for name, value in entries.raw.items():
         if not isinstance(value, torch.Tensor):
             state_dict[stored_name(name)] = value
             continue
         if id(value) not in copies:
-            full = value.detach()
-            full = full.full_tensor() if isinstance(full, DTensor) else full
-            copies[id(value)] = full.to("cpu", copy=True) if rank() == 0 else torch.empty(0)
+            copies[id(value)] = collect(value)
         state_dict[stored_name(name)] = copies[id(value)]
     return state_dict if rank() == 0 else {}
 
@@ -155,24 +152,8 @@ def _fill(entries: ModelEntries, found: dict[str, Any], described: dict[str, Any
             continue
         if isinstance(target, torch.Tensor):
             done.add(id(target))
-            _fill_one(target, found.get(stored))
+            spread(found.get(stored), target)
         else:
             extra[name] = gather_objects(found.get(stored))[0]
     if extra:
         entries.module.load_state_dict(entries.raw | extra)
-
-
-def _fill_one(target: torch.Tensor, source: torch.Tensor | None) -> None:
-    """Copies ``source``, which rank 0 holds, into the tensor or into the ranks' parts of it."""
-    if not isinstance(target, DTensor):
-        if source is not None:
-            target.copy_(source)
-        if world_size() > 1:
-            dist.broadcast(target.detach(), src=0)
-        return
-    device = target.to_local().device
-    if source is None:  # only its shape counts: takes no memory
-        full = torch.empty((), dtype=target.dtype, device=device).expand(target.shape)
-    else:
-        full = source.to(device, target.dtype)
-    target.to_local().copy_(distribute_tensor(full, target.device_mesh, target.placements).to_local())

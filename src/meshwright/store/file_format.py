@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,14 @@ def read_file(path: Path) -> dict[str, Any]:
     """
     try:
         found = load_file(path) if path.suffix == _SAFETENSORS else _torch_load(path)
+    except pickle.UnpicklingError as error:
+        wanted = re.search(r"GLOBAL (\S+)", str(error))
+        raise CheckpointError(
+            f"{path} holds more than tensors and plain values; reading that could run code",
+            expected="a state dict",
+            got=wanted.group(1) if wanted else "a damaged or foreign pickle",
+            fix="convert the file with a program you trust: torch.save(model.state_dict(), …)",
+        ) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} cannot be read",
