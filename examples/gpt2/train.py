@@ -59,9 +59,9 @@ def train(model: GPT, options: argparse.Namespace) -> None:
     device = next(model.parameters()).device
     batches = rank_batches(options, device)
     loss_func = bmt.loss.FusedCrossEntropy(ignore_index=PADDING)  # torch.nn.CrossEntropyLoss in less memory
-    optimizer = OPTIMIZERS[options.optimizer](model.parameters(), weight_decay=1e-2)
+    optimizer = OPTIMIZERS[options.optimizer](model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     lr_scheduler = bmt.lr_scheduler.Cosine(
-        optimizer, start_lr=options.lr, warmup_iter=options.steps // 10, end_iter=options.steps
+        optimizer, start_lr=options.lr, warmup_iter=options.steps // 5, end_iter=options.steps
     )
     optim_manager = bmt.optim.OptimManager(loss_scale=1024 if options.dtype == "fp16" else None)
     optim_manager.add_optimizer(optimizer, lr_scheduler)
