@@ -20,7 +20,7 @@ from meshwright.nn import (
     grouped_parameters,
     init_parameters,
 )
-from tests.nn.seed_models import DIM, Layer, Linear, PlainLayer, build, full, gradients
+from tests.nn.seed_models import DIM, IN, Layer, Linear, PlainLayer, build, full, gradients
 
 Pair = namedtuple("Pair", "first second")
 
@@ -305,3 +305,26 @@ def _recorded():
 
 def test_recording_inside_blocks(ranks):
     ranks(2).run(_recorded)
+
+
+def _converted():
+    """``half`` and ``to`` leave a model what it was: distributed, tied, with its initial values to come."""
+    model = build("list")
+    model.again = model.embed
+    before = dict(model.named_parameters())
+    model.bfloat16()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
+    assert all(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
+    assert model.embed.weight.shape == (DIM, IN)
+    torch.manual_seed(5)
+    init_parameters(model)
+    assert all(full(parameter).abs().max() > 0 for parameter in model.parameters())
+    model(torch.ones(2, IN, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(ModelError, match="has run"):
+        model.float()
+    assert model.train().cpu() is model
+
+
+def test_conversions(ranks):
+    ranks(2).run(_converted)
