@@ -1,5 +1,7 @@
 """What goes through a Block, what it is, and what it refuses."""
 
+import dataclasses
+import importlib
 from collections import namedtuple
 
 import pytest
@@ -22,6 +24,7 @@ from meshwright.nn import (
 )
 from tests.nn.seed_models import DIM, IN, Layer, Linear, PlainLayer, build, full, gradients
 
+block_module = importlib.import_module("meshwright.nn.block")
 Pair = namedtuple("Pair", "first second")
 
 
@@ -246,6 +249,26 @@ def test_before_init_distributed(use):
     assert not torch.distributed.is_initialized()
     with pytest.raises(LaunchError, match="init_distributed"):
         use()
+
+
+def _levels():
+    """``init_distributed(zero_level=2)`` holds for every Block that is not told otherwise."""
+    before = block_module.settings
+    block_module.settings = lambda: dataclasses.replace(before(), zero_level=2)
+    try:
+        block, other = Block(PlainLayer()), Block(PlainLayer(), zero_level=3)
+    finally:
+        block_module.settings = before
+    for each, gathered in ((block, True), (other, False)):
+        out = nn.Sequential(each)(torch.ones(1, DIM))
+        # What is registered after forward tells whether the whole parameters were kept.
+        assert (type(each.up.weight) is nn.Parameter) == gathered
+        out.sum().backward()
+        assert isinstance(each.up.weight, torch.distributed.tensor.DTensor)
+
+
+def test_the_global_zero_level(ranks):
+    ranks(2).run(_levels)
 
 
 def _groups():
