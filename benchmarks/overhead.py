@@ -1,4 +1,7 @@
-"""Step time of ``Accelerated.step`` over a loop written by hand with raw DDP or ``fully_shard``, in interleaved runs.
+"""Step time of our ways to train over loops written by hand with raw DDP or ``fully_shard``, in interleaved runs.
+
+``data``, ``zero2`` and ``fsdp`` are ``Accelerated.step`` under that strategy; ``wrapped`` is BMTrain's way, a model of
+``BMTrainModelWrapper`` with ``OptimManager`` and ``AdamOptimizer``, against ``fully_shard`` with recomputed blocks.
 
 Same model, data, optimizer, clipping and threads; 2 processes. The two take turns, a few steps each, so that a machine
 whose speed drifts slows both alike; the ratio is the median over all turns of (ours / raw).
@@ -19,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -52,8 +56,11 @@ def raw(kind: str, device: torch.device) -> Callable[[torch.Tensor], None]:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        if kind == "wrapped":
+            block_class = type(model.blocks[0])  # type: ignore[index]
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, block_class))
         for block in model.blocks:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh, reshard_after_forward=kind == "fsdp")
+            fully_shard(block, mesh=mesh, reshard_after_forward=kind != "zero2")
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
     optim = torch.optim.AdamW(model.parameters(), **OPTIM)
 
@@ -66,7 +73,25 @@ def raw(kind: str, device: torch.device) -> Callable[[torch.Tensor], None]:
     return step
 
 
+def wrapped(device: torch.device) -> Callable[[torch.Tensor], None]:
+    """The loop of BMTrain's README."""
+    model = mw.BMTrainModelWrapper(build(device))
+    optimizer = mw.optim.AdamOptimizer(model.parameters(), lr=1e-3, weight_decay=1e-2)
+    manager = mw.optim.OptimManager()
+    manager.add_optimizer(optimizer)
+
+    def step(ids: torch.Tensor) -> None:
+        manager.zero_grad()
+        manager.backward(loss_func(ids, model(ids)))
+        manager.clip_grad_norm(optimizer.param_groups, MAX_NORM)
+        manager.step()
+
+    return step
+
+
 def ours(kind: str, device: torch.device) -> Callable[[torch.Tensor], None]:
+    if kind == "wrapped":
+        return wrapped(device)
     accelerated = mw.accelerate(
         build(device),
         torch.optim.AdamW,
@@ -122,7 +147,7 @@ def main() -> int:
     mw.init_distributed()
     results = []
     mw.print_rank(f"{'strategy':10} {'raw':>9} {'ours':>9} {'ours / raw':>11}")
-    for kind in ("data", "zero2", "fsdp"):
+    for kind in ("data", "zero2", "fsdp", "wrapped"):
         result = compare(kind, arguments.rounds, settings().device)
         results.append(result)
         mw.print_rank(

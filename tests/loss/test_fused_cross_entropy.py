@@ -63,15 +63,20 @@ def test_it_is_nearer_to_fp64_than_torchs_fp32():
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_the_seeds_acceptance_at_scale_32768(dtype):
-    """BMTrain's test: |Δloss| < 1e-5 and |Δgrad| < 0.1 for gradients of the summed loss times 32768 over the rows."""
-    for num_classes in (10, 1000, 30000):
-        logits, target, weight = problem(16, num_classes, dtype, scale=1.0)
+    """BMTrain's test, |Δloss| < 1e-5 and |Δgrad| < 0.1 at a loss scale of 32768 over 16384 rows; here only rounding.
+
+    Fewer rows with the same scale per row: gradients of the same size.
+    """
+    for num_rows, num_classes in ((4096, 10), (512, 1000), (16, 30000)):
+        logits, target, weight = problem(num_rows, num_classes, dtype, scale=1.0)
+        loss_scale = torch.tensor(32768.0 * num_rows / 16384)
         loss = FusedCrossEntropy(weight)(logits, target)
-        expected, gradient = reference(logits, target, weight, torch.tensor(32768.0))
-        loss.backward(torch.tensor(32768.0))
+        expected, gradient = reference(logits, target, weight, loss_scale)
+        loss.backward(loss_scale)
         assert abs(loss.item() - expected.item()) < 1e-5
-        assert (logits.grad.float() - gradient).abs().max() <= EPSILON[dtype] * gradient.abs().max()
-        logits.grad = None
+        error = (logits.grad.float() - gradient).abs().max()
+        assert error <= 1.01 * EPSILON[dtype] * gradient.abs().max()
+        assert error < 0.1
 
 
 def test_derivatives_of_every_form_against_finite_differences():

@@ -1,5 +1,7 @@
 """What goes through a Block, what it is, and what it refuses."""
 
+import dataclasses
+import importlib
 from collections import namedtuple
 
 import pytest
@@ -20,8 +22,9 @@ from meshwright.nn import (
     grouped_parameters,
     init_parameters,
 )
-from tests.nn.seed_models import DIM, Layer, Linear, PlainLayer, build, full, gradients
+from tests.nn.seed_models import DIM, IN, Layer, Linear, PlainLayer, build, full, gradients
 
+block_module = importlib.import_module("meshwright.nn.block")
 Pair = namedtuple("Pair", "first second")
 
 
@@ -248,6 +251,26 @@ def test_before_init_distributed(use):
         use()
 
 
+def _levels():
+    """``init_distributed(zero_level=2)`` holds for every Block that is not told otherwise."""
+    before = block_module.settings
+    block_module.settings = lambda: dataclasses.replace(before(), zero_level=2)
+    try:
+        block, other = Block(PlainLayer()), Block(PlainLayer(), zero_level=3)
+    finally:
+        block_module.settings = before
+    for each, gathered in ((block, True), (other, False)):
+        out = nn.Sequential(each)(torch.ones(1, DIM))
+        # What is registered after forward tells whether the whole parameters were kept.
+        assert (type(each.up.weight) is nn.Parameter) == gathered
+        out.sum().backward()
+        assert isinstance(each.up.weight, torch.distributed.tensor.DTensor)
+
+
+def test_the_global_zero_level(ranks):
+    ranks(2).run(_levels)
+
+
 def _groups():
     model = build("list")
     groups = dict(grouped_parameters(model))
@@ -305,3 +328,26 @@ def _recorded():
 
 def test_recording_inside_blocks(ranks):
     ranks(2).run(_recorded)
+
+
+def _converted():
+    """``half`` and ``to`` leave a model what it was: distributed, tied, with its initial values to come."""
+    model = build("list")
+    model.again = model.embed
+    before = dict(model.named_parameters())
+    model.bfloat16()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
+    assert all(isinstance(parameter, DistributedParameter) for parameter in model.parameters())
+    assert model.embed.weight.shape == (DIM, IN)
+    torch.manual_seed(5)
+    init_parameters(model)
+    assert all(full(parameter).abs().max() > 0 for parameter in model.parameters())
+    model(torch.ones(2, IN, dtype=torch.bfloat16)).sum().backward()
+    with pytest.raises(ModelError, match="has run"):
+        model.float()
+    assert model.train().cpu() is model
+
+
+def test_conversions(ranks):
+    ranks(2).run(_converted)

@@ -66,18 +66,14 @@ def by_hand(clip):
     return norms, whole(model)
 
 
-def both_clips():
-    return [sharded_run(clip) for clip in (0.05, INF)]
-
-
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_four_kinds_of_optimizer_under_one_scale_train_like_plain_ones(ranks, world):
-    expected = [by_hand(clip) for clip in (0.05, INF)]
-    for found in [both_clips()] if world == 1 else ranks(world).run(both_clips):
-        for (norms, weights), (true_norms, true_weights) in zip(found, expected, strict=True):
-            assert norms == pytest.approx(true_norms, rel=1e-4)
-            for ours, theirs in zip(weights, true_weights, strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-6)
+    true_norms, true_weights = by_hand(0.05)
+    for norms, weights in [sharded_run(0.05)] if world == 1 else ranks(world).run(sharded_run, 0.05):
+        assert norms == pytest.approx(true_norms, rel=1e-4)
+        assert min(norms[::2]) > 0.05  # clipping did something
+        for ours, theirs in zip(weights, true_weights, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("scale", [None, 4096.0])
@@ -405,13 +401,13 @@ def resumable(seed, sharded, **changes):
 
 
 def start_and_save():
-    """Six steps, then both kinds of state dict and twelve more steps."""
+    """Five steps, then both kinds of state dict and ten more steps."""
     model, manager = resumable(3, sharded=True)
-    run(model, manager, 6, clip=0.05)
+    run(model, manager, 5, clip=0.05)
     local = copy.deepcopy(manager.state_dict())
     gathered = manager.state_dict(gather_opt=True)
     weights = whole(model)
-    run(model, manager, 12, start=6, clip=0.05)
+    run(model, manager, 10, start=5, clip=0.05)
     goes_on = whole(model), manager.loss_scale, manager.optimizers[0].param_groups[0]["lr"]
     resumed = []
     for saved in (local, gathered):
@@ -426,7 +422,7 @@ def resume(weights, saved):
     )
     for optimizer in manager.optimizers:
         optimizer.param_groups[0]["lr"] = 0.7
-    run(model, manager, 2, start=50)
+    run(model, manager, 1, start=50)
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), weights, strict=True):
             local = (
@@ -436,7 +432,7 @@ def resume(weights, saved):
             )
             parameter.copy_(local)
     manager.load_state_dict(saved)
-    run(model, manager, 12, start=6, clip=0.05)
+    run(model, manager, 10, start=5, clip=0.05)
     return whole(model), manager.loss_scale, manager.optimizers[0].param_groups[0]["lr"]
 
 

@@ -84,21 +84,18 @@ class _RowLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NC: Tensor, *rows: Any) -> Tensor:
         every = Rows(*rows)
-        losses, maxima, sums = [every.weight_n[:0]], [], []
+        # Made once, before the large pieces: small tensors that stay between those would keep the allocator from
+        # using their memory again, and the process would grow by an fp32 copy after all.
+        loss_N, max_N1, sum_N1 = (torch.empty_like(every.weight_n.unsqueeze(1)) for _ in range(3))
         with without_autocast(logits_NC.device):
             for some in slices(logits_NC.shape[0], _rows_at_a_time(logits_NC)):
                 loss_n, softmax = row_losses(logits_NC[some], every.part(some))
-                losses.append(loss_n)
-                maxima.append(softmax.max_n1)
-                sums.append(softmax.sum_n1)
+                loss_N[some, 0], max_N1[some], sum_N1[some] = loss_n, softmax.max_n1, softmax.sum_n1
                 del softmax  # frees its exponentials before the next ones are made
-        if maxima:
-            saved = torch.cat(maxima), torch.cat(sums)
-        else:
-            saved = every.weight_n.unsqueeze(1), every.weight_n.unsqueeze(1)
         ctx.label_smoothing = every.label_smoothing
-        ctx.save_for_backward(logits_NC, every.target_n1, every.kept_n, every.weight_n, every.class_weight_C, *saved)
-        return torch.cat(losses)
+        row_tensors = every.target_n1, every.kept_n, every.weight_n, every.class_weight_C
+        ctx.save_for_backward(logits_NC, *row_tensors, max_N1, sum_N1)
+        return loss_N.squeeze(1)
 
     @staticmethod
     @once("FusedCrossEntropy")

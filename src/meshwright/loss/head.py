@@ -91,7 +91,8 @@ def _add(
         product_nD = _product(slope_nC, weight_CD)
         gradients.hidden_ND[some] = product_nD if factor == 1.0 else product_nD.mul_(factor)
     if gradients.weight_CD is not None and slope_nC.dtype == gradients.weight_CD.dtype:
-        gradients.weight_CD.addmm_(slope_nC.t(), hidden_nD)
+        # In place; addmm_ is not counted by FlopCounterMode.
+        torch.addmm(gradients.weight_CD, slope_nC.t(), hidden_nD, out=gradients.weight_CD)
     elif gradients.weight_CD is not None:
         num_classes, width = weight_CD.shape
         for block in slices(num_classes, max(1, _BLOCK_ELEMENTS // width)):

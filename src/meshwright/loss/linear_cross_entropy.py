@@ -131,7 +131,7 @@ def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def _check_chunk_size(chunk_size: int | None) -> None:
-    if chunk_size is not None and chunk_size < 1:
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
         raise ConfigError(
             "chunk_size is not a number of tokens", expected="1 or more", got=repr(chunk_size), fix="leave it out"
         )

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.errors import ModelError
 from meshwright.inspect import Record, captured, hand_over, recording_active
 from meshwright.nn.classes import subclass_like
-from meshwright.nn.roots import prepare_root
+from meshwright.nn.parameter import keeping_records
+from meshwright.nn.roots import has_run, prepare_root
 from meshwright.nn.sharding import shard_as_unit
 from meshwright.runtime import require_distributed, settings
 
@@ -83,6 +84,12 @@ class Block(nn.Module):
             self.free()  # no backward will do it, and the next step changes the shards
         return result
 
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        if has_run(self.unit):
+            _refuse_other_dtypes(self, fn)
+        with keeping_records(self.parameters()):
+            return super()._apply(fn, recurse)
+
     def free(self) -> None:
         """Frees the gathered parameters, if they are: the shards remain."""
         self.unit.reshard()
@@ -138,6 +145,19 @@ def _around(module: nn.Module, use_checkpoint: bool = True, zero_level: int | No
 def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
     """The class of the module inside a class made by :func:`_around`."""
     return cls.__mro__[cls.__mro__.index(Block) + 1]
+
+
+def _refuse_other_dtypes(block: Block, fn: Callable[..., Any]) -> None:
+    """FSDP2 keeps the buffers it gathers into, in the dtype of the first forward."""
+    for name, parameter in block.named_parameters():
+        dtype = fn(torch.empty(0, dtype=parameter.dtype)).dtype
+        if dtype != parameter.dtype:
+            raise ModelError(
+                "A Block that has run cannot change its dtype",
+                expected=f"{name} to stay {parameter.dtype}",
+                got=str(dtype),
+                fix="convert the model before its first forward, or save it and load it into a new one",
+            )
 
 
 def _check_level(level: int) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.nn.classes import subclass_like
-from meshwright.nn.parameter import gather_parameter, record_of
+from meshwright.nn.parameter import gather_parameter, keeping_records, record_of
 from meshwright.nn.roots import prepare_root
 from meshwright.nn.sharding import accept_full_tensors
 
@@ -41,6 +42,16 @@ class DistributedModule(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         accept_full_tensors(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        with keeping_records(self.parameters(recurse=False)):
+            return super()._apply(fn, recurse)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """The parameter itself, as ``named_parameters`` has it; ``nn.Module`` would gather it first."""
+        path, _, name = target.rpartition(".")
+        parameter = self.get_submodule(path)._parameters.get(name)
+        return parameter if parameter is not None else super().get_parameter(target)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As ``nn.Module``, without gathering to find out whether the name is taken."""

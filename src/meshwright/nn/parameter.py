@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +104,17 @@ def recorded_parameter(tensor: DTensor, requires_grad: bool, record: ParameterRe
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     setattr(parameter, _RECORD, record)
     return parameter
+
+
+@contextlib.contextmanager
+def keeping_records(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Lets parameters remember through a conversion (``half``, ``to``): torch swaps their contents and attributes."""
+    kept = [(parameter, record) for parameter in parameters if (record := record_of(parameter)) is not None]
+    try:
+        yield
+    finally:
+        for parameter, record in kept:
+            setattr(parameter, _RECORD, record)
 
 
 def mark_moved(parameter: nn.Parameter) -> None:

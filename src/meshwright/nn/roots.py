@@ -48,7 +48,7 @@ def _refuse_left_behind(module: nn.Module) -> None:
 def _share_root(module: nn.Module) -> None:
     units = [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
     # A unit that ran on its own before is a root of its own, and stays one.
-    if not units or module in units or any(_has_run(unit) for unit in units):
+    if not units or module in units or any(has_run(unit) for unit in units):
         return
     # All parameters are ignored: those of the units are theirs, and the others gather on use.
     fully_shard(module, mesh=world_mesh(), reshard_after_forward=False, ignored_params=set(module.parameters()))
@@ -58,5 +58,6 @@ def _share_root(module: nn.Module) -> None:
             link()
 
 
-def _has_run(unit: FSDPModule) -> bool:
+def has_run(unit: FSDPModule) -> bool:
+    """Whether FSDP2 has run a unit's forward: what it set up then is fixed."""
     return fully_shard.state(unit)._is_root is not None  # type: ignore[attr-defined]
