@@ -114,7 +114,7 @@ def rank_batches(options: argparse.Namespace, device: torch.device) -> Iterator[
 
 
 def print_statistics(model: GPT) -> None:
-    """Mean, deviation and extremes of every weight and gradient over all ranks; collective."""
+    """Every weight and gradient over all ranks; gradients are clipped, and still times the loss scale. Collective."""
     bmt.print_rank(bmt.inspect.format_summary(bmt.inspect.inspect_model(model, "*")), flush=True)
 
 
