@@ -10,13 +10,13 @@ import meshwright as bmt
 from meshwright import runtime
 from tests.nn.seed_models import IN, build, full, weights
 
-STEPS, PER_RANK = 100, 3
+STEPS, PER_RANK, NUM_LAYERS = 100, 3, 2
 
 
 def data(steps=STEPS):
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(steps, runtime.world_size(), PER_RANK, IN, generator=generator)
-    return inputs, torch.randint(0, IN, inputs.shape[:3], generator=generator)
+    return inputs, inputs.argmax(-1)
 
 
 def optimizer_for(name, parameters):
@@ -29,7 +29,7 @@ def optimizer_for(name, parameters):
 
 def plainly_trained(inputs, targets):
     """What plain torch makes of the batches of all ranks together."""
-    model = build("plain")
+    model = build("plain", num_layers=NUM_LAYERS)
     optimizer = optimizer_for("torch", model.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: min(n / 10, 1.0))
     losses = []
@@ -62,11 +62,11 @@ def seed_loop(model, optimizer, scheduler, inputs, targets, loss_func, **scale):
 
 def _trains(combinations):
     inputs, targets = data()
-    start = weights(build("plain"))
+    start = weights(build("plain", num_layers=NUM_LAYERS))
     reference, expected = plainly_trained(inputs, targets)
-    assert reference[-1] < reference[0] - 0.02
+    assert sum(reference[-10:]) < sum(reference[:10]) - 0.2
     for form, optimizer_name, loss_name, scale in combinations:
-        model = build(form)
+        model = build(form, num_layers=NUM_LAYERS)
         optimizer = optimizer_for(optimizer_name, model.parameters())
         scheduler = bmt.lr_scheduler.NoDecay(optimizer, start_lr=1e-3, warmup_iter=10, end_iter=STEPS)
         loss_func = bmt.loss.FusedCrossEntropy() if loss_name == "fused" else torch.nn.CrossEntropyLoss()
@@ -83,7 +83,7 @@ SCALED = {"loss_scale": 1024.0}
 COMBINATIONS = {
     1: [("list", "adam", "fused", {})],
     2: [("blocks", "torch", "fused", SCALED), ("wrapped", "offload", "fused", {})],
-    4: [("wrapped", "adam", "torch", SCALED), ("list", "offload", "torch", {})],
+    4: [("list", "adam", "torch", SCALED)],
 }
 
 
