@@ -1,7 +1,6 @@
 """Optimizer parts: Adam over shards, one loss scale for many optimizers, exact gradient norms, guards of a step."""
 
-from meshwright.optim.adam import AdamOptimizer
-from meshwright.optim.adam_offload import AdamOffloadOptimizer
+from meshwright.optim.adam import AdamOffloadOptimizer, AdamOptimizer
 from meshwright.optim.clip import clip_grad_norm_, local_tensor, total_norm
 from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.manager import OptimManager

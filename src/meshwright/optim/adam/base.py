@@ -9,14 +9,14 @@ import torch
 from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, ModelError, did_you_mean
-from meshwright.optim.adam_rule import WEIGHT_DECAY_RULES, AdamRule, WeightDecayRule
-from meshwright.optim.adam_states import AdamStates
-from meshwright.optim.adam_update import BucketUpdate
-from meshwright.optim.buckets import cut
+from meshwright.optim.adam.buckets import cut
+from meshwright.optim.adam.delta import DeltaMoments
+from meshwright.optim.adam.links import DirectLink, Link
+from meshwright.optim.adam.rule import WEIGHT_DECAY_RULES, AdamRule, WeightDecayRule
+from meshwright.optim.adam.states import AdamStates
+from meshwright.optim.adam.update import BucketUpdate
 from meshwright.optim.clip import local_tensor
-from meshwright.optim.delta import DeltaMoments
 from meshwright.optim.layouts import HALF_TYPES
-from meshwright.optim.links import DirectLink, Link
 from meshwright.optim.whole_state import gathered_state_dict, laid_out_like, parameters_by_key
 
 _BUCKET_ELEMENTS = 2**24
@@ -62,7 +62,7 @@ class AdamBase(Optimizer):
 
     def _begin(self) -> None:
         self._links: dict[torch.device, Link] = {}  # made when the first parameter of a device is updated
-        self._states = AdamStates(self)
+        self._states = AdamStates(lambda parameter: self.state[parameter], self.home)
         self._delta = DeltaMoments()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

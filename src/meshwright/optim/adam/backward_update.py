@@ -10,8 +10,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.errors import ModelError
-from meshwright.optim.adam_update import BucketUpdate, Flight
-from meshwright.optim.buckets import Bucket
+from meshwright.optim.adam.buckets import Bucket
+from meshwright.optim.adam.update import BucketUpdate, Flight
 
 
 class BackwardUpdate:

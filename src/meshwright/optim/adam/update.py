@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshwright.optim.adam_rule import AdamRule
-from meshwright.optim.adam_states import AdamStates, Shards
-from meshwright.optim.buckets import Bucket, Piece
+from meshwright.optim.adam.buckets import Bucket, Piece
+from meshwright.optim.adam.delta import DeltaMoments
+from meshwright.optim.adam.links import Link, Ticket
+from meshwright.optim.adam.rule import AdamRule
+from meshwright.optim.adam.states import AdamStates, Shards
 from meshwright.optim.clip import local_tensor
-from meshwright.optim.delta import DeltaMoments
-from meshwright.optim.links import Link, Ticket
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.layouts import is_dense, wrapped_like
-
-if TYPE_CHECKING:
-    from meshwright.optim.adam_base import AdamBase
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -35,20 +33,29 @@ class AdamStates:
 
     A ``master`` exists where the update cannot be computed in the parameter itself: for half precision, for states on
     another device, and for tensors with gaps in memory.
+
+    Args:
+        state_of: The optimizer's states of a parameter; filled in place.
+        home: Where a parameter's states live, and whether that is another device than its own.
     """
 
-    def __init__(self, optimizer: AdamBase) -> None:
-        self._optimizer = optimizer
+    def __init__(
+        self,
+        state_of: Callable[[torch.Tensor], dict[str, Any]],
+        home: Callable[[torch.Tensor], tuple[torch.device, bool]],
+    ) -> None:
+        self._state_of = state_of  # torch replaces ``optimizer.state`` when it loads: it must be asked every time
+        self._home = home
         self._ready: dict[torch.Tensor, Shards] = {}
 
     def needs_master(self, parameter: torch.Tensor) -> bool:
         """Whether the update is computed in a copy."""
-        _, remote = self._optimizer.home(parameter)
+        _, remote = self._home(parameter)
         return remote or parameter.dtype != torch.float32 or not is_dense(local_tensor(parameter))
 
     def made_for(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fresh states."""
-        home, _ = self._optimizer.home(parameter)
+        home, _ = self._home(parameter)
         state = {"step": torch.zeros(())}
         state |= {name: wrapped_like(parameter, _zeros(local_tensor(parameter), home)) for name in _MOMENTS}
         if self.needs_master(parameter):
@@ -57,7 +64,7 @@ class AdamStates:
 
     def ready(self, parameter: torch.Tensor) -> Shards:
         """A parameter's states, made or mended: what another kind of Adam, or torch's, has left is taken over."""
-        state: dict[str, Any] = self._optimizer.state[parameter]
+        state: dict[str, Any] = self._state_of(parameter)
         found, weight = self._ready.get(parameter), local_tensor(parameter)
         if found is None or not _is_current(found, state, weight):
             found = self._mended(parameter, weight, state)
@@ -69,7 +76,7 @@ class AdamStates:
         self._ready.clear()
 
     def _mended(self, parameter: torch.Tensor, weight: torch.Tensor, state: dict[str, Any]) -> Shards:
-        home, _ = self._optimizer.home(parameter)
+        home, _ = self._home(parameter)
         if not state:
             state.update(self.made_for(parameter))
         if not isinstance(state["step"], torch.Tensor) or state["step"].device.type != "cpu":

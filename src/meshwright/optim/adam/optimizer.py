@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.optim.adam_base import AdamBase
+from meshwright.optim.adam.base import AdamBase
 
 
 class AdamOptimizer(AdamBase):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright import ConfigError
-from meshwright.optim.loss_scale import LossScale
+from meshwright.optim.manager.loss_scale import LossScale
 
 
 def test_it_halves_grows_and_stays_within_its_limits():

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, NonFiniteError
 from meshwright.optim.clip import local_tensor, multiply_
-from meshwright.optim.gradient_watch import GradientWatch, local_gradients
-from meshwright.optim.gradients import norm_and_count
 from meshwright.optim.layouts import reduced
-from meshwright.optim.loss_scale import LossScale
-from meshwright.optim.manager_checks import check_gradients, check_optimizer, check_policy, check_scheduler
-from meshwright.optim.manager_state import load_manager_state, manager_state
+from meshwright.optim.manager.checks import check_gradients, check_optimizer, check_policy, check_scheduler
+from meshwright.optim.manager.gradient_watch import GradientWatch, local_gradients
+from meshwright.optim.manager.gradients import norm_and_count
+from meshwright.optim.manager.loss_scale import LossScale
+from meshwright.optim.manager.state import load_manager_state, manager_state
 from meshwright.runtime import print_rank
 
 OnNonFinite = Literal["skip", "raise", "ignore"]
@@ -271,7 +271,7 @@ class OptimManager:
                 plain torch and any world size can load; collective. Otherwise this rank's shards, as DTensors for
                 torch's distributed checkpoint.
         """
-        return manager_state(self, self._scale, gather_opt)
+        return manager_state(self.optimizers, self.lr_schedulers, self._scale, gather_opt)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what :meth:`state_dict` returned in either form, on any number of ranks; collective.
@@ -281,7 +281,7 @@ class OptimManager:
         Raises:
             CheckpointError: On every rank, when optimizers, schedulers or parameters do not fit.
         """
-        load_manager_state(self, self._scale, state_dict)
+        load_manager_state(self.optimizers, self.lr_schedulers, self._scale, state_dict)
         self._scaled, self._skips = False, 0
         self._watch.forget()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from meshwright.optim.clip import local_tensor
-from meshwright.optim.gradients import any_nonfinite, unscale_and_find_nonfinite
+from meshwright.optim.manager.gradients import any_nonfinite, unscale_and_find_nonfinite
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ from meshwright import ConfigError, ModelError, runtime
 from meshwright.errors import CheckpointError, NonFiniteError
 from meshwright.lr_scheduler import warmup_decay
 from meshwright.optim import AdamOffloadOptimizer, AdamOptimizer, GuardedOptimizer, OptimManager
-from meshwright.optim.gradients import any_nonfinite
+from meshwright.optim.manager.gradients import any_nonfinite
 from tests.optim.helpers import equal, loss_of, net, whole
 
 INF = float("inf")
@@ -216,7 +216,7 @@ def test_gradients_are_looked_at_once_unless_somebody_wrote_to_them(monkeypatch)
         looked.append(len(tensors))
         return any_nonfinite(tensors)
 
-    monkeypatch.setattr("meshwright.optim.gradient_watch.any_nonfinite", counting)
+    monkeypatch.setattr("meshwright.optim.manager.gradient_watch.any_nonfinite", counting)
     weights = [nn.Parameter(torch.ones(5)) for _ in range(3)]
     manager = OptimManager(loss_scale=8.0)
     manager.add_optimizer(AdamOptimizer(weights))

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, ModelError
 from meshwright.optim.guarded import GuardedOptimizer
-from meshwright.optim.loss_scale import LossScale
+from meshwright.optim.manager.loss_scale import LossScale
 
 _POLICIES = ("skip", "raise", "ignore")
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import torch
 
-from meshwright.optim.adam_base import AdamBase, FreshLinksAfterError
-from meshwright.optim.backward_update import BackwardUpdate
-from meshwright.optim.cuda_copies import CudaCopies
-from meshwright.optim.links import DirectLink, Link, StagedLink
+from meshwright.optim.adam.backward_update import BackwardUpdate
+from meshwright.optim.adam.base import AdamBase, FreshLinksAfterError
+from meshwright.optim.adam.cuda_copies import CudaCopies
+from meshwright.optim.adam.links import DirectLink, Link, StagedLink
 
 
 class AdamOffloadOptimizer(AdamBase):
