@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset, default_collate
@@ -210,11 +211,12 @@ def check_model(model: nn.Module, device: torch.device) -> None:
     wrapped = next(
         (m for m in model.modules() if isinstance(m, DistributedDataParallel | DataParallel | FSDPModule)), None
     )
-    if wrapped is not None:
+    sharded = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
+    if wrapped is not None or sharded is not None:
         raise ModelError(
             "The model is already distributed",
             expected="a plain nn.Module",
-            got=f"{type(wrapped).__name__} inside {type(model).__name__}",
+            got=f"{type(wrapped).__name__ if wrapped is not None else sharded} inside {type(model).__name__}",
             fix="pass the model as it was before wrapping; the strategy wraps it",
         )
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}

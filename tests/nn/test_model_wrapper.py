@@ -200,6 +200,10 @@ def _refusals():
         BMTrainModelWrapper(tied)
     assert type(tied.first) is nn.Linear  # and nothing was changed
 
+    for done in (wrapped, BMTrainModelWrapper(nn.Linear(3, 3))):
+        with pytest.raises(ModelError, match="already distributed"):
+            bmt.accelerate(done, torch.optim.SGD, strategy=["fsdp"])
+
 
 def test_refusals(ranks):
     ranks(2).run(_refusals)
