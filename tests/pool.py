@@ -6,6 +6,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -84,9 +85,12 @@ class Pool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port nobody listens on, below those that the system hands out: no connection will take it meanwhile."""
+    for port in random.sample(range(20000, 32000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("100 ports are taken")
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:

@@ -43,15 +43,16 @@ def run(name, strategy, optimizer, directory, first, last):
 HSDP = ["fsdp", ("parallel_mode", {"zero": 2, "data": 2})]
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize(
-    ("name", "before", "after"),
+    ("name", "before", "after", "optimizer"),
     [
-        ("plain", (4, ["fsdp"]), (2, [])),
-        ("gpt2", (4, ["fsdp"]), (2, ["zero2", "checkpoint"])),
-        ("llama", (4, HSDP), (1, [])),
-        ("bert", (2, []), (4, ["fsdp"])),
-        ("plain", (2, [("half", "bf16")]), (2, ["fsdp"])),
+        ("plain", (4, ["fsdp"]), (2, []), "sgd"),
+        ("plain", (4, ["fsdp"]), (2, []), "adamw"),
+        ("gpt2", (4, ["fsdp"]), (2, ["zero2", "checkpoint"]), "adamw"),
+        ("llama", (4, HSDP), (1, []), "sgd"),
+        ("bert", (2, []), (4, ["fsdp"]), "adamw"),
+        ("plain", (2, [("half", "bf16")]), (2, ["fsdp"]), "sgd"),
+        ("plain", (2, [("half", "bf16")]), (2, ["fsdp"]), "adamw"),
     ],
     ids=str,
 )
