@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 from meshwright import runtime
-from meshwright.nn import Block, DistributedParameter, TransformerBlockList, no_sync
+from meshwright.nn import Block, DistributedParameter, TransformerBlockList, init_parameters, no_sync
 from tests.nn.seed_models import (
     DIM,
     FORMS,
     IN,
     Layer,
+    Model,
     PlainLayer,
     build,
     full,
@@ -255,6 +256,8 @@ def _dropout():
     for form in ("blocks", "list", "sqrt", "wrapped"):
         model, kept = build(form, dropout=0.5), build("kept", dropout=0.5)
         x = batches(1)[0][runtime.rank()]
+        for each in (model, kept):
+            each(x)  # the first forward of all seeds the ranks
         torch.manual_seed(9)
         loss_of(model, x).backward()
         torch.manual_seed(9)
@@ -270,6 +273,31 @@ def _dropout():
 
 def test_dropout_and_modes(ranks):
     ranks(2).run(_dropout)
+
+
+def _seeds():
+    """Ranks make the same model and draw different dropout masks; also a second model, made after the first ran."""
+    model = build("list", dropout=0.5)
+    x = torch.ones(2, IN)
+    masked = [model(x), model(x)]
+    seen = runtime.gather_objects([out.detach() for out in masked])
+    different = [out for of_rank in seen for out in of_rank]
+    assert all(not torch.equal(a, b) for k, a in enumerate(different) for b in different[:k])
+    torch.rand(runtime.rank())  # and now their generators stand in different places, whoever was first
+    state = torch.get_rng_state()
+    second = Model("list")
+    init_parameters(second)
+    drawn = second.state_dict()["layers.0.up.weight"].full_tensor()
+    assert all(torch.equal(drawn, other) for other in runtime.gather_objects(drawn))
+    reference = Model("list")
+    if runtime.rank() == 0:
+        torch.set_rng_state(state)
+    init_parameters(reference)
+    assert torch.equal(full(reference.layers[0].up.weight), drawn)
+
+
+def test_ranks_share_weights_and_not_dropout(ranks):
+    ranks(4).run(_seeds)
 
 
 def _no_grad_then_step():

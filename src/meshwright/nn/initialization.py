@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 
 import torch
@@ -10,15 +11,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from meshwright.nn.parameter import dim0_part, record_of
-from meshwright.runtime import require_distributed, settings
+from meshwright.runtime import gather_objects, require_distributed, settings
 
 
 @torch.no_grad()
 def init_parameters(model: nn.Module) -> None:
     """Calls the ``init_method`` of every :class:`DistributedParameter` of a model; others keep their values.
 
-    Every rank fills the full tensor, one at a time in the model's order, and keeps its part: with one seed on all ranks
-    (``init_distributed`` sees to it) the values are those of a single process, and memory is bounded by one parameter.
+    Every rank fills the full tensor, one at a time in the model's order and with rank 0's random generators, and keeps
+    its part: the values are those of a single process, and memory is bounded by one parameter. Collective.
 
     Args:
         model: Any module.
@@ -30,14 +31,33 @@ def init_parameters(model: nn.Module) -> None:
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
-    for parameter in model.parameters():
-        record = record_of(parameter)
-        if record is None or record.init_method is None:
-            continue
-        assert isinstance(parameter, DTensor)
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=settings().device)
-        record.init_method(full)
-        parameter.to_local().copy_(dim0_part(full, parameter.device_mesh))
+    with _generators_of_rank_0():
+        for parameter in model.parameters():
+            record = record_of(parameter)
+            if record is None or record.init_method is None:
+                continue
+            assert isinstance(parameter, DTensor)
+            full = torch.empty(parameter.shape, dtype=parameter.dtype, device=settings().device)
+            record.init_method(full)
+            parameter.to_local().copy_(dim0_part(full, parameter.device_mesh))
+
+
+@contextlib.contextmanager
+def _generators_of_rank_0() -> Iterator[None]:
+    """Lets all ranks draw what rank 0 draws, also after the first forward, which gave them seeds of their own."""
+    device = settings().device
+    own = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    shared = gather_objects(own)[0]
+    _set_generators(shared, device)
+    yield
+    if not torch.equal(own[0], shared[0]):
+        _set_generators(own, device)
+
+
+def _set_generators(states: tuple[torch.Tensor, torch.Tensor | None], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        torch.cuda.set_rng_state(states[1], device)
 
 
 def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.Parameter]]]:

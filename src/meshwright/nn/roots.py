@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -9,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.errors import ModelError, join_names
 from meshwright.nn.averaging import average_gradients
 from meshwright.nn.parameter import was_moved
-from meshwright.runtime import world_mesh, world_size
+from meshwright.runtime import rank, seed_replica, settings, world_mesh, world_size
 
 # In a module's __dict__: plain parameters that were frozen so far. Its presence says that the module is prepared.
 _FROZEN = "_meshwright_frozen"
@@ -19,7 +20,7 @@ def prepare_root(module: nn.Module) -> None:
     """Prepares everything below ``module`` for training, once; modules below it have nothing left to do.
 
     The units below get one FSDP2 root, so that they share streams and gather ahead of one another. Gradients of plain
-    parameters are averaged over the ranks: nobody else would.
+    parameters are averaged over the ranks: nobody else would. The first forward of all gives every rank its own seed.
     """
     frozen = module.__dict__.get(_FROZEN)
     if frozen is None:
@@ -29,8 +30,20 @@ def prepare_root(module: nn.Module) -> None:
         # All units are sharded now, before the first forward: what is no DTensor is plain.
         frozen = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
         _share_root(module)
+        _seed_this_rank()
     if frozen:
         module.__dict__[_FROZEN] = average_gradients(frozen, world_size())
+
+
+_seeded: object = None  # the world in which this rank has seeds of its own
+
+
+def _seed_this_rank() -> None:
+    """From the first forward of a world on, every rank draws its own dropout masks; models were made alike before."""
+    global _seeded
+    if world_size() > 1 and _seeded is not dist.group.WORLD:
+        _seeded = dist.group.WORLD
+        seed_replica(settings().seed, rank())
 
 
 def _refuse_left_behind(module: nn.Module) -> None:
