@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from meshwright import runtime
-from meshwright.nn import Block, DistributedParameter, TransformerBlockList, init_parameters, no_sync
+from meshwright.nn import Block, DistributedParameter, TransformerBlockList, init_parameters, no_sync, roots
 from tests.nn.seed_models import (
     DIM,
     FORMS,
@@ -277,6 +277,7 @@ def test_dropout_and_modes(ranks):
 
 def _seeds():
     """Ranks make the same model and draw different dropout masks; also a second model, made after the first ran."""
+    roots._seeded = None  # as in a new process
     model = build("list", dropout=0.5)
     x = torch.ones(2, IN)
     masked = [model(x), model(x)]
