@@ -199,6 +199,8 @@ def _refusals():
     with pytest.raises(ModelError, match=r"layers\.1\.0\.weight"):
         BMTrainModelWrapper(tied)
     assert type(tied.first) is nn.Linear  # and nothing was changed
+    with pytest.raises(ModelError, match="recurrent"):
+        BMTrainModelWrapper(nn.LSTM(3, 3))
 
     for done in (wrapped, BMTrainModelWrapper(nn.Linear(3, 3))):
         with pytest.raises(ModelError, match="already distributed"):

@@ -37,7 +37,7 @@ def BMTrainModelWrapper(model: nn.Module, use_checkpoint: bool = True, zero_leve
     inside = {id(inner) for _, module in blocks for inner in module.modules()}
     # A recurrent module keeps a list of its weights, which FSDP2 knows to keep up to date.
     recurrent = [entry for entry in model.named_modules() if isinstance(entry[1], nn.RNNBase)]
-    recurrent = [(path, module) for path, module in recurrent if id(module) not in inside and module is not model]
+    recurrent = [(path, module) for path, module in recurrent if id(module) not in inside]
     _check(model, blocks + recurrent)
     made = {id(module): Block(module, use_checkpoint, zero_level) for _, module in blocks}
     made |= {id(module): Block(module, False, zero_level) for _, module in recurrent}
@@ -81,6 +81,13 @@ def _check(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
             expected="a model of ordinary modules and parameters",
             got=join_names(done),
             fix="wrap it once, before anything else distributes it",
+        )
+    if isinstance(model, nn.RNNBase):  # it would go on computing with the weights it had before
+        raise ModelError(
+            "A recurrent module cannot be wrapped by itself",
+            expected="a model with such modules in it",
+            got=type(model).__name__,
+            fix="use meshwright.Block(module, use_checkpoint=False)",
         )
     scalars = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if scalars:
