@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, ModelError, did_you_mean
 from meshwright.optim.adam.buckets import cut
@@ -17,12 +16,12 @@ from meshwright.optim.adam.states import AdamStates
 from meshwright.optim.adam.update import BucketUpdate
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.layouts import HALF_TYPES
-from meshwright.optim.whole_state import gathered_state_dict, laid_out_like, parameters_by_key
+from meshwright.optim.state_dicts import ShardedStateDict
 
 _BUCKET_ELEMENTS = 2**24
 
 
-class AdamBase(Optimizer):
+class AdamBase(ShardedStateDict):
     """Adam over plain parameters and DTensors, fp32 and half; see the two subclasses."""
 
     state_kind = "AdamW"
@@ -203,29 +202,9 @@ class AdamBase(Optimizer):
                 fix="build the optimizer with record_delta=True",
             )
 
-    def state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """The torch state dict, with this rank's shards as DTensors.
-
-        Args:
-            gather: Whole tensors on the CPU of rank 0 instead, collective; see
-                :func:`meshwright.optim.whole_state.gathered_state_dict`.
-        """
-        return gathered_state_dict(self) if gather else super().state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict of any world size, whole or sharded; of ``torch.optim.AdamW`` too. Collective."""
-        self.take_laid_out(laid_out_like(self, state_dict))
-
-    def take_laid_out(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict with states laid out like the parameters; they belong to the optimizer from then on.
-
-        Torch's own way would round the fp32 states of half parameters to half.
-        """
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+    def forget(self) -> None:
+        """Lets go of states that are about to be replaced."""
         self._states.forget()
-        parameters = parameters_by_key(self, state_dict)
-        for name, state in state_dict["state"].items():
-            self.state[parameters.get(name, name)] = state
 
     def __getstate__(self) -> dict[str, Any]:
         # For copies and pickles; streams, threads' queues and staging buffers are made anew.

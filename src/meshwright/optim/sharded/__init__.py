@@ -1,0 +1,22 @@
+"""Updates with statistics over whole parameters, computed on local shards; all parameters' sums are reduced together."""
+
+from meshwright.optim.sharded.base import ShardedOptimizer
+from meshwright.optim.sharded.checks import bad_value, check_at_least_zero, check_betas
+from meshwright.optim.sharded.chunk import Chunk
+from meshwright.optim.sharded.layout import Axis, Kept, Layout
+from meshwright.optim.sharded.sums import Sum, Update
+from meshwright.optim.sharded.tensor_list import TensorList
+
+__all__ = [
+    "Axis",
+    "Chunk",
+    "Kept",
+    "Layout",
+    "ShardedOptimizer",
+    "Sum",
+    "TensorList",
+    "Update",
+    "bad_value",
+    "check_at_least_zero",
+    "check_betas",
+]

@@ -1,0 +1,160 @@
+"""An optimizer whose update may sum over whole parameters, on any layout: groups, states, batching, and a step."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+
+from meshwright.optim.clip import local_tensor
+from meshwright.optim.sharded.checks import check_group
+from meshwright.optim.sharded.chunk import Chunk, Member, cut, made_chunk
+from meshwright.optim.sharded.gradients import local_gradient
+from meshwright.optim.sharded.layout import Kept, Layout
+from meshwright.optim.sharded.presence import Presence
+from meshwright.optim.sharded.slots import Slot, absent_slot, fresh_states, made_slot
+from meshwright.optim.sharded.sums import Update, drive
+from meshwright.optim.state_dicts import ShardedStateDict
+
+
+class ShardedOptimizer(ShardedStateDict):
+    """Base of optimizers with statistics over whole parameters: plain, DDP, FSDP2, HSDP, tensor-parallel, expert-stacked.
+
+    A subclass names the states of a parameter (:meth:`kept_states`) and writes its update once (:meth:`update`), as
+    mathematics on whole tensors that asks for sums. Parameters are worked on in chunks of local shards; sums of all
+    parameters are answered together. States are DTensors with the placements that follow from the parameter's.
+
+    Half-precision parameters are updated through an fp32 ``master`` in the state (``half_update="master"``), or by
+    rounding at random without one (``"stochastic"``, bfloat16 only).
+
+    Args:
+        params: Parameters or groups of them, plain or DTensors.
+        defaults: Hyperparameters of groups that do not name them.
+    """
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._begin()
+        super().__init__(params, {"half_update": "master", **defaults})
+
+    def _begin(self) -> None:
+        self._slots: dict[torch.Tensor, Slot] = {}
+        self._uncounted: list[Presence] = []  # gradients counted on a device, looked at in the next step
+
+    @abstractmethod
+    def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
+        """The form of every state of a parameter."""
+
+    @abstractmethod
+    def update(self, chunk: Chunk) -> Update:
+        """Moves the weights and states of a chunk, asking for whole sums on the way."""
+
+    def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
+        """What parameters must share, beside group, axes and step, to be updated in one chunk."""
+        return layout.ndim
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuses hyperparameters that make no sense; called for every group that is added.
+
+        Raises:
+            ConfigError: Naming the hyperparameter.
+        """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, checked."""
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1])
+            self.check_group(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def setup_distributed(self, *groups: Any, **options: Any) -> None:
+        """Accepts what ColossalAI's plugins pass and needs none of it: parameters know their mesh and placements."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the weights; collective over the axes that split parameters, in a fixed number of all-reduces.
+
+        Args:
+            closure: Recomputes the loss, as in torch.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ModelError: For gradients that are sparse, laid out otherwise than their parameters, or missing on some of
+                the ranks that share a parameter. On a CPU the weights are then as before; on an accelerator, where
+                looking would mean waiting, the last is found at the next step.
+        """
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for presence in self._uncounted:
+            presence.check()
+        self._uncounted = drive((chunk, self._updated(chunk)) for chunk in self._chunks())
+        return loss
+
+    def empty_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Fresh states of a parameter, on the layout in which this optimizer keeps them."""
+        group = next(group for group in self.param_groups if any(parameter is one for one in group["params"]))
+        return fresh_states(Layout.of(parameter), group, parameter, self.kept_states)
+
+    def forget(self) -> None:
+        """Lets go of states that are about to be replaced."""
+        self._slots.clear()
+
+    def _chunks(self) -> Iterator[Chunk]:
+        """Parameters with gradients, and sharded ones without, in batches; made one after the other."""
+        batches: dict[tuple[Any, ...], list[Member]] = defaultdict(list)
+        position = -1
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                position += 1
+                gradient = local_gradient(parameter)
+                slot = self._slot(parameter, group, gradient is not None)
+                if slot is None:
+                    continue
+                step = self.state[parameter]["step"] + 1 if slot.kept else 1
+                key = (number, step, gradient is None, slot.device, slot.weight.dtype, slot.layout.signature)
+                batches[*key, self.variant(slot.layout, group)].append(Member(position, slot, gradient))
+        for (number, step, *_), members in batches.items():
+            for part in cut(members):
+                yield made_chunk(self.param_groups[number], step, part)
+
+    def _slot(self, parameter: torch.Tensor, group: dict[str, Any], has_gradient: bool) -> Slot | None:
+        """What to work with; None where there is nothing to do."""
+        found = self._slots.get(parameter)
+        if not has_gradient and not (parameter.requires_grad and _is_split(parameter, found)):
+            return None
+        state = self.state.get(parameter) or {}
+        if found is None or not state or not found.is_current(state, local_tensor(parameter)):
+            if not has_gradient and not state:
+                return absent_slot(parameter, group, self.kept_states)
+            found = self._slots[parameter] = made_slot(parameter, group, self.state[parameter], self.kept_states)
+        return found
+
+    def _updated(self, chunk: Chunk) -> Update:
+        """The update in fp32; then half-precision weights are written and the step is counted."""
+        if not chunk.has_gradients:
+            yield from self.update(chunk.without_values())
+            return
+        wide = chunk.in_fp32()
+        yield from self.update(wide)
+        chunk.write_back(wide.weights)
+        for member in chunk.members:
+            self.state[member.slot.parameter]["step"] = chunk.step
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_slots" not in self.__dict__:  # of a copy, or a pickle
+            self._begin()
+        for group in self.param_groups:  # saved before a hyperparameter existed
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+
+def _is_split(parameter: torch.Tensor, slot: Slot | None) -> bool:
+    return not (Layout.of(parameter) if slot is None else slot.layout).is_whole()

@@ -1,0 +1,169 @@
+"""How a tensor is split over mesh axes: what an optimizer must know to sum over the whole of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshwright.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis that splits a tensor: the ranks that hold the other parts along it."""
+
+    name: str
+    """Of the process group: equal for equal groups, also where they were reached through different meshes."""
+    size: int
+    device_type: str
+    """Of the mesh: where the ranks meet."""
+    group: dist.ProcessGroup = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, mesh_dim: int) -> Axis:
+        """One axis of a mesh."""
+        group = mesh.get_group(mesh_dim)
+        return cls(str(group.group_name), mesh.size(mesh_dim), mesh.device_type, group)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A state tensor's form: its size, and which dims of the parameter its own dims are.
+
+    Args:
+        shape: Size of the whole state.
+        dims: For each of its dims the parameter's dim that it shares, sharding included, or None for one of its own,
+            which every rank holds whole.
+        dtype: Element type.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[int | None, ...]
+    dtype: torch.dtype = torch.float32
+
+
+class Layout:
+    """A tensor's whole shape and the axes that split each of its dims; no axes for a plain tensor.
+
+    Args:
+        shape: Of the whole tensor.
+        local_shape: Of this rank's part.
+        mesh: The DTensor's; None for a plain tensor.
+        placements: The DTensor's.
+
+    Raises:
+        ModelError: When the tensor is an unreduced partial sum, or placed in a way unknown here.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        local_shape: Sequence[int],
+        mesh: DeviceMesh | None = None,
+        placements: tuple[Placement, ...] = (),
+    ) -> None:
+        self.shape, self.local_shape = tuple(shape), tuple(local_shape)
+        self.mesh, self.placements = mesh, placements
+        self.numel = math.prod(self.shape)
+        split: list[list[Axis]] = [[] for _ in self.shape]
+        for mesh_dim, placement in enumerate(placements):
+            dim = _split_dim(placement)
+            if dim is not None and mesh is not None and mesh.size(mesh_dim) > 1:
+                split[dim].append(Axis.of(mesh, mesh_dim))
+        self.axes: tuple[tuple[Axis, ...], ...] = tuple(map(tuple, split))
+        """For every dim the axes that split it."""
+        self.signature: tuple[Any, ...] = tuple(tuple(axis.name for axis in axes) for axes in self.axes)
+        """Equal for tensors whose sums need the same reductions."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """The layout of a plain tensor or a DTensor."""
+        if not isinstance(tensor, DTensor):
+            return cls(tensor.shape, tensor.shape)
+        return cls(tensor.shape, tensor.to_local().shape, tensor.device_mesh, tensor.placements)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def shard_index(self) -> int:
+        """A number of this rank's shard, equal on ranks that hold the same one."""
+        index = 0
+        for mesh_dim, placement in enumerate(self.placements):
+            if self.mesh is not None and _split_dim(placement) is not None:
+                index = index * self.mesh.size(mesh_dim) + self.mesh.get_local_rank(mesh_dim)
+        return index
+
+    def splitting(self, dims: Sequence[int] | None) -> tuple[Axis, ...]:
+        """The axes that split any of ``dims`` (all for None): those over which a sum along these dims is reduced."""
+        wanted = range(self.ndim) if dims is None else [dim % self.ndim for dim in dims]
+        return tuple(axis for dim in wanted for axis in self.axes[dim])
+
+    def is_whole(self, *dims: int) -> bool:
+        """Whether this rank holds all of these dims (of all dims, when none is named)."""
+        return not self.splitting(dims or None)
+
+    def new(self, kept: Kept, device: torch.device | str, fill: float = 0.0) -> torch.Tensor:
+        """A state of the form ``kept``: a DTensor with the placements that follow, or a plain tensor."""
+        local_shape = [
+            size if dim is None else self.local_shape[dim] for size, dim in zip(kept.shape, kept.dims, strict=True)
+        ]
+        return self.wrapped(torch.full(local_shape, fill, dtype=kept.dtype, device=device), kept)
+
+    def wrapped(self, local: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """This rank's part of a state as a DTensor; itself where the parameter is plain. It stays on its device."""
+        if self.mesh is None:
+            return local
+        meta = TensorMeta(torch.Size(kept.shape), _contiguous_stride(kept.shape), local.dtype)
+        spec = DTensorSpec(self.mesh, self.placements_of(kept), tensor_meta=meta)
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+
+    def placements_of(self, kept: Kept) -> tuple[Placement, ...]:
+        """Split where the state shares a split dim, whole elsewhere."""
+        return tuple(_moved(placement, kept.dims) for placement in self.placements)
+
+    def restricted(self, kept: Kept) -> Layout:
+        """The layout of a state, which can be summed over as a parameter is."""
+        local = [
+            size if dim is None else self.local_shape[dim] for size, dim in zip(kept.shape, kept.dims, strict=True)
+        ]
+        return Layout(kept.shape, local, self.mesh, self.placements_of(kept))
+
+
+def _split_dim(placement: Placement) -> int | None:
+    if isinstance(placement, Replicate):
+        return None
+    if isinstance(placement, Shard | _StridedShard):
+        return placement.dim
+    what = "an unreduced partial sum" if isinstance(placement, Partial) else "placed in a way unknown here"
+    raise ModelError(
+        f"A parameter is {what}",
+        expected="Replicate, Shard or a strided shard on every mesh axis",
+        got=str(placement),
+        fix="build the optimizer over parameters as FSDP2 or tensor parallelism leaves them",
+    )
+
+
+def _moved(placement: Placement, dims: tuple[int | None, ...]) -> Placement:
+    dim = _split_dim(placement)
+    if dim is None or dim not in dims:
+        return Replicate()
+    here = dims.index(dim)
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(here, split_factor=placement.split_factor)
+    return Shard(here)
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()

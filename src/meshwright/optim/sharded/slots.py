@@ -1,0 +1,116 @@
+"""What an optimizer works with for each parameter: its shard, layout and states, looked up once and then checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import ModelError
+from meshwright.optim.clip import local_tensor
+from meshwright.optim.layouts import HALF_TYPES
+from meshwright.optim.sharded.layout import Kept, Layout
+
+MASTER = "master"
+"""The state that holds the fp32 copy of a half-precision parameter."""
+
+KeptStates = Callable[[Layout, dict[str, Any]], dict[str, Kept]]
+
+
+@dataclass(slots=True)
+class Slot:
+    """One parameter, ready for a step."""
+
+    parameter: torch.Tensor
+    layout: Layout
+    weight: torch.Tensor
+    """This rank's shard."""
+    kept: dict[str, torch.Tensor]
+    """The values in ``optimizer.state`` from which ``states`` were taken."""
+    states: dict[str, torch.Tensor]
+    """Their shards."""
+    device: torch.device
+    """Where all of this is."""
+
+    def is_current(self, state: dict[str, Any], weight: torch.Tensor) -> bool:
+        """Whether nobody has replaced or moved the weight, or replaced a state, since the last step."""
+        return (
+            weight is self.weight
+            and weight.device == self.device
+            and weight.shape == self.layout.local_shape
+            and all(state.get(name) is value for name, value in self.kept.items())
+        )
+
+
+def forms(layout: Layout, group: dict[str, Any], parameter: torch.Tensor, kept_states: KeptStates) -> dict[str, Kept]:
+    """The form of every state of a parameter, the master included."""
+    states = dict(kept_states(layout, group))
+    if parameter.dtype in HALF_TYPES and group["half_update"] == "master":
+        states[MASTER] = Kept(layout.shape, tuple(range(layout.ndim)))
+    return states
+
+
+def fresh_states(
+    layout: Layout, group: dict[str, Any], parameter: torch.Tensor, kept_states: KeptStates, device: Any = None
+) -> dict[str, torch.Tensor]:
+    """New states of a parameter: zeros, and the master filled from the weights."""
+    device = local_tensor(parameter).device if device is None else device
+    states = {name: layout.new(form, device) for name, form in forms(layout, group, parameter, kept_states).items()}
+    if MASTER in states and torch.device(device).type != "meta":
+        local_tensor(states[MASTER]).copy_(local_tensor(parameter))
+    return states
+
+
+def made_slot(parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any], kept_states: KeptStates) -> Slot:
+    """Fills a parameter's empty states, or takes over those that are there, on the weight's device.
+
+    Raises:
+        ModelError: When a state does not fit the parameter as it is laid out now.
+    """
+    layout, weight = Layout.of(parameter), local_tensor(parameter)
+    if not state:
+        state["step"] = 0
+        state.update(fresh_states(layout, group, parameter, kept_states))
+    for name, form in forms(layout, group, parameter, kept_states).items():
+        if name not in state and name == MASTER:  # saved where the weights were fp32
+            state[name] = layout.new(form, weight.device)
+            local_tensor(state[name]).copy_(weight)
+        state[name] = _fitted(name, state.get(name), parameter, layout, form)
+    state["step"] = int(state["step"])
+    kept = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    shards = {name: local_tensor(value) for name, value in kept.items()}
+    return Slot(parameter, layout, weight, kept, shards, weight.device)
+
+
+def absent_slot(parameter: torch.Tensor, group: dict[str, Any], kept_states: KeptStates) -> Slot:
+    """A slot without values, for a parameter that has neither states nor, on this rank, a gradient."""
+    layout, weight = Layout.of(parameter), local_tensor(parameter)
+    shards = {
+        name: local_tensor(value) for name, value in fresh_states(layout, group, parameter, kept_states, "meta").items()
+    }
+    return Slot(parameter, layout, weight, {}, shards, weight.device)
+
+
+def _fitted(name: str, value: Any, parameter: torch.Tensor, layout: Layout, form: Kept) -> torch.Tensor:
+    """A state in the type and on the device that the update wants."""
+    local = local_tensor(parameter)
+    if isinstance(value, torch.Tensor) and tuple(value.shape) == form.shape:
+        if isinstance(value, DTensor) == isinstance(parameter, DTensor):
+            here = layout.restricted(form)
+            if Layout.of(value).signature == here.signature and local_tensor(value).shape == here.local_shape:
+                part = local_tensor(value)
+                if part.device == local.device and part.dtype == form.dtype:
+                    return value
+                return layout.wrapped(part.to(local.device, form.dtype), form)
+    raise ModelError(
+        f"The state {name!r} does not fit its parameter: the parameter was laid out anew after the state was made, "
+        "or the state was loaded from another optimizer",
+        expected=f"shape {form.shape}, placed as {layout.placements_of(form)}",
+        got=f"shape {tuple(value.shape)}, placed as {getattr(value, 'placements', 'a plain tensor')}"
+        if isinstance(value, torch.Tensor)
+        else repr(value),
+        fix="save the optimizer's state, build it over the parameters as they are now, and load the state",
+    )
