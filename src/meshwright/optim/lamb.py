@@ -28,7 +28,7 @@ BiasCorrection = Literal["paper", "lr"] | bool
 
 
 class Lamb(ShardedOptimizer):
-    """LAMB (You et al. 2020, arXiv 1904.00962, Algorithm 2), equal to one device's on any layout; one all-reduce a step.
+    """LAMB (You et al. 2020, arXiv 1904.00962, Algorithm 2), right on any layout; one all-reduce a step.
 
     For every parameter (a "layer"), with moments m and v of the gradient::
 

@@ -1,4 +1,4 @@
-"""The same parameters under every layout an optimizer must be right on, fed the same gradients; what comes out, whole."""
+"""The same parameters under every layout an optimizer must be right on, fed the same gradients."""
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,9 @@ def layouts_of(world):
         "tensor column x fsdp": _on(grid, lambda w: [_StridedShard(0, split_factor=2), Shard(0)]),
         "tensor row x fsdp": _on(grid, lambda w: [Shard(0), Shard(w.ndim - 1) if w.ndim > 1 else Replicate()]),
         "experts x fsdp": _on(grid, lambda w: [Shard(1), Shard(0)] if w.ndim == 3 else [Shard(0), Replicate()]),
-        "mixed meshes": lambda name, w: placed(w, *((grid, [Shard(0), Shard(1)]) if w.ndim > 1 else (flat, [Shard(0)]))),
+        "mixed meshes": lambda name, w: placed(
+            w, *((grid, [Shard(0), Shard(1)]) if w.ndim > 1 else (flat, [Shard(0)]))
+        ),
         "pipeline": lambda name, w: _in_stage(name, w, stages),
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Updates with statistics over whole parameters, computed on local shards; all parameters' sums are reduced together."""
+"""Updates with statistics over whole parameters, computed on shards; the sums of all are reduced together."""
 
 from meshwright.optim.sharded.base import ShardedOptimizer
 from meshwright.optim.sharded.checks import bad_value, check_at_least_zero, check_betas

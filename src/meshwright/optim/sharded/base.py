@@ -21,7 +21,7 @@ from meshwright.optim.state_dicts import ShardedStateDict
 
 
 class ShardedOptimizer(ShardedStateDict):
-    """Base of optimizers with statistics over whole parameters: plain, DDP, FSDP2, HSDP, tensor-parallel, expert-stacked.
+    """Base of optimizers with statistics over whole parameters, plain or sharded over any axes of any meshes.
 
     A subclass names the states of a parameter (:meth:`kept_states`) and writes its update once (:meth:`update`), as
     mathematics on whole tensors that asks for sums. Parameters are worked on in chunks of local shards; sums of all

@@ -84,7 +84,7 @@ class Chunk:
 
     def in_fp32(self) -> Chunk:
         """The same chunk with weights and gradients in fp32; tensors that are so already are not copied."""
-        return replace(self, weights=self.weights.float(), gradients=self.gradients.float())
+        return replace(self, weights=self.weights.in_fp32(), gradients=self.gradients.in_fp32())
 
     def without_values(self) -> Chunk:
         """The same chunk on the meta device: an update of it asks in the right sizes and changes nothing."""
@@ -93,7 +93,7 @@ class Chunk:
             return TensorList([torch.empty_like(tensor, device="meta") for tensor in tensors])
 
         states = {name: meta(values) for name, values in self.states.items()}
-        weights = meta(self.weights.float())
+        weights = meta(self.weights.in_fp32())
         return replace(self, weights=weights, gradients=meta(weights), states=states)
 
     def write_back(self, results: TensorList) -> None:

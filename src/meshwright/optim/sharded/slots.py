@@ -96,15 +96,18 @@ def absent_slot(parameter: torch.Tensor, group: dict[str, Any], kept_states: Kep
 
 def _fitted(name: str, value: Any, parameter: torch.Tensor, layout: Layout, form: Kept) -> torch.Tensor:
     """A state in the type and on the device that the update wants."""
-    local = local_tensor(parameter)
-    if isinstance(value, torch.Tensor) and tuple(value.shape) == form.shape:
-        if isinstance(value, DTensor) == isinstance(parameter, DTensor):
-            here = layout.restricted(form)
-            if Layout.of(value).signature == here.signature and local_tensor(value).shape == here.local_shape:
-                part = local_tensor(value)
-                if part.device == local.device and part.dtype == form.dtype:
-                    return value
-                return layout.wrapped(part.to(local.device, form.dtype), form)
+    local, here = local_tensor(parameter), layout.restricted(form)
+    if (
+        isinstance(value, torch.Tensor)
+        and isinstance(value, DTensor) == isinstance(parameter, DTensor)
+        and tuple(value.shape) == form.shape
+        and Layout.of(value).signature == here.signature
+        and local_tensor(value).shape == here.local_shape
+    ):
+        part = local_tensor(value)
+        if part.device == local.device and part.dtype == form.dtype:
+            return value
+        return layout.wrapped(part.to(local.device, form.dtype), form)
     raise ModelError(
         f"The state {name!r} does not fit its parameter: the parameter was laid out anew after the state was made, "
         "or the state was loaded from another optimizer",

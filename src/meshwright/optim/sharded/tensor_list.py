@@ -1,4 +1,4 @@
-"""Many tensors computed with as if they were one: the arithmetic of an update, written once for a batch of parameters."""
+"""Many tensors computed with as if they were one: the arithmetic of an update, for a batch of parameters."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TensorList:
         """1/√x."""
         return TensorList(torch._foreach_rsqrt(self.tensors))
 
-    def float(self) -> TensorList:
+    def in_fp32(self) -> TensorList:
         """In fp32; tensors that are so already are not copied."""
         return TensorList([tensor.float() for tensor in self.tensors])
 
