@@ -3,13 +3,16 @@
 from meshwright.optim.adam import AdamOffloadOptimizer, AdamOptimizer
 from meshwright.optim.clip import clip_grad_norm_, local_tensor, total_norm
 from meshwright.optim.guarded import GuardedOptimizer
+from meshwright.optim.lamb import DistributedLamb, Lamb
 from meshwright.optim.manager import OptimManager
 from meshwright.optim.master import MasterWeights
 
 __all__ = [
     "AdamOffloadOptimizer",
     "AdamOptimizer",
+    "DistributedLamb",
     "GuardedOptimizer",
+    "Lamb",
     "MasterWeights",
     "OptimManager",
     "clip_grad_norm_",
