@@ -138,9 +138,7 @@ def _reduce(values: list[_Values], axis: Axis, largest: bool) -> None:
     dist.all_reduce(flat, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=axis.group)
     parts = iter(flat.split([tensor.numel() for tensor in tensors]))
     for value in values:
-        value.tensors = [
-            next(parts).view(tensor.shape).to(tensor.device, non_blocking=True) for tensor in value.tensors
-        ]
+        value.tensors = [next(parts).view(tensor.shape).to(tensor.device) for tensor in value.tensors]
 
 
 def _flat(tensors: list[torch.Tensor], device_type: str) -> torch.Tensor:
