@@ -3,6 +3,7 @@
 from meshwright.optim.adam import AdamOffloadOptimizer, AdamOptimizer
 from meshwright.optim.clip import clip_grad_norm_, local_tensor, total_norm
 from meshwright.optim.guarded import GuardedOptimizer
+from meshwright.optim.layouts import separate_layouts
 from meshwright.optim.manager import OptimManager
 from meshwright.optim.master import MasterWeights
 
@@ -14,5 +15,6 @@ __all__ = [
     "OptimManager",
     "clip_grad_norm_",
     "local_tensor",
+    "separate_layouts",
     "total_norm",
 ]
