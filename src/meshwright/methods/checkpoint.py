@@ -87,9 +87,9 @@ class Checkpoint(Method):
         """
         sent: dict[Literal["all_gather", "all_reduce"], int] = {}
         for boundary in step.boundaries:
-            if boundary.moment == "forward":
-                if _named(wanted, boundary.needed_in if self.no_reentrant else boundary.inside):
-                    sent[boundary.kind] = sent.get(boundary.kind, 0) + boundary.num_bytes * step.num_micro_batches
+            repeated_in = boundary.needed_in if self.no_reentrant else boundary.inside
+            if boundary.moment == "forward" and _named(wanted, repeated_in):
+                sent[boundary.kind] = sent.get(boundary.kind, 0) + boundary.num_bytes * step.num_micro_batches
         return [Traffic(kind, "tensor", size, "backward") for kind, size in sent.items()]
 
 

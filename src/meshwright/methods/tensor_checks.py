@@ -90,7 +90,7 @@ def _check_between(layers: list[PlannedLayer]) -> None:
             inner = planned.intersection(child.modules())
             if trains and not inner:
                 raise ModelError(
-                    f"tensor_parallel: the plan says nothing of {path}.{name}, which stands beside layers that it splits",
+                    f"tensor_parallel: the plan says nothing of {path}.{name}, beside layers that it splits",
                     expected="an entry for it",
                     got=f"{type(child).__name__} with parameters that train",
                     fix=f"plan={{{f'{path}.{name}'!r}: 'replicate'}} if it sees whole features, "

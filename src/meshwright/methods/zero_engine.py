@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard

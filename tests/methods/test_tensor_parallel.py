@@ -1,0 +1,51 @@
+"""tensor_parallel against one plain process, alone and with the other methods; see test_parity for the tolerances."""
+
+import functools
+
+import pytest
+
+from tests.methods import split_runs
+from tests.methods.test_parity import check_weights
+
+MESH = ("parallel_mode", {"tensor": 2})
+TWO_RANKS = [
+    ("llama", ["tensor_parallel", MESH], "adamw", 1),
+    ("llama", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
+    ("headless", ["tensor_parallel", MESH, ("checkpoint", {"no_reentrant": False})], "sgd", 1),
+    ("tied", ["tensor_parallel", MESH], "sgd", 1),
+    ("qwen3", ["tensor_parallel", MESH], "sgd", 1),
+    ("phi3", ["tensor_parallel", MESH], "sgd", 1),
+    ("llama", ["tensor_parallel", MESH, ("amp_native", "bf16")], "bf16", 1),
+    ("llama", ["tensor_parallel", MESH, ("half", "bf16")], "bf16", 1),
+]
+BOTH = ("parallel_mode", {"tensor": 2, "data": 2})
+FOUR_RANKS = [
+    ("tied", ["tensor_parallel", BOTH], "sgd", 2),
+    ("llama", ["tensor_parallel", BOTH, "fsdp"], "adamw", 1),
+    ("tied", ["tensor_parallel", BOTH, "fsdp", "checkpoint"], "sgd", 2),
+    ("qwen3", ["tensor_parallel", ("parallel_mode", {"tensor": 2, "zero": 2}), "zero1"], "sgd", 2),
+    ("headless", ["tensor_parallel", BOTH, "zero2"], "sgd", 1),
+    ("llama", ["tensor_parallel", BOTH, "fsdp", ("half", "bf16")], "bf16", 1),
+]
+reference = functools.cache(split_runs.reference)
+
+
+@pytest.mark.parametrize(("world", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
+def test_parity(ranks, world, cases):
+    results = ranks(world).run(split_runs.train_several, cases)
+    for (name, methods, mode, _), *every in zip(cases, *results, strict=True):
+        losses, norms, weights = every[0]
+        assert all((other[0], other[1]) == (losses, norms) for other in every), methods
+        expected_losses, expected_norms, before, expected = reference(name, "sgd" if mode == "sgd" else "adamw")
+        tolerance = 1e-2 if mode == "bf16" else 1e-4
+        assert losses == pytest.approx(expected_losses, rel=tolerance), methods
+        assert norms == pytest.approx(expected_norms, rel=5e-2 if mode == "bf16" else 1e-4), methods
+        if mode == "sgd":
+            check_weights(weights, before, expected)
+
+
+def test_a_checkpoint_of_two_axes_loads_into_one(ranks, tmp_path):
+    expected = ranks(4).run(split_runs.save_and_go_on, tmp_path, ["tensor_parallel", BOTH, "fsdp"])[0]
+    for methods in (["fsdp"], ["tensor_parallel", MESH]):
+        losses = ranks(2).run(split_runs.load_and_go_on, tmp_path, methods)[0]
+        assert losses == pytest.approx(expected, rel=1e-5)
