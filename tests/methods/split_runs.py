@@ -153,3 +153,37 @@ def mlp(mesh, **keys):
         Mlp(), torch.optim.AdamW, None, lambda x, out: out.square().mean(), strategy=[MLP_PLAN, ("parallel_mode", mesh)],
         optim_args={"lr": 0.01}, **keys,
     )  # fmt: skip
+
+
+BATCH_OF_MLP = torch.randn(8, 7, generator=torch.Generator().manual_seed(5))
+
+
+def mlp_on(mesh, steps, find_unused):
+    """Weights after some steps, each rank's own first; ``spare`` takes no part."""
+    result = mlp(mesh, find_unused_parameters=find_unused)
+    rows = BATCH_OF_MLP.chunk(result.num_replicas)[result.replica]
+    for _ in range(steps):
+        step = result.step(rows)
+    model = getattr(result.model, "module", result.model)
+    assert model.spare.weight.grad is None
+    whole = {n: p.detach().clone() for n, p in model.named_parameters() if not n.startswith("layers")}
+    return step.loss.item(), step.grad_norm.item(), whole, result.evaluate(rows).item()
+
+
+def mlp_everywhere():
+    """Dropout is equal within a tensor group, gradients are averaged over replicas, unused parameters stay."""
+    results = [mlp_on({"tensor": 2}, 3, False), mlp_on({"tensor": 1, "data": 2}, 3, True)]
+    result = mlp({"tensor": 2}, dry_run=True, sample_batch=BATCH_OF_MLP)
+    assert type(result.model.layers[0][0].weight).__name__ == "DTensor"
+    return results
+
+
+def mlp_with_replicas():
+    results = mlp_on({"tensor": 2, "data": 2}, 3, True)
+    refused = ""
+    result = mlp({"tensor": 2, "data": 2})
+    try:
+        result.step(BATCH_OF_MLP)
+    except mw.ModelError as error:
+        refused = str(error)
+    return results, refused

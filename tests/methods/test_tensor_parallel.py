@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import torch
 
 from tests.methods import split_runs
 from tests.methods.test_parity import check_weights
@@ -49,3 +50,17 @@ def test_a_checkpoint_of_two_axes_loads_into_one(ranks, tmp_path):
     for methods in (["fsdp"], ["tensor_parallel", MESH]):
         losses = ranks(2).run(split_runs.load_and_go_on, tmp_path, methods)[0]
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_ranks_of_a_tensor_group_stay_equal(ranks):
+    """Rank 0's weights and one stream of dropout: whole parameters agree after steps, bit for bit."""
+    for first, *others in zip(*ranks(2).run(split_runs.mlp_everywhere), strict=True):
+        for other in others:
+            assert other[0] == first[0]
+            assert all(torch.equal(other[2][name], first[2][name]) for name in first[2])
+    (results, refused), *others = ranks(4).run(split_runs.mlp_with_replicas)
+    assert "spare.weight" in refused
+    assert "find_unused_parameters=True" in refused
+    for (loss, _, weights, _), said in others:
+        assert (loss, said) == (results[0], refused)
+        assert all(torch.equal(weights[name], results[2][name]) for name in weights)

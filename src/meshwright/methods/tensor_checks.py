@@ -9,6 +9,7 @@ from torch import nn
 from meshwright.errors import ModelError, join_names
 from meshwright.methods.tensor_plan import PlannedLayer
 
+_HEAD_SIZES = ("head_dim", "head_size")
 _HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
 _OWN_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_kv_heads", "num_key_value_heads", "nhead")
 
@@ -21,7 +22,9 @@ def check_layers(model: nn.Module, layers: list[PlannedLayer], ranks: int) -> No
     """
     for layer in layers:
         _check_sizes(layer, ranks)
-    _check_heads(model, layers, ranks)
+    _check_head_counts(model, layers, ranks)
+    for layer in layers:
+        _check_whole_heads(layer, ranks)
     _check_own_counts(layers)
     _check_between(layers)
     _check_tied(model, layers)
@@ -41,7 +44,7 @@ def _check_sizes(layer: PlannedLayer, ranks: int) -> None:
             )
 
 
-def _check_heads(model: nn.Module, layers: list[PlannedLayer], ranks: int) -> None:
+def _check_head_counts(model: nn.Module, layers: list[PlannedLayer], ranks: int) -> None:
     """transformers' attentions view their projections as (…, -1, head_dim): whole heads must fall to every rank."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
@@ -58,6 +61,19 @@ def _check_heads(model: nn.Module, layers: list[PlannedLayer], ranks: int) -> No
                 got=f"{count}",
                 fix="use a tensor axis that divides it",
             )
+
+
+def _check_whole_heads(layer: PlannedLayer, ranks: int) -> None:
+    """The same for any attention that knows the size of a head."""
+    size = next((getattr(layer.parent, name) for name in _HEAD_SIZES if hasattr(layer.parent, name)), None)
+    features = getattr(layer.module, "out_features", 0)
+    if layer.style.name == "colwise" and isinstance(size, int) and features // ranks % size:
+        raise ModelError(
+            f"tensor_parallel: the tensor axis cuts through the heads of {layer.path}",
+            expected=f"a multiple of {ranks} heads of {size} features",
+            got=f"{features} features, {features / size:g} heads",
+            fix="use a tensor axis that divides the number of heads",
+        )
 
 
 def _split_parents(layers: list[PlannedLayer]) -> dict[nn.Module, str]:
