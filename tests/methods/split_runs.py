@@ -107,24 +107,24 @@ STATE = {"mode": "adamw"}
 
 
 def save_and_go_on(directory, methods):
-    """Five steps, a checkpoint, five more: their losses."""
+    """Three steps, a checkpoint, three more: their losses."""
     result = accelerated("tied", methods, **STATE)
     batches = list(result.dataloader)
-    for batch in batches[:5]:
+    for batch in batches[:3]:
         result.step(batch)
-    CheckpointStore(directory).save(TrainingState(result.model, result.optim, step=5))
+    CheckpointStore(directory).save(TrainingState(result.model, result.optim, step=3))
     shapes = {name: tuple(value.shape) for name, value in result.model.state_dict().items()}
     assert shapes == {name: tuple(value.shape) for name, value in build("tied").state_dict().items()}
-    return [result.step(batch).loss.item() for batch in batches[5:]]
+    return [result.step(batch).loss.item() for batch in batches[3:6]]
 
 
 def load_and_go_on(directory, methods):
-    """The same five steps after loading into another layout."""
+    """The same three steps after loading into another layout."""
     result = accelerated("tied", methods, **STATE)
     batches = list(result.dataloader)
     result.step(batches[0])  # what is loaded replaces weights and states that have moved
     CheckpointStore(directory).load(TrainingState(result.model, result.optim))
-    return [result.step(batch).loss.item() for batch in batches[5:]]
+    return [result.step(batch).loss.item() for batch in batches[3:6]]
 
 
 class Mlp(nn.Module):
@@ -147,12 +147,28 @@ class Mlp(nn.Module):
 MLP_PLAN = ("tensor_parallel", {"plan": {"layers.*.0": "colwise", "layers.*.2": "rowwise"}})
 
 
-def mlp(mesh, **keys):
+def mlp(mesh, methods=(), **keys):
     torch.manual_seed(1 + 7 * mw.rank())  # every rank starts elsewhere: rank 0's weights count
     return mw.accelerate(
-        Mlp(), torch.optim.AdamW, None, lambda x, out: out.square().mean(), strategy=[MLP_PLAN, ("parallel_mode", mesh)],
-        optim_args={"lr": 0.01}, **keys,
+        Mlp(), torch.optim.AdamW, None, lambda x, out: out.float().square().mean(),
+        strategy=[MLP_PLAN, ("parallel_mode", mesh), *methods], optim_args={"lr": 0.01, "fused": True}, **keys,
     )  # fmt: skip
+
+
+def overflow_on_one_rank(mesh, methods):
+    """Whether four steps were skipped; before the third, one rank's shard of one gradient overflows."""
+    result = mlp(mesh, [*methods, ("amp_native", "fp16")])
+    result.model.spare.requires_grad_(False)
+    skipped, rows = [], BATCH_OF_MLP.chunk(result.num_replicas)[result.replica]
+    for step in range(4):
+        result.optim.zero_grad()
+        result.loss_func(rows, result.model(rows)).backward()
+        if step == 2 and mw.rank() == 1:
+            result.model.layers[0][0].weight.grad.to_local()[0] = float("inf")
+        result.clip_grad_norm(1.0)
+        result.optim.step()
+        skipped.append(result.optim.step_was_skipped)
+    return skipped, result.optim.scaler.get_scale()
 
 
 BATCH_OF_MLP = torch.randn(8, 7, generator=torch.Generator().manual_seed(5))
@@ -172,6 +188,7 @@ def mlp_on(mesh, steps, find_unused):
 
 def mlp_everywhere():
     """Dropout is equal within a tensor group, gradients are averaged over replicas, unused parameters stay."""
+    assert overflow_on_one_rank({"tensor": 2}, []) == ([False, False, True, False], 2.0**15)
     results = [mlp_on({"tensor": 2}, 3, False), mlp_on({"tensor": 1, "data": 2}, 3, True)]
     result = mlp({"tensor": 2}, dry_run=True, sample_batch=BATCH_OF_MLP)
     assert type(result.model.layers[0][0].weight).__name__ == "DTensor"
@@ -179,6 +196,7 @@ def mlp_everywhere():
 
 
 def mlp_with_replicas():
+    assert overflow_on_one_rank({"tensor": 2, "data": 2}, ["fsdp"]) == ([False, False, True, False], 2.0**15)
     results = mlp_on({"tensor": 2, "data": 2}, 3, True)
     refused = ""
     result = mlp({"tensor": 2, "data": 2})

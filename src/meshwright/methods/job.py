@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.methods.dtypes import DType
-from meshwright.optim import GuardedOptimizer, MasterWeights, separate_layouts
+from meshwright.optim import GuardedOptimizer, MasterWeights, MixedMeshScaler, separate_layouts
 from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -91,5 +91,6 @@ class Job:
             separate_layouts(inner)
         if not (self.loss_scaling or self.skip_nonfinite or master):
             return inner
-        scaler = torch.amp.GradScaler(self.device.type) if self.loss_scaling else None
+        scale = MixedMeshScaler if self.is_split else torch.amp.GradScaler
+        scaler = scale(self.device.type) if self.loss_scaling else None
         return GuardedOptimizer(inner, scaler=scaler, master=master, skip_nonfinite=self.skip_nonfinite)

@@ -6,12 +6,14 @@ from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.layouts import separate_layouts
 from meshwright.optim.manager import OptimManager
 from meshwright.optim.master import MasterWeights
+from meshwright.optim.scaler import MixedMeshScaler
 
 __all__ = [
     "AdamOffloadOptimizer",
     "AdamOptimizer",
     "GuardedOptimizer",
     "MasterWeights",
+    "MixedMeshScaler",
     "OptimManager",
     "clip_grad_norm_",
     "local_tensor",
