@@ -63,7 +63,7 @@ def forward(model, inputs):
 def test_predicted_activations_are_those_saved(name, classes):
     model = tiny.build(name)
     inputs = tiny.prepare_for(name)(tiny.Tokens(4).ids, "cpu")
-    activations, flops = predict_saved(model, inputs, forward, param_dtype=None, autocast_dtype=None)
+    activations, flops, _ = predict_saved(model, inputs, forward, param_dtype=None, autocast_dtype=None)
     with record_saved(model) as plain:
         forward(model, inputs)
     # Fake tensors make transformers build masks (and then repeat keys and values) that real ones do without.

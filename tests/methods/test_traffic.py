@@ -2,12 +2,16 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
 from tests import tiny
 
-KINDS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+KINDS = {
+    "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather", "all_reduce": "all_reduce",
+}  # fmt: skip
 
 
 class Counter(TorchDispatchMode):
@@ -18,10 +22,12 @@ class Counter(TorchDispatchMode):
         self.bytes = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its collectives on local tensors come by next
         name = func.overloadpacket.__name__
-        if func.namespace == "c10d" and name in KINDS:
+        if func.namespace in ("c10d", "_c10d_functional") and name in KINDS:
             tensors = args[0] if isinstance(args[0], list) else [args[1] if "scatter" in name else args[0]]
-            size = sum(t.nbytes for t in tensors)
+            size = sum(t.nbytes for t in tensors) * (args[1] if name == "all_gather_into_tensor" else 1)
             if size > 8:
                 self.bytes[KINDS[name]] = self.bytes.get(KINDS[name], 0) + size
         return func(*args, **(kwargs or {}))

@@ -68,9 +68,13 @@ def test_the_galore_block():
         optimizer.zero_grad()
         model(torch.randn(4, 96)).square().mean().backward()
         optimizer.step()
-    assert all((parameter - start).abs().max() > 1e-3 for parameter, start in zip(model.parameters(), before, strict=True))
+    assert all(
+        (parameter - start).abs().max() > 1e-3 for parameter, start in zip(model.parameters(), before, strict=True)
+    )
     assert all(value.shape[-1] in (8, 96, 64) or value.shape[0] == 8 for value in _matrices(optimizer))
 
 
 def _matrices(optimizer):
-    return [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim == 2]
+    return [
+        v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor) and v.ndim == 2
+    ]

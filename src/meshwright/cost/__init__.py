@@ -5,6 +5,7 @@ from meshwright.cost.names import names_class
 from meshwright.cost.step import (
     Activations,
     Block,
+    Boundary,
     Buffer,
     Parameter,
     Placement,
@@ -17,6 +18,7 @@ from meshwright.cost.step import (
 __all__ = [
     "Activations",
     "Block",
+    "Boundary",
     "Buffer",
     "Memory",
     "Parameter",

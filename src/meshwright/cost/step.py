@@ -1,7 +1,8 @@
 """The simulated step: what one training step holds and sends on one rank, as plain immutable data.
 
 Methods change it by replacement (``cost(step) -> step``) in the way their ``apply`` changes the real job. Nothing here
-imports torch; sizes are bytes, counts are numbers, and shapes are those of the whole (unsharded) tensor.
+imports torch; sizes are bytes, counts are numbers, and shapes are those of the whole tensor before data-parallel
+sharding (under ``tensor_parallel``: of one tensor rank's part).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Parameter:
     owners: tuple[str, ...] = ()  # qualified class names of the modules it lies in
     states: tuple[StateTensor, ...] = ()  # what the optimizer will keep for it
     sharded: bool = True  # False: left whole on every rank although others are sharded
+    tensor_dim: int | None = None  # the dim that a tensor axis divides; None: none
 
     @property
     def numel(self) -> int:
@@ -79,6 +81,17 @@ class Activations:
 
 
 @dataclass(frozen=True)
+class Boundary:
+    """A collective over the tensor axis where a divided part of the model begins or ends, in one micro-batch."""
+
+    kind: Literal["all_gather", "all_reduce"]
+    moment: Literal["forward", "backward"]
+    num_bytes: int  # payload of the whole tensor, as in Traffic
+    inside: tuple[str, ...] = ()  # qualified names of the classes of the modules it happens in
+    needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where one class of state lives: the mesh axis that shards dim 0 (None: whole) and its bytes per element."""
 
@@ -112,6 +125,7 @@ class Step:
     num_micro_batches: int = 1
     activations: Activations | None = None  # None: unknown (no sample batch, or the model could not be traced)
     flops: int | None = None  # of one micro-batch, forward and backward; recomputation not counted
+    boundaries: tuple[Boundary, ...] = ()  # as one rank of the tensor axis meets them; so are activations and flops
     parameters: Placement = Placement()
     gradients: Placement = Placement()
     optimizer: Placement = Placement()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from meshwright.cost import Activations, RecomputePart, Step, names_class
+from meshwright.cost import Activations, RecomputePart, Step, Traffic, names_class
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.references import ClassReferences
@@ -77,7 +77,20 @@ class Checkpoint(Method):
             return step
         wanted = known.block_classes if self.wrap_class is None else self.wrap_class
         chosen = [part for part in known.parts if _named(wanted, part.classes) and not _named(wanted, part.inside)]
-        return step.replace(activations=_recompute(known, chosen))
+        return step.replace(activations=_recompute(known, chosen)).send(*self._repeated(step, wanted))
+
+    def _repeated(self, step: Step, wanted: tuple[str, ...]) -> list[Traffic]:
+        """Forward's collectives over the tensor axis that recomputation sends again.
+
+        torch stops it at the last saved tensor: what a module sends after that is not sent again. The reentrant
+        implementation runs to the end.
+        """
+        sent: dict[Literal["all_gather", "all_reduce"], int] = {}
+        for boundary in step.boundaries:
+            repeated_in = boundary.needed_in if self.no_reentrant else boundary.inside
+            if boundary.moment == "forward" and _named(wanted, repeated_in):
+                sent[boundary.kind] = sent.get(boundary.kind, 0) + boundary.num_bytes * step.num_micro_batches
+        return [Traffic(kind, "tensor", size, "backward") for kind, size in sent.items()]
 
 
 def _named(references: tuple[str, ...], names: tuple[str, ...]) -> bool:

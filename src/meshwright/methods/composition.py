@@ -10,7 +10,7 @@ from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
-from meshwright.strategy import Strategy
+from meshwright.strategy import METHOD_CONFIGS, Strategy
 
 _ZERO_LEVELS = {1: "zero1", 2: "zero2", 3: "fsdp"}
 _METHOD_OF_AXIS = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel", "sequence": "sequence_parallel"}
@@ -44,12 +44,22 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
     shards = _sharding_method(strategy)
     shard_axis = None if shards is None else "zero" if "zero" in dict(axes) else "data"
     for name, size in axes:
-        if name in _METHOD_OF_AXIS and size > 1:
+        method = _METHOD_OF_AXIS.get(name)
+        if method is not None and size > 1 and method not in strategy:
+            known = method in METHOD_CONFIGS
             raise StrategyError(
                 f"The mesh has an axis {name!r} and no method works on it",
-                expected=f"the method {_METHOD_OF_AXIS[name]}, which this version does not have",
+                expected=f"the method {method}" + ("" if known else ", which this version does not have"),
                 got=f"{name}={size}",
-                fix="use the axes data and zero",
+                fix=f"add {method} to the strategy" if known else "use the axes data, zero and tensor",
+            )
+    for name, method in _METHOD_OF_AXIS.items():
+        if method in strategy and name not in dict(axes):
+            raise StrategyError(
+                f"{method} has no mesh axis to work on",
+                expected=f"an axis {name!r} in parallel_mode",
+                got=str(dict(axes)),
+                fix=f"add it: ('parallel_mode', {{'{name}': 2, 'data': {max(world // 2, 1)}}})",
             )
     if shard_axis is not None and shard_axis not in dict(axes):
         raise StrategyError(
@@ -116,8 +126,8 @@ def apply_strategy(job: Job) -> None:
     with same_on_every_rank():
         for method in methods:
             method.check(job)
-    if job.shard_axis is None:
-        job.model.to(job.device)  # a sharding method moves it unit by unit: whole, it may not fit
+    if job.shard_axis is None and job.size("tensor") == 1:
+        job.model.to(job.device)  # a method that splits moves it part by part: whole, it may not fit
     for method in methods:
         if method.phase < Phase.REPLICATE:
             method.apply(job)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.methods.dtypes import DType
-from meshwright.optim import GuardedOptimizer, MasterWeights
+from meshwright.optim import GuardedOptimizer, MasterWeights, MixedMeshScaler, separate_layouts
 from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -49,6 +49,7 @@ class Job:
     optim_func: OptimizerFactory | None = None  # builds the optimizer from parameters or groups
     optim_param_func: Callable[[nn.Module], Any] | None = None
 
+    is_split: bool = False  # tensor_parallel: some parameters are DTensors already, all values are rank 0's
     precision: Precision | None = None  # set by a precision method for the method that shards
     loss_scaling: bool = False  # fp16: gradients would underflow
     skip_nonfinite: bool = False
@@ -86,7 +87,10 @@ class Job:
         params = self.model.parameters() if self.optim_param_func is None else self.optim_param_func(self.model)
         master = MasterWeights(self.model.parameters()) if self.master_weights else None
         inner = self.optim_func(params) if master is None else master.optimizer(self.optim_func, params)
+        if self.is_split:
+            separate_layouts(inner)
         if not (self.loss_scaling or self.skip_nonfinite or master):
             return inner
-        scaler = torch.amp.GradScaler(self.device.type) if self.loss_scaling else None
+        scale = MixedMeshScaler if self.is_split else torch.amp.GradScaler
+        scaler = scale(self.device.type) if self.loss_scaling else None
         return GuardedOptimizer(inner, scaler=scaler, master=master, skip_nonfinite=self.skip_nonfinite)

@@ -13,6 +13,7 @@ from meshwright.cost import Step, Traffic, element_bytes
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
+from meshwright.methods.replicas import GradientAverager
 from meshwright.runtime import AXES, build_mesh, check_axes
 
 _SPELLINGS = {"pipe": "pipeline"}
@@ -75,9 +76,17 @@ class ParallelMode(Method):
 
 
 def replicate(job: Job) -> None:
-    """Averages gradients over the ``data`` axis with DDP; the default where no method shards the parameters."""
+    """Averages gradients over the ``data`` axis; the default where no method shards the parameters.
+
+    DDP does it, and buckets of our own where ``tensor_parallel`` has made DTensors of parameters.
+    """
     trainable = any(parameter.requires_grad for parameter in job.model.parameters())
     if job.shard_axis is not None or job.size("data") == 1 or not trainable:
+        return
+    if job.is_split:
+        group = job.require_mesh().get_group("data")
+        averager = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters)
+        job.micro_batch = averager.accumulating
         return
     replicas = DistributedDataParallel(
         job.model,

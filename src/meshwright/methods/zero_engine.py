@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.job import Job
+from meshwright.methods.replicas import broadcast_states
 from meshwright.methods.zero_config import ZeroMethod
 from meshwright.methods.zero_units import Units, choose_units
 from meshwright.nn import average_gradients
@@ -30,8 +30,8 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
         reduce_once: Whether gradients of several micro-batches accumulate whole and are reduced once.
     """
     units = choose_units(config, job.model)
-    if config.sync_module_states:
-        _broadcast_states(job.model)
+    if config.sync_module_states and not job.is_split:
+        broadcast_states(job.model)
     options = {"mesh": _mesh(job), "mp_policy": _precision(config, job), "ignored_params": units.ignored or None}
     if units.trainable:
         fully_shard(units.trainable, reshard_after_forward=False, **options)  # type: ignore[call-overload]
@@ -62,13 +62,6 @@ def _precision(config: ZeroMethod, job: Job) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=torch_dtype(param) if param else None, reduce_dtype=torch_dtype(reduce) if reduce else None
     )
-
-
-@torch.no_grad()
-def _broadcast_states(model: nn.Module) -> None:
-    """Rank 0's values on every rank: without it each shard would come from another initialisation."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.detach(), src=0)
 
 
 def _prefetch_forward(units: Units) -> None:

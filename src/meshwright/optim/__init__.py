@@ -4,8 +4,10 @@ from meshwright.optim.adam import AdamOffloadOptimizer, AdamOptimizer
 from meshwright.optim.clip import clip_grad_norm_, local_tensor, total_norm
 from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.lamb import DistributedLamb, Lamb
+from meshwright.optim.layouts import separate_layouts
 from meshwright.optim.manager import OptimManager
 from meshwright.optim.master import MasterWeights
+from meshwright.optim.scaler import MixedMeshScaler
 
 __all__ = [
     "AdamOffloadOptimizer",
@@ -14,8 +16,10 @@ __all__ = [
     "GuardedOptimizer",
     "Lamb",
     "MasterWeights",
+    "MixedMeshScaler",
     "OptimManager",
     "clip_grad_norm_",
     "local_tensor",
+    "separate_layouts",
     "total_norm",
 ]

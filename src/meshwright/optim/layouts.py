@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim import Optimizer
 
 from meshwright.optim.clip import layout_of
 from meshwright.runtime import world_size
@@ -71,3 +73,23 @@ def reduced(values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.T
     values = values.to("cuda" if on_cuda else "cpu")
     dist.all_reduce(values, operation)
     return values
+
+
+def separate_layouts(optimizer: Optimizer) -> None:
+    """Divides parameter groups so that each holds plain tensors only, or DTensors of one mesh only.
+
+    torch's fused and foreach updates take a group's tensors in one operation, which refuses mixtures; groups that are
+    updated one tensor at a time stay whole. For an optimizer that has no state yet.
+    """
+    separated: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        if not (group.get("fused") or group.get("foreach")):
+            separated.append(group)
+            continue
+        by_mesh: dict[Any, list[int]] = defaultdict(list)
+        for index, parameter in enumerate(group["params"]):
+            by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(index)
+        lists = [key for key in ("params", "param_names") if key in group]
+        for indices in by_mesh.values():
+            separated.append({**group, **{key: [group[key][index] for index in indices] for key in lists}})
+    optimizer.param_groups = separated

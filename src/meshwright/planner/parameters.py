@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,21 +21,24 @@ _PROBE_SIZES = (3, 5, 7, 11, 13, 17)  # distinct, so that every dim of a state t
 StatesOf = Callable[[nn.Parameter], tuple[StateTensor, ...]]
 
 
-def describe_blocks(model: nn.Module, states_of: StatesOf) -> tuple[Block, ...]:
+def describe_blocks(
+    model: nn.Module, states_of: StatesOf, tensor_dims: Mapping[nn.Parameter, int] | None = None
+) -> tuple[Block, ...]:
     """Lists the distinct blocks of a model; what lies in no repeated block is the block ``outside``.
 
     Args:
         model: A plain module, not wrapped or sharded.
         states_of: What the optimizer keeps for a parameter.
+        tensor_dims: The dim of each parameter that a tensor axis divides.
     """
     seen: set[nn.Parameter] = set()
-    owners = _owners(model)
+    owners, dims = _owners(model), tensor_dims or {}
     entries: Counter[Block] = Counter()
     for path, module in find_blocks(model):
-        parameters = _describe(module, path + ".", owners, seen, states_of)
+        parameters = _describe(module, path + ".", owners, seen, states_of, dims)
         if parameters:
             entries[Block(class_name(type(module)), 1, parameters)] += 1
-    outside = _describe(model, "", owners, seen, states_of)
+    outside = _describe(model, "", owners, seen, states_of, dims)
     blocks = [Block(block.name, count, block.parameters) for block, count in entries.items()]
     return (*blocks, *([Block("outside", 1, outside)] if outside else []))
 
@@ -55,6 +58,7 @@ def _describe(
     owners: dict[str, tuple[str, ...]],
     seen: set[nn.Parameter],
     states_of: StatesOf,
+    tensor_dims: Mapping[nn.Parameter, int],
 ) -> tuple[Parameter, ...]:
     described = []
     for name, parameter in module.named_parameters():
@@ -70,6 +74,7 @@ def _describe(
                 floating=parameter.is_floating_point(),
                 owners=owners.get((prefix + name).rpartition(".")[0], ()),
                 states=states_of(parameter) if parameter.requires_grad else (),
+                tensor_dim=tensor_dims.get(parameter),
             )
         )
     return tuple(described)

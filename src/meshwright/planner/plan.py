@@ -12,12 +12,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.cost import Activations, Buffer, Memory, Step, memory
-from meshwright.methods import Resolved, cost_of, resolve
+from meshwright.cost import Activations, Block, Boundary, Buffer, Memory, Step, memory
+from meshwright.methods import Resolved, TensorParallel, cost_of, resolve
 from meshwright.methods.dtypes import torch_dtype
-from meshwright.planner.parameters import describe_blocks, probe_optimizer
+from meshwright.methods.tensor_trace import SplitTrace
+from meshwright.planner.parameters import StatesOf, describe_blocks, probe_optimizer
 from meshwright.planner.saved import predict_saved
 from meshwright.strategy import Strategy
+
+Traced = tuple[Activations | None, int | None, tuple[Boundary, ...], tuple[str, ...]]
+"""Activations, FLOPs and collectives over the tensor axis of a micro-batch, and what there is to say about them."""
 
 
 @dataclass(frozen=True)
@@ -72,55 +76,82 @@ class Workload:
             StrategyError: When its methods do not fit together or do not fit the world.
         """
         resolved = resolve(strategy, self.world, self.zero_level)
-        activations, flops, notices = self._activations(*_precision_of(resolved), _replicas(resolved))
+        split = self._split(resolved)
+        activations, flops, boundaries, notices = self._activations(
+            *_precision_of(resolved), _replicas(resolved), split
+        )
         step = Step(
-            blocks=self._blocks,
+            blocks=self._blocks(split),
             axes=resolved.axes,
             shard_axis=resolved.shard_axis,
             buffers=tuple(Buffer(b.numel(), b.element_size(), b.is_floating_point()) for b in self.model.buffers()),
             num_micro_batches=self.num_micro_batches,
             activations=activations,
             flops=flops,
+            boundaries=boundaries,
         )
         step = cost_of(resolved.strategy, step)
         return Plan(resolved.strategy, step, memory(step), self.limit_bytes, (*resolved.notices, *notices))
 
-    @functools.cached_property
-    def _blocks(self) -> tuple[Any, ...]:
-        return describe_blocks(self.model, probe_optimizer(self.optim_func, self.device))
+    def _split(self, resolved: Resolved) -> SplitTrace | None:
+        """How a tensor axis divides the model; each plan and size is worked out once."""
+        method, ranks = resolved.strategy.get("tensor_parallel"), dict(resolved.axes).get("tensor", 1)
+        if not isinstance(method, TensorParallel):
+            return None
+        if (method, ranks) not in self._splits:
+            self._splits[method, ranks] = method.trace(self.model, ranks)
+        return self._splits[method, ranks]
+
+    def _blocks(self, split: SplitTrace | None) -> tuple[Block, ...]:
+        if split not in self._described:
+            self._described[split] = describe_blocks(self.model, self._states_of, split.dims if split else None)
+        return self._described[split]
 
     @functools.cached_property
-    def _known(self) -> dict[Any, tuple[Activations | None, int | None, tuple[str, ...]]]:
+    def _states_of(self) -> StatesOf:
+        return probe_optimizer(self.optim_func, self.device)
+
+    @functools.cached_property
+    def _splits(self) -> dict[tuple[TensorParallel, int], SplitTrace | None]:
+        return {}
+
+    @functools.cached_property
+    def _described(self) -> dict[SplitTrace | None, tuple[Block, ...]]:
+        return {}
+
+    @functools.cached_property
+    def _known(self) -> dict[Any, Traced]:
         return {}
 
     def _activations(
-        self, param_dtype: str | None, autocast_dtype: str | None, replicas: int
-    ) -> tuple[Activations | None, int | None, tuple[str, ...]]:
+        self, param_dtype: str | None, autocast_dtype: str | None, replicas: int, split: SplitTrace | None
+    ) -> Traced:
         """Activations and FLOPs of a micro-batch; each precision and size is traced once."""
-        key = (param_dtype, autocast_dtype, replicas)
+        key = (param_dtype, autocast_dtype, replicas, split)
         if key not in self._known:
             self._known[key] = self._trace(*key)
         return self._known[key]
 
     def _trace(
-        self, param_dtype: str | None, autocast_dtype: str | None, replicas: int
-    ) -> tuple[Activations | None, int | None, tuple[str, ...]]:
+        self, param_dtype: str | None, autocast_dtype: str | None, replicas: int, split: SplitTrace | None
+    ) -> Traced:
         samples = math.ceil((self.batch_size or replicas) / (replicas * self.num_micro_batches))
         try:
             inputs = self.inputs_of(samples)
             if inputs is None:
-                return None, None, ("activations are not predicted: there is no sample to trace the model with",)
-            activations, flops = predict_saved(
+                return None, None, (), ("activations are not predicted: there is no sample to trace the model with",)
+            activations, flops, boundaries = predict_saved(
                 self.model,
                 inputs,
                 self.forward,
                 param_dtype=torch_dtype(param_dtype) if param_dtype else None,
                 autocast_dtype=torch_dtype(autocast_dtype) if autocast_dtype else None,
+                split=split,
             )
         except Exception as error:  # a user's model may do anything; training does not depend on this prediction
             reason = (str(error).splitlines() or [""])[0][:160]
-            return None, None, (f"activations are not predicted: {type(error).__name__} while tracing ({reason})",)
-        return activations, flops, ()
+            return None, None, (), (f"activations are not predicted: {type(error).__name__} while tracing ({reason})",)
+        return activations, flops, boundaries, ()
 
 
 def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.cost import Activations, RecomputePart
+from meshwright.cost import Activations, Boundary, RecomputePart
+from meshwright.methods.tensor_trace import SaveLog, SplitTrace
 from meshwright.nn import class_names, find_blocks
 
 _BACKWARD_FLOPS = 2  # the two products of backward, each as large as the one of forward
@@ -30,6 +31,7 @@ class SavedTensors:
     inputs: dict[nn.Module, dict[int, int]] = field(default_factory=dict)  # module -> storage of an argument -> bytes
     weights: set[int] = field(default_factory=set)  # storages of parameters and buffers: saved, but not by forward
     alive: list[Any] = field(default_factory=list)  # keeps storages from being freed and their addresses reused
+    log: SaveLog = field(default_factory=list)  # the module stack of every save, in order
 
     @property
     def bytes(self) -> int:
@@ -49,12 +51,12 @@ def record_saved(model: nn.Module, *, keep_alive: bool = False) -> Iterator[Save
     stack: list[nn.Module] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, DTensor):
-            key, size = _storage(tensor)
-            saved.sizes[key] = size
-            saved.savers.setdefault(key, []).append(tuple(stack))
-            if keep_alive:
-                saved.alive.append(tensor)
+        key, size = _storage(tensor)
+        saved.sizes[key] = size
+        saved.savers.setdefault(key, []).append(tuple(stack))
+        saved.log.append(tuple(stack))
+        if keep_alive:
+            saved.alive.append(tensor)
         return tensor
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -64,8 +66,7 @@ def record_saved(model: nn.Module, *, keep_alive: bool = False) -> Iterator[Save
         if keep_alive:
             saved.alive.extend(tensors)
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            if not isinstance(tensor, DTensor):
-                saved.weights.add(_storage(tensor)[0])
+            saved.weights.add(_storage(tensor)[0])
 
     def leave(module: nn.Module, *_: Any) -> None:
         stack.pop()
@@ -88,7 +89,8 @@ def record_saved(model: nn.Module, *, keep_alive: bool = False) -> Iterator[Save
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
+    with torch.no_grad():
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
     return storage._cdata, storage.nbytes()
 
 
@@ -99,7 +101,8 @@ def predict_saved(
     *,
     param_dtype: torch.dtype | None,
     autocast_dtype: torch.dtype | None,
-) -> tuple[Activations, int]:
+    split: SplitTrace | None = None,
+) -> tuple[Activations, int, tuple[Boundary, ...]]:
     """Predicts what one micro-batch saves, in a forward pass over fake tensors; the model itself is not touched.
 
     Args:
@@ -108,9 +111,11 @@ def predict_saved(
         forward: ``forward(model, inputs)`` computes the loss.
         param_dtype: Precision of the parameters as they compute; None keeps their own.
         autocast_dtype: Precision of autocast; None runs without.
+        split: Lets the model run as one rank of a tensor axis; None runs it whole.
 
     Returns:
-        The activations, and the floating-point operations of forward and backward (recomputation not counted).
+        The activations, the floating-point operations of forward and backward (recomputation not counted), and what is
+        sent over the tensor axis.
 
     Raises:
         Exception: Whatever the model raises when it runs without data.
@@ -123,7 +128,7 @@ def predict_saved(
         return copy.to(param_dtype) if param_dtype is not None and copy.is_floating_point() else copy
 
     state = {
-        f"model.{name}": converted(tensor).requires_grad_(tensor.requires_grad)
+        f"model.{name}": _one_ranks(converted(tensor), tensor, split).requires_grad_(tensor.requires_grad)
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     }
     fake_inputs = tree_map(lambda leaf: converted(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
@@ -131,9 +136,18 @@ def predict_saved(
     autocast = torch.autocast(device.type, dtype=autocast_dtype) if autocast_dtype else contextlib.nullcontext()
     with warnings.catch_warnings(), fake, counter, autocast, record_saved(model, keep_alive=True) as saved:
         warnings.simplefilter("ignore")
-        torch.func.functional_call(_Forward(model, forward), state, (fake_inputs,))
+        with split.running(saved.log) if split is not None else contextlib.nullcontext():
+            torch.func.functional_call(_Forward(model, forward), state, (fake_inputs,))
         activations = _summarise(model, saved)
-    return activations, counter.get_total_flops() * (1 + _BACKWARD_FLOPS)
+    boundaries = split.boundaries(model, saved.log) if split is not None else ()
+    return activations, counter.get_total_flops() * (1 + _BACKWARD_FLOPS), boundaries
+
+
+def _one_ranks(fake: torch.Tensor, tensor: torch.Tensor, split: SplitTrace | None) -> torch.Tensor:
+    if split is None or not isinstance(tensor, nn.Parameter):
+        return fake
+    shape = split.local_shape(tensor)
+    return fake if shape == fake.shape else fake.new_empty(shape)
 
 
 class _Forward(nn.Module):

@@ -1,0 +1,141 @@
+"""Making replicas of a model equal, and averaging their gradients while backward runs, DTensors included.
+
+DDP takes plain tensors only. FSDP2 replicates DTensors over an axis, but keeps a second copy of all weights and packs
+every gradient twice; plain buckets over local shards need neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
+
+from meshwright.errors import ModelError, join_names
+from meshwright.optim import local_tensor
+
+_BUCKET_BYTES = 25 * 2**20  # DDP's: large enough for bandwidth, small enough to start early
+
+
+@torch.no_grad()
+def broadcast_states(model: nn.Module) -> None:
+    """Rank 0's values on every rank: without it each shard would come from another initialisation."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), src=0)
+
+
+class GradientAverager:
+    """All-reduces buckets of local gradients as backward completes them, in one order on all ranks.
+
+    Args:
+        model: Its trainable parameters must be equal along ``group``, shard by shard. Only a forward of this module
+            starts averaging; its output must lead to the loss.
+        group: The ranks to average over.
+        allow_unused: Whether parameters may get no gradient in a step; such a parameter keeps none if no rank has one.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, allow_unused: bool) -> None:
+        self._group, self._allow_unused = group, allow_unused
+        self._names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._buckets = _cut(list(self._names))
+        self._bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
+        self._enabled = True  # False: micro-batches whose gradients only accumulate
+        self._running = False  # between the start of a backward pass and its end
+        self._missing: list[int] = []  # how many parameters of each bucket have no gradient yet in this pass
+        self._works: list[tuple[dist.Work, torch.Tensor, list[nn.Parameter]]] = []  # sent, in order of the buckets
+        for parameter in self._names:
+            parameter.register_post_accumulate_grad_hook(self._ready)
+        model.register_forward_hook(self._after_forward)
+
+    @contextlib.contextmanager
+    def accumulating(self, is_last: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: only the last one's backward averages."""
+        before, self._enabled = self._enabled, is_last
+        try:
+            yield
+        finally:
+            self._enabled = before
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._begin)
+
+    def _begin(self, gradient: torch.Tensor) -> None:
+        """First thing of a backward pass: its end is known only to the engine."""
+        if self._enabled and not self._running:
+            self._running, self._works = True, []
+            self._missing = [len(bucket) for bucket in self._buckets]
+            Variable._execution_engine.queue_callback(self._end)
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        if self._running:
+            self._missing[self._bucket_of[parameter]] -= 1  # type: ignore[index]
+            while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
+                self._send()
+
+    def _send(self) -> None:
+        """Sends the next bucket; parameters without a gradient send zeros, so that all ranks send alike."""
+        bucket = self._buckets[len(self._works)]
+        parts = [
+            (torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)).flatten() for p in bucket
+        ]
+        if self._allow_unused:
+            parts.append(torch.stack([parts[0].new_tensor(float(p.grad is not None)) for p in bucket]))
+        flat = torch.cat(parts)
+        flat /= self._group.size()
+        self._works.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        self._running = False
+        while len(self._works) < len(self._buckets):
+            self._send()
+        unused: list[str] = []
+        for work, flat, bucket in self._works:
+            work.wait()
+            unused += self._take(flat, bucket)
+        self._works = []
+        if unused:
+            raise ModelError(
+                "Parameters took no part in a step, and their gradients are to be averaged",
+                expected="a gradient for every parameter that trains",
+                got=join_names(unused),
+                fix="pass find_unused_parameters=True, or freeze them with requires_grad_(False)",
+            )
+
+    def _take(self, flat: torch.Tensor, bucket: list[nn.Parameter]) -> list[str]:
+        """Copies averages into the gradients; returns the parameters that have none and ought to."""
+        sizes = [local_tensor(parameter).numel() for parameter in bucket]
+        averages = flat.split([*sizes, len(bucket)] if self._allow_unused else sizes)
+        unused = []
+        for index, (parameter, average) in enumerate(zip(bucket, averages, strict=False)):
+            if parameter.grad is None:
+                if not self._allow_unused:
+                    unused.append(self._names[parameter])
+                    continue
+                if not averages[-1][index]:
+                    continue  # nobody has one; only a rank without asks, so no other waits for the answer
+                parameter.grad = torch.zeros_like(parameter)
+            local = local_tensor(parameter.grad)
+            local.copy_(average.view_as(local))
+        return unused
+
+
+def _cut(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Buckets of one type each, last parameters first: about the order in which backward completes them."""
+    buckets: list[list[nn.Parameter]] = []
+    open_buckets: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
+    for parameter in reversed(parameters):
+        bucket, size = open_buckets.get(parameter.dtype, ([], 0))
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(parameter)
+        size += local_tensor(parameter).nbytes
+        open_buckets[parameter.dtype] = (bucket, size) if size < _BUCKET_BYTES else ([], 0)
+    return buckets

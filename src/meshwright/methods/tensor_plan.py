@@ -1,0 +1,133 @@
+"""Which layers a tensor axis splits: the model's own plan, the user's entries, and the layers both mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
+from meshwright.methods.tensor_styles import EMBEDDING, LINEAR, Style, style_of
+
+_FIX = "give plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', …} with the names of its layers"
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """A module and what the tensor axis does to it."""
+
+    path: str
+    module: nn.Module
+    style: Style
+    parent: nn.Module  # the module it lies in
+
+    @property
+    def parent_path(self) -> str:
+        """Path of the module it lies in."""
+        return self.path.rpartition(".")[0]
+
+    @property
+    def group(self) -> str:
+        """Layers of one group are fed one input: those that lie in one module with a forward of its own."""
+        contains = isinstance(self.parent, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        return self.path if contains else self.parent_path
+
+    def parameters(self) -> list[tuple[str, nn.Parameter, int | None]]:
+        """Its own parameters: name, parameter, and the dim that is divided (None: whole)."""
+        dims = dict(self.style.dims)
+        return [(name, p, dims.get(name)) for name, p in self.module.named_parameters(recurse=False)]
+
+
+def own_plan(model: nn.Module) -> dict[str, str]:
+    """The plan a model carries, as transformers' models do; empty when it carries none."""
+    for name in ("tp_plan", "_tp_plan"):
+        plan = getattr(model, name, None)
+        if isinstance(plan, Mapping) and plan:
+            return dict(plan)
+    return {}
+
+
+def planned_layers(model: nn.Module, given: Mapping[str, str]) -> list[PlannedLayer]:
+    """Finds the layers of a plan in a model, in the model's order; tied weights are split alike.
+
+    Args:
+        model: A plain module.
+        given: The user's entries ``{name pattern: style}``; they override the model's own. ``*`` stands for one part of
+            a name, such as a layer's number.
+
+    Raises:
+        ModelError: When there is no plan, a style is unknown, or a style does not go with its module.
+        StrategyError: When an entry of ``given`` names nothing in the model.
+    """
+    own = own_plan(model)
+    if not own and not given:
+        raise ModelError(
+            "tensor_parallel: the model carries no plan that says how its layers are split",
+            expected="a transformers model with a base_model_tp_plan (Llama, Mistral, Qwen, Gemma, Phi, …), or plan=…",
+            got=type(model).__name__,
+            fix=f"{_FIX}; or shard it with fsdp, which needs no plan",
+        )
+    _check_named(model, given)
+    entries = [(re.compile(_regex(pattern)), style) for pattern, style in (*given.items(), *own.items())]
+    chosen = {}
+    for path, module in model.named_modules():
+        style = next((style for regex, style in entries if regex.fullmatch(path)), None)
+        if path and style is not None:
+            chosen[path] = (module, style_of(path, module, style))
+    _check_bare_parameters(model, entries)
+    _with_tied(model, chosen)
+    layers = [
+        PlannedLayer(path, module, style, model.get_submodule(path.rpartition(".")[0]))
+        for path, (module, style) in chosen.items()
+    ]
+    if not any(layer.style.dims for layer in layers):
+        raise ModelError(
+            "tensor_parallel: the plan splits no layer of this model",
+            expected="at least one layer that is split by columns or rows",
+            got=join_names({**own, **given}),
+            fix=_FIX,
+        )
+    return layers
+
+
+def _regex(pattern: str) -> str:
+    return r"[^.]+".join(map(re.escape, pattern.split("*")))
+
+
+def _check_named(model: nn.Module, given: Mapping[str, str]) -> None:
+    paths = [path for path, _ in model.named_modules() if path]
+    for pattern in given:
+        if not any(re.fullmatch(_regex(pattern), path) for path in paths):
+            raise StrategyError(
+                f"tensor_parallel: the plan names no module of the model{did_you_mean(pattern, paths)}",
+                expected=f"names such as {join_names(paths, limit=6)}; * stands for a layer's number",
+                got=repr(pattern),
+                fix="correct the name",
+            )
+
+
+def _check_bare_parameters(model: nn.Module, entries: list[tuple[re.Pattern[str], str]]) -> None:
+    """Refuses what transformers' plans ask of bare parameters (experts, attention sinks)."""
+    for name, _ in model.named_parameters():
+        style = next((style for regex, style in entries if regex.fullmatch(name)), "replicate")
+        if style != "replicate":
+            raise ModelError(
+                "tensor_parallel: the plan splits a parameter that belongs to no linear layer",
+                expected="entries for nn.Linear and nn.Embedding",
+                got=f"{name}: {style!r}",
+                fix="train this model with fsdp; mixtures of experts and attention sinks are not split yet",
+            )
+
+
+def _with_tied(model: nn.Module, chosen: dict[str, tuple[nn.Module, Style]]) -> None:
+    """Gives a layer whose weight is tied to a planned one, and that no entry names, the style that splits it alike."""
+    split = {module.weight: style for module, style in chosen.values() if ("weight", 0) in style.dims}
+    for path, module in model.named_modules():
+        if path in chosen or getattr(module, "weight", None) not in split:
+            continue
+        if isinstance(module, nn.Embedding):
+            chosen[path] = (module, EMBEDDING["embedding_rowwise"])
+        elif isinstance(module, nn.Linear):
+            chosen[path] = (module, LINEAR["colwise_gather_output"])

@@ -1,0 +1,207 @@
+"""Small runs with a tensor axis, on the ranks of a pool; used by the tests of ``tensor_parallel``."""
+
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.cost import memory
+from meshwright.planner import measured_state
+from meshwright.store import CheckpointStore, TrainingState
+from tests import tiny
+from tests.methods.test_parity import BATCH, OPTIMIZERS, STEPS, full_weights
+from tests.methods.test_traffic import Counter
+
+SIZES = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 52, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": tiny.SEQ_LEN}  # fmt: skip
+
+
+def build(name):
+    import transformers
+
+    kind, size, keys = {
+        "llama": ("Llama", "ForCausalLM", {}),
+        "headless": ("Llama", "Model", {"pad_token_id": 3}),
+        "tied": ("Llama", "ForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        "qwen3": ("Qwen3", "ForCausalLM", {"head_dim": 6}),
+        "phi3": ("Phi3", "ForCausalLM", {"pad_token_id": 0}),
+    }[name]
+    torch.manual_seed(3)
+    model = getattr(transformers, kind + size)(getattr(transformers, kind + "Config")(**SIZES, **keys, use_cache=False))
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases of zero and norms of one would hide what is lost
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model
+
+
+def loss_func(inputs, output):
+    """Next token where there are logits, else a mean that moves all features differently."""
+    if hasattr(output, "logits"):
+        return tiny.loss_func(inputs, output)
+    features = output.last_hidden_state
+    return (features * torch.linspace(-1, 1, features.shape[-1]).to(features)).square().mean()
+
+
+def reference(name, mode):
+    """Losses, gradient norms, initial and final weights of a plain loop in one process."""
+    model = build(name)
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    optim_class, args = OPTIMIZERS[mode]
+    optim = optim_class(model.parameters(), **args)
+    data = tiny.Tokens()
+    order = torch.utils.data.DistributedSampler(data, num_replicas=1, rank=0, seed=0)
+    losses, norms = [], []
+    for ids in torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=order):
+        optim.zero_grad()
+        loss = loss_func({"input_ids": ids}, model(input_ids=ids))
+        loss.backward()
+        norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
+        optim.step()
+        losses.append(loss.item())
+        if len(losses) == STEPS:
+            break
+    return losses, norms, before, {key: value.detach() for key, value in model.named_parameters()}
+
+
+def accelerated(name, methods, mode, micro=1, **keys):
+    optim_class, args = OPTIMIZERS[mode]
+    return mw.accelerate(
+        build(name), optim_class, tiny.Tokens(), loss_func, strategy=methods, optim_args=args,
+        prepare_input=tiny.prepare_for("llama"), model_input_format="unpack_dict",
+        dataloader_args={"batch_size": BATCH}, num_micro_batches=micro, **keys,
+    )  # fmt: skip
+
+
+def train(name, methods, mode, micro=1):
+    """Ten steps; losses, gradient norms and whole weights. Predicted bytes, state and wire, are checked on the way."""
+    result = accelerated(name, methods, mode, micro)
+    losses, norms, batch = [], [], None
+    for _, batch in zip(range(STEPS), result.dataloader, strict=False):
+        step = result.step(batch)
+        losses.append(step.loss.item())
+        norms.append(step.grad_norm.item())
+    predicted = memory(result.plan.step, result._job.coordinate)
+    for kind, size in measured_state(result.model, result.optim).items():
+        assert getattr(predicted, kind) == size, (kind, getattr(predicted, kind), size, methods)
+    weights = full_weights(result.model)
+    _check_wire_and_activations(result, batch, predicted)
+    return losses, norms, weights if mw.rank() == 0 else None
+
+
+def _check_wire_and_activations(result, batch, predicted):
+    with Counter() as counter:
+        _, measured = result.measured_step(batch)
+    sent = {}
+    for traffic in result.plan.step.traffic:
+        sent[traffic.kind] = sent.get(traffic.kind, 0) + traffic.bytes_per_step
+    assert counter.bytes == sent, (result.strategy, counter.bytes, sent)
+    assert predicted.activations == measured["activations"] or (
+        abs(predicted.activations / measured["activations"] - 1) < 0.1  # as without an axis: see test_checkpoint
+    )
+
+
+def train_several(cases):
+    return [train(*case) for case in cases]
+
+
+STATE = {"mode": "adamw"}
+
+
+def save_and_go_on(directory, methods):
+    """Three steps, a checkpoint, three more: their losses."""
+    result = accelerated("tied", methods, **STATE)
+    batches = list(result.dataloader)
+    for batch in batches[:3]:
+        result.step(batch)
+    CheckpointStore(directory).save(TrainingState(result.model, result.optim, step=3))
+    shapes = {name: tuple(value.shape) for name, value in result.model.state_dict().items()}
+    assert shapes == {name: tuple(value.shape) for name, value in build("tied").state_dict().items()}
+    return [result.step(batch).loss.item() for batch in batches[3:6]]
+
+
+def load_and_go_on(directory, methods):
+    """The same three steps after loading into another layout."""
+    result = accelerated("tied", methods, **STATE)
+    batches = list(result.dataloader)
+    result.step(batches[0])  # what is loaded replaces weights and states that have moved
+    CheckpointStore(directory).load(TrainingState(result.model, result.optim))
+    return [result.step(batch).loss.item() for batch in batches[3:6]]
+
+
+class Mlp(nn.Module):
+    """A plain model for a user's plan: an MLP by columns and rows with dropout behind it, in a Sequential."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(7, 12), nn.GELU(), nn.Linear(12, 7), nn.Dropout(0.5)) for _ in range(2)
+        )
+        self.last = nn.Linear(7, 3)
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.last(x)
+
+
+MLP_PLAN = ("tensor_parallel", {"plan": {"layers.*.0": "colwise", "layers.*.2": "rowwise"}})
+
+
+def mlp(mesh, methods=(), **keys):
+    torch.manual_seed(1 + 7 * mw.rank())  # every rank starts elsewhere: rank 0's weights count
+    return mw.accelerate(
+        Mlp(), torch.optim.AdamW, None, lambda x, out: out.float().square().mean(),
+        strategy=[MLP_PLAN, ("parallel_mode", mesh), *methods], optim_args={"lr": 0.01, "fused": True}, **keys,
+    )  # fmt: skip
+
+
+def overflow_on_one_rank(mesh, methods):
+    """Whether four steps were skipped; before the third, one rank's shard of one gradient overflows."""
+    result = mlp(mesh, [*methods, ("amp_native", "fp16")])
+    result.model.spare.requires_grad_(False)
+    skipped, rows = [], BATCH_OF_MLP.chunk(result.num_replicas)[result.replica]
+    for step in range(4):
+        result.optim.zero_grad()
+        result.loss_func(rows, result.model(rows)).backward()
+        if step == 2 and mw.rank() == 1:
+            result.model.layers[0][0].weight.grad.to_local()[0] = float("inf")
+        result.clip_grad_norm(1.0)
+        result.optim.step()
+        skipped.append(result.optim.step_was_skipped)
+    return skipped, result.optim.scaler.get_scale()
+
+
+BATCH_OF_MLP = torch.randn(8, 7, generator=torch.Generator().manual_seed(5))
+
+
+def mlp_on(mesh, steps, find_unused):
+    """Weights after some steps, each rank's own first; ``spare`` takes no part."""
+    result = mlp(mesh, find_unused_parameters=find_unused)
+    rows = BATCH_OF_MLP.chunk(result.num_replicas)[result.replica]
+    for _ in range(steps):
+        step = result.step(rows)
+    model = getattr(result.model, "module", result.model)
+    assert model.spare.weight.grad is None
+    whole = {n: p.detach().clone() for n, p in model.named_parameters() if not n.startswith("layers")}
+    return step.loss.item(), step.grad_norm.item(), whole, result.evaluate(rows).item()
+
+
+def mlp_everywhere():
+    """Dropout is equal within a tensor group, gradients are averaged over replicas, unused parameters stay."""
+    assert overflow_on_one_rank({"tensor": 2}, []) == ([False, False, True, False], 2.0**15)
+    results = [mlp_on({"tensor": 2}, 3, False), mlp_on({"tensor": 1, "data": 2}, 3, True)]
+    result = mlp({"tensor": 2}, dry_run=True, sample_batch=BATCH_OF_MLP)
+    assert type(result.model.layers[0][0].weight).__name__ == "DTensor"
+    return results
+
+
+def mlp_with_replicas():
+    assert overflow_on_one_rank({"tensor": 2, "data": 2}, ["fsdp"]) == ([False, False, True, False], 2.0**15)
+    results = mlp_on({"tensor": 2, "data": 2}, 3, True)
+    refused = ""
+    result = mlp({"tensor": 2, "data": 2})
+    try:
+        result.step(BATCH_OF_MLP)
+    except mw.ModelError as error:
+        refused = str(error)
+    return results, refused

@@ -1,0 +1,71 @@
+"""tensor_parallel against one plain process, alone and with the other methods; see test_parity for the tolerances.
+
+``--parity=all`` (``make parity``) trains every case; without it the first three and the first two.
+"""
+
+import functools
+
+import pytest
+import torch
+
+from tests.methods import split_runs
+from tests.methods.test_parity import check_weights
+
+MESH = ("parallel_mode", {"tensor": 2})
+BOTH = ("parallel_mode", {"tensor": 2, "data": 2})
+TWO_RANKS = [
+    ("llama", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
+    ("headless", ["tensor_parallel", MESH, ("checkpoint", {"no_reentrant": False})], "adamw", 1),
+    ("qwen3", ["tensor_parallel", MESH], "sgd", 1),
+    ("llama", ["tensor_parallel", MESH, ("half", "bf16")], "bf16", 1),
+    ("llama", ["tensor_parallel", MESH], "adamw", 1),
+    ("tied", ["tensor_parallel", MESH], "sgd", 1),
+    ("phi3", ["tensor_parallel", MESH], "sgd", 1),
+    ("llama", ["tensor_parallel", MESH, ("amp_native", "bf16")], "bf16", 1),
+]
+FOUR_RANKS = [
+    ("tied", ["tensor_parallel", BOTH], "sgd", 1),
+    ("llama", ["tensor_parallel", BOTH, "fsdp"], "adamw", 1),
+    ("tied", ["tensor_parallel", BOTH, "fsdp", "checkpoint"], "sgd", 2),
+    ("tied", ["tensor_parallel", BOTH], "adamw", 2),
+    ("qwen3", ["tensor_parallel", ("parallel_mode", {"tensor": 2, "zero": 2}), "zero1"], "sgd", 2),
+    ("headless", ["tensor_parallel", BOTH, "zero2"], "sgd", 1),
+    ("llama", ["tensor_parallel", BOTH, "fsdp", ("half", "bf16")], "bf16", 1),
+]
+reference = functools.cache(split_runs.reference)
+
+
+@pytest.mark.parametrize(("world", "cases", "first"), [(2, TWO_RANKS, 3), (4, FOUR_RANKS, 2)])
+def test_parity(ranks, request, world, cases, first):
+    cases = cases if request.config.getoption("--parity") == "all" else cases[:first]
+    results = ranks(world).run(split_runs.train_several, cases)
+    for (name, methods, mode, _), *every in zip(cases, *results, strict=True):
+        losses, norms, weights = every[0]
+        assert all((other[0], other[1]) == (losses, norms) for other in every), methods
+        expected_losses, expected_norms, before, expected = reference(name, "sgd" if mode == "sgd" else "adamw")
+        tolerance = 1e-2 if mode == "bf16" else 1e-4
+        assert losses == pytest.approx(expected_losses, rel=tolerance), methods
+        assert norms == pytest.approx(expected_norms, rel=5e-2 if mode == "bf16" else 1e-4), methods
+        if mode == "sgd":
+            check_weights(weights, before, expected)
+
+
+def test_a_checkpoint_of_two_axes_loads_into_one(ranks, tmp_path):
+    expected = ranks(4).run(split_runs.save_and_go_on, tmp_path, ["tensor_parallel", BOTH, "fsdp"])[0]
+    for methods in (["fsdp"], ["tensor_parallel", MESH]):
+        losses = ranks(2).run(split_runs.load_and_go_on, tmp_path, methods)[0]
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_ranks_of_a_tensor_group_stay_equal(ranks):
+    """Rank 0's weights and one stream of dropout: whole parameters agree after steps, bit for bit."""
+    for first, *others in zip(*ranks(2).run(split_runs.mlp_everywhere), strict=True):
+        for other in others:
+            assert other[0] == first[0]
+            assert all(torch.equal(other[2][name], first[2][name]) for name in first[2])
+    (results, refused), *others = ranks(4).run(split_runs.mlp_with_replicas)
+    assert "spare.weight" in refused
+    assert "find_unused_parameters=True" in refused
+    for (loss, _, weights, _), said in others:
+        assert (loss, said) == (results[0], refused)
+        assert all(torch.equal(weights[name], results[2][name]) for name in weights)
