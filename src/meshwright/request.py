@@ -119,6 +119,7 @@ class Request:
             model=self.model,
             device=settings.device,
             optim_func=self.build_optimizer,
+            optim_param_func=self.optim_param_func,
             inputs_of=lambda samples: self._sample_inputs(settings.device, samples),
             forward=self._forward,
             batch_size=self._global_batch_size(),

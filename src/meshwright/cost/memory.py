@@ -92,8 +92,12 @@ def _master_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) ->
 
 def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Mapping[str, int]) -> int:
     shape = _shape_on(step, parameter, step.optimizer.axis, where)
-    itemsize = step.optimizer.itemsize if state.dims and step.optimizer.itemsize else state.itemsize
-    return math.prod(shape[dim] for dim in state.dims) * itemsize
+    half_itemsize = step.optimizer.itemsize  # None: parameters and states are as the optimizer was given them
+    if state.only_for_half and half_itemsize is None:
+        return 0
+    follows = half_itemsize is not None and state.dims and not state.own_type
+    itemsize = half_itemsize if half_itemsize is not None and follows else state.itemsize
+    return math.prod(shape[dim] for dim in state.dims) * state.numel_apart * itemsize
 
 
 def _gathered_bytes(step: Step) -> int:

@@ -20,6 +20,9 @@ class StateTensor:
 
     dims: tuple[int, ...]  # () is a scalar such as a step counter, (0, 1) the shape of a matrix itself
     itemsize: int
+    numel_apart: int = 1  # elements along dims that are not the parameter's, such as a low rank
+    own_type: bool = False  # True: it keeps its type also where parameters are in half precision
+    only_for_half: bool = False  # an fp32 copy that exists where the parameter itself is in half precision
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from meshwright.optim.layouts import separate_layouts
 from meshwright.optim.manager import OptimManager
 from meshwright.optim.master import MasterWeights
 from meshwright.optim.scaler import MixedMeshScaler
+from meshwright.optim.sharded import ShardedOptimizer
 
 __all__ = [
     "AdamOffloadOptimizer",
@@ -18,6 +19,7 @@ __all__ = [
     "MasterWeights",
     "MixedMeshScaler",
     "OptimManager",
+    "ShardedOptimizer",
     "clip_grad_norm_",
     "local_tensor",
     "separate_layouts",

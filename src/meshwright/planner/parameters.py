@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.cost import Block, Parameter, StateTensor
-from meshwright.errors import ConfigError
+from meshwright.cost import Block, Parameter
 from meshwright.nn import class_name, class_names, find_blocks
 from meshwright.optim import local_tensor
-from meshwright.runtime import preserved_rng
-
-_PROBE_SIZES = (3, 5, 7, 11, 13, 17)  # distinct, so that every dim of a state tensor can be told apart
-
-StatesOf = Callable[[nn.Parameter], tuple[StateTensor, ...]]
+from meshwright.planner.states import StatesOf
 
 
 def describe_blocks(
@@ -78,54 +72,6 @@ def _describe(
             )
         )
     return tuple(described)
-
-
-def probe_optimizer(optim_func: Callable[[Any], Optimizer] | None, device: torch.device) -> StatesOf:
-    """Finds what an optimizer keeps per parameter by letting it update tiny ones of the same rank and dtype.
-
-    Args:
-        optim_func: Builds the optimizer from a list of parameters; None keeps nothing.
-        device: Where the tiny parameters live.
-
-    Returns:
-        A function from a parameter to its state tensors.
-    """
-    known: dict[tuple[int, torch.dtype], tuple[StateTensor, ...]] = {}
-
-    def states_of(parameter: nn.Parameter) -> tuple[StateTensor, ...]:
-        if optim_func is None:
-            return ()
-        kind = (parameter.dim(), parameter.dtype)
-        if kind not in known:
-            known[kind] = _probe(optim_func, *kind, device)
-        return known[kind]
-
-    return states_of
-
-
-def _probe(
-    optim_func: Callable[[Any], Optimizer], num_dims: int, dtype: torch.dtype, device: torch.device
-) -> tuple[StateTensor, ...]:
-    sizes = _PROBE_SIZES[:num_dims]
-    with preserved_rng(), torch.enable_grad():
-        tiny = nn.Parameter(torch.ones(sizes, dtype=dtype, device=device))
-        tiny.grad = torch.full_like(tiny, 0.5)
-        optimizer = optim_func([tiny])
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigError(
-                "optim_func did not return an optimizer",
-                expected="a torch.optim.Optimizer",
-                got=type(optimizer).__name__,
-                fix="pass a class such as torch.optim.AdamW, or a function (parameters, **optim_args) -> Optimizer",
-            )
-        optimizer.step()
-    tensors = [value for value in optimizer.state[tiny].values() if isinstance(value, torch.Tensor)]
-    return tuple(StateTensor(_dims_of(tensor.shape, sizes), tensor.element_size()) for tensor in tensors)
-
-
-def _dims_of(shape: Iterable[int], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Which dims of the parameter a state tensor has; dims of size one are none."""
-    return tuple(sizes.index(size) for size in shape if size in sizes)
 
 
 def measured_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, int]:

@@ -16,8 +16,9 @@ from meshwright.cost import Activations, Block, Boundary, Buffer, Memory, Step, 
 from meshwright.methods import Resolved, TensorParallel, cost_of, resolve
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.tensor_trace import SplitTrace
-from meshwright.planner.parameters import StatesOf, describe_blocks, probe_optimizer
+from meshwright.planner.parameters import describe_blocks
 from meshwright.planner.saved import predict_saved
+from meshwright.planner.states import StatesOf, probe_optimizer
 from meshwright.strategy import Strategy
 
 Traced = tuple[Activations | None, int | None, tuple[Boundary, ...], tuple[str, ...]]
@@ -48,6 +49,7 @@ class Workload:
         model: Plain module.
         device: Where it trains.
         optim_func: Builds the optimizer from a list of parameters.
+        optim_param_func: Chooses these parameters, or groups of them, from the model; None takes all.
         inputs_of: ``inputs_of(samples)`` returns the model input of a micro-batch of that many samples, or None when
             there is no sample to be had.
         forward: ``forward(model, inputs)`` computes the loss.
@@ -68,6 +70,7 @@ class Workload:
     world: int
     zero_level: int
     limit_bytes: int | None
+    optim_param_func: Callable[[nn.Module], Any] | None = None
 
     def plan(self, strategy: Strategy) -> Plan:
         """Predicts one strategy.
@@ -109,7 +112,8 @@ class Workload:
 
     @functools.cached_property
     def _states_of(self) -> StatesOf:
-        return probe_optimizer(self.optim_func, self.device)
+        params = None if self.optim_param_func is None else self.optim_param_func(self.model)
+        return probe_optimizer(self.optim_func, self.device, params)
 
     @functools.cached_property
     def _splits(self) -> dict[tuple[TensorParallel, int], SplitTrace | None]:

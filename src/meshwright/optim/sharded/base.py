@@ -15,7 +15,7 @@ from meshwright.optim.sharded.chunk import Chunk, Member, cut, made_chunk
 from meshwright.optim.sharded.gradients import local_gradient
 from meshwright.optim.sharded.layout import Kept, Layout
 from meshwright.optim.sharded.presence import Presence
-from meshwright.optim.sharded.slots import Slot, absent_slot, fresh_states, made_slot
+from meshwright.optim.sharded.slots import Slot, absent_slot, forms, fresh_states, made_slot
 from meshwright.optim.sharded.sums import Update, drive
 from meshwright.optim.state_dicts import ShardedStateDict
 
@@ -97,10 +97,13 @@ class ShardedOptimizer(ShardedStateDict):
         self._uncounted = drive((chunk, self._updated(chunk)) for chunk in self._chunks())
         return loss
 
+    def state_forms(self, parameter: torch.Tensor) -> dict[str, Kept]:
+        """What will be kept for a parameter of this optimizer, the fp32 master included; makes nothing."""
+        return forms(Layout.of(parameter), self._group_of(parameter), parameter, self.kept_states)
+
     def empty_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fresh states of a parameter, on the layout in which this optimizer keeps them."""
-        group = next(group for group in self.param_groups if any(parameter is one for one in group["params"]))
-        return fresh_states(Layout.of(parameter), group, parameter, self.kept_states)
+        return fresh_states(Layout.of(parameter), self._group_of(parameter), parameter, self.kept_states)
 
     def forget(self) -> None:
         """Lets go of states that are about to be replaced."""
@@ -123,6 +126,9 @@ class ShardedOptimizer(ShardedStateDict):
         for (number, step, *_), members in batches.items():
             for part in cut(members):
                 yield made_chunk(self.param_groups[number], step, part)
+
+    def _group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        return next(group for group in self.param_groups if any(parameter is one for one in group["params"]))
 
     def _slot(self, parameter: torch.Tensor, group: dict[str, Any], has_gradient: bool) -> Slot | None:
         """What to work with; None where there is nothing to do."""

@@ -1,0 +1,108 @@
+"""What an optimizer will keep for each parameter: told by our own, found out by a trial step of any other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.cost import StateTensor
+from meshwright.errors import ConfigError
+from meshwright.optim import ShardedOptimizer
+from meshwright.runtime import preserved_rng
+
+_PROBE_SIZES = (3, 5, 7, 11, 13, 17)  # distinct, so that every dim of a state tensor can be told apart
+
+StatesOf = Callable[[nn.Parameter], tuple[StateTensor, ...]]
+
+
+def probe_optimizer(
+    optim_func: Callable[[Any], Optimizer] | None, device: torch.device, params: Iterable[Any] | None = None
+) -> StatesOf:
+    """Finds what an optimizer keeps per parameter.
+
+    A :class:`~meshwright.optim.ShardedOptimizer` says so for each parameter, exactly; of any other, a tiny parameter of
+    the same number of dims and dtype is updated once.
+
+    Args:
+        optim_func: Builds the optimizer from parameters or groups of them; None keeps nothing.
+        device: Where tiny parameters live.
+        params: The parameters or groups that the optimizer will be built over; None: each parameter asked about.
+
+    Returns:
+        A function from a parameter to its state tensors.
+    """
+    groups = None if params is None else _groups(params)
+    known: dict[tuple[int, torch.dtype], tuple[StateTensor, ...]] = {}
+
+    def states_of(parameter: nn.Parameter) -> tuple[StateTensor, ...]:
+        group = {"params": [parameter]} if groups is None else groups.get(parameter)
+        if optim_func is None or group is None:
+            return ()
+        kind = (parameter.dim(), parameter.dtype)
+        if kind not in known:
+            optimizer = _built(optim_func, [parameter] if groups is None else [group])
+            if isinstance(optimizer, ShardedOptimizer):
+                return _told(optimizer, parameter)
+            known[kind] = _tried(optim_func, *kind, device)
+        return known[kind]
+
+    return states_of
+
+
+def _groups(params: Iterable[Any]) -> dict[torch.Tensor, dict[str, Any]]:
+    """Every parameter with a group of its own, hyperparameters as they were given."""
+    groups: dict[torch.Tensor, dict[str, Any]] = {}
+    for entry in params:
+        values = dict(entry) if isinstance(entry, Mapping) else {"params": [entry]}
+        listed = values.pop("params")
+        for member in [listed] if isinstance(listed, torch.Tensor) else listed:
+            parameter = member[1] if isinstance(member, tuple) else member
+            groups[parameter] = {**values, "params": [parameter]}
+    return groups
+
+
+def _built(optim_func: Callable[[Any], Optimizer], params: list[Any]) -> Optimizer:
+    with preserved_rng():
+        optimizer = optim_func(params)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            "optim_func did not return an optimizer",
+            expected="a torch.optim.Optimizer",
+            got=type(optimizer).__name__,
+            fix="pass a class such as torch.optim.AdamW, or a function (parameters, **optim_args) -> Optimizer",
+        )
+    return optimizer
+
+
+def _told(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> tuple[StateTensor, ...]:
+    states = []
+    for form in optimizer.state_forms(parameter).values():
+        dims = tuple(dim for dim in form.dims if dim is not None)
+        apart = math.prod(size for size, dim in zip(form.shape, form.dims, strict=True) if dim is None)
+        states.append(StateTensor(dims, form.dtype.itemsize, apart, own_type=True))
+    if parameter.dtype == torch.float32 and optimizer.param_groups[0]["half_update"] == "master":
+        states.append(StateTensor(tuple(range(parameter.dim())), 4, own_type=True, only_for_half=True))
+    return tuple(states)
+
+
+def _tried(
+    optim_func: Callable[[Any], Optimizer], num_dims: int, dtype: torch.dtype, device: torch.device
+) -> tuple[StateTensor, ...]:
+    sizes = _PROBE_SIZES[:num_dims]
+    with preserved_rng(), torch.enable_grad():
+        tiny = nn.Parameter(torch.ones(sizes, dtype=dtype, device=device))
+        tiny.grad = torch.full_like(tiny, 0.5)
+        optimizer = _built(optim_func, [tiny])
+        optimizer.step()
+    tensors = [value for value in optimizer.state[tiny].values() if isinstance(value, torch.Tensor)]
+    return tuple(StateTensor(_dims_of(tensor.shape, sizes), tensor.element_size()) for tensor in tensors)
+
+
+def _dims_of(shape: Iterable[int], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Which dims of the parameter a state tensor has; dims of size one are none."""
+    return tuple(sizes.index(size) for size in shape if size in sizes)
