@@ -1,0 +1,98 @@
+"""A model under every plugin, fed the same gradients as on one device."""
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from meshwright.booster import Booster
+from meshwright.booster.plugin import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    MoeHybridParallelPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
+from tests.optim.contestants import BUILD
+from tests.optim.sharded.layouts import full, placed, relative_differences
+
+STEPS = 20
+PLUGINS = {
+    "HybridParallel, tp 2, zero 0": lambda: HybridParallelPlugin(tp_size=2, pp_size=1, zero_stage=0, precision="fp32"),
+    "HybridParallel, tp 2, zero 1": lambda: HybridParallelPlugin(tp_size=2, pp_size=1, zero_stage=1, precision="fp32"),
+    "HybridParallel, tp 2, zero 2": lambda: HybridParallelPlugin(tp_size=2, pp_size=1, zero_stage=2, precision="fp32"),
+    "HybridParallel, tp 4": lambda: HybridParallelPlugin(tp_size=4, pp_size=1, precision="fp32"),
+    "LowLevelZero, stage 1": lambda: LowLevelZeroPlugin(stage=1, precision="fp32"),
+    "LowLevelZero, stage 2": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
+    "TorchDDP": TorchDDPPlugin,
+    "Gemini (ZeRO-3)": lambda: GeminiPlugin(precision="fp32"),
+    "TorchFSDP": TorchFSDPPlugin,
+    "MoeHybridParallel, zero 2": lambda: MoeHybridParallelPlugin(ep_size=1, zero_stage=2, precision="fp32"),
+}
+
+
+def model():
+    torch.manual_seed(4)
+    config = LlamaConfig(
+        vocab_size=44, hidden_size=16, intermediate_size=28, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, tie_word_embeddings=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def gradient(name, shape, step):
+    generator = torch.Generator().manual_seed(hash_of(name) + step)
+    return torch.randn(shape, generator=generator) * (0.1 + step % 3)
+
+
+def hash_of(name):
+    return sum(ord(letter) * (index + 1) for index, letter in enumerate(name)) * 100
+
+
+def on_one_device(build):
+    single = model()
+    parameters = dict(single.named_parameters())
+    start = {name: full(parameter) for name, parameter in parameters.items()}
+    optimizer = build(parameters)
+    for step in range(STEPS):
+        for name, parameter in parameters.items():
+            parameter.grad = gradient(name, parameter.shape, step)
+        optimizer.step()
+    return start, whole(parameters, optimizer)
+
+
+def whole(parameters, optimizer):
+    found = {name: full(parameter) for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
+        states = optimizer.state[parameter].items()
+        found |= {f"{name}.{key}": full(value) for key, value in states if isinstance(value, torch.Tensor)}
+    return found
+
+
+def under_plugin(make_plugin, build):
+    plain_model = model()
+    names = list(dict(plain_model.named_parameters()))
+    optimizer = build(dict(plain_model.named_parameters()))
+    boosted, wrapped, *_ = Booster(plugin=make_plugin()).boost(plain_model, optimizer)
+    parameters = dict(zip(names, boosted.unwrap().parameters(), strict=True))
+    for step in range(STEPS):
+        for name, parameter in parameters.items():
+            parameter.grad = laid_out(gradient(name, parameter.shape, step), parameter)
+        wrapped.step()
+    return whole(parameters, optimizer)
+
+
+def laid_out(value, parameter):
+    if not isinstance(parameter, DTensor):
+        return value
+    return placed(value, parameter.device_mesh, parameter.placements)
+
+
+def worst_by_plugin():
+    """For every plugin and optimizer the largest relative difference of weights and states."""
+    cells = {}
+    for name, build in BUILD.items():
+        start, expected = on_one_device(build)
+        for plugin, make in PLUGINS.items():
+            cells[plugin, name] = max(relative_differences(under_plugin(make, build), expected, start).values())
+    return cells
