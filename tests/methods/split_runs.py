@@ -1,10 +1,13 @@
 """Small runs with a tensor axis, on the ranks of a pool; used by the tests of ``tensor_parallel``."""
 
+from unittest import mock
+
 import torch
 from torch import nn
 
 import meshwright as mw
 from meshwright.cost import memory
+from meshwright.methods import replicas
 from meshwright.planner import measured_state
 from meshwright.store import CheckpointStore, TrainingState
 from tests import tiny
@@ -64,11 +67,12 @@ def reference(name, mode):
 
 def accelerated(name, methods, mode, micro=1, **keys):
     optim_class, args = OPTIMIZERS[mode]
-    return mw.accelerate(
-        build(name), optim_class, tiny.Tokens(), loss_func, strategy=methods, optim_args=args,
-        prepare_input=tiny.prepare_for("llama"), model_input_format="unpack_dict",
-        dataloader_args={"batch_size": BATCH}, num_micro_batches=micro, **keys,
-    )  # fmt: skip
+    with mock.patch.object(replicas, "_BUCKET_BYTES", 4096):  # several of them, small as the models are
+        return mw.accelerate(
+            build(name), optim_class, tiny.Tokens(), loss_func, strategy=methods, optim_args=args,
+            prepare_input=tiny.prepare_for("llama"), model_input_format="unpack_dict",
+            dataloader_args={"batch_size": BATCH}, num_micro_batches=micro, **keys,
+        )  # fmt: skip
 
 
 def train(name, methods, mode, micro=1):

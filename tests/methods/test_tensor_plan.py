@@ -6,6 +6,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.methods import TensorParallel
+from meshwright.planner import Workload
 from tests.methods.split_runs import MLP_PLAN, Mlp, build
 
 GPT2_PLAN = {"h.*.mlp.c_fc": "colwise"}
@@ -108,6 +109,19 @@ def test_experts_of_a_models_own_plan_are_refused():
     config = transformers.MixtralConfig(**{**ODD, "intermediate_size": 52}, num_attention_heads=4, num_local_experts=2)
     with pytest.raises(mw.ModelError, match=r"belongs to no linear layer|not known"):
         TensorParallel().layers(transformers.MixtralForCausalLM(config), 2)
+
+
+def test_a_plan_that_the_model_cannot_run_with_is_refused_before_anything_is_changed():
+    def plan_for(entries):
+        workload = Workload(
+            Mlp(), torch.device("cpu"), None, lambda samples: torch.ones(samples, 7), lambda model, x: model(x).sum(),
+            8, 1, 2, 3, limit_bytes=None,
+        )  # fmt: skip
+        return workload.plan(mw.Strategy([("tensor_parallel", {"plan": entries}), ("parallel_mode", {"tensor": 2})]))
+
+    assert plan_for(dict(MLP_PLAN[1]["plan"])).memory.activations is not None
+    with pytest.raises(mw.ModelError, match=r"cannot run with its layers split.*Got .*both layers of a pair"):
+        plan_for({"layers.*.0": "colwise", "layers.*.2": "replicate"})
 
 
 def test_a_sandwiched_mlp_is_planned_whole():

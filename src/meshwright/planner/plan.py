@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.cost import Activations, Block, Boundary, Buffer, Memory, Step, memory
+from meshwright.errors import ModelError
 from meshwright.methods import Resolved, TensorParallel, cost_of, resolve
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.tensor_trace import SplitTrace
@@ -154,8 +155,20 @@ class Workload:
             )
         except Exception as error:  # a user's model may do anything; training does not depend on this prediction
             reason = (str(error).splitlines() or [""])[0][:160]
+            if split is not None and self._trace(param_dtype, autocast_dtype, replicas, None)[0] is not None:
+                raise _does_not_fit(f"{type(error).__name__} while tracing ({reason})") from error
             return None, None, (), (f"activations are not predicted: {type(error).__name__} while tracing ({reason})",)
         return activations, flops, boundaries, ()
+
+
+def _does_not_fit(got: str) -> ModelError:
+    """The model runs whole, and not as one rank of a tensor axis: training would fail in the same way."""
+    return ModelError(
+        "tensor_parallel: the model cannot run with its layers split by this plan",
+        expected="layers split by columns that feed layers split by rows, in modules that name no number of features",
+        got=got,
+        fix="correct the plan: give both layers of a pair, or colwise_gather_output where whole features are needed",
+    )
 
 
 def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:

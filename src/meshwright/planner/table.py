@@ -58,7 +58,7 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
     if plan.step.traffic:
         table.add_section()
         for traffic in plan.step.traffic:
-            what = f"{traffic.kind} in {traffic.moment}, per step"
+            what = f"{traffic.kind} over {traffic.axis} in {traffic.moment}, per step"
             table.add_row(what, readable_bytes(traffic.bytes_per_step), *(() if measured is None else ("",)))
     return table
 
