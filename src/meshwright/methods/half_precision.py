@@ -6,11 +6,26 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.dtypes import HalfDType
 from meshwright.methods.job import Job
+
+
+class LossScaleConfig(BaseModel):
+    """The dynamic loss scale of fp16; see :class:`~meshwright.optim.LossScaler`. Names and meaning are ColossalAI's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    initial_scale: PositiveFloat = 2.0**16
+    min_scale: PositiveFloat = 1.0
+    growth_factor: PositiveFloat = 2.0
+    backoff_factor: PositiveFloat = 0.5
+    growth_interval: PositiveInt = 1000
+    hysteresis: PositiveInt = 2
+    max_scale: PositiveFloat = 2.0**32
 
 
 class HalfPrecisionMethod(Method):
@@ -19,11 +34,18 @@ class HalfPrecisionMethod(Method):
     phase: ClassVar[Phase] = Phase.PRECISION
 
     dtype: HalfDType = "fp16"
+    loss_scale: LossScaleConfig | None = None
+    """How the loss scale of fp16 moves; None: as torch's GradScaler does by default."""
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
         """Reads a bare dtype."""
         return {"dtype": raw} if isinstance(raw, str | torch.dtype) else super().from_short(raw)
+
+    def scale_loss(self, job: Job) -> None:
+        """Asks for loss scaling where gradients would underflow without: in fp16."""
+        job.loss_scaling = self.dtype == "fp16"
+        job.loss_scale = self.loss_scale.model_dump() if self.loss_scale is not None else {}
 
     def check(self, job: Job) -> None:
         """Refuses bf16 on a CUDA device that cannot compute in it."""

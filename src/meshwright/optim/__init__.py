@@ -3,6 +3,7 @@
 from meshwright.optim.adam import AdamOffloadOptimizer, AdamOptimizer
 from meshwright.optim.clip import clip_grad_norm_, local_tensor, total_norm
 from meshwright.optim.guarded import GuardedOptimizer
+from meshwright.optim.loss_scaler import LossScaler
 from meshwright.optim.manager import OptimManager
 from meshwright.optim.master import MasterWeights
 
@@ -10,6 +11,7 @@ __all__ = [
     "AdamOffloadOptimizer",
     "AdamOptimizer",
     "GuardedOptimizer",
+    "LossScaler",
     "MasterWeights",
     "OptimManager",
     "clip_grad_norm_",
