@@ -167,7 +167,8 @@ def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelera
 
 
 def _announce(job: Job, plan: Plan, reason: str | None, verbose: bool) -> None:
-    for line in (*([reason] if reason else []), *plan.notices, *job.notices):
+    gaps = plan.gaps if reason or verbose else ()
+    for line in (*([reason] if reason else []), *plan.notices, *gaps, *job.notices):
         print_rank(f"meshwright: {line}", file=sys.stderr, flush=True)
     if verbose and rank() == 0:
         Console(stderr=True).print(plan_table(plan))

@@ -29,6 +29,7 @@ class Plan:
     memory: Memory
     limit_bytes: int | None  # what one rank may hold; None: unknown
     notices: tuple[str, ...]
+    gaps: tuple[str, ...] = ()  # what could not be predicted, and why: matters to whoever reads the predictions
 
     @property
     def fits(self) -> bool:
@@ -72,7 +73,7 @@ class Workload:
             StrategyError: When its methods do not fit together or do not fit the world.
         """
         resolved = resolve(strategy, self.world, self.zero_level)
-        activations, flops, notices = self._activations(*_precision_of(resolved), _replicas(resolved))
+        activations, flops, gaps = self._activations(*_precision_of(resolved), _replicas(resolved))
         step = Step(
             blocks=self._blocks,
             axes=resolved.axes,
@@ -83,7 +84,7 @@ class Workload:
             flops=flops,
         )
         step = cost_of(resolved.strategy, step)
-        return Plan(resolved.strategy, step, memory(step), self.limit_bytes, (*resolved.notices, *notices))
+        return Plan(resolved.strategy, step, memory(step), self.limit_bytes, resolved.notices, gaps)
 
     @functools.cached_property
     def _blocks(self) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from meshwright.store.transfer import collect
 from meshwright.store.writer import run_later
 
 _INDEX = ".index.json"
+_OPTIMIZER = "optimizer.safetensors"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 
@@ -108,11 +109,12 @@ def is_folder(path: Path) -> bool:
     return path.is_dir() or path.name.endswith(_INDEX)
 
 
-def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_folder(path: Path, kind: str = "model") -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads all tensors of a folder: of :func:`write_folder`, or of transformers (.bin files as weights only).
 
     Args:
         path: The folder, or the index in it. Without an index the folder must hold one weights file.
+        kind: ``"model"`` or ``"optimizer"``, where both lie in one folder.
 
     Returns:
         The tensors, mapped from the files, and the index's metadata.
@@ -120,9 +122,10 @@ def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises:
         CheckpointError: When index or files are absent, damaged, or not what the index says.
     """
-    index = path if path.name.endswith(_INDEX) else _only(path, sorted(path.glob(f"*{_INDEX}")), "index")
+    indices = [each for each in sorted(path.glob(f"*{_INDEX}")) if (_OPTIMIZER in each.name) == (kind == "optimizer")]
+    index = path if path.name.endswith(_INDEX) else _only(path, indices, "index")
     if index is None:
-        files = [file for file in sorted(path.iterdir()) if file.suffix in _WEIGHTS]
+        files = [file for file in sorted(path.iterdir()) if file.suffix in _WEIGHTS and "optimizer" not in file.name]
         single = _only(path, files, "weights file")
         if single is None:
             raise CheckpointError(

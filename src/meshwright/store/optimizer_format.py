@@ -64,7 +64,7 @@ def read_optimizer(path: Path) -> tuple[dict[str, torch.Tensor], OptimizerConten
     """
     try:
         if is_folder(path):
-            tensors, metadata = read_folder(path)
+            tensors, metadata = read_folder(path, INDEX_KEY)
             return tensors, _contents(**metadata[INDEX_KEY])
         return _from_torch_format(read_file(path))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
