@@ -1,5 +1,7 @@
 """One small task, trained by plain torch in one process and by a Booster on any number of ranks."""
 
+import itertools
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -24,9 +26,9 @@ def dataset():
     return TensorDataset(inputs, torch.stack([inputs.sum(1), inputs[:, 0].sin(), inputs[:, 1] ** 2], 1))
 
 
-def build(optimizer="adamw"):
+def build(optimizer="adamw", seed=3):
     """A plain model, an optimizer with two groups over it, and a scheduler over that."""
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     model = tiny.Mlp()
     biases = [p for name, p in model.named_parameters() if "bias" in name]
     weights = [p for name, p in model.named_parameters() if "bias" not in name]
@@ -51,17 +53,17 @@ def plain_run(optimizer="adamw", clip=None, steps=STEPS):
     return losses, whole(model)
 
 
-def boosted(plugin, optimizer="adamw", **options):
+def boosted(plugin, optimizer="adamw", seed=3, **options):
     booster = Booster(plugin=plugin, **options)
-    model, optim, schedule = build(optimizer)
+    model, optim, schedule = build(optimizer, seed)
     loader = plugin.prepare_dataloader(dataset(), BATCH // mw.world_size())
     return booster, *booster.boost(model, optim, nn.MSELoss(), loader, schedule)
 
 
-def train(booster, model, optim, criterion, loader, schedule, steps=STEPS, accumulate=1):
-    """``steps`` steps of the loop that ColossalAI's users write; returns losses of the global batches."""
+def train(booster, model, optim, criterion, loader, schedule, steps=STEPS, accumulate=1, start=0):
+    """``steps`` steps from batch ``start`` on, of the loop that ColossalAI's users write; losses of global batches."""
     losses = []
-    for _, (inputs, targets) in zip(range(steps), loader, strict=False):
+    for inputs, targets in itertools.islice(loader, start, start + steps):
         parts = list(zip(inputs.chunk(accumulate), targets.chunk(accumulate), strict=True))
         total = torch.zeros(())
         for part, target in parts[:-1]:

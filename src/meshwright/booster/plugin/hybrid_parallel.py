@@ -11,6 +11,7 @@ import torch
 from meshwright.booster.plugin.base import inert, only
 from meshwright.booster.plugin.low_level_zero import zero_keys
 from meshwright.booster.plugin.options import KernelArguments, LossScaleArguments, check_choice, mesh_of
+from meshwright.booster.plugin.torch_ddp import ddp_options
 from meshwright.errors import ConfigError
 from meshwright.strategy import Strategy
 
@@ -109,8 +110,9 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments):
     @property
     def ddp_options(self) -> Mapping[str, Any]:
         """Used with ``zero_stage`` 0."""
-        names = ("broadcast_buffers", "find_unused_parameters", "static_graph")
-        return {"bucket_cap_mb": self.ddp_bucket_cap_mb, **{name: getattr(self, name) for name in names}}
+        return ddp_options(
+            self.broadcast_buffers, self.ddp_bucket_cap_mb, self.find_unused_parameters, self.static_graph
+        )
 
     def num_micro_batches(self, batch_size: int) -> int:
         """``num_microbatches``, or as many as ``microbatch_size`` makes.

@@ -15,6 +15,18 @@ from meshwright.runtime import world_size
 from meshwright.strategy import Strategy
 
 
+def ddp_options(
+    broadcast_buffers: bool, bucket_cap_mb: float, find_unused_parameters: bool, static_graph: bool
+) -> dict[str, Any]:
+    """Keyword arguments of DistributedDataParallel, of which a newer torch warns when its default is passed."""
+    options = {
+        "bucket_cap_mb": bucket_cap_mb,
+        "find_unused_parameters": find_unused_parameters,
+        "static_graph": static_graph,
+    }
+    return options if broadcast_buffers else {**options, "broadcast_buffers": False}
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class TorchDDPPlugin(Plugin):
     """Data parallelism over all ranks; arguments are those of DistributedDataParallel. Seed: ColossalAI.
@@ -42,8 +54,7 @@ class TorchDDPPlugin(Plugin):
     @property
     def ddp_options(self) -> Mapping[str, Any]:
         """As given."""
-        names = ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "static_graph")
-        return {name: getattr(self, name) for name in names}
+        return ddp_options(self.broadcast_buffers, self.bucket_cap_mb, self.find_unused_parameters, self.static_graph)
 
     def prepare_model(self, model: nn.Module, device: torch.device) -> list[str]:
         """Converts BatchNorm, whose statistics would be those of each rank's own samples."""
