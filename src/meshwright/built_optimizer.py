@@ -51,7 +51,9 @@ class BuiltOptimizer:
             for old, parameter in zip(group["params"], parameters, strict=True):
                 state = self.optimizer.state.pop(old, None)
                 if state:  # made by the constructor, as Adagrad does
-                    self.optimizer.state[parameter] = {key: _laid_out(value, parameter) for key, value in state.items()}
+                    on_device = bool(group.get("fused") or group.get("capturable"))
+                    laid_out = {key: _laid_out(value, parameter, on_device) for key, value in state.items()}
+                    self.optimizer.state[parameter] = laid_out
             group["params"] = parameters
         return self.optimizer
 
@@ -83,10 +85,15 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     return {stored_name(name): p for name, p in unwrapped(model).named_parameters(remove_duplicate=False)}
 
 
-def _laid_out(value: Any, parameter: torch.Tensor) -> Any:
-    """A constructor's state, equal on every rank, where and as the new parameter lies."""
-    if not isinstance(value, torch.Tensor) or value.shape != parameter.shape or not value.shape:
+def _laid_out(value: Any, parameter: torch.Tensor, on_device: bool) -> Any:
+    """A constructor's state, equal on every rank, where and as the new parameter lies.
+
+    Step counters stay on the host, unless ``on_device`` says that the kernel reads them on the device.
+    """
+    if not isinstance(value, torch.Tensor):
         return value
+    if value.shape != parameter.shape or not value.shape:
+        return value.to(parameter.device) if on_device else value
     value = value.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return value

@@ -1,6 +1,7 @@
 """Plugins are strategies: which one each is, what it says of arguments without meaning, and what it refuses."""
 
 import inspect
+import os
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ from meshwright.booster import (
     MoeHybridParallelPlugin,
     TorchDDPPlugin,
     TorchFSDPPlugin,
+    launch,
     launch_from_torch,
 )
 from meshwright.booster.plugin import Plugin
 from meshwright.strategy import METHOD_CONFIGS
-from tests import tiny
 from tests.booster import helpers
 
 SCALE = {"initial_scale": 65536.0, "min_scale": 1.0, "growth_interval": 1000, "hysteresis": 2, "max_scale": 2.0**32}
@@ -106,6 +107,8 @@ HYBRID = {"tp_size": 1, "pp_size": 1}
         (lambda: LowLevelZeroPlugin(cpu_offload=True), "AdamOffloadOptimizer"),
         (lambda: LowLevelZeroPlugin(cast_inputs=False), "cast_inputs"),
         (lambda: LowLevelZeroPlugin(precision="bf61"), "did you mean 'bf16'"),
+        (lambda: LowLevelZeroPlugin(max_norm=-1.0), "no norm to clip by"),
+        (lambda: LowLevelZeroPlugin(initial_scale=0.5), "initial_scale from min_scale 1.0"),
         (lambda: LowLevelZeroPlugin(extra_dp_size=3).strategy(4), "do not divide the world"),
         (lambda: HybridParallelPlugin(tp_size=1, pp_size=2), "pipeline parallelism, which this version"),
         (lambda: HybridParallelPlugin(**HYBRID, sp_size=2), "sequence parallelism"),
@@ -182,7 +185,10 @@ def batches(options):
 
 
 def loading():
-    launch_from_torch(backend="gloo", seed=0, timeout_s=120.0)
+    launch_from_torch(backend="gloo", seed=0)
+    launch(mw.rank(), mw.world_size(), "127.0.0.1", int(os.environ["MASTER_PORT"]), "gloo", seed=0, verbose=False)
+    with pytest.raises(mw.LaunchError, match="twice with different arguments"):
+        launch_from_torch(backend="gloo", seed=1)
     found = [batches(options) for options in ({}, {"shuffle": True, "seed": 3}, {"drop_last": True})]
     norm = nn.Sequential(nn.Linear(7, 3), nn.BatchNorm1d(3))
     booster = Booster(plugin=TorchDDPPlugin(broadcast_buffers=False))
@@ -201,4 +207,3 @@ def test_a_dataloader_yields_this_ranks_share(ranks):
     assert first[2] == [[0, 2], [4, 6]]
     assert mean != other_mean, "each rank's own statistics where there is no CUDA"
     assert not broadcast
-    assert tiny.VOCAB

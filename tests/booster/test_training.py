@@ -25,7 +25,7 @@ FP32 = [
     (TorchDDPPlugin(), "adamw", 1),
     (TorchDDPPlugin(broadcast_buffers=False, bucket_cap_mb=1, static_graph=True), "sgd", 1),
     (LowLevelZeroPlugin(stage=1, precision="fp32"), "sgd", 2),
-    (LowLevelZeroPlugin(stage=2, precision="fp32", communication_dtype=torch.float32), "adamw", 2),
+    (LowLevelZeroPlugin(stage=2, precision="fp32", communication_dtype=torch.float32), "adamw", 1),
     (hybrid(), "own", 2),
     (hybrid(1), "adagrad", 1),
     (hybrid(2), "own", 1),

@@ -21,9 +21,6 @@ class BoostedOptimizer(GuardedOptimizer):
         model: What it updates.
         max_norm: Largest gradient norm, applied in every step; 0 for no clipping.
         norm_type: p of the p-norm.
-
-    Raises:
-        ConfigError: When ``max_norm`` is negative.
     """
 
     def __init__(

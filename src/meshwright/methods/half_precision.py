@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
@@ -26,6 +26,14 @@ class LossScaleConfig(BaseModel):
     growth_interval: PositiveInt = 1000
     hysteresis: PositiveInt = 2
     max_scale: PositiveFloat = 2.0**32
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(f"initial_scale from min_scale {self.min_scale} to max_scale {self.max_scale}")
+        if not self.backoff_factor < 1 < self.growth_factor:
+            raise ValueError("backoff_factor below 1 and growth_factor above 1")
+        return self
 
 
 class HalfPrecisionMethod(Method):

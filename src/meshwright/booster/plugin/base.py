@@ -51,6 +51,14 @@ class Plugin(ABC):
                     got=repr(getattr(self, option.name)),
                     fix=option.metadata["fix"],
                 )
+        max_norm, norm_type = self.clipping
+        if not (max_norm >= 0 and norm_type > 0):
+            raise ConfigError(
+                f"{type(self).__name__}: max_norm and norm_type are no norm to clip by",
+                expected="max_norm of 0 (no clipping) or more, and norm_type above 0",
+                got=f"{max_norm!r} and {norm_type!r}",
+                fix="leave them out to train without clipping",
+            )
 
     @abstractmethod
     def strategy(self, world: int) -> Strategy:

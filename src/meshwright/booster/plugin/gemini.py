@@ -53,7 +53,7 @@ class GeminiPlugin(KernelArguments, LossScaleArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self, "shard_param_frac", self.shard_param_frac, tuple(_METHOD_OF_FRACTION))
-        self.precision_methods(self.precision)
+        self.check_precision(self.precision)
 
     def strategy(self, world: int) -> Strategy:
         """fsdp over the ranks of each replica; tensor parallelism inside."""

@@ -68,7 +68,7 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self, "zero_stage", self.zero_stage, (0, 1, 2, 3))
-        self.precision_methods(self.precision)
+        self.check_precision(self.precision)
         for name, size in (("pp_size", self.pp_size), ("sp_size", self.sp_size)):
             if size not in (1, None):
                 raise ConfigError(

@@ -43,7 +43,7 @@ class LowLevelZeroPlugin(LossScaleArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self, "stage", self.stage, (1, 2))
-        self.precision_methods(self.precision)
+        self.check_precision(self.precision)
 
     def strategy(self, world: int) -> Strategy:
         """zero1 or zero2 over all ranks, or over the ranks of each replica."""

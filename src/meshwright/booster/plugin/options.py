@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.booster.plugin.base import Plugin, inert, only
 from meshwright.errors import ConfigError, did_you_mean
+from meshwright.strategy import Strategy
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 _FUSED = "PyTorch's scaled_dot_product_attention and torch.compile fuse what can be fused"
@@ -24,6 +25,14 @@ class LossScaleArguments(Plugin):
     growth_interval: int = 1000
     hysteresis: int = 2
     max_scale: float = 2.0**32
+
+    def check_precision(self, precision: str) -> None:
+        """Refuses a precision that is none, and numbers that make no loss scale.
+
+        Raises:
+            ConfigError, StrategyError: Saying which.
+        """
+        Strategy(self.precision_methods(precision))
 
     def precision_methods(self, precision: str, *, master_weights: bool = True) -> list[Any]:
         """The method that a precision means: half for fp16 and bf16, none for fp32.
