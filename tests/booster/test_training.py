@@ -30,7 +30,7 @@ FP32 = [
     (hybrid(1), "adagrad", 1),
     (hybrid(2), "own", 1),
     (hybrid(3, methods=["checkpoint"]), "sgd", 1),
-    (MoeHybridParallelPlugin(tp_size=1, pp_size=1, ep_size=1, precision="fp32"), "adagrad", 1),
+    (MoeHybridParallelPlugin(ep_size=1, precision="fp32"), "adagrad", 1),
     (GeminiPlugin(precision="fp32"), "adamw", 2),
     (GeminiPlugin(precision="fp32", shard_param_frac=0.0), "adamw", 1),
     (TorchFSDPPlugin(sync_module_states=True), "adamw", 1),

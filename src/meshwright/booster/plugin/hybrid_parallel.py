@@ -29,8 +29,8 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments):
     stage, and ``no_sync`` works with all of them.
     """
 
-    tp_size: int
-    pp_size: int
+    tp_size: int = 1
+    pp_size: int = 1
     sp_size: int | None = None
     precision: str = "fp16"
     zero_stage: int = 0
