@@ -55,6 +55,7 @@ class Accelerated:
         optim: The optimizer over ``model``, or None.
         dataloader: This rank's part of every global batch, or None.
         loss_func: ``loss_func(model_input, model_output)``; carries autocast and loss scale. None if none was given.
+        unscaled_loss_func: The same without the loss scale, for loops that scale when they call backward.
         prepare_input: ``prepare_input(data, device)`` makes the model input.
         lr_scheduler: Stepped by :meth:`step`; None if none was given.
         args: ATorch's flags for hand-written loops; both are False, since the loop needs nothing special.
@@ -80,6 +81,7 @@ class Accelerated:
         self.optim = optim
         self.dataloader = dataloader
         self.loss_func = self._loss_func if has_loss_func else None
+        self.unscaled_loss_func = job.loss_func if has_loss_func else None
         self.prepare_input = job.prepare_input
         self.lr_scheduler = lr_scheduler
         self.args = {"use_optim_backward": False, "requires_set_gradient_accumulation_boundary": False}

@@ -36,7 +36,7 @@ _TAKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that methods ha
 
 def accelerate(
     model: nn.Module,
-    optim_func: Callable[..., Optimizer] | None = None,
+    optim_func: Callable[..., Optimizer] | Optimizer | None = None,
     dataset: Dataset | None = None,
     loss_func: Callable[[Any, Any], Any] | None = None,
     *,
@@ -54,6 +54,7 @@ def accelerate(
     max_grad_norm: float | None = None,
     num_micro_batches: int | None = None,
     find_unused_parameters: bool = False,
+    ddp_options: Mapping[str, Any] | None = None,
     sample_batch: Any = None,
     batch_size: int | None = None,
     sampler_seed: int = 0,
@@ -69,7 +70,9 @@ def accelerate(
 
     Args:
         model: A plain ``nn.Module`` with its parameters initialised, equal on every rank.
-        optim_func: Optimizer class, or ``optim_func(parameters, **optim_args)``; called on the sharded model.
+        optim_func: Optimizer class, or ``optim_func(parameters, **optim_args)``; called on the sharded model. Or an
+            optimizer built over the plain model's parameters that has not stepped: the same object, with its groups,
+            goes on with the parameters of the sharded model.
         dataset: torch Dataset; None makes no dataloader.
         loss_func: ``loss_func(model_input, model_output)``: the loss, or a list or tuple with the loss first. None
             takes the loss that the model's output carries.
@@ -89,6 +92,7 @@ def accelerate(
         max_grad_norm: Largest gradient norm; None measures it without clipping.
         num_micro_batches: Parts into which ``step`` cuts a batch; None takes ``init_distributed``'s, or 1.
         find_unused_parameters: For DDP, when parts of the model do not take part in every step.
+        ddp_options: Further keyword arguments of DistributedDataParallel, for strategies without a sharding method.
         sample_batch: A batch for predictions where there is no dataset; of any number of samples.
         batch_size: Samples per step over all ranks, for predictions where there is no dataset.
         sampler_seed: Seed of the order of samples.
@@ -105,7 +109,7 @@ def accelerate(
         model, optim_func, dataset, loss_func, strategy, prepare_input, model_input_format, optim_args,
         optim_param_func, dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args, excluded,
         included, max_grad_norm, _first_given(num_micro_batches, world.num_micro_batches, 1), find_unused_parameters,
-        sample_batch, batch_size, sampler_seed, dry_run,
+        ddp_options, sample_batch, batch_size, sampler_seed, dry_run,
     )  # fmt: skip
     with same_on_every_rank():
         request.check(world.device)
@@ -163,7 +167,8 @@ def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelera
 
 
 def _announce(job: Job, plan: Plan, reason: str | None, verbose: bool) -> None:
-    for line in (*([reason] if reason else []), *plan.notices, *job.notices):
+    gaps = plan.gaps if reason or verbose else ()
+    for line in (*([reason] if reason else []), *plan.notices, *gaps, *job.notices):
         print_rank(f"meshwright: {line}", file=sys.stderr, flush=True)
     if verbose and rank() == 0:
         Console(stderr=True).print(plan_table(plan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from meshwright.batches import (
     resized,
     to_device,
 )
+from meshwright.built_optimizer import BuiltOptimizer
 from meshwright.data import GlobalBatchLoader, global_batch_loader
 from meshwright.errors import ConfigError, ModelError, did_you_mean
 from meshwright.methods import Job
@@ -38,7 +40,7 @@ class Request:
     """The arguments of ``accelerate``; see there."""
 
     model: nn.Module
-    optim_func: Callable[..., Optimizer] | None
+    optim_func: Callable[..., Optimizer] | Optimizer | None
     dataset: Dataset | None
     loss_func: Callable[[Any, Any], Any] | None
     strategy: Any
@@ -55,6 +57,7 @@ class Request:
     max_grad_norm: float | None
     num_micro_batches: int
     find_unused_parameters: bool
+    ddp_options: Mapping[str, Any] | None
     sample_batch: Any
     batch_size: int | None
     sampler_seed: int
@@ -94,8 +97,27 @@ class Request:
                 fix="pass optim_func",
                 expected="optim_func beside lr_scheduler_cls",
             )
-        if self.optim_func is not None:
+        _check_keywords("ddp_options", DistributedDataParallel, self.ddp_options)
+        if isinstance(self.optim_func, Optimizer):
+            self._check_built()
+        elif self.optim_func is not None:
             _check_keywords("optim_args", self.optim_func, self.optim_args)
+
+    def _check_built(self) -> None:
+        for option, value in (("optim_args", self.optim_args), ("optim_param_func", self.optim_param_func)):
+            if value is not None:
+                raise ConfigError(
+                    f"{option} is given beside an optimizer that is built already",
+                    expected="an optimizer, or what builds one",
+                    got=f"optim_func={type(self.optim_func).__name__}(…) and {option}",
+                    fix=f"leave {option} out, or pass the optimizer's class",
+                )
+        assert self._built is not None  # made here, with its own checks
+
+    @functools.cached_property
+    def _built(self) -> BuiltOptimizer | None:
+        """The optimizer given, with the names of its parameters; made before methods replace them."""
+        return BuiltOptimizer(self.optim_func, self.model) if isinstance(self.optim_func, Optimizer) else None
 
     @property
     def loss(self) -> Callable[[Any, Any], Any]:
@@ -111,6 +133,9 @@ class Request:
     def build_optimizer(self) -> Callable[[Any], Optimizer] | None:
         """Builds the optimizer from parameters alone."""
         build, args = self.optim_func, dict(self.optim_args or {})
+        if self._built is not None:
+            return self._built.take
+        assert not isinstance(build, Optimizer)
         return None if build is None else lambda params: build(params, **args)
 
     def plan(self, settings: Settings, limit_bytes: int) -> tuple[Plan, str | None]:
@@ -118,7 +143,7 @@ class Request:
         workload = Workload(
             model=self.model,
             device=settings.device,
-            optim_func=self.build_optimizer,
+            optim_func=self.build_optimizer if self._built is None else self._built.probe,
             optim_param_func=self.optim_param_func,
             inputs_of=lambda samples: self._sample_inputs(settings.device, samples),
             forward=self._forward,
@@ -166,8 +191,9 @@ class Request:
             coordinate=coordinate_of(rank(), plan.step.axes, mode.rank_order),  # type: ignore[union-attr]
             shard_axis=plan.step.shard_axis,
             find_unused_parameters=self.find_unused_parameters,
+            ddp_options=self.ddp_options or {},
             optim_func=self.build_optimizer,
-            optim_param_func=self.optim_param_func,
+            optim_param_func=self.optim_param_func if self._built is None else self._built.groups,
         )
 
     def dataloader(self, job: Job) -> GlobalBatchLoader | None:

@@ -1,6 +1,6 @@
 """Every optimizer on every layout and under every plugin, against one device: the tables of docs/optimizers.md.
 
-    python -m tests.optim.parity_table        # measures, and writes the tables into the page
+python -m tests.optim.parity_table        # measures, and writes the tables into the page
 """
 
 from __future__ import annotations

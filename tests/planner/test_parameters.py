@@ -85,7 +85,7 @@ def test_the_table_shows_every_class():
         "limit",
     ):
         assert word in text
-    assert any("no sample" in notice for notice in plan.notices)
+    assert any("no sample" in gap for gap in plan.gaps)
 
 
 def test_a_model_that_cannot_be_traced_is_planned_without_activations():
@@ -100,4 +100,4 @@ def test_a_model_that_cannot_be_traced_is_planned_without_activations():
     )
     plan = workload.plan(Strategy())
     assert plan.memory.activations is None
-    assert any("while tracing" in notice for notice in plan.notices)
+    assert any("while tracing" in gap for gap in plan.gaps)

@@ -54,7 +54,7 @@ class AmpNative(HalfPrecisionMethod):
         loss_func = job.loss_func
         job.loss_func = lambda inputs, outputs: in_autocast(loss_func, inputs, outputs)
         job.precision = Precision(compute=self.dtype, reduce="fp32")
-        job.loss_scaling = self.dtype == "fp16"
+        self.scale_loss(job)
         job.skip_nonfinite = self.skip_if_nonfinite
 
     def cost(self, step: Step) -> Step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.methods.dtypes import DType
-from meshwright.optim import GuardedOptimizer, MasterWeights, MixedMeshScaler, separate_layouts
+from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, separate_layouts
 from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -46,12 +46,14 @@ class Job:
     axes: tuple[tuple[str, int], ...] = ()
     coordinate: dict[str, int] = field(default_factory=dict)  # this rank's index along every axis
     find_unused_parameters: bool = False
+    ddp_options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of DDP, where it averages
     optim_func: OptimizerFactory | None = None  # builds the optimizer from parameters or groups
     optim_param_func: Callable[[nn.Module], Any] | None = None
 
     is_split: bool = False  # tensor_parallel: some parameters are DTensors already, all values are rank 0's
     precision: Precision | None = None  # set by a precision method for the method that shards
     loss_scaling: bool = False  # fp16: gradients would underflow
+    loss_scale: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of LossScaler
     skip_nonfinite: bool = False
     master_weights: bool = False
     micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
@@ -91,6 +93,5 @@ class Job:
             separate_layouts(inner)
         if not (self.loss_scaling or self.skip_nonfinite or master):
             return inner
-        scale = MixedMeshScaler if self.is_split else torch.amp.GradScaler
-        scaler = scale(self.device.type) if self.loss_scaling else None
+        scaler = LossScaler(self.device.type, **self.loss_scale) if self.loss_scaling else None
         return GuardedOptimizer(inner, scaler=scaler, master=master, skip_nonfinite=self.skip_nonfinite)

@@ -88,12 +88,13 @@ def replicate(job: Job) -> None:
         averager = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters)
         job.micro_batch = averager.accumulating
         return
+    options = {"find_unused_parameters": job.find_unused_parameters, **job.ddp_options}
     replicas = DistributedDataParallel(
         job.model,
         device_ids=[job.device.index] if job.device.type == "cuda" else None,
         process_group=job.require_mesh().get_group("data"),
-        find_unused_parameters=job.find_unused_parameters,
         gradient_as_bucket_view=True,  # else every gradient exists twice
+        **options,
     )
     job.model = replicas
     job.micro_batch = lambda is_last: contextlib.nullcontext() if is_last else _without_reduction(replicas)

@@ -5,9 +5,9 @@ from meshwright.optim.clip import clip_grad_norm_, local_tensor, total_norm
 from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.lamb import DistributedLamb, Lamb
 from meshwright.optim.layouts import separate_layouts
+from meshwright.optim.loss_scaler import LossScaler
 from meshwright.optim.manager import OptimManager
 from meshwright.optim.master import MasterWeights
-from meshwright.optim.scaler import MixedMeshScaler
 from meshwright.optim.sharded import ShardedOptimizer
 
 __all__ = [
@@ -16,8 +16,8 @@ __all__ = [
     "DistributedLamb",
     "GuardedOptimizer",
     "Lamb",
+    "LossScaler",
     "MasterWeights",
-    "MixedMeshScaler",
     "OptimManager",
     "ShardedOptimizer",
     "clip_grad_norm_",

@@ -117,10 +117,12 @@ class GuardedOptimizer(Optimizer):
 
     def _step_unless_nonfinite(self) -> bool:
         if self.scaler is not None:
-            before = self.scaler.get_scale()
+            # Asked for before the scale moves: a scale at its lower bound, or a patient one, stays where it is.
+            found = self.scaler._found_inf_per_device(self.inner).values()
+            overflowed = any(bool(each.item()) for each in found)
             self.scaler.step(self.inner)
             self.scaler.update()
-            return self.scaler.get_scale() < before
+            return overflowed
         if self.skip_nonfinite:
             norm = self._norm if self._norm is not None else total_norm(self._gradients())
             if not bool(torch.isfinite(norm)):

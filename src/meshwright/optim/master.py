@@ -53,9 +53,12 @@ class MasterWeights:
 
     @torch.no_grad()
     def read_in(self) -> None:
-        """Takes the model's parameters over into the copies, after weights were loaded into the model."""
+        """Takes the model's parameters over into the copies, after weights were loaded into the model.
+
+        A copy that rounds to its parameter stays: it was loaded before, and is finer.
+        """
         for parameter, master in self.of.items():
-            master.copy_(parameter)
+            master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
 
     def zero_grad(self) -> None:
         """Frees the gradients of the model and of the copies."""

@@ -35,6 +35,7 @@ class Plan:
     memory: Memory
     limit_bytes: int | None  # what one rank may hold; None: unknown
     notices: tuple[str, ...]
+    gaps: tuple[str, ...] = ()  # what could not be predicted, and why: matters to whoever reads the predictions
 
     @property
     def fits(self) -> bool:
@@ -81,9 +82,7 @@ class Workload:
         """
         resolved = resolve(strategy, self.world, self.zero_level)
         split = self._split(resolved)
-        activations, flops, boundaries, notices = self._activations(
-            *_precision_of(resolved), _replicas(resolved), split
-        )
+        activations, flops, boundaries, gaps = self._activations(*_precision_of(resolved), _replicas(resolved), split)
         step = Step(
             blocks=self._blocks(split),
             axes=resolved.axes,
@@ -95,7 +94,7 @@ class Workload:
             boundaries=boundaries,
         )
         step = cost_of(resolved.strategy, step)
-        return Plan(resolved.strategy, step, memory(step), self.limit_bytes, (*resolved.notices, *notices))
+        return Plan(resolved.strategy, step, memory(step), self.limit_bytes, resolved.notices, gaps)
 
     def _split(self, resolved: Resolved) -> SplitTrace | None:
         """How a tensor axis divides the model; each plan and size is worked out once."""

@@ -80,6 +80,8 @@ def _built(optim_func: Callable[[Any], Optimizer], params: list[Any]) -> Optimiz
 
 
 def _told(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> tuple[StateTensor, ...]:
+    if not any(parameter is one for group in optimizer.param_groups for one in group["params"]):
+        return ()
     states = []
     for form in optimizer.state_forms(parameter).values():
         dims = tuple(dim for dim in form.dims if dim is not None)

@@ -44,7 +44,7 @@ def model_entries(model: nn.Module) -> ModelEntries:
     Raises:
         CheckpointError: When a module's extra state cannot be stored.
     """
-    module = _unwrapped(model)
+    module = unwrapped(model)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()  # after a forward without backward the root still holds the gathered weights
@@ -61,7 +61,8 @@ def model_entries(model: nn.Module) -> ModelEntries:
     return ModelEntries(module, raw, tensors, values)
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model without DDP and torch.compile around it."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module

@@ -12,7 +12,8 @@ from torch import nn
 from meshwright.errors import CheckpointError, join_names
 from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
 from meshwright.store.entries import ModelEntries, model_entries, stored_name
-from meshwright.store.file_format import read_file, write_file
+from meshwright.store.file_format import check_tensors, make_folder, read_file, write_file
+from meshwright.store.folder import is_folder, read_folder, write_folder
 from meshwright.store.transfer import collect, spread
 from meshwright.store.writer import wait_for_saves, write_later
 
@@ -46,7 +47,7 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
         entries = model_entries(model)
     with same_on_every_rank():
         if rank() == 0:
-            _make_folder(path)
+            make_folder(path.parent)
     state_dict = _gathered(entries)
     with same_on_every_rank():
         if rank() == 0 and non_blocking:
@@ -55,13 +56,42 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
             write_file(path, state_dict)
 
 
-def _make_folder(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(
-            f"The folder of {path} cannot be made", got=str(error), expected="a folder", fix="choose another path"
-        ) from error
+def save_folder(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    prefix: str | None = None,
+    shard_bytes: int = 2**30,
+    non_blocking: bool = False,
+) -> None:
+    """Writes what :func:`save` writes into a folder of safetensors files with an index; collective.
+
+    transformers' ``from_pretrained`` reads it when a ``config.json`` is beside the files; so does :func:`load`.
+
+    Args:
+        model: As for :func:`save`.
+        folder: Made if it is missing.
+        prefix: Files are named ``prefix.model-00001-of-….safetensors``; None leaves it out.
+        shard_bytes: Largest size of a file in bytes; a larger tensor has a file of its own.
+        non_blocking: Write in the background, as :func:`save` does.
+
+    Raises:
+        CheckpointError: On every rank, when the folder cannot be written, or the model holds more than tensors.
+    """
+    require_distributed("save_folder")
+    with same_on_every_rank():
+        wait_for_saves()
+        raw = model_entries(model).raw
+        check_tensors(Path(folder), raw)
+    tensors = {stored_name(name): value for name, value in raw.items()}
+    stem = f"{prefix}.model" if prefix else "model"
+    write_folder(
+        tensors,
+        Path(folder),
+        stem,
+        shard_bytes=shard_bytes,
+        metadata={"format": "pt"},
+        non_blocking=non_blocking,
+    )
 
 
 def _gathered(entries: ModelEntries) -> dict[str, Any]:
@@ -87,7 +117,8 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
     Args:
         model: As for :func:`save`; its values are replaced in place, in its dtypes.
         file: Read as safetensors when the name ends in ``.safetensors``, else as ``torch.save`` writes. A pickle is
-            read with ``weights_only=True``: it cannot run code.
+            read with ``weights_only=True``: it cannot run code. Or a folder of several files with an index, as
+            :func:`save_folder` and transformers write it.
         strict: Every name of the model must be in the file and the other way round.
 
     Returns:
@@ -104,7 +135,7 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
         wait_for_saves()
         entries = model_entries(model)
         if rank() == 0:
-            found = read_file(path)
+            found = read_folder(path)[0] if is_folder(path) else read_file(path)
     described = gather_objects({name: _describe(value) for name, value in found.items()} if rank() == 0 else None)[0]
     keys = _compare(path, entries, described, strict)
     _fill(entries, found, described)

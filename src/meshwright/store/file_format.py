@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,45 @@ from meshwright.errors import CheckpointError, join_names
 _SAFETENSORS = ".safetensors"
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it.
+
+    Raises:
+        CheckpointError: When that fails.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"The folder {folder} cannot be made", got=str(error), expected="a folder", fix="choose another path"
+        ) from error
+
+
 def write_file(path: Path, state_dict: dict[str, Any]) -> None:
     """Writes a state dict of host tensors; under its name only when it is complete.
 
     Raises:
         CheckpointError: When the file cannot be written, or holds what safetensors cannot.
     """
+    if path.suffix == _SAFETENSORS:
+        _write(path, lambda to: save_file(_separate(path, state_dict), to, metadata={"format": "pt"}))
+    else:
+        _write(path, lambda to: torch.save(state_dict, to))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes text; under its name only when it is complete.
+
+    Raises:
+        CheckpointError: When the file cannot be written.
+    """
+    _write(path, lambda to: to.write_text(text))
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
-        if path.suffix == _SAFETENSORS:
-            save_file(_separate(path, state_dict), unfinished, metadata={"format": "pt"})
-        else:
-            torch.save(state_dict, unfinished)
+        write(unfinished)
         with open(unfinished, "rb") as written:
             os.fsync(written.fileno())
         os.replace(unfinished, path)
@@ -47,6 +75,21 @@ def write_file(path: Path, state_dict: dict[str, Any]) -> None:
 
 def _separate(path: Path, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Tied tensors as tensors of their own: safetensors knows no sharing, and every name must be in the file."""
+    check_tensors(path, state_dict)
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in state_dict.items():
+        separate[name] = tensor.clone() if id(tensor) in seen else tensor.contiguous()
+        seen.add(id(tensor))
+    return separate
+
+
+def check_tensors(path: Path, state_dict: dict[str, Any]) -> None:
+    """Refuses to put into safetensors what is not a tensor.
+
+    Raises:
+        CheckpointError: Naming it.
+    """
     other = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
     if other:
         raise CheckpointError(
@@ -55,12 +98,6 @@ def _separate(path: Path, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]
             got=join_names(other),
             fix="save to a file with another suffix, such as .pt",
         )
-    seen: set[int] = set()
-    separate = {}
-    for name, tensor in state_dict.items():
-        separate[name] = tensor.clone() if id(tensor) in seen else tensor.contiguous()
-        seen.add(id(tensor))
-    return separate
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,12 @@ _pending: list[Future[None]] = []
 
 def write_later(path: Path, state_dict: dict[str, Any]) -> None:
     """Starts writing a state dict nobody else changes."""
-    _pending.append(_thread.submit(write_file, path, state_dict))
+    run_later(write_file, path, state_dict)
+
+
+def run_later(function: Callable[..., None], *arguments: Any) -> None:
+    """Starts a write; writes are done one after the other, in the order of the calls."""
+    _pending.append(_thread.submit(function, *arguments))
 
 
 def wait_for_saves() -> None:

@@ -1,0 +1,76 @@
+"""``GeminiPlugin``: ZeRO stage 3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.booster.plugin.base import inert, only
+from meshwright.booster.plugin.options import KernelArguments, LossScaleArguments, check_choice, mesh_of
+from meshwright.strategy import Strategy
+
+_NO_CHUNKS = "there are no chunks: FSDP2 gathers one block of the model at a time"
+_OFFLOAD = "use meshwright.optim.AdamOffloadOptimizer for states in host memory, or more ranks"
+_METHOD_OF_FRACTION = {1.0: "fsdp", 0.0: "zero2"}
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GeminiPlugin(KernelArguments, LossScaleArguments):
+    """Weights, gradients and optimizer states sharded over the ranks: the method fsdp. Seed: ColossalAI.
+
+    ``shard_param_frac=0`` keeps gathered weights through a step (zero2); ``strict_ddp_mode`` shards nothing. Weights
+    and states stay on the device: arguments that move them to host memory are refused.
+    """
+
+    chunk_config_dict: dict[Any, Any] | None = inert(None, _NO_CHUNKS)
+    chunk_init_device: Any = inert(None, _NO_CHUNKS)
+    placement_policy: str = only("static", "tensors that move between device and host", _OFFLOAD)
+    enable_gradient_accumulation: bool = inert(False, "gradients accumulate always, with no_sync")
+    max_prefetch: int = inert(0, "the next block is always gathered ahead")
+    shard_param_frac: float = 1.0
+    offload_optim_frac: float = only(0.0, "optimizer states in host memory", _OFFLOAD)
+    offload_param_frac: float = only(0.0, "weights in host memory", _OFFLOAD)
+    warmup_non_model_data_ratio: float = inert(0.8, _NO_CHUNKS)
+    steady_cuda_cap_ratio: float = inert(0.9, _NO_CHUNKS)
+    precision: str = "fp16"
+    master_weights: bool = True
+    pin_memory: bool = inert(False, "nothing is offloaded")
+    force_outputs_fp32: bool = False
+    strict_ddp_mode: bool = False
+    search_range_m: int = inert(32, _NO_CHUNKS)
+    hidden_dim: int | None = inert(None, _NO_CHUNKS)
+    min_chunk_size_m: float = inert(32, _NO_CHUNKS)
+    memstats: Any = inert(None, _NO_CHUNKS)
+    gpu_margin_mem_ratio: float = inert(0.0, "nothing is offloaded")
+    max_norm: float = 0.0
+    norm_type: float = 2.0
+    tp_size: int = 1
+    extra_dp_size: int = 1
+    enable_sequence_parallelism: bool = only(False, "activations split along the sequence", "leave it out")
+    enable_async_reduce: bool = inert(True, "gradients are always reduced while backward goes on")
+    verbose: bool = inert(False, "there is nothing to tell")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "shard_param_frac", self.shard_param_frac, tuple(_METHOD_OF_FRACTION))
+        self.check_precision(self.precision)
+
+    def strategy(self, world: int) -> Strategy:
+        """fsdp over the ranks of each replica; tensor parallelism inside."""
+        rest = "data" if self.strict_ddp_mode else "zero"
+        sizes = {"tensor": self.tp_size, **({} if self.strict_ddp_mode else {"data": self.extra_dp_size})}
+        methods: list[Any] = [("parallel_mode", mesh_of(self, world, sizes, rest))]
+        methods += ["tensor_parallel"] if self.tp_size > 1 else []
+        methods += [] if self.strict_ddp_mode else [_METHOD_OF_FRACTION[self.shard_param_frac]]
+        precision = self.precision_methods(self.precision, master_weights=self.master_weights)
+        return self.with_methods([*methods, *precision])
+
+    @property
+    def clipping(self) -> tuple[float, float]:
+        """As given."""
+        return self.max_norm, self.norm_type
+
+    @property
+    def outputs_in_fp32(self) -> bool:
+        """``force_outputs_fp32``."""
+        return self.force_outputs_fp32

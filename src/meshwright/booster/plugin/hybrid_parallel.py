@@ -1,0 +1,152 @@
+"""``HybridParallelPlugin``: tensor parallelism times data parallelism, replicated or sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from meshwright.booster.plugin.base import inert, only
+from meshwright.booster.plugin.low_level_zero import zero_keys
+from meshwright.booster.plugin.options import KernelArguments, LossScaleArguments, check_choice, mesh_of
+from meshwright.booster.plugin.torch_ddp import ddp_options
+from meshwright.errors import ConfigError
+from meshwright.strategy import Strategy
+
+_ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
+_ONE_STAGE = "there is one pipeline stage"
+_NO_SEQUENCE = "leave it out; the method checkpoint saves activation memory too"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HybridParallelPlugin(KernelArguments, LossScaleArguments):
+    """Tensor parallelism over ``tp_size`` ranks, data parallelism over the rest. Seed: ColossalAI.
+
+    Parameters are replicated over the data ranks (``zero_stage`` 0), or sharded with zero1, zero2 or fsdp (1, 2, 3).
+    Half precision keeps fp32 master weights; unlike in ColossalAI, ZeRO works with fp32 as well. Unlike there, 3 is a
+    stage, and ``no_sync`` works with all of them.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    sp_size: int | None = None
+    precision: str = "fp16"
+    zero_stage: int = 0
+    enable_sequence_parallelism: bool = only(False, "activations split along the sequence", _NO_SEQUENCE)
+    sequence_parallelism_mode: str | None = inert(None, "there is no sequence parallelism")
+    parallel_output: bool = inert(True, "outputs are whole on every tensor-parallel rank")
+    num_microbatches: int | None = None
+    microbatch_size: int | None = None
+    max_norm: float = 0.0
+    broadcast_buffers: bool = True
+    ddp_bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = inert(False, "torch ignores it")
+    gradient_as_bucket_view: bool = inert(False, "gradients are always views of the buckets, which saves a copy")
+    static_graph: bool = False
+    zero_bucket_size_in_m: int = inert(12, "FSDP2 gathers and reduces one block of the model at a time")
+    cpu_offload: bool = only(
+        False, "optimizer states in host memory", "use meshwright.optim.AdamOffloadOptimizer as the optimizer"
+    )
+    communication_dtype: torch.dtype | None = None
+    overlap_communication: bool = inert(True, "communication overlaps with computation on CUDA")
+    custom_policy: Any = only(None, "a policy of Shardformer", "give the plan to methods=[('tensor_parallel', …)]")
+    pp_style: str = inert("1f1b", _ONE_STAGE)
+    num_model_chunks: int = inert(1, _ONE_STAGE)
+    scheduler_nodes: Any = inert(None, _ONE_STAGE)
+    num_layers_per_stage: Any = inert(None, _ONE_STAGE)
+    gradient_checkpoint_config: Any = only(None, "recomputation by stage and ratio", "use methods=['checkpoint']")
+    enable_metadata_cache: bool = inert(True, _ONE_STAGE)
+    make_vocab_size_divisible_by: int = inert(64, "the vocabulary is not padded")
+    dp_outside: bool = inert(True, _ONE_STAGE)
+    overlap_p2p: bool = inert(True, _ONE_STAGE)
+    overlap_allgather: bool = inert(False, "weights of the next block are gathered while one computes")
+    inner_ring_size: int | None = inert(None, "there is no ring attention")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "zero_stage", self.zero_stage, (0, 1, 2, 3))
+        self.check_precision(self.precision)
+        for name, size in (("pp_size", self.pp_size), ("sp_size", self.sp_size)):
+            if size not in (1, None):
+                raise ConfigError(
+                    f"{type(self).__name__}: {name} asks for {'pipeline' if name == 'pp_size' else 'sequence'} "
+                    "parallelism, which this version does not have",
+                    expected="1",
+                    got=repr(size),
+                    fix="use tp_size and zero_stage; zero_stage=3 shards weights too",
+                )
+        if self.communication_dtype is not None and self.zero_stage == 0:
+            raise ConfigError(
+                f"{type(self).__name__}: communication_dtype needs a ZeRO stage",
+                expected="zero_stage 1, 2 or 3",
+                got="zero_stage=0, in which gradients are averaged in their own precision",
+                fix="leave communication_dtype out, or choose a stage",
+            )
+        self._check_micro_batches()
+
+    def _check_micro_batches(self) -> None:
+        for name in ("num_microbatches", "microbatch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is not a count", expected="1 or more", got=repr(value), fix="leave it out")
+
+    def strategy(self, world: int) -> Strategy:
+        """parallel_mode with the axes tensor and data, and the methods that work on them."""
+        methods: list[Any] = [("parallel_mode", mesh_of(self, world, {"tensor": self.tp_size}, rest="data"))]
+        if self.tp_size > 1:
+            methods.append("tensor_parallel")
+        if self.zero_stage:
+            methods.append((_ZERO[self.zero_stage], zero_keys(self.communication_dtype)))
+        return self.with_methods([*methods, *self.precision_methods(self.precision)])
+
+    @property
+    def clipping(self) -> tuple[float, float]:
+        """``max_norm``."""
+        return self.max_norm, 2.0
+
+    @property
+    def ddp_options(self) -> Mapping[str, Any]:
+        """Used with ``zero_stage`` 0."""
+        return ddp_options(
+            self.broadcast_buffers, self.ddp_bucket_cap_mb, self.find_unused_parameters, self.static_graph
+        )
+
+    def num_micro_batches(self, batch_size: int) -> int:
+        """``num_microbatches``, or as many as ``microbatch_size`` makes.
+
+        Raises:
+            ConfigError: When ``microbatch_size`` does not divide the batch.
+        """
+        if self.num_microbatches is not None or self.microbatch_size is None:
+            return self.num_microbatches or 1
+        if batch_size % self.microbatch_size:
+            raise ConfigError(
+                "microbatch_size does not divide the batch",
+                expected=f"a batch of a multiple of {self.microbatch_size} samples",
+                got=str(batch_size),
+                fix="choose another microbatch_size, and drop_last=True for the dataloader",
+            )
+        return batch_size // self.microbatch_size
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MoeHybridParallelPlugin(HybridParallelPlugin):
+    """:class:`HybridParallelPlugin` with every expert on every rank: ``ep_size`` must be 1. Seed: ColossalAI.
+
+    Experts that no sample of a rank was routed to get no gradient there, so DDP looks for unused parameters.
+    """
+
+    ep_size: int = only(
+        1, "experts divided between ranks", "use ep_size=1 with zero_stage=3, which shards experts like all weights"
+    )
+    moe_tp_size: int = only(1, "tensor parallelism of its own for experts", "use tp_size")
+    force_overlap_comm: bool = inert(False, "communication overlaps with computation on CUDA")
+    moe_dp_outside: bool = inert(True, "experts have no axis of their own")
+
+    @property
+    def ddp_options(self) -> Mapping[str, Any]:
+        """Looks for unused parameters always."""
+        return {**super().ddp_options, "find_unused_parameters": True}

@@ -1,0 +1,116 @@
+"""Arguments that several of ColossalAI's plugins share, and what they mean for a strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.booster.plugin.base import Plugin, inert, only
+from meshwright.errors import ConfigError, did_you_mean
+from meshwright.strategy import Strategy
+
+PRECISIONS = ("fp32", "fp16", "bf16")
+_FUSED = "PyTorch's scaled_dot_product_attention and torch.compile fuse what can be fused"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class LossScaleArguments(Plugin):
+    """The dynamic loss scale, used when the precision is fp16."""
+
+    initial_scale: float = 2.0**16
+    min_scale: float = 1.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2.0**32
+
+    def check_precision(self, precision: str) -> None:
+        """Refuses a precision that is none, and numbers that make no loss scale.
+
+        Raises:
+            ConfigError, StrategyError: Saying which.
+        """
+        Strategy(self.precision_methods(precision))
+
+    def precision_methods(self, precision: str, *, master_weights: bool = True) -> list[Any]:
+        """The method that a precision means: half for fp16 and bf16, none for fp32.
+
+        Raises:
+            ConfigError: When the precision is not one of the three.
+        """
+        check_choice(self, "precision", precision, PRECISIONS)
+        if precision == "fp32":
+            return []
+        keys: dict[str, Any] = {"dtype": precision, "master_weights": master_weights}
+        if precision == "fp16":
+            keys["loss_scale"] = {name: getattr(self, name) for name in LossScaleArguments.__annotations__}
+        return [("half", keys)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class KernelArguments(Plugin):
+    """Switches of hand-written kernels; they change speed and never results."""
+
+    enable_all_optimization: bool = inert(False, _FUSED)
+    enable_fused_normalization: bool = inert(False, _FUSED)
+    enable_flash_attention: bool = inert(False, _FUSED)
+    enable_jit_fused: bool = inert(False, _FUSED)
+    enable_sequence_overlap: bool = inert(False, "there is no sequence parallelism to overlap")
+    use_fp8: bool = only(False, "matrix products in fp8", "use precision='bf16'")
+    fp8_communication: bool = only(
+        False, "communication in fp8", "leave it out; bf16 parameters are gathered and reduced in bf16"
+    )
+
+
+def check_choice(plugin: Plugin, name: str, value: object, choices: tuple[Any, ...]) -> None:
+    """Refuses a value that is none of the choices.
+
+    Raises:
+        ConfigError: Naming them.
+    """
+    if value not in choices:
+        known = [each for each in choices if isinstance(each, str)]
+        raise ConfigError(
+            f"{type(plugin).__name__}: {name} is none of its values{did_you_mean(str(value), known)}",
+            expected=" or ".join(map(repr, choices)),
+            got=repr(value),
+            fix=f"choose another {name}",
+        )
+
+
+def mesh_of(plugin: Plugin, world: int, sizes: Mapping[str, int], rest: str) -> dict[str, Any]:
+    """The ``parallel_mode`` config of a mesh whose ``rest`` axis takes what the other sizes leave of the world.
+
+    Args:
+        plugin: For the error.
+        world: Number of ranks.
+        sizes: Argument sizes by mesh axis, innermost first.
+        rest: The axis that takes the rest.
+
+    Raises:
+        ConfigError: When they do not divide the world.
+    """
+    product = 1
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"{type(plugin).__name__}: the size of the {axis} axis is not a number of ranks",
+                expected="1 or more",
+                got=repr(size),
+                fix="use 1 for an axis that is not split",
+            )
+        product *= size
+    if world % product:
+        raise ConfigError(
+            f"{type(plugin).__name__}: the sizes do not divide the world",
+            expected=f"a divisor of {world} ranks",
+            got=" x ".join(f"{axis} {size}" for axis, size in sizes.items()) + f" = {product}",
+            fix=f"start a multiple of {product} processes, or change the sizes",
+        )
+    axes = {axis: size for axis, size in sizes.items() if size > 1 and axis != "data"}
+    axes[rest] = world // product
+    if sizes.get("data", 1) > 1 and rest != "data":
+        axes["data"] = sizes["data"]
+    return {"axes": list(axes.items())}

@@ -1,0 +1,146 @@
+"""An optimizer built over a plain model, which goes on with the parameters that methods have put into it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from meshwright.errors import ConfigError, join_names
+from meshwright.optim import ShardedOptimizer
+from meshwright.runtime import preserved_rng
+from meshwright.store.entries import stored_name, unwrapped
+
+_OWN = ("param_groups", "state")
+
+
+class BuiltOptimizer:
+    """Methods such as fsdp put new parameters into the model; the names stay, and lead the optimizer to them.
+
+    The optimizer stays the same object with the same group objects, so learning-rate schedulers go on with it.
+
+    Args:
+        optimizer: Any torch optimizer that has not stepped.
+        model: The plain model, before anything is changed.
+
+    Raises:
+        ConfigError: When it updates parameters of another model, has stepped, or keeps references of its own.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self.optimizer = optimizer
+        names = {id(parameter): name for name, parameter in _named(model).items()}
+        _check_known(optimizer, names)
+        _check_fresh(optimizer, names)
+        _check_no_references(optimizer, names)
+        self._names = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+    def groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        """The model's parameters as they are now, in the optimizer's groups."""
+        named = _named(model)
+        return [{"params": [named[name] for name in names]} for names in self._names]
+
+    def take(self, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
+        """Hands the optimizer new parameters, group by group; returns it. Hyperparameters stay, states are laid out."""
+        for group, new in zip(self.optimizer.param_groups, groups, strict=True):
+            parameters = list(new["params"])
+            for old, parameter in zip(group["params"], parameters, strict=True):
+                state = self.optimizer.state.pop(old, None)
+                if state:  # made by the constructor, as Adagrad does
+                    on_device = bool(group.get("fused") or group.get("capturable"))
+                    laid_out = {key: _laid_out(value, parameter, on_device) for key, value in state.items()}
+                    self.optimizer.state[parameter] = laid_out
+            group["params"] = parameters
+        return self.optimizer
+
+    @property
+    def probe(self) -> Callable[[Any], Optimizer] | None:
+        """Builds a throw-away optimizer of the same kind, to see what it keeps; None where only its class can.
+
+        One of ours is asked itself: it knows without a step what it will keep.
+        """
+        if isinstance(self.optimizer, ShardedOptimizer):
+            return lambda _: self.optimizer
+        try:
+            with preserved_rng(), torch.enable_grad():
+                tiny = nn.Parameter(torch.ones(2, 3))
+                tiny.grad = torch.ones_like(tiny)
+                self._twin([tiny]).step()
+        except Exception:  # a prediction is not worth failing for
+            return None
+        return self._twin
+
+    def _twin(self, parameters: Sequence[torch.Tensor]) -> Optimizer:
+        """By torch's own copy protocol, over other parameters and without states."""
+        kind = type(self.optimizer)
+        twin: Optimizer = kind.__new__(kind)
+        group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "param_names"}
+        group["params"] = list(parameters)
+        state = {**self.optimizer.__getstate__(), "state": defaultdict(dict), "param_groups": [group]}
+        twin.__setstate__(state)
+        return twin
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the names of the plain model; tied ones under each of theirs."""
+    return {stored_name(name): p for name, p in unwrapped(model).named_parameters(remove_duplicate=False)}
+
+
+def _laid_out(value: Any, parameter: torch.Tensor, on_device: bool) -> Any:
+    """A constructor's state, equal on every rank, where and as the new parameter lies.
+
+    Step counters stay on the host, unless ``on_device`` says that the kernel reads them on the device.
+    """
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape or not value.shape:
+        return value.to(parameter.device) if on_device else value
+    value = value.to(parameter.device)
+    if not isinstance(parameter, DTensor):
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
+def _check_known(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+    if strange:
+        raise ConfigError(
+            "The optimizer updates parameters that are not the model's",
+            expected="an optimizer over model.parameters(), or some of them",
+            got=f"{len(strange)} others, of shapes {join_names(str(tuple(p.shape)) for p in strange)}",
+            fix="build the optimizer over this model, after the last change of it",
+        )
+
+
+def _check_fresh(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    stepped = [names.get(id(p), "?") for p, state in optimizer.state.items() if _has_stepped(state)]
+    if stepped:
+        raise ConfigError(
+            "The optimizer has stepped: its states belong to the plain parameters",
+            expected="an optimizer without states",
+            got=f"states of {join_names(stepped)}",
+            fix="build it anew; load its states after the model was distributed",
+        )
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    step = state.get("step")
+    return bool(state) and (step is None or float(step) > 0)
+
+
+def _check_no_references(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """An optimizer with lists of its own (LBFGS) would go on with parameters that the model no longer has."""
+    for attribute, value in vars(optimizer).items():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        if attribute not in _OWN and any(id(item) in names for item in held):
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps references of its own to the parameters",
+                expected="an optimizer that finds its parameters in param_groups",
+                got=f"parameters in its attribute {attribute!r}",
+                fix="pass what builds it (optim_func) to accelerate instead of the optimizer",
+            )

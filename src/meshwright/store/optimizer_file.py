@@ -1,0 +1,153 @@
+"""An optimizer alone in a file or folder: states by the names of the parameters, whole, for any layout of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.errors import CheckpointError
+from meshwright.optim import GuardedOptimizer
+from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
+from meshwright.store.entries import model_entries
+from meshwright.store.file_format import make_folder, write_file
+from meshwright.store.folder import write_folder
+from meshwright.store.optimizer import (
+    OptimizerPlan,
+    capture_optimizer,
+    inner_optimizer,
+    masters_by_name,
+    plan_optimizer,
+)
+from meshwright.store.optimizer_format import INDEX_KEY, OptimizerContents, master_name, read_optimizer, to_torch_format
+from meshwright.store.plain import from_plain, to_plain
+from meshwright.store.record import TensorRecord, tensor_records
+from meshwright.store.transfer import collect, spread
+from meshwright.store.writer import wait_for_saves, write_later
+
+
+def save_optimizer(
+    optimizer: Optimizer,
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    folder: bool = False,
+    prefix: str | None = None,
+    shard_bytes: int = 2**30,
+    non_blocking: bool = False,
+) -> None:
+    """Writes states, hyperparameters, fp32 master weights and loss scale of an optimizer, whole; collective.
+
+    A file holds what torch's ``get_optimizer_state_dict`` calls a full state dict (states and groups by parameter
+    names), read with ``weights_only=True``. A folder holds safetensors files with an index.
+
+    Args:
+        optimizer: Over ``model``'s parameters; a GuardedOptimizer too.
+        model: Gives the names.
+        path: The file, or the folder.
+        folder: Write a folder.
+        prefix: Of the names of the folder's files.
+        shard_bytes: Largest size of a file in the folder.
+        non_blocking: Write in the background; see :func:`meshwright.store.save`.
+
+    Raises:
+        CheckpointError: On every rank, when it updates what is not in the model, or writing failed.
+    """
+    require_distributed("save_optimizer")
+    target = Path(path)
+    with same_on_every_rank():
+        wait_for_saves()
+        tensors, contents = _capture(optimizer, model)
+    if folder:
+        stem = f"{prefix}.{INDEX_KEY}" if prefix else INDEX_KEY
+        metadata = {INDEX_KEY: dataclasses.asdict(contents)}
+        write_folder(tensors, target, stem, shard_bytes=shard_bytes, metadata=metadata, non_blocking=non_blocking)
+        return
+    with same_on_every_rank():
+        if rank() == 0:
+            make_folder(target.parent)
+    whole = {name: collect(tensor) for name, tensor in tensors.items()}
+    with same_on_every_rank():
+        if rank() == 0:
+            (write_later if non_blocking else write_file)(target, to_torch_format(whole, contents))
+
+
+def _capture(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, torch.Tensor], OptimizerContents]:
+    entries = model_entries(model)
+    masters = masters_by_name(optimizer, entries.tensors)
+    weights = entries.tensors | masters
+    tensors, record = capture_optimizer(inner_optimizer(optimizer), weights)
+    tensors |= {master_name(name): master for name, master in masters.items()}
+    updated = {name for group in record.groups for name in group.parameters}
+    scaler = optimizer.scaler if isinstance(optimizer, GuardedOptimizer) else None
+    return tensors, OptimizerContents(
+        record,
+        tensor_records({name: tensor for name, tensor in weights.items() if name in updated}),
+        to_plain(scaler.state_dict(), "The loss scaler's state") if scaler is not None else None,
+    )
+
+
+def load_optimizer(optimizer: Optimizer, model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Loads what :func:`save_optimizer` wrote, in place and in whatever layout the model has now; collective.
+
+    Only rank 0 reads. Master weights that the file holds go into the optimizer's, or into fp32 parameters where it has
+    none, so weights go on as exactly as they were.
+
+    Raises:
+        CheckpointError: On every rank, when it is absent, damaged, or of another optimizer or model. The optimizer is
+            then as it was.
+    """
+    require_distributed("load_optimizer")
+    found: dict[str, torch.Tensor] = {}
+    contents: OptimizerContents | None = None
+    with same_on_every_rank():
+        wait_for_saves()
+        if rank() == 0:
+            found, contents = read_optimizer(Path(path))
+    told, contents = gather_objects((tensor_records(found), contents) if rank() == 0 else None)[0]
+    with same_on_every_rank():
+        plan, targets = _plan(optimizer, model, contents, told)
+    with torch.no_grad():
+        for name, target in targets.items():
+            spread(found.get(name), target)
+    _commit(optimizer, plan, contents)
+
+
+def _plan(
+    optimizer: Optimizer, model: nn.Module, contents: OptimizerContents, told: Mapping[str, TensorRecord]
+) -> tuple[OptimizerPlan, dict[str, torch.Tensor]]:
+    entries = model_entries(model)
+    weights = entries.tensors | masters_by_name(optimizer, entries.tensors)
+    here = tensor_records(weights)
+    stored = {name: contents.weights.get(name, here[name]) for name in here}
+    other = [name for name in here if here[name].shape != stored[name].shape]
+    if other:
+        raise CheckpointError(
+            "The optimizer's file is of another model",
+            expected=f"{other[0]} of shape {here[other[0]].shape}",
+            got=str(stored[other[0]].shape),
+            fix="build the model it was saved from",
+        )
+    described = {**told, **{f"model.{name}": record for name, record in stored.items()}}
+    plan = plan_optimizer(inner_optimizer(optimizer), weights, contents.record, described)
+    masters = {
+        master_name(name): tensor
+        for name, tensor in weights.items()
+        if master_name(name) in told and tensor.dtype == torch.float32
+    }
+    return plan, plan.targets | masters
+
+
+def _commit(optimizer: Optimizer, plan: OptimizerPlan, contents: OptimizerContents) -> None:
+    plan.commit()
+    if not isinstance(optimizer, GuardedOptimizer):
+        return
+    if optimizer.master is not None:
+        optimizer.master.write_back()
+    if optimizer.scaler is not None and contents.scaler is not None:
+        optimizer.scaler.load_state_dict(from_plain(contents.scaler))

@@ -1,0 +1,209 @@
+"""Plugins are strategies: which one each is, what it says of arguments without meaning, and what it refuses."""
+
+import inspect
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.utils.data import TensorDataset
+
+import meshwright as mw
+from meshwright.booster import (
+    Booster,
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    MoeHybridParallelPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+    launch,
+    launch_from_torch,
+)
+from meshwright.booster.plugin import Plugin
+from meshwright.strategy import METHOD_CONFIGS
+from tests.booster import helpers
+
+SCALE = {"initial_scale": 65536.0, "min_scale": 1.0, "growth_interval": 1000, "hysteresis": 2, "max_scale": 2.0**32}
+HALF = {"dtype": "fp16", "loss_scale": SCALE}
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "methods"),
+    [
+        (TorchDDPPlugin(), [("parallel_mode", {"data": 4})]),
+        (LowLevelZeroPlugin(precision="fp32"), [("parallel_mode", {"zero": 4}), "zero1"]),
+        (
+            LowLevelZeroPlugin(stage=2, precision="bf16", extra_dp_size=2, master_weights=False),
+            [("parallel_mode", {"zero": 2, "data": 2}), "zero2", ("half", {"dtype": "bf16", "master_weights": False})],
+        ),
+        (HybridParallelPlugin(tp_size=1, pp_size=1), [("parallel_mode", {"data": 4}), ("half", HALF)]),
+        (
+            HybridParallelPlugin(1, 1, None, "bf16", 3, communication_dtype=torch.float32, methods=["checkpoint"]),
+            [
+                ("parallel_mode", {"data": 4}),
+                ("fsdp", {"mixed_precision": {"reduce_dtype": "fp32"}}),
+                ("half", "bf16"),
+                "checkpoint",
+            ],
+        ),
+        (GeminiPlugin(precision="bf16"), [("parallel_mode", {"zero": 4}), "fsdp", ("half", "bf16")]),
+        (GeminiPlugin(precision="fp32", strict_ddp_mode=True), [("parallel_mode", {"data": 4})]),
+        (TorchFSDPPlugin(), [("parallel_mode", {"data": 4}), ("fsdp", {"sync_module_states": False})]),
+        (
+            TorchFSDPPlugin(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, mixed_precision=BF16),
+            [
+                ("parallel_mode", {"data": 4}),
+                (
+                    "zero2",
+                    {"sync_module_states": False, "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}},
+                ),
+            ],
+        ),
+        (TorchFSDPPlugin(sharding_strategy="NO_SHARD"), [("parallel_mode", {"data": 4})]),
+    ],
+    ids=lambda value: repr(value) if isinstance(value, Plugin) else "",
+)
+def test_the_strategy_of_each_plugin(plugin, methods):
+    assert plugin.strategy(4) == mw.Strategy(methods)
+
+
+@pytest.mark.skipif("tensor_parallel" not in METHOD_CONFIGS, reason="the method tensor_parallel is not there yet")
+@pytest.mark.parametrize("plugin", [HybridParallelPlugin(tp_size=2, pp_size=1, zero_stage=2, precision="bf16")])
+def test_tensor_parallelism_is_an_axis_and_a_method(plugin):
+    mode = ("parallel_mode", [("tensor", 2), ("data", 4)])
+    assert plugin.strategy(8) == mw.Strategy([mode, "tensor_parallel", "zero2", ("half", "bf16")])
+
+
+def test_the_keyword_arguments_of_the_seed_are_accepted():
+    plugin = HybridParallelPlugin(tp_size=1, zero_stage=2, pp_size=1, enable_all_optimization=True)
+    (notice,) = plugin.notices()
+    assert "enable_all_optimization=True changes nothing" in notice
+    assert repr(plugin) == "HybridParallelPlugin(enable_all_optimization=True, zero_stage=2)"
+    assert GeminiPlugin(pin_memory=False).notices() == []
+    parameters = list(inspect.signature(HybridParallelPlugin).parameters)
+    assert parameters[:5] == ["tp_size", "pp_size", "sp_size", "precision", "zero_stage"]
+    assert set(parameters) == {*HYBRID_ARGUMENTS.split(), "methods"}
+
+
+HYBRID_ARGUMENTS = """
+tp_size pp_size sp_size precision zero_stage enable_all_optimization enable_fused_normalization enable_flash_attention
+enable_jit_fused enable_sequence_parallelism sequence_parallelism_mode enable_sequence_overlap parallel_output
+num_microbatches microbatch_size initial_scale min_scale growth_factor backoff_factor growth_interval hysteresis
+max_scale max_norm broadcast_buffers ddp_bucket_cap_mb find_unused_parameters check_reduction gradient_as_bucket_view
+static_graph zero_bucket_size_in_m cpu_offload communication_dtype overlap_communication custom_policy pp_style
+num_model_chunks scheduler_nodes num_layers_per_stage gradient_checkpoint_config enable_metadata_cache
+make_vocab_size_divisible_by dp_outside overlap_p2p overlap_allgather fp8_communication use_fp8 inner_ring_size
+"""
+HYBRID = {"tp_size": 1, "pp_size": 1}
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: LowLevelZeroPlugin(stage=3), "stage is none of its values.*1 or 2"),
+        (lambda: LowLevelZeroPlugin(cpu_offload=True), "AdamOffloadOptimizer"),
+        (lambda: LowLevelZeroPlugin(cast_inputs=False), "cast_inputs"),
+        (lambda: LowLevelZeroPlugin(precision="bf61"), "did you mean 'bf16'"),
+        (lambda: LowLevelZeroPlugin(max_norm=-1.0), "no norm to clip by"),
+        (lambda: LowLevelZeroPlugin(initial_scale=0.5), "initial_scale from min_scale 1.0"),
+        (lambda: LowLevelZeroPlugin(extra_dp_size=3).strategy(4), "do not divide the world"),
+        (lambda: HybridParallelPlugin(tp_size=1, pp_size=2), "pipeline parallelism, which this version"),
+        (lambda: HybridParallelPlugin(**HYBRID, sp_size=2), "sequence parallelism"),
+        (lambda: HybridParallelPlugin(**HYBRID, enable_sequence_parallelism=True), "checkpoint"),
+        (lambda: HybridParallelPlugin(**HYBRID, zero_stage=4), "zero_stage"),
+        (lambda: HybridParallelPlugin(**HYBRID, custom_policy=object()), "Shardformer"),
+        (lambda: HybridParallelPlugin(**HYBRID, use_fp8=True), "fp8"),
+        (lambda: HybridParallelPlugin(**HYBRID, num_microbatches=0), "not a count"),
+        (lambda: HybridParallelPlugin(**HYBRID, communication_dtype=torch.bfloat16), "needs a ZeRO stage"),
+        (lambda: HybridParallelPlugin(**HYBRID, microbatch_size=3).num_micro_batches(4), "does not divide the batch"),
+        (lambda: HybridParallelPlugin(tp_size=3, pp_size=1).strategy(4), r"tensor 3 = 3.*multiple of 3"),
+        (lambda: HybridParallelPlugin(tp_size=0, pp_size=1).strategy(4), "not a number of ranks"),
+        (lambda: MoeHybridParallelPlugin(**HYBRID, ep_size=2), "experts divided between ranks"),
+        (lambda: GeminiPlugin(offload_optim_frac=0.5), "host memory"),
+        (lambda: GeminiPlugin(placement_policy="auto"), "placement_policy"),
+        (lambda: GeminiPlugin(shard_param_frac=0.5), "shard_param_frac"),
+        (lambda: TorchFSDPPlugin(sharding_strategy="FULL"), "did you mean 'FULL_SHARD'"),
+        (lambda: TorchFSDPPlugin(cpu_offload=CPUOffload(True)), "cpu_offload"),
+        (lambda: TorchFSDPPlugin(sharding_strategy="NO_SHARD", mixed_precision=BF16), "TorchDDPPlugin"),
+        (lambda: TorchFSDPPlugin(mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)), "buffer_dtype"),
+        (lambda: Booster(plugin="ddp"), "not a plugin"),
+        (lambda: Booster(mixed_precision="fp8"), "mixed_precision"),
+        (lambda: Booster(mixed_precision="bf16", plugin=LowLevelZeroPlugin()), "controls the precision"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(make, text):
+    with pytest.raises(mw.MeshwrightError, match=text):
+        make()
+
+
+def test_an_unknown_argument_is_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'zero_stge'"):
+        HybridParallelPlugin(tp_size=1, pp_size=1, zero_stge=2)
+
+
+def misuse():
+    booster = Booster(plugin=TorchDDPPlugin())
+    model, optim, schedule = helpers.build()
+    stepped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 7)).sum().backward()
+    stepped.step()
+    other = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters()), 1)
+    cases = [
+        (lambda: Booster().boost(model), "without a plugin" if mw.world_size() > 1 else "nothing"),
+        (lambda: booster.boost(model, helpers.build()[1]), "not the model's"),
+        (lambda: booster.boost(model, stepped), "has stepped"),
+        (lambda: booster.boost(model, torch.optim.LBFGS(model.parameters())), "references of its own"),
+        (lambda: booster.boost(model, optim, None, None, other), "another optimizer"),
+        (lambda: booster.boost(model, None, None, None, schedule), "no optimizer"),
+        (lambda: booster.boost(print), "not a module"),
+        (lambda: Booster(device="cuda", plugin=TorchDDPPlugin()).boost(model), "another device"),
+        (lambda: booster.no_sync(model).__enter__(), "not one that this Booster"),
+        (lambda: booster.execute_pipeline(iter([1]), model, None), "not one that this Booster"),
+    ]
+    for call, text in cases:
+        with pytest.raises(mw.MeshwrightError, match=text):
+            call()
+    boosted, optim, *_ = booster.boost(model, optim)
+    for again in (model, boosted):
+        with pytest.raises(mw.ModelError, match=r"accelerated before|already distributed"):
+            booster.boost(again)
+    with pytest.raises(mw.ConfigError, match="norm was not measured"):
+        optim.get_grad_norm(1.0)
+    return True
+
+
+def test_misuse_is_refused_on_every_rank(ranks):
+    assert all(ranks(2).run(misuse))
+
+
+def batches(options):
+    loader = LowLevelZeroPlugin(precision="fp32").prepare_dataloader(TensorDataset(torch.arange(10)), 2, **options)
+    return [batch.tolist() for (batch,) in loader]
+
+
+def loading():
+    launch_from_torch(backend="gloo", seed=0)
+    launch(mw.rank(), mw.world_size(), "127.0.0.1", int(os.environ["MASTER_PORT"]), "gloo", seed=0, verbose=False)
+    with pytest.raises(mw.LaunchError, match="twice with different arguments"):
+        launch_from_torch(backend="gloo", seed=1)
+    found = [batches(options) for options in ({}, {"shuffle": True, "seed": 3}, {"drop_last": True})]
+    norm = nn.Sequential(nn.Linear(7, 3), nn.BatchNorm1d(3))
+    booster = Booster(plugin=TorchDDPPlugin(broadcast_buffers=False))
+    model, *_ = booster.boost(norm)
+    model(torch.full((2, 7), float(mw.rank())))
+    return found, model.unwrap()[1].running_mean.tolist(), model.broadcast_buffers
+
+
+def test_a_dataloader_yields_this_ranks_share(ranks):
+    (first, mean, broadcast), (second, other_mean, _) = ranks(2).run(loading)
+    assert first[0] == [[0, 2], [4, 6], [8]]
+    assert second[0] == [[1, 3], [5, 7], [9]]
+    shuffled = sorted(number for batch in (*first[1], *second[1]) for number in batch)
+    assert shuffled == list(range(10))
+    assert first[1] != first[0]
+    assert first[2] == [[0, 2], [4, 6]]
+    assert mean != other_mean, "each rank's own statistics where there is no CUDA"
+    assert not broadcast
