@@ -182,7 +182,8 @@ def exchange_by_hand():
         exchange = OwnerExchange([journey], Meeting.of_mesh(mesh))
         experts = exchange.gather([stack.to_local()])
         (back,) = exchange.scatter(experts)
-    assert exchange.owners == [0, 0, 1, 1] and calls.counts["all_to_all_single"] == 0
+    assert exchange.owners == [0, 0, 1, 1]
+    assert calls.counts["all_to_all_single"] == 0
     assert torch.equal(back, stack.to_local())
 
 

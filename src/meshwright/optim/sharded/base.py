@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.sharded.checks import check_group
@@ -45,6 +46,7 @@ class ShardedOptimizer(ShardedStateDict):
         self._slots: dict[torch.Tensor, Slot] = {}
         self._uncounted: list[Presence] = []  # gradients counted on a device, looked at in the next step
         self._whole_answers = WholeAnswers()
+        self._replicas: dist.ProcessGroup | None = None
 
     @abstractmethod
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
@@ -75,8 +77,17 @@ class ShardedOptimizer(ShardedStateDict):
             self.param_groups.pop()
             raise
 
-    def setup_distributed(self, *groups: Any, **options: Any) -> None:
-        """Accepts what ColossalAI's plugins pass and needs none of it: parameters know their mesh and placements."""
+    def setup_distributed(self, tp_group: Any = None, dp_group: Any = None, *groups: Any, **options: Any) -> None:
+        """Accepts what ColossalAI's plugins pass; DTensors know their mesh and placements and need none of it.
+
+        Args:
+            tp_group: Not needed.
+            dp_group: Ranks that hold the same plain parameters, with equal gradients on all of them or on none, as DDP
+                leaves them. Work on whole matrices is then divided among them; without it each does all of it.
+            groups: Not needed.
+            options: Not needed.
+        """
+        self._replicas = dp_group
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -37,7 +37,7 @@ class Whole:
             Called once for each member; never for a chunk without gradients.
         work: ``work(members, wholes)`` makes one result of each whole tensor of ``dtype``, which it only reads.
             ``members`` are their numbers in the chunk; one that is worked on in several parts may come several times.
-        receive: ``receive(i, result)`` takes this rank's shard of a result.
+        receive: ``receive(i, result)`` takes this rank's shard of a result, on the parameter's device.
         parts: ``parts(layout)`` names the blocks of a tensor that are worked on apart (matrices of a stack), each with
             the block of the result that it becomes; None: all in one.
         form: ``form(layout)`` of a result; None: of the parameter's form.
@@ -72,18 +72,27 @@ class Whole:
 
     def done_alone(self, chunk: Chunk) -> None:
         """Does all the work on this rank, which holds all of every tensor."""
-        for member, layout in enumerate(chunk.layouts):
-            journey = self.journey(layout)
+        journeys = [self.journey(layout) for layout in chunk.layouts]
+        numbers: list[int] = []
+        wholes: list[torch.Tensor] = []
+        for member, journey in enumerate(journeys):
             tensor = self.send(member).to(self.dtype)
-            blocks = [tensor[source.inside(Block.of(layout.shape))] for source, _ in journey.parts]
-            results = self.work([member] * len(blocks), blocks)
-            if len(journey.parts) == 1:
-                self.receive(member, results[0])
-                continue
-            every = torch.empty(journey.target.shape, dtype=self.dtype, device=tensor.device)
-            for (_, target), result in zip(journey.parts, results, strict=True):
-                every[target.inside(Block.of(every.shape))] = result
-            self.receive(member, every)
+            numbers += [member] * len(journey.parts)
+            wholes += [tensor[source.inside(Block.of(tensor.shape))] for source, _ in journey.parts]
+        results = iter(self.work(numbers, wholes))
+        for member, journey in enumerate(journeys):
+            self.receive(member, _joined(journey, [next(results) for _ in journey.parts]))
+
+
+def _joined(journey: Journey, results: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One tensor of the results of its parts."""
+    everything = Block.of(journey.target.shape)
+    if journey.parts[0][1] == everything:
+        return results[0]
+    joined = results[0].new_empty(everything.size)
+    for (_, target), result in zip(journey.parts, results, strict=True):
+        joined[target.inside(everything)] = result
+    return joined
 
 
 @dataclass(slots=True)
@@ -184,4 +193,5 @@ def _do(exchange: OwnerExchange, travellers: Sequence[_Traveller]) -> None:
     wholes.clear()
     for traveller, shard in zip(travellers, exchange.scatter(results), strict=True):
         if traveller.chunk.has_gradients:
-            traveller.request.receive(traveller.index, shard)
+            device = traveller.chunk.members[traveller.index].slot.device  # not where ranks meet, with offload
+            traveller.request.receive(traveller.index, shard.to(device))
