@@ -10,9 +10,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import meshwright.optim.sharded.whole as whole_module
 from meshwright.errors import ModelError
 from meshwright.optim.sharded import Block, Kept, Layout, ShardedOptimizer, Whole
-from meshwright.optim.sharded.meeting import Meeting
+from meshwright.optim.sharded.meeting import Meeting, _made_group
 from meshwright.optim.sharded.owners import Journey, OwnerExchange
 from meshwright.optim.sharded.regions import held_blocks
+from tests.optim.sharded.collectives import Collectives
 from tests.optim.sharded.layouts import SHAPES, layouts_of, placed, plain, relative_differences, start_values, trained
 
 
@@ -77,28 +78,6 @@ def build(parameters):
     return Cumulative(list(parameters.values()))
 
 
-class Collectives:
-    """How often this rank calls each collective."""
-
-    def __enter__(self):
-        self.counts = {"all_to_all_single": 0, "all_reduce": 0}
-        self._real = {name: getattr(dist, name) for name in self.counts}
-        for name, function in self._real.items():
-            setattr(dist, name, self._counting(name, function))
-        return self
-
-    def _counting(self, name, function):
-        def counted(*args, **kwargs):
-            self.counts[name] += 1
-            return function(*args, **kwargs)
-
-        return counted
-
-    def __exit__(self, *error):
-        for name, function in self._real.items():
-            setattr(dist, name, function)
-
-
 def blocks_are_right():
     for layout, place in layouts_of(dist.get_world_size()).items():
         for name, shape in SHAPES.items():
@@ -136,13 +115,13 @@ def check_blocks(tensor):
 def same_on_every_layout():
     """Every layout as one process; with buckets of one matrix as well."""
     start = start_values()
-    expected, _ = trained(build, plain, steps=3)
+    expected, _ = trained(build, plain, steps=2)
     worst = {}
     for limit in (whole_module._BUCKET_BYTES, 1):
         whole_module._BUCKET_BYTES, before = limit, whole_module._BUCKET_BYTES
         try:
             for layout, place in layouts_of(dist.get_world_size()).items():
-                result, _ = trained(build, place, steps=3)
+                result, _ = trained(build, place, steps=2)
                 worst[layout, limit] = max(relative_differences(result, expected, start).values())
         finally:
             whole_module._BUCKET_BYTES = before
@@ -153,12 +132,36 @@ def two_ranks():
     blocks_are_right()
     worst = same_on_every_layout()
     exchange_by_hand()
+    groups_are_made_once()
     return worst, replicas_share(), missing_gradients(), traffic()
 
 
 def four_ranks():
     blocks_are_right()
+    replicas_own_as_well()
     return same_on_every_layout()
+
+
+def groups_are_made_once():
+    """The group of a mesh of several axes that is not the whole world."""
+    ranks = (0, 1)
+    group = _made_group(ranks)
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    assert value == 2
+    assert _made_group(ranks) is group
+
+
+def replicas_own_as_well():
+    """Under HSDP both replicas share the work, and shards come from the nearer one."""
+    place = layouts_of(4)["hsdp"]
+    shards = [place("w", torch.full((4, 3), float(number))) for number in range(4)]
+    journeys = [Journey(at, at, ((Block.of(at.shape),) * 2,), (1.0,)) for at in map(Layout.of, shards)]
+    exchange = OwnerExchange(journeys, Meeting.of_mesh(shards[0].device_mesh))
+    assert sorted(exchange.owners) == [0, 1, 2, 3]
+    ((number, whole),) = exchange.gather([shard.to_local() for shard in shards])().items()
+    assert torch.equal(whole, torch.full((4, 3), float(number)))
+    assert {move.sender // 2 for moves in exchange._out._received for move in moves} == {dist.get_rank() // 2}
 
 
 def exchange_by_hand():
@@ -170,18 +173,18 @@ def exchange_by_hand():
     journeys = [Journey(at, at, ((Block.of(at.shape),) * 2,), (float(at.numel),)) for at in layouts]
     exchange = OwnerExchange(journeys, Meeting.of_mesh(mesh), torch.bfloat16)
     assert exchange.owners == [1, 1, 0, 0]
-    owned = exchange.gather([shard.to_local() for shard in shards])
+    owned = exchange.gather([shard.to_local() for shard in shards])()
     assert list(owned) == [part for part, owner in enumerate(exchange.owners) if owner == dist.get_rank()]
     assert all(torch.equal(whole, wholes[part].bfloat16()) for part, whole in owned.items())
-    back = exchange.scatter({part: whole * 2 for part, whole in owned.items()})
+    back = exchange.scatter({part: whole * 2 for part, whole in owned.items()})()
     for shard, result in zip(shards, back, strict=True):
         assert torch.equal(result, shard.to_local().bfloat16() * 2)
     stack = placed(torch.randn(4, 3, 3), mesh, [Shard(0)])
     journey = Journey(Layout.of(stack), Layout.of(stack), matrices(Layout.of(stack)), (1.0,) * 4)
     with Collectives() as calls:
         exchange = OwnerExchange([journey], Meeting.of_mesh(mesh))
-        experts = exchange.gather([stack.to_local()])
-        (back,) = exchange.scatter(experts)
+        experts = exchange.gather([stack.to_local()])()
+        (back,) = exchange.scatter(experts)()
     assert exchange.owners == [0, 0, 1, 1]
     assert calls.counts["all_to_all_single"] == 0
     assert torch.equal(back, stack.to_local())

@@ -36,10 +36,10 @@ class Muon(ShardedOptimizer):
         p -= lr · weight_decay · p + lr · ratio · NewtonSchulz(u)
 
     Momentum is kept and updated on shards. Whole matrices then travel to owners, each to one of the ranks that share
-    it, replicas included, so that the work is balanced; results travel back. One all-to-all each way per bucket
-    (256 MiB of matrices on each rank) and mesh, however many matrices there are; matrices that one rank holds alone,
-    as experts under expert parallelism, do not travel. Plain parameters are updated on every rank, unless
-    :meth:`setup_distributed` told which ranks hold the same ones (``dp_group``).
+    it, replicas included, so that the work is balanced; results travel back. However many matrices there are, that is
+    one all-to-all each way per mesh and bucket (128 MiB of matrices on each rank), behind the work on the bucket
+    before. Matrices that one rank holds alone, as experts under expert parallelism, do not travel. Plain parameters are
+    updated on every rank, unless :meth:`setup_distributed` told which ranks hold the same ones (``dp_group``).
 
     Groups with ``algorithm="adamw"`` are updated by AdamW on their shards: embeddings, output heads, norms and biases
     belong there. :func:`~meshwright.optim.muon.muon_param_groups` makes both groups.
@@ -129,6 +129,9 @@ class Muon(ShardedOptimizer):
         if group["algorithm"] == "muon":
             return {"momentum_buffer": whole}
         return {"exp_avg": whole, "exp_avg_sq": whole}
+
+    def variant(self, layout: Layout, group: dict[str, Any]) -> None:
+        """Matrices and stacks of them go together, and so does all that AdamW updates."""
 
     def update(self, chunk: Chunk) -> Update:
         """One request: Newton–Schulz of the momentum."""

@@ -21,7 +21,7 @@ def muon_param_groups(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for :class:`~meshwright.optim.muon.Muon`: hidden matrices by Muon; embeddings, heads and the rest by AdamW.
+    """Groups for :class:`~meshwright.optim.muon.Muon`: hidden matrices; and what AdamW does better.
 
     Muon is for weights that map hidden states to hidden states (Jordan et al. 2024): parameters of 2 dims, and of 3
     where they are stacks of expert weights. To AdamW go
@@ -46,7 +46,7 @@ def muon_param_groups(
     Raises:
         ConfigError: When a pattern fits no parameter.
     """
-    names = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    names = dict(model.named_parameters(remove_duplicate=False))
     for pattern in adamw_names:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(

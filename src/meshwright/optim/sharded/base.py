@@ -132,8 +132,10 @@ class ShardedOptimizer(ShardedStateDict):
                 if slot is None:
                     continue
                 step = self.state[parameter]["step"] + 1 if slot.kept else 1
-                key = (number, step, gradient is None, slot.device, slot.weight.dtype, slot.layout.signature)
-                batches[*key, self.variant(slot.layout, group)].append(Member(position, slot, gradient))
+                layout = slot.layout
+                split = (layout.mesh is None, layout.signature)
+                key = (number, step, gradient is None, slot.device, slot.weight.dtype, split)
+                batches[*key, self.variant(layout, group)].append(Member(position, slot, gradient))
         for (number, step, *_), members in batches.items():
             for part in cut(members):
                 yield made_chunk(self.param_groups[number], step, part)

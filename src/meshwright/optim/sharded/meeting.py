@@ -54,13 +54,17 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     wide = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if len(wide) == 1:
         return mesh.get_group(wide[0])
-    world = dist.group.WORLD
-    assert world is not None
     if mesh.size() == dist.get_world_size():
-        return world
-    ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    return _made_group(tuple(sorted(mesh.mesh.flatten().tolist())))
+
+
+def _made_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group that is made when it is first wanted. Collective over its ranks then."""
     made_in, group = _GROUPS.get(ranks, (None, None))
-    if group is None or made_in is not world:
+    if group is None or made_in is not dist.group.WORLD:
         group = dist.new_group(list(ranks), use_local_synchronization=True)
-        _GROUPS[ranks] = (world, group)
+        assert dist.group.WORLD is not None
+        _GROUPS[ranks] = (dist.group.WORLD, group)
     return group

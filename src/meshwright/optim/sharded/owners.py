@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,8 +47,9 @@ class OwnerExchange:
 
     def __init__(self, journeys: Sequence[Journey], meeting: Meeting, dtype: torch.dtype = torch.float32) -> None:
         self._meeting, self._dtype = meeting, dtype
-        self._held = [meeting.held(journey.source) for journey in journeys]
-        self._wanted = [meeting.held(journey.target) for journey in journeys]
+        blocks: dict[Hashable, dict[int, Block]] = {}
+        self._held = [_held(journey.source, meeting, blocks) for journey in journeys]
+        self._wanted = [_held(journey.target, meeting, blocks) for journey in journeys]
         self.member_of = [member for member, journey in enumerate(journeys) for _ in journey.parts]
         """For every part the number of its tensor; parts are numbered through all journeys."""
         self._sources = [source for journey in journeys for source, _ in journey.parts]
@@ -58,50 +59,56 @@ class OwnerExchange:
         self._out = Route((move for part in range(len(self.owners)) for move in self._to_owner(part)), meeting)
         self._back = Route((move for part in range(len(self.owners)) for move in self._from_owner(part)), meeting)
 
-    def gather(self, shards: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-        """The whole parts that this rank owns. Collective over the meeting.
+    def gather(self, shards: Sequence[torch.Tensor | None]) -> Callable[[], dict[int, torch.Tensor]]:
+        """Begins to bring the whole parts together. Collective over the meeting.
 
         Args:
             shards: This rank's shard of every tensor, of any type, on any device; None stands for zeros.
 
         Returns:
-            By number of the part; to be read only, as they may be views of the shards.
+            A function that waits for the parts that this rank owns and returns them by number; to be read only, as they
+            may be views of the shards.
         """
-        meeting, wholes = self._meeting, {}
+        meeting = self._meeting
+        wholes: dict[int, torch.Tensor] = {}
         views = set()
         for part, owner in enumerate(self.owners):
             if owner != meeting.rank:
                 continue
-            source = self._sources[part]
-            here = _cut(shards[self.member_of[part]], source, self._held[self.member_of[part]][owner])
+            member, source = self.member_of[part], self._sources[part]
+            here = _cut(shards[member], source, self._held[member][owner])
             if here is not None and here.shape == source.size:
                 wholes[part] = here.to(meeting.device, self._dtype)
                 views.add(part)
-            else:
-                wholes[part] = torch.empty(source.size, dtype=self._dtype, device=meeting.device)
 
         def read(move: Move) -> torch.Tensor | None:
             member = self.member_of[move.part]
-            return _cut(shards[member], move.block, self._held[member][meeting.rank])
+            return None if move.part in views else _cut(shards[member], move.block, self._held[member][meeting.rank])
 
         def take(move: Move, block: torch.Tensor | None) -> None:
             if move.part not in views:
-                _fill(wholes[move.part][move.block.inside(self._sources[move.part])], block)
+                source = self._sources[move.part]
+                _fill(self._made(wholes, move.part, source)[move.block.inside(source)], block)
 
-        self._out.carry(self._dtype, read, take)
-        return wholes
+        finish = self._out.begin(self._dtype, read)
 
-    def scatter(self, results: Mapping[int, torch.Tensor | None]) -> list[torch.Tensor]:
-        """This rank's shards of the results. Collective over the meeting.
+        def wait() -> dict[int, torch.Tensor]:
+            finish(take)
+            return wholes
+
+        return wait
+
+    def scatter(self, results: Mapping[int, torch.Tensor | None]) -> Callable[[], list[torch.Tensor]]:
+        """Begins to send results to the ranks that hold shards of them. Collective over the meeting.
 
         Args:
             results: One for every part that this rank owns, of any type; None stands for zeros.
 
         Returns:
-            One for every tensor, in the dtype of the exchange, where ranks meet.
+            A function that waits for this rank's shards and returns one for every tensor, in the dtype of the exchange,
+            where ranks meet.
         """
-        me = self._meeting.rank
-        wanted = [held[me] for held in self._wanted]
+        wanted = [held[self._meeting.rank] for held in self._wanted]
         shards: dict[int, torch.Tensor] = {}
 
         def read(move: Move) -> torch.Tensor | None:
@@ -111,16 +118,23 @@ class OwnerExchange:
             member = self.member_of[move.part]
             if block is not None and move.block == wanted[member]:  # all of this rank's shard: no copy
                 shards[member] = block.to(self._meeting.device, self._dtype)
-                return
-            if member not in shards:
-                shards[member] = self._empty(wanted[member])
-            _fill(shards[member][move.block.inside(wanted[member])], block)
+            else:
+                shard = self._made(shards, member, wanted[member])
+                _fill(shard[move.block.inside(wanted[member])], block)
 
-        self._back.carry(self._dtype, read, take)
-        return [shards[member] if member in shards else self._empty(block) for member, block in enumerate(wanted)]
+        finish = self._back.begin(self._dtype, read)
 
-    def _empty(self, block: Block) -> torch.Tensor:
-        return torch.empty(block.size, dtype=self._dtype, device=self._meeting.device)
+        def wait() -> list[torch.Tensor]:
+            finish(take)
+            return [self._made(shards, member, block) for member, block in enumerate(wanted)]
+
+        return wait
+
+    def _made(self, tensors: dict[int, torch.Tensor], key: int, block: Block) -> torch.Tensor:
+        """A tensor of the collection, made when its first block arrives."""
+        if key not in tensors:
+            tensors[key] = torch.empty(block.size, dtype=self._dtype, device=self._meeting.device)
+        return tensors[key]
 
     def _assigned(self, costs: Sequence[float]) -> list[int]:
         """Owners: most expensive parts first, each to the rank with least work among those that may have it."""
@@ -148,6 +162,14 @@ class OwnerExchange:
         owner, target = self.owners[part], self._targets[part]
         for rank, block in self._wanted[self.member_of[part]].items():
             yield Move(owner, rank, part, block.common(target))
+
+
+def _held(layout: Layout, meeting: Meeting, known: dict[Hashable, dict[int, Block]]) -> dict[int, Block]:
+    """The block of every rank; made once for the many tensors of a model that are laid out alike."""
+    key = (layout.shape, layout.mesh, layout.placements)
+    if key not in known:
+        known[key] = meeting.held(layout)
+    return known[key]
 
 
 def _cut(tensor: torch.Tensor | None, block: Block, held: Block) -> torch.Tensor | None:

@@ -53,36 +53,40 @@ class Route:
                 received[move.sender].append(move)
         self._sent, self._received = list(sent.values()), list(received.values())
 
-    def carry(
-        self,
-        dtype: torch.dtype,
-        read: Callable[[Move], torch.Tensor | None],
-        take: Callable[[Move, torch.Tensor | None], None],
-    ) -> None:
-        """Does all moves. Collective over the meeting, unless nothing travels.
+    def begin(
+        self, dtype: torch.dtype, read: Callable[[Move], torch.Tensor | None]
+    ) -> Callable[[Callable[[Move, torch.Tensor | None], None]], None]:
+        """Begins all moves. Collective over the meeting, unless nothing travels.
 
         Args:
             dtype: Of what travels.
             read: The block to send; None stands for zeros.
-            take: Is handed every block that arrives, a view of memory that is not used again, and every block that
-                stays on this rank as it was read.
+
+        Returns:
+            A function that waits until all blocks are here, and hands each to its argument: those that have arrived as
+            views of memory that is not used again, those that stay on this rank as they were read.
         """
-        for move in self._kept:
-            take(move, read(move))
+        kept = [(move, read(move)) for move in self._kept]
         if not self.travels:
-            return
+            return lambda take: _hand_out(kept, take)
         flat, parts = self._buffer(self._sent, dtype)
         _copy([(part, read(move)) for move, part in parts])
         arrived, places = self._buffer(self._received, dtype)
-        dist.all_to_all_single(
+        work = dist.all_to_all_single(
             arrived.view(torch.uint8),  # bytes: every backend sends them, whatever they mean
             flat.view(torch.uint8),
             _sizes(self._received, dtype.itemsize),
             _sizes(self._sent, dtype.itemsize),
             group=self._meeting.group,
+            async_op=True,
         )
-        for move, place in places:
-            take(move, place)
+
+        def finish(take: Callable[[Move, torch.Tensor | None], None]) -> None:
+            _hand_out(kept, take)
+            work.wait()
+            _hand_out(places, take)
+
+        return finish
 
     def _buffer(
         self, moves: Sequence[Sequence[Move]], dtype: torch.dtype
@@ -102,6 +106,13 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         torch._foreach_zero_(zeros)
     if filled:
         torch._foreach_copy_([target for target, _ in filled], [source for _, source in filled])
+
+
+def _hand_out(
+    blocks: Iterable[tuple[Move, torch.Tensor | None]], take: Callable[[Move, torch.Tensor | None], None]
+) -> None:
+    for move, block in blocks:
+        take(move, block)
 
 
 def _sizes(moves: Sequence[Sequence[Move]], itemsize: int) -> list[int]:

@@ -17,8 +17,8 @@ from meshwright.optim.sharded.meeting import Meeting
 from meshwright.optim.sharded.owners import Journey, OwnerExchange
 from meshwright.optim.sharded.regions import Block
 
-# So many bytes of whole tensors are on one rank at a time, beside what the work itself takes.
-_BUCKET_BYTES = 1 << 28
+# So many bytes of whole tensors are on one rank in one bucket, of which three are under way at a time.
+_BUCKET_BYTES = 1 << 27
 _PLANS_KEPT = 8
 
 Parts = tuple[tuple[Block, Block], ...]
@@ -28,7 +28,7 @@ Parts = tuple[tuple[Block, Block], ...]
 class Whole:
     """A request for work on whole tensors: each is gathered on one rank, worked on there, and the result sent back.
 
-    Tensors are asked for and results handed out one bucket at a time, so no more than that is ever held at once.
+    Tensors are asked for and results handed out bucket by bucket, so no more than a few buckets are held at once.
     When the request is answered (with None), all results have been handed out. Who owns what is remembered by
     ``parts``, ``form`` and ``cost``: they should be the same, or equal, objects in every step.
 
@@ -146,8 +146,9 @@ class WholeAnswers:
             if len(self._plans) >= _PLANS_KEPT:
                 self._plans.clear()
             self._plans[key] = list(_planned(travellers))
-        for indices, exchange in self._plans[key]:
-            _do(exchange, [travellers[index] for index in indices])
+        _do_in_turn(
+            [_Bucket(exchange, [travellers[index] for index in indices]) for indices, exchange in self._plans[key]]
+        )
 
 
 def _planned(travellers: Sequence[_Traveller]) -> Iterable[tuple[list[int], OwnerExchange]]:
@@ -176,22 +177,48 @@ def _buckets(indices: Sequence[int], numels: Sequence[int], limit: int) -> list[
     return buckets
 
 
-def _do(exchange: OwnerExchange, travellers: Sequence[_Traveller]) -> None:
-    """One bucket: gathers, works, and hands out the results."""
-    wholes = exchange.gather([traveller.shard() for traveller in travellers])
-    by_request: dict[int, list[int]] = defaultdict(list)
-    for part in wholes:
-        by_request[id(travellers[exchange.member_of[part]].request)].append(part)
-    results: dict[int, torch.Tensor | None] = {}
-    for parts in by_request.values():
-        owned = [travellers[exchange.member_of[part]] for part in parts]
-        if not owned[0].chunk.has_gradients:  # on no rank, or the step fails
-            results.update(dict.fromkeys(parts))
-            continue
-        made = owned[0].request.work([traveller.index for traveller in owned], [wholes[part] for part in parts])
-        results.update(zip(parts, made, strict=True))
-    wholes.clear()
-    for traveller, shard in zip(travellers, exchange.scatter(results), strict=True):
-        if traveller.chunk.has_gradients:
-            device = traveller.chunk.members[traveller.index].slot.device  # not where ranks meet, with offload
-            traveller.request.receive(traveller.index, shard.to(device))
+class _Bucket:
+    """Members whose matrices are on the way together."""
+
+    def __init__(self, exchange: OwnerExchange, travellers: Sequence[_Traveller]) -> None:
+        self._exchange, self._travellers = exchange, travellers
+
+    def gather(self) -> None:
+        self._wholes = self._exchange.gather([traveller.shard() for traveller in self._travellers])
+
+    def work(self) -> None:
+        """Does this rank's part, and begins to send the results."""
+        wholes, by_request = self._wholes(), defaultdict(list)
+        del self._wholes
+        for part in wholes:
+            by_request[id(self._owned(part).request)].append(part)
+        results: dict[int, torch.Tensor | None] = {}
+        for parts in by_request.values():
+            owned = [self._owned(part) for part in parts]
+            if not owned[0].chunk.has_gradients:  # on no rank, or the step fails
+                results.update(dict.fromkeys(parts))
+                continue
+            made = owned[0].request.work([member.index for member in owned], [wholes[part] for part in parts])
+            results.update(zip(parts, made, strict=True))
+        self._shards = self._exchange.scatter(results)
+
+    def receive(self) -> None:
+        for traveller, shard in zip(self._travellers, self._shards(), strict=True):
+            if traveller.chunk.has_gradients:
+                device = traveller.chunk.members[traveller.index].slot.device  # not where ranks meet, with offload
+                traveller.request.receive(traveller.index, shard.to(device))
+        del self._shards
+
+    def _owned(self, part: int) -> _Traveller:
+        return self._travellers[self._exchange.member_of[part]]
+
+
+def _do_in_turn(buckets: Sequence[_Bucket]) -> None:
+    """Works on one bucket while the next is gathered and the one before is sent back."""
+    for turn in range(len(buckets) + 2):
+        if turn < len(buckets):
+            buckets[turn].gather()
+        if 0 < turn <= len(buckets):
+            buckets[turn - 1].work()
+        if turn > 1:
+            buckets[turn - 2].receive()
