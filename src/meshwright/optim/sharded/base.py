@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.sharded.checks import check_group
@@ -17,6 +18,7 @@ from meshwright.optim.sharded.layout import Kept, Layout
 from meshwright.optim.sharded.presence import Presence
 from meshwright.optim.sharded.slots import Slot, absent_slot, forms, fresh_states, made_slot
 from meshwright.optim.sharded.sums import Update, drive
+from meshwright.optim.sharded.whole import WholeAnswers
 from meshwright.optim.state_dicts import ShardedStateDict
 
 
@@ -24,8 +26,9 @@ class ShardedOptimizer(ShardedStateDict):
     """Base of optimizers with statistics over whole parameters, plain or sharded over any axes of any meshes.
 
     A subclass names the states of a parameter (:meth:`kept_states`) and writes its update once (:meth:`update`), as
-    mathematics on whole tensors that asks for sums. Parameters are worked on in chunks of local shards; sums of all
-    parameters are answered together. States are DTensors with the placements that follow from the parameter's.
+    mathematics on whole tensors that asks for sums, or for work that one rank does on a whole tensor. Parameters are
+    worked on in chunks of local shards; what all of them ask is answered together. States are DTensors with the
+    placements that follow from the parameter's.
 
     Half-precision parameters are updated through an fp32 ``master`` in the state (``half_update="master"``), or by
     rounding at random without one (``"stochastic"``, bfloat16 only).
@@ -42,6 +45,8 @@ class ShardedOptimizer(ShardedStateDict):
     def _begin(self) -> None:
         self._slots: dict[torch.Tensor, Slot] = {}
         self._uncounted: list[Presence] = []  # gradients counted on a device, looked at in the next step
+        self._whole_answers = WholeAnswers()
+        self._replicas: dist.ProcessGroup | None = None
 
     @abstractmethod
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
@@ -72,8 +77,17 @@ class ShardedOptimizer(ShardedStateDict):
             self.param_groups.pop()
             raise
 
-    def setup_distributed(self, *groups: Any, **options: Any) -> None:
-        """Accepts what ColossalAI's plugins pass and needs none of it: parameters know their mesh and placements."""
+    def setup_distributed(self, tp_group: Any = None, dp_group: Any = None, *groups: Any, **options: Any) -> None:
+        """Accepts what ColossalAI's plugins pass; DTensors know their mesh and placements and need none of it.
+
+        Args:
+            tp_group: Not needed.
+            dp_group: Ranks that hold the same plain parameters, with equal gradients on all of them or on none, as DDP
+                leaves them. Work on whole matrices is then divided among them; without it each does all of it.
+            groups: Not needed.
+            options: Not needed.
+        """
+        self._replicas = dp_group
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -94,7 +108,7 @@ class ShardedOptimizer(ShardedStateDict):
             loss = closure() if closure is not None else None
         for presence in self._uncounted:
             presence.check()
-        self._uncounted = drive((chunk, self._updated(chunk)) for chunk in self._chunks())
+        self._uncounted = drive(((chunk, self._updated(chunk)) for chunk in self._chunks()), self._whole_answers)
         return loss
 
     def state_forms(self, parameter: torch.Tensor) -> dict[str, Kept]:
@@ -121,8 +135,10 @@ class ShardedOptimizer(ShardedStateDict):
                 if slot is None:
                     continue
                 step = self.state[parameter]["step"] + 1 if slot.kept else 1
-                key = (number, step, gradient is None, slot.device, slot.weight.dtype, slot.layout.signature)
-                batches[*key, self.variant(slot.layout, group)].append(Member(position, slot, gradient))
+                layout = slot.layout
+                split = (layout.mesh is None, layout.signature)
+                key = (number, step, gradient is None, slot.device, slot.weight.dtype, split)
+                batches[*key, self.variant(layout, group)].append(Member(position, slot, gradient))
         for (number, step, *_), members in batches.items():
             for part in cut(members):
                 yield made_chunk(self.param_groups[number], step, part)

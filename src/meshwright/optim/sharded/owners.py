@@ -1,0 +1,184 @@
+"""Whole tensors on one rank each: shards travel to owners, results travel back, many tensors in one exchange."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.optim.sharded.layout import Layout
+from meshwright.optim.sharded.meeting import Meeting
+from meshwright.optim.sharded.regions import Block
+from meshwright.optim.sharded.routes import Move, Route
+
+
+@dataclass(frozen=True)
+class Journey:
+    """What is asked of owners for one tensor.
+
+    Args:
+        source: How the tensor that travels to owners is laid out.
+        target: How the result is laid out.
+        parts: Blocks of the source and of the target: the second is made from the first alone, on one rank. One pair
+            for a matrix; one for each matrix of a stack.
+        costs: Of the work on each part, in any unit.
+    """
+
+    source: Layout
+    target: Layout
+    parts: tuple[tuple[Block, Block], ...]
+    costs: tuple[float, ...]
+
+
+class OwnerExchange:
+    """Sends the shards of many tensors to owners, and their results back: one all-to-all each way, or none.
+
+    Every rank of the meeting is an owner, replicas as well. The work is balanced greedily, most expensive first, and
+    equally on all ranks. A part that one rank holds alone is worked on there: a stack of experts that is split by
+    expert does not travel at all.
+
+    Args:
+        journeys: One for every tensor; equal on all ranks.
+        meeting: The ranks that hold their shards.
+        dtype: In which they travel both ways, and are worked on.
+    """
+
+    def __init__(self, journeys: Sequence[Journey], meeting: Meeting, dtype: torch.dtype = torch.float32) -> None:
+        self._meeting, self._dtype = meeting, dtype
+        blocks: dict[Hashable, dict[int, Block]] = {}
+        self._held = [_held(journey.source, meeting, blocks) for journey in journeys]
+        self._wanted = [_held(journey.target, meeting, blocks) for journey in journeys]
+        self.member_of = [member for member, journey in enumerate(journeys) for _ in journey.parts]
+        """For every part the number of its tensor; parts are numbered through all journeys."""
+        self._sources = [source for journey in journeys for source, _ in journey.parts]
+        self._targets = [target for journey in journeys for _, target in journey.parts]
+        self.owners = self._assigned([cost for journey in journeys for cost in journey.costs])
+        """For every part the global rank that works on it."""
+        self._out = Route((move for part in range(len(self.owners)) for move in self._to_owner(part)), meeting)
+        self._back = Route((move for part in range(len(self.owners)) for move in self._from_owner(part)), meeting)
+
+    def gather(self, shards: Sequence[torch.Tensor | None]) -> Callable[[], dict[int, torch.Tensor]]:
+        """Begins to bring the whole parts together. Collective over the meeting.
+
+        Args:
+            shards: This rank's shard of every tensor, of any type, on any device; None stands for zeros.
+
+        Returns:
+            A function that waits for the parts that this rank owns and returns them by number; to be read only, as they
+            may be views of the shards.
+        """
+        meeting = self._meeting
+        wholes: dict[int, torch.Tensor] = {}
+        views = set()
+        for part, owner in enumerate(self.owners):
+            if owner != meeting.rank:
+                continue
+            member, source = self.member_of[part], self._sources[part]
+            here = _cut(shards[member], source, self._held[member][owner])
+            if here is not None and here.shape == source.size:
+                wholes[part] = here.to(meeting.device, self._dtype)
+                views.add(part)
+
+        def read(move: Move) -> torch.Tensor | None:
+            member = self.member_of[move.part]
+            return None if move.part in views else _cut(shards[member], move.block, self._held[member][meeting.rank])
+
+        def take(move: Move, block: torch.Tensor | None) -> None:
+            if move.part not in views:
+                source = self._sources[move.part]
+                _fill(self._made(wholes, move.part, source)[move.block.inside(source)], block)
+
+        finish = self._out.begin(self._dtype, read)
+
+        def wait() -> dict[int, torch.Tensor]:
+            finish(take)
+            return wholes
+
+        return wait
+
+    def scatter(self, results: Mapping[int, torch.Tensor | None]) -> Callable[[], list[torch.Tensor]]:
+        """Begins to send results to the ranks that hold shards of them. Collective over the meeting.
+
+        Args:
+            results: One for every part that this rank owns, of any type; None stands for zeros.
+
+        Returns:
+            A function that waits for this rank's shards and returns one for every tensor, in the dtype of the exchange,
+            where ranks meet.
+        """
+        wanted = [held[self._meeting.rank] for held in self._wanted]
+        shards: dict[int, torch.Tensor] = {}
+
+        def read(move: Move) -> torch.Tensor | None:
+            return _cut(results[move.part], move.block, self._targets[move.part])
+
+        def take(move: Move, block: torch.Tensor | None) -> None:
+            member = self.member_of[move.part]
+            if block is not None and move.block == wanted[member]:  # all of this rank's shard: no copy
+                shards[member] = block.to(self._meeting.device, self._dtype)
+            else:
+                shard = self._made(shards, member, wanted[member])
+                _fill(shard[move.block.inside(wanted[member])], block)
+
+        finish = self._back.begin(self._dtype, read)
+
+        def wait() -> list[torch.Tensor]:
+            finish(take)
+            return [self._made(shards, member, block) for member, block in enumerate(wanted)]
+
+        return wait
+
+    def _made(self, tensors: dict[int, torch.Tensor], key: int, block: Block) -> torch.Tensor:
+        """A tensor of the collection, made when its first block arrives."""
+        if key not in tensors:
+            tensors[key] = torch.empty(block.size, dtype=self._dtype, device=self._meeting.device)
+        return tensors[key]
+
+    def _assigned(self, costs: Sequence[float]) -> list[int]:
+        """Owners: most expensive parts first, each to the rank with least work among those that may have it."""
+        owners = [0] * len(costs)
+        load = dict.fromkeys(self._meeting.ranks, 0.0)
+        for part in sorted(range(len(costs)), key=lambda part: -costs[part]):
+            held, source = self._held[self.member_of[part]], self._sources[part]
+            alone = [rank for rank, block in held.items() if block.common(source) == source]
+            owner = min(alone or self._meeting.ranks, key=lambda rank: load[rank])
+            load[owner] += costs[part]
+            owners[part] = owner
+        return owners
+
+    def _to_owner(self, part: int) -> Iterator[Move]:
+        """Each distinct block of a part once, from the nearest rank that holds it."""
+        owner, source = self.owners[part], self._sources[part]
+        holders: dict[Block, list[int]] = defaultdict(list)
+        for rank, block in self._held[self.member_of[part]].items():
+            holders[block.common(source)].append(rank)
+        for block, ranks in holders.items():
+            yield Move(min(ranks, key=lambda rank: (abs(rank - owner), rank)), owner, part, block)
+
+    def _from_owner(self, part: int) -> Iterator[Move]:
+        """To every rank what its shard has of a result."""
+        owner, target = self.owners[part], self._targets[part]
+        for rank, block in self._wanted[self.member_of[part]].items():
+            yield Move(owner, rank, part, block.common(target))
+
+
+def _held(layout: Layout, meeting: Meeting, known: dict[Hashable, dict[int, Block]]) -> dict[int, Block]:
+    """The block of every rank; made once for the many tensors of a model that are laid out alike."""
+    key = (layout.shape, layout.mesh, layout.placements)
+    if key not in known:
+        known[key] = meeting.held(layout)
+    return known[key]
+
+
+def _cut(tensor: torch.Tensor | None, block: Block, held: Block) -> torch.Tensor | None:
+    """What a tensor that holds ``held`` has of a block."""
+    return None if tensor is None else tensor[block.common(held).inside(held)]
+
+
+def _fill(target: torch.Tensor, block: torch.Tensor | None) -> None:
+    if block is None:
+        target.zero_()
+    else:
+        target.copy_(block)
