@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 from meshwright.cli.config import TrainConfig
 from meshwright.cli.config_file import parse_config, read_config
@@ -118,7 +119,8 @@ def test_the_help_explains_every_key():
 
 def test_optimizers_take_the_keys_that_are_set():
     def options(**keys):
-        return optimizer_of(parse_config({**MINIMAL, "optimizer": keys}, "x.toml").optimizer)
+        choice = optimizer_of(parse_config({**MINIMAL, "optimizer": keys}, "x.toml").optimizer)
+        return choice.build, choice.arguments
 
     optimizer, arguments = options(lr=0.1, betas=[0.9, 0.95])
     assert optimizer.__name__ == "AdamW"
@@ -132,3 +134,29 @@ def test_optimizers_take_the_keys_that_are_set():
         options(args={"amsgrat": True})
     with pytest.raises(ConfigError, match="did you mean 'Adam"):
         options(name="torch.optim:AdamV")
+    with pytest.raises(ConfigError, match=r"Unknown optimizer 'adafacto' \(did you mean 'adafactor'\?\)"):
+        options(name="adafacto")
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "num_groups"),
+    [
+        ("lamb", {}, 1),
+        ("adafactor", {"args": {"beta1": 0.9}}, 1),
+        ("came", {}, 1),
+        ("galore", {"args": {"rank": 4, "update_proj_gap": 5}, "weight_decay": 0.1}, 3),
+        ("galore_8bit", {"args": {"rank": 4, "nbits": 8}}, 3),
+        ("muon", {"args": {"adamw_names": ["head*"], "nesterov": False}}, 2),
+    ],
+)
+def test_our_optimizers_by_name(name, keys, num_groups):
+    choice = optimizer_of(parse_config({**MINIMAL, "optimizer": {"name": name, "lr": 1e-2, **keys}}, "x").optimizer)
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 8), torch.nn.Linear(8, 12), torch.nn.Linear(12, 8))
+    params = model.parameters() if choice.param_func is None else choice.param_func(model)
+    optimizer = choice.build(params, **choice.arguments)
+    assert len(optimizer.param_groups) == num_groups
+    assert all(group["lr"] == 1e-2 for group in optimizer.param_groups)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(torch.arange(9)).square().mean().backward()
+    optimizer.step()
+    assert all(not torch.equal(now, start) for now, start in zip(model.parameters(), before, strict=True))

@@ -92,8 +92,10 @@ class StrategyTable(Table):
 class OptimizerTable(Table):
     """How weights are updated. Keys left out keep the optimizer's own defaults."""
 
-    name: Annotated[str, Field(pattern=r"^(adamw|sgd|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = Field(
-        default="adamw", description="'adamw' (fused), 'sgd', or 'module:Class' of any torch optimizer"
+    name: Annotated[str, Field(pattern=r"^([a-z_0-9]+|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = Field(
+        default="adamw",
+        description="'adamw' (fused), 'sgd', 'lamb', 'adafactor', 'came', 'galore', 'galore_8bit', 'muon' (AdamW for "
+        "embeddings, heads and vectors), or 'module:Class' of any torch optimizer",
     )
     lr: Annotated[float, Field(ge=0)] = Field(default=3e-4, description="peak learning rate")
     weight_decay: Annotated[float, Field(ge=0)] | None = Field(default=None, description="weight decay")

@@ -14,7 +14,7 @@ from meshwright.cli.config import StrategyTable, TrainConfig
 from meshwright.cli.config_file import read_config
 from meshwright.cli.corpus import Corpus, find_corpus
 from meshwright.cli.models import ModelSource, model_source
-from meshwright.cli.optimizers import optimizer_of
+from meshwright.cli.optimizers import OptimizerChoice, optimizer_of
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_dir import check_run_dir
 from meshwright.errors import ConfigError, DataError
@@ -69,8 +69,7 @@ class Prepared:
     model: ModelSource
     corpus: Corpus
     strategy: Strategy | None  # None: choose one
-    optim_func: Callable[..., Any]
-    optim_args: dict[str, Any]
+    optimizer: OptimizerChoice
 
     @property
     def backend(self) -> str | None:
@@ -91,7 +90,7 @@ def prepare(options: Options, world: int) -> Prepared:
     config, folder = options.read(), options.file.resolve().parent
     find_modules_beside(folder)
     run_dir = _run_dir(options, config, folder)
-    optim_func, optim_args = optimizer_of(config.optimizer)
+    optimizer = optimizer_of(config.optimizer)
     strategy = _strategy(config.strategy, folder)
     _check_batch(config, strategy, world)
     if options.resume and run_dir is None:
@@ -101,7 +100,7 @@ def prepare(options: Options, world: int) -> Prepared:
     if run_dir is not None:
         check_run_dir(run_dir, resume=options.resume)
     model = model_source(config.model, folder)
-    return Prepared(config, run_dir, model, find_corpus(config.data, folder), strategy, optim_func, optim_args)
+    return Prepared(config, run_dir, model, find_corpus(config.data, folder), strategy, optimizer)
 
 
 def _run_dir(options: Options, config: TrainConfig, folder: Path) -> Path | None:

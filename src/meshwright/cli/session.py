@@ -108,13 +108,14 @@ def _accelerate(prepared: Prepared, dataset: TokenDataset, order: GlobalOrder) -
         model = prepared.model.build(prepared.corpus.tokenizer.vocab_size, dataset.seq_len)
     return accelerate(
         model,
-        prepared.optim_func,
+        prepared.optimizer.build,
         dataset,
         prepared.model.loss_func,
         strategy=prepared.strategy,
         prepare_input=prepared.model.prepare_input,
         model_input_format=prepared.model.model_input_format,
-        optim_args=prepared.optim_args,
+        optim_args=prepared.optimizer.arguments,
+        optim_param_func=prepared.optimizer.param_func,
         dataloader_args={"batch_size": run.batch_size, "sampler": order},
         lr_scheduler_cls=warmup_decay,
         lr_scheduler_args={
