@@ -1,0 +1,197 @@
+"""The factored second moment of Adafactor and CAME: row and column means of squares in place of a matrix of them.
+
+For matrices of shape ``(…, H, W)``, dims before the last two counting matrices, the mean of the squares V is kept as ::
+
+    R = β R + (1 − β) · mean_W(V)    (…, H)        V̂ = R Cᵀ / mean(R)    (…, H, W)
+    C = β C + (1 − β) · mean_H(V)    (…, W)
+
+(Shazeer & Stern 2018, arXiv 1804.04235, §3, with means for sums). V itself is never needed: 1/√V̂ is the product of one
+factor per row and one per column. Everything here is of a whole chunk, ``(n, …)`` for n parameters of equal shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+
+from meshwright.optim.sharded import Block, Chunk, Kept, Layout, Sum, TensorList, bad_value, blocks, stack
+
+BLOCKED_CHUNK_ELEMENTS = 1 << 20
+"""A chunk on a CPU: what the outer caches hold with its gradients and their squares; the inner ones hold blocks."""
+
+
+class FactoredMoment:
+    """The row and column means of one kind of squares in a chunk: asks for their sums, then gives the factors.
+
+    Args:
+        chunk: Parameters of at least two dims and one :func:`matrix_variant`.
+        name: Of the states, before ``_row`` and ``_col``.
+        decay: β.
+        floor: Added to every square.
+        scale: Of the squares that are counted, before that.
+    """
+
+    def __init__(self, chunk: Chunk, name: str, decay: float, floor: float, scale: float = 1.0) -> None:
+        self._chunk, self._decay, self._floor, self._scale = chunk, decay, floor * (1 - decay), scale * (1 - decay)
+        self._row_states = chunk.states[f"{name}_row"]
+        self._col_states = chunk.states[f"{name}_col"]
+        shape = (len(chunk), *chunk.weights.tensors[0].shape)
+        self._row_sums = torch.empty(shape[:-1], device=chunk.device)
+        self._col_sums = torch.zeros((*shape[:-2], shape[-1]), device=chunk.device)
+        self._row_factors = self._col_factors = torch.empty(0)
+
+    def add(self, block: Block, squares: torch.Tensor) -> None:
+        """Counts the squares of a block, ``(k, …, h, W)``; of every block once."""
+        torch.sum(squares, -1, out=block.of_rows(self._row_sums))
+        cols = block.of_members(self._col_sums)
+        if block.rows is None:
+            torch.sum(squares, -2, out=cols)
+        else:
+            cols.add_(squares.sum(-2))
+
+    def requests(self) -> list[Sum]:
+        """What must be summed over ranks."""
+        asked = [Sum(self._row_sums, over=(-1,)), Sum(self._col_sums, over=(-2,))]
+        if self._is_split_both_ways():
+            # V̂ needs the mean of the new R. Where one dim is whole on a rank, so is R, or C, which has the same mean:
+            # both average V. Here each rank will hold parts of both, and waiting for the new R would cost a round:
+            # so the old R is summed now, and the mean moved by the mean of V as R is.
+            old = stack(self._row_states.tensors)
+            asked += [Sum(old.sum(-1), over=(-2,)), Sum(self._row_sums.sum(-1), over=(-2, -1))]
+        return asked
+
+    def take(self, answers: list[torch.Tensor]) -> None:
+        """Moves the states by the whole sums that :meth:`requests` asked for, and sets the factors."""
+        height, width = self._chunk.layout.shape[-2:]
+        rows = self._moved(self._row_states.tensors, answers[0], width)
+        cols = self._moved(self._col_states.tensors, answers[1], height)
+        if self._is_split_both_ways():
+            means = answers[2] * (self._decay / height) + answers[3] * (self._scale / (height * width))
+            means = (means + self._floor).unsqueeze(-1)
+        else:
+            whole = rows if self._chunk.layout.is_whole(-2) else cols
+            means = whole.mean(-1, keepdim=True)
+        self._row_factors = (rows / means).rsqrt_()
+        self._col_factors = cols.rsqrt()
+
+    def scale_(self, sizes: torch.Tensor | float) -> None:
+        """Multiplies the factors by a number, or by one number per parameter, ``(n,)``."""
+        if isinstance(sizes, torch.Tensor):
+            sizes = sizes.view(-1, *[1] * (self._row_factors.dim() - 1))
+        self._row_factors.mul_(sizes)
+
+    def factors(self, block: Block) -> torch.Tensor:
+        """1/√V̂ of a block, times what it was scaled by, ``(k, …, h, W)``; a new tensor."""
+        rows, cols = block.of_rows(self._row_factors), block.of_members(self._col_factors)
+        return rows.unsqueeze(-1) * cols.unsqueeze(-2)
+
+    def scaled_sums(self, squares: BlockedSquares) -> torch.Tensor:
+        """Σ x²/V̂ over this rank's shard of every parameter, shape ``(n,)``, from the squares of x.
+
+        It is rᵀ (x∘x) c in the squared factors r and c of rows and columns: x/√V̂ is not made.
+        """
+        col_squares = self._col_factors.square().unsqueeze(-1)
+        sums = torch.empty(len(self._chunk), device=self._chunk.device)
+        by_row = torch.empty_like(self._row_factors)
+        for block, part in squares:
+            torch.matmul(part, block.of_members(col_squares), out=block.of_rows(by_row).unsqueeze(-1))
+        # Twice the factor: its square can exceed fp32 where a row never had a gradient.
+        torch.sum(by_row.mul_(self._row_factors).mul_(self._row_factors).flatten(1), 1, out=sums)
+        return sums
+
+    def _moved(self, states: list[torch.Tensor], sums: torch.Tensor, count: int) -> torch.Tensor:
+        """The states, stacked, after they were moved towards the means of ``count`` squares."""
+        stacked = stack(states)
+        stacked.mul_(self._decay).add_(sums, alpha=self._scale / count).add_(self._floor)
+        if len(states) > 1:
+            torch._foreach_copy_(states, stacked.unbind())
+        return stacked
+
+    def _is_split_both_ways(self) -> bool:
+        layout = self._chunk.layout
+        return not (layout.is_whole(-2) or layout.is_whole(-1))
+
+
+class BlockedSquares:
+    """g∘g of a chunk, block by block, ``(k, …, h, W)``: read twice, once for its means and once to scale it.
+
+    They are kept in between where that is cheap. Where ranks meet in between, it would be for all parameters at once,
+    and so they are made again.
+    """
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._chunk = chunk
+        elements = sum(tensor.numel() for tensor in chunk.gradients)
+        self._keeps = chunk.is_local and elements <= BLOCKED_CHUNK_ELEMENTS
+        self._kept: list[tuple[Block, torch.Tensor]] = []
+
+    def __iter__(self) -> Iterator[tuple[Block, torch.Tensor]]:
+        if self._kept:
+            yield from self._kept
+            return
+        for block in blocks(self._chunk):
+            gradients = stack(block.views(self._chunk.gradients))
+            part = block, gradients * gradients
+            if self._keeps:
+                self._kept.append(part)
+            yield part
+
+
+def direction_of_vectors(chunk: Chunk, decay: float, floor: float) -> TensorList:
+    """u = g / √v of tensors whose squares are kept whole, after v = decay · v + (1 − decay) · (g² + floor)."""
+    moments, gradients = chunk.states["exp_avg_sq"], chunk.gradients
+    moments.mul_(decay).addcmul_(gradients, gradients, value=1.0 - decay).add_(floor * (1.0 - decay))
+    return moments.rsqrt().mul_(gradients)
+
+
+def is_factored(layout: Layout) -> bool:
+    """Whether the squares are kept as rows and columns: vectors and scalars keep them all."""
+    return layout.ndim >= 2
+
+
+def kept_means(layout: Layout, name: str) -> dict[str, Kept]:
+    """The states of a factored moment: rows without the last dim, columns without the last but one."""
+    rows, cols = list(range(layout.ndim)), list(range(layout.ndim))
+    del rows[-1], cols[-2]
+    return {
+        f"{name}_{kind}": Kept(tuple(layout.shape[dim] for dim in dims), tuple(dims))
+        for kind, dims in (("row", rows), ("col", cols))
+    }
+
+
+def matrix_variant(layout: Layout) -> Hashable:
+    """What parameters share in a chunk: matrices their shape, so that their means can be computed with at once."""
+    return (layout.shape, layout.placements) if is_factored(layout) else layout.ndim
+
+
+def clips(square_sums: torch.Tensor, numels: torch.Tensor | float, threshold: float) -> torch.Tensor:
+    """max(1, RMS(u) / threshold), by which each u is divided, from Σu² and the number of elements of each."""
+    return (square_sums / (numels * threshold**2)).clamp_(min=1.0).sqrt_()
+
+
+def numels(chunk: Chunk) -> torch.Tensor | float:
+    """Elements of each whole parameter; one number for matrices, as a chunk of them has one shape."""
+    return float(chunk.layout.numel) if is_factored(chunk.layout) else chunk.numels()
+
+
+def check_floors(group: dict[str, Any]) -> None:
+    """Refuses an ``eps`` that leaves rows without gradients at 0 / 0.
+
+    Raises:
+        ConfigError: With it.
+    """
+    eps = group["eps"]
+    if not isinstance(eps, tuple | list) or len(eps) != 2 or not float(eps[0]) > 0 or not float(eps[1]) >= 0:
+        raise bad_value("eps", eps, "two numbers, the first above 0 and the second 0 or more")
+
+
+def check_clip_threshold(group: dict[str, Any]) -> None:
+    """Refuses to clip everything to nothing.
+
+    Raises:
+        ConfigError: With the threshold.
+    """
+    if not float(group["clip_threshold"]) > 0:
+        raise bad_value("clip_threshold", group["clip_threshold"], "more than 0")
