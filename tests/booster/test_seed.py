@@ -15,7 +15,7 @@ def seed_example():
 
     launch_from_torch(backend="gloo", seed=0)
     configuration = LlamaConfig(
-        vocab_size=61, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=62, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=100,
     )  # fmt: skip
     torch.manual_seed(0)
