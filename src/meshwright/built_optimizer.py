@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,9 +41,10 @@ class BuiltOptimizer:
         self._names = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """The model's parameters as they are now, in the optimizer's groups."""
+        """The model's parameters as they are now, in the optimizer's groups with their hyperparameters."""
         named = _named(model)
-        return [{"params": [named[name] for name in names]} for names in self._names]
+        own = zip(self.optimizer.param_groups, self._names, strict=True)
+        return [{**_values(group), "params": [named[name] for name in names]} for group, names in own]
 
     def take(self, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
         """Hands the optimizer new parameters, group by group; returns it. Hyperparameters stay, states are laid out."""
@@ -75,15 +76,20 @@ class BuiltOptimizer:
             return None
         return self._twin
 
-    def _twin(self, parameters: Sequence[torch.Tensor]) -> Optimizer:
-        """By torch's own copy protocol, over other parameters and without states."""
-        kind = type(self.optimizer)
+    def _twin(self, params: Iterable[Any]) -> Optimizer:
+        """By torch's own copy protocol, over other parameters or groups of them, and without states."""
+        kind, values = type(self.optimizer), _values(self.optimizer.param_groups[0])
         twin: Optimizer = kind.__new__(kind)
-        group = {key: value for key, value in self.optimizer.param_groups[0].items() if key != "param_names"}
-        group["params"] = list(parameters)
-        state = {**self.optimizer.__getstate__(), "state": defaultdict(dict), "param_groups": [group]}
-        twin.__setstate__(state)
+        given = list(params)
+        groups = given if isinstance(given[0], Mapping) else [{"params": given}]
+        groups = [{**values, **group, "params": list(group["params"])} for group in groups]
+        twin.__setstate__({**self.optimizer.__getstate__(), "state": defaultdict(dict), "param_groups": groups})
         return twin
+
+
+def _values(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyperparameters of a group."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:

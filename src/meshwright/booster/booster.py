@@ -100,8 +100,8 @@ class Booster(CheckpointVerbs):
         device = settings().device
         with same_on_every_rank():
             checks.check_world(self.plugin, self.device, device)
-            checks.check_scheduler(lr_scheduler, optimizer)
             strategy = self.strategy()
+            checks.check_scheduler(lr_scheduler, optimizer, strategy)
         ddp_options = self.plugin.ddp_options if self.plugin is not None else {}
         notices = self._prepare(model, device)
         accelerated = accelerate(

@@ -13,6 +13,7 @@ from meshwright.booster.optimizer import BoostedOptimizer
 from meshwright.booster.plugin import Plugin
 from meshwright.errors import ConfigError, LaunchError, ModelError, did_you_mean
 from meshwright.runtime import world_size
+from meshwright.strategy import Strategy
 
 _MIXED = ("fp16", "bf16")
 
@@ -69,8 +70,8 @@ def check_world(plugin: Plugin | None, wanted: torch.device | None, device: torc
         )
 
 
-def check_scheduler(scheduler: LRScheduler | None, optimizer: Optimizer | None) -> None:
-    """Refuses a scheduler that steers another optimizer."""
+def check_scheduler(scheduler: LRScheduler | None, optimizer: Optimizer | None, strategy: Strategy) -> None:
+    """Refuses a scheduler that steers another optimizer, or one whose groups will be divided."""
     steered = getattr(scheduler, "optimizer", optimizer)
     if scheduler is not None and steered is not optimizer:
         raise ConfigError(
@@ -78,6 +79,16 @@ def check_scheduler(scheduler: LRScheduler | None, optimizer: Optimizer | None) 
             expected="a scheduler over the optimizer given",
             got="one over another" if optimizer is not None else "no optimizer",
             fix="build the scheduler over that optimizer, and pass both",
+        )
+    groups = optimizer.param_groups if optimizer is not None else []
+    together = [key for key in ("fused", "foreach") if any(group.get(key) for group in groups)]
+    if scheduler is not None and "tensor_parallel" in strategy and together:
+        # Such a kernel takes tensors of one mesh only, so groups are divided, and the scheduler counted them before.
+        raise ConfigError(
+            f"The lr_scheduler was built over parameter groups that tensor parallelism divides for {together[0]}=True",
+            expected="a scheduler over the groups as they will be",
+            got=f"{together[0]}=True and an lr_scheduler",
+            fix=f"leave {together[0]} out, or build the scheduler over the optimizer that boost returns",
         )
 
 

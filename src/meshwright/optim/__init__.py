@@ -1,27 +1,54 @@
-"""Optimizer parts: Adam over shards, one loss scale for many optimizers, exact gradient norms, guards of a step."""
+"""Optimizers and their parts: right on any layout; one loss scale for many; exact gradient norms; guards of a step."""
 
+from meshwright.optim.adafactor import Adafactor, DistributedAdaFactor
 from meshwright.optim.adam import AdamOffloadOptimizer, AdamOptimizer
+from meshwright.optim.came import CAME, DistributedCAME
 from meshwright.optim.clip import clip_grad_norm_, local_tensor, total_norm
+from meshwright.optim.distributed_names import cast_to_distributed
+from meshwright.optim.eight_bit import AdamW8bit
+from meshwright.optim.galore import (
+    DistGaloreAdamW,
+    DistGaloreAwamW,
+    GaLoreAdafactor,
+    GaLoreAdamW,
+    GaLoreAdamW8bit,
+    get_galore_param_groups,
+)
 from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.lamb import DistributedLamb, Lamb
 from meshwright.optim.layouts import separate_layouts
 from meshwright.optim.loss_scaler import LossScaler
 from meshwright.optim.manager import OptimManager
 from meshwright.optim.master import MasterWeights
+from meshwright.optim.muon import Muon, muon_param_groups
 from meshwright.optim.sharded import ShardedOptimizer
 
 __all__ = [
+    "CAME",
     "AdamOffloadOptimizer",
     "AdamOptimizer",
+    "AdamW8bit",
+    "Adafactor",
+    "DistGaloreAdamW",
+    "DistGaloreAwamW",
+    "DistributedAdaFactor",
+    "DistributedCAME",
     "DistributedLamb",
+    "GaLoreAdafactor",
+    "GaLoreAdamW",
+    "GaLoreAdamW8bit",
     "GuardedOptimizer",
     "Lamb",
     "LossScaler",
     "MasterWeights",
+    "Muon",
     "OptimManager",
     "ShardedOptimizer",
+    "cast_to_distributed",
     "clip_grad_norm_",
+    "get_galore_param_groups",
     "local_tensor",
+    "muon_param_groups",
     "separate_layouts",
     "total_norm",
 ]

@@ -47,6 +47,11 @@ def spread(source: torch.Tensor | None, target: torch.Tensor) -> None:
         dist.scatter(part, parts, src=0)
         local.copy_(part[: local.shape[0]])
         return
+    if target.device_mesh.size() < world_size():  # rank 0 is on one of several such meshes only
+        full = local.new_empty(target.shape) if full is None else full.contiguous()
+        dist.broadcast(full, src=0)
+        local.copy_(distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None).to_local())
+        return
     if full is None:  # only its shape counts: takes no memory
         full = local.new_empty(()).expand(target.shape)
     local.copy_(distribute_tensor(full, target.device_mesh, target.placements).to_local())
