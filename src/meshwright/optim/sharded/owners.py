@@ -149,13 +149,16 @@ class OwnerExchange:
         return owners
 
     def _to_owner(self, part: int) -> Iterator[Move]:
-        """Each distinct block of a part once, from the nearest rank that holds it."""
+        """Each distinct block of a part once, from the nearest rank that holds it.
+
+        Numbers that differ in low bits only are close: ranks of one node, or of one replica, follow each other.
+        """
         owner, source = self.owners[part], self._sources[part]
         holders: dict[Block, list[int]] = defaultdict(list)
         for rank, block in self._held[self.member_of[part]].items():
             holders[block.common(source)].append(rank)
         for block, ranks in holders.items():
-            yield Move(min(ranks, key=lambda rank: (abs(rank - owner), rank)), owner, part, block)
+            yield Move(min(ranks, key=lambda rank: rank ^ owner), owner, part, block)
 
     def _from_owner(self, part: int) -> Iterator[Move]:
         """To every rank what its shard has of a result."""
