@@ -38,6 +38,9 @@ class ShardedOptimizer(ShardedStateDict):
         defaults: Hyperparameters of groups that do not name them.
     """
 
+    takes_half_gradients = False
+    """Whether :meth:`update` gets gradients in the parameters' types: then no fp32 copies exist while it waits."""
+
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._begin()
         super().__init__(params, {"half_update": "master", **defaults})
@@ -157,7 +160,7 @@ class ShardedOptimizer(ShardedStateDict):
         if not chunk.has_gradients:
             yield from self.update(chunk.without_values())
             return
-        wide = chunk.in_fp32()
+        wide = chunk.in_fp32(gradients=not self.takes_half_gradients)
         yield from self.update(wide)
         chunk.write_back(wide.weights)
         for member in chunk.members:
