@@ -70,6 +70,19 @@ def test_fp32_iteration_is_the_formula():
         assert torch.allclose(result.double(), u @ s.diag() @ v, atol=2e-5)
 
 
+def test_no_wide_copies_of_half_gradients():
+    """What an update holds while owners work is held for all parameters at once."""
+    held = []
+
+    class Watched(Muon):
+        def update(self, chunk):
+            held.extend(tensor.dtype for tensor in (*chunk.gradients, *chunk.weights))
+            yield from super().update(chunk)
+
+    trained(lambda p: Watched(list(p.values())), plain, shapes={"w": (4, 3)}, steps=1, dtype=torch.bfloat16)
+    assert held == [torch.bfloat16, torch.float32]
+
+
 def test_rest_is_adamw():
     shapes = {"bias": (16,), "embedding": (8, 4)}
     expected, _ = trained(

@@ -70,6 +70,8 @@ class Muon(ShardedOptimizer):
         ModelError: For parameters that are not fp32, fp16 or bf16, or neither matrices nor stacks of them.
     """
 
+    takes_half_gradients = True
+
     def __init__(
         self,
         params: Any,
@@ -148,7 +150,7 @@ class Muon(ShardedOptimizer):
         ratios = [_ratio(group, parts.first(layout.shape)) for layout in chunk.layouts]
 
         def send(index: int) -> torch.Tensor:
-            gradient, buffer = gradients[index], buffers[index]
+            gradient, buffer = gradients[index].float(), buffers[index]
             buffer.lerp_(gradient, 1 - momentum)
             return gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
 
@@ -223,4 +225,4 @@ def _adamw_step(chunk: Chunk) -> None:
         weight_decay=group["weight_decay"], decoupled=True, maximize=False, hold_steps=0,
     )  # fmt: skip
     moments = (chunk.states["exp_avg"].tensors, chunk.states["exp_avg_sq"].tensors)
-    rule.update(chunk.weights.tensors, chunk.gradients.tensors, *moments, chunk.step, scale=1.0)
+    rule.update(chunk.weights.tensors, chunk.gradients.in_fp32().tensors, *moments, chunk.step, scale=1.0)

@@ -41,6 +41,8 @@ class ShardedOptimizer(ShardedStateDict):
     host_chunk_elements: ClassVar[int] = 1 << 17
     """So many elements of weights are worked on together on a CPU: what stays in the cache with states and temporaries.
     An update that goes through its chunk in blocks takes more."""
+    takes_half_gradients: ClassVar[bool] = False
+    """Whether :meth:`update` gets gradients in the parameters' types: then no fp32 copies exist while it waits."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._begin()
@@ -167,7 +169,7 @@ class ShardedOptimizer(ShardedStateDict):
         if not chunk.has_gradients:
             yield from self.update(chunk.without_values())
             return
-        wide = chunk.in_fp32()
+        wide = chunk.in_fp32(gradients=not self.takes_half_gradients)
         yield from self.update(wide)
         chunk.write_back(wide.weights)
         for member in chunk.members:

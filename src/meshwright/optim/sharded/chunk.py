@@ -43,7 +43,7 @@ class Chunk:
     weights: TensorList
     """fp32 shards to be moved in place: the parameters, or their masters."""
     gradients: TensorList
-    """fp32 shards; may be the user's own tensors: to be read only."""
+    """fp32 shards (see ``takes_half_gradients``); may be the user's own tensors: to be read only."""
     states: dict[str, TensorList]
     """The shards of every state, by name."""
     has_gradients: bool = True
@@ -80,9 +80,10 @@ class Chunk:
         """Elements of each whole parameter, shape ``(len,)``."""
         return self.vector([layout.numel for layout in self.layouts])
 
-    def in_fp32(self) -> Chunk:
-        """The same chunk with weights and gradients in fp32; tensors that are so already are not copied."""
-        return replace(self, weights=self.weights.in_fp32(), gradients=self.gradients.in_fp32())
+    def in_fp32(self, *, gradients: bool = True) -> Chunk:
+        """The same chunk with weights (and gradients) in fp32; tensors that are so already are not copied."""
+        read = self.gradients.in_fp32() if gradients else self.gradients
+        return replace(self, weights=self.weights.in_fp32(), gradients=read)
 
     def without_values(self) -> Chunk:
         """The same chunk on the meta device: an update of it asks in the right sizes and changes nothing."""

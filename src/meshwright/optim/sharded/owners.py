@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 
 from meshwright.optim.sharded.layout import Layout
 from meshwright.optim.sharded.meeting import Meeting
+from meshwright.optim.sharded.overlaps import Overlap, Overlaps
 from meshwright.optim.sharded.regions import Block
 from meshwright.optim.sharded.routes import Move, Route
 
@@ -47,17 +47,23 @@ class OwnerExchange:
 
     def __init__(self, journeys: Sequence[Journey], meeting: Meeting, dtype: torch.dtype = torch.float32) -> None:
         self._meeting, self._dtype = meeting, dtype
-        blocks: dict[Hashable, dict[int, Block]] = {}
-        self._held = [_held(journey.source, meeting, blocks) for journey in journeys]
-        self._wanted = [_held(journey.target, meeting, blocks) for journey in journeys]
+        known: dict[Hashable, Overlaps] = {}
+        self._held = [_overlaps(journey.source, meeting, known) for journey in journeys]
+        self._wanted = [_overlaps(journey.target, meeting, known) for journey in journeys]
         self.member_of = [member for member, journey in enumerate(journeys) for _ in journey.parts]
         """For every part the number of its tensor; parts are numbered through all journeys."""
         self._sources = [source for journey in journeys for source, _ in journey.parts]
         self._targets = [target for journey in journeys for _, target in journey.parts]
         self.owners = self._assigned([cost for journey in journeys for cost in journey.costs])
         """For every part the global rank that works on it."""
-        self._out = Route((move for part in range(len(self.owners)) for move in self._to_owner(part)), meeting)
-        self._back = Route((move for part in range(len(self.owners)) for move in self._from_owner(part)), meeting)
+        parts = range(len(self.owners))
+        sources, targets = map(self._source, parts), map(self._target, parts)
+        gathers = any(not source.whole for source in sources)
+        scatters = any(
+            set(target.blocks) != {self.owners[part]} for part, target in enumerate(targets) if target.blocks
+        )
+        self._out = Route((move for part in parts for move in self._to_owner(part)), meeting, travels=gathers)
+        self._back = Route((move for part in parts for move in self._from_owner(part)), meeting, travels=scatters)
 
     def gather(self, shards: Sequence[torch.Tensor | None]) -> Callable[[], dict[int, torch.Tensor]]:
         """Begins to bring the whole parts together. Collective over the meeting.
@@ -72,18 +78,19 @@ class OwnerExchange:
         meeting = self._meeting
         wholes: dict[int, torch.Tensor] = {}
         views = set()
-        for part, owner in enumerate(self.owners):
-            if owner != meeting.rank:
-                continue
+        owned = [part for part, owner in enumerate(self.owners) if owner == meeting.rank]
+        for part in owned:
             member, source = self.member_of[part], self._sources[part]
-            here = _cut(shards[member], source, self._held[member][owner])
+            here = _cut(shards[member], source, self._held[member].held[meeting.rank])
             if here is not None and here.shape == source.size:
                 wholes[part] = here.to(meeting.device, self._dtype)
                 views.add(part)
 
         def read(move: Move) -> torch.Tensor | None:
             member = self.member_of[move.part]
-            return None if move.part in views else _cut(shards[member], move.block, self._held[member][meeting.rank])
+            return (
+                None if move.part in views else _cut(shards[member], move.block, self._held[member].held[meeting.rank])
+            )
 
         def take(move: Move, block: torch.Tensor | None) -> None:
             if move.part not in views:
@@ -94,7 +101,7 @@ class OwnerExchange:
 
         def wait() -> dict[int, torch.Tensor]:
             finish(take)
-            return wholes
+            return {part: self._made(wholes, part, self._sources[part]) for part in owned}
 
         return wait
 
@@ -108,7 +115,7 @@ class OwnerExchange:
             A function that waits for this rank's shards and returns one for every tensor, in the dtype of the exchange,
             where ranks meet.
         """
-        wanted = [held[self._meeting.rank] for held in self._wanted]
+        wanted = [wanted.held[self._meeting.rank] for wanted in self._wanted]
         shards: dict[int, torch.Tensor] = {}
 
         def read(move: Move) -> torch.Tensor | None:
@@ -141,34 +148,43 @@ class OwnerExchange:
         owners = [0] * len(costs)
         load = dict.fromkeys(self._meeting.ranks, 0.0)
         for part in sorted(range(len(costs)), key=lambda part: -costs[part]):
-            held, source = self._held[self.member_of[part]], self._sources[part]
-            alone = [rank for rank, block in held.items() if block.common(source) == source]
-            owner = min(alone or self._meeting.ranks, key=lambda rank: load[rank])
+            owner = min(self._source(part).whole or self._meeting.ranks, key=lambda rank: load[rank])
             load[owner] += costs[part]
             owners[part] = owner
         return owners
 
+    def _source(self, part: int) -> Overlap:
+        return self._held[self.member_of[part]].of(self._sources[part])
+
+    def _target(self, part: int) -> Overlap:
+        return self._wanted[self.member_of[part]].of(self._targets[part])
+
     def _to_owner(self, part: int) -> Iterator[Move]:
-        """Each distinct block of a part once, from the nearest rank that holds it."""
-        owner, source = self.owners[part], self._sources[part]
-        holders: dict[Block, list[int]] = defaultdict(list)
-        for rank, block in self._held[self.member_of[part]].items():
-            holders[block.common(source)].append(rank)
-        for block, ranks in holders.items():
-            yield Move(min(ranks, key=lambda rank: (abs(rank - owner), rank)), owner, part, block)
+        """Each distinct block of a part once, from the nearest rank that holds it; only what concerns this rank.
+
+        Numbers that differ in low bits only are close: ranks of one node, or of one replica, follow each other.
+        """
+        me, owner, source = self._meeting.rank, self.owners[part], self._source(part)
+        mine = source.blocks.get(me)
+        blocks = source.holders if owner == me else () if mine is None else (mine,)
+        for block in blocks:
+            sender = min(source.holders[block], key=lambda rank: rank ^ owner)
+            if me in (sender, owner):
+                yield Move(sender, owner, part, block)
 
     def _from_owner(self, part: int) -> Iterator[Move]:
-        """To every rank what its shard has of a result."""
-        owner, target = self.owners[part], self._targets[part]
-        for rank, block in self._wanted[self.member_of[part]].items():
-            yield Move(owner, rank, part, block.common(target))
+        """To every rank what its shard has of a result; only what concerns this rank."""
+        me, owner, target = self._meeting.rank, self.owners[part], self._target(part)
+        for rank in target.blocks if owner == me else (me,):
+            if rank in target.blocks:
+                yield Move(owner, rank, part, target.blocks[rank])
 
 
-def _held(layout: Layout, meeting: Meeting, known: dict[Hashable, dict[int, Block]]) -> dict[int, Block]:
-    """The block of every rank; made once for the many tensors of a model that are laid out alike."""
+def _overlaps(layout: Layout, meeting: Meeting, known: dict[Hashable, Overlaps]) -> Overlaps:
+    """Who holds what of a tensor; made once for each layout."""
     key = (layout.shape, layout.mesh, layout.placements)
     if key not in known:
-        known[key] = meeting.held(layout)
+        known[key] = Overlaps(meeting.held(layout))
     return known[key]
 
 

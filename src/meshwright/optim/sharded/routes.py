@@ -27,29 +27,24 @@ class Route:
     """The moves of one exchange: what this rank sends, receives and keeps.
 
     Args:
-        moves: Of all ranks, in the same order on each.
+        moves: That this rank has to do with. Those between two ranks are in the same order on both.
         meeting: The ranks.
+        travels: Whether any rank sends anything to another one.
     """
 
-    def __init__(self, moves: Iterable[Move], meeting: Meeting) -> None:
+    def __init__(self, moves: Iterable[Move], meeting: Meeting, *, travels: bool) -> None:
         self._meeting = meeting
         me = meeting.rank
         sent: dict[int, list[Move]] = {rank: [] for rank in meeting.ranks}
         received: dict[int, list[Move]] = {rank: [] for rank in meeting.ranks}
         self._kept: list[Move] = []
-        self.travels = False
-        """Whether any rank sends anything to another one."""
+        self._travels = travels
         for move in moves:
-            if move.block.numel == 0:
-                continue
             if move.sender == move.receiver:
-                if move.sender == me:
-                    self._kept.append(move)
-                continue
-            self.travels = True
-            if move.sender == me:
+                self._kept.append(move)
+            elif move.sender == me:
                 sent[move.receiver].append(move)
-            elif move.receiver == me:
+            else:
                 received[move.sender].append(move)
         self._sent, self._received = list(sent.values()), list(received.values())
 
@@ -67,7 +62,7 @@ class Route:
             views of memory that is not used again, those that stay on this rank as they were read.
         """
         kept = [(move, read(move)) for move in self._kept]
-        if not self.travels:
+        if not self._travels:
             return lambda take: _hand_out(kept, take)
         flat, parts = self._buffer(self._sent, dtype)
         _copy([(part, read(move)) for move, part in parts])
