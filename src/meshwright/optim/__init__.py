@@ -25,10 +25,10 @@ from meshwright.optim.sharded import ShardedOptimizer
 
 __all__ = [
     "CAME",
+    "Adafactor",
     "AdamOffloadOptimizer",
     "AdamOptimizer",
     "AdamW8bit",
-    "Adafactor",
     "DistGaloreAdamW",
     "DistGaloreAwamW",
     "DistributedAdaFactor",

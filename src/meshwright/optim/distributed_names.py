@@ -8,8 +8,8 @@ from torch.optim import Optimizer
 def cast_to_distributed(optimizer: Optimizer) -> Optimizer:
     """The optimizer itself: ours are right on any layout, and every other is not changed by ColossalAI either.
 
-    There it rebuilds a ``Lamb``, ``CAME``, ``Adafactor`` or ``GaLoreAdamW8bit`` as the ``Distributed…`` class. Accepted so
-    that code which calls it runs.
+    There it rebuilds a ``Lamb``, ``CAME``, ``Adafactor`` or ``GaLoreAdamW8bit`` as the ``Distributed…`` class. Accepted
+    so that code which calls it runs.
 
     Args:
         optimizer: Any torch optimizer.

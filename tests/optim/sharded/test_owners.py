@@ -9,10 +9,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import meshwright.optim.sharded.whole as whole_module
 from meshwright.errors import ModelError
-from meshwright.optim.sharded import Block, Kept, Layout, ShardedOptimizer, Whole
+from meshwright.optim.sharded import Region, Kept, Layout, ShardedOptimizer, Whole
 from meshwright.optim.sharded.meeting import Meeting, _made_group
 from meshwright.optim.sharded.owners import Journey, OwnerExchange
-from meshwright.optim.sharded.regions import held_blocks
+from meshwright.optim.sharded.regions import held_regions
 from tests.optim.sharded.collectives import Collectives
 from tests.optim.sharded.layouts import SHAPES, layouts_of, placed, plain, relative_differences, start_values, trained
 
@@ -20,8 +20,8 @@ from tests.optim.sharded.layouts import SHAPES, layouts_of, placed, plain, relat
 def matrices(layout):
     """One part for every matrix of a stack."""
     if layout.ndim < 3:
-        return ((Block.of(layout.shape), Block.of(layout.shape)),)
-    blocks = [Block((index, 0, 0), (1, *layout.shape[1:])) for index in range(layout.shape[0])]
+        return ((Region.of(layout.shape), Region.of(layout.shape)),)
+    blocks = [Region((index, 0, 0), (1, *layout.shape[1:])) for index in range(layout.shape[0])]
     return tuple((block, block) for block in blocks)
 
 
@@ -101,10 +101,10 @@ def layouts_of_grid():
 
 def check_blocks(tensor):
     tensor = tensor.detach()
-    held = held_blocks(Layout.of(tensor))
+    held = held_regions(Layout.of(tensor))
     whole = tensor.full_tensor()
     here = held[dist.get_rank()]
-    everything = Block.of(whole.shape)
+    everything = Region.of(whole.shape)
     assert torch.equal(tensor.to_local(), whole[here.inside(everything)]), (whole.shape, tensor.placements, held)
     covered = torch.zeros(whole.shape)
     for block in set(held.values()):
@@ -156,7 +156,7 @@ def replicas_own_as_well():
     """Under HSDP both replicas share the work, and shards come from the nearer one."""
     place = layouts_of(4)["hsdp"]
     shards = [place("w", torch.full((4, 3), float(number))) for number in range(4)]
-    journeys = [Journey(at, at, ((Block.of(at.shape),) * 2,), (1.0,)) for at in map(Layout.of, shards)]
+    journeys = [Journey(at, at, ((Region.of(at.shape),) * 2,), (1.0,)) for at in map(Layout.of, shards)]
     exchange = OwnerExchange(journeys, Meeting.of_mesh(shards[0].device_mesh))
     assert sorted(exchange.owners) == [0, 1, 2, 3]
     ((number, whole),) = exchange.gather([shard.to_local() for shard in shards])().items()
@@ -170,7 +170,7 @@ def exchange_by_hand():
     wholes = [torch.randn(shape) for shape in ((4, 6), (4, 6), (8, 6), (5, 2))]
     shards = [placed(whole, mesh, [Shard(0)]) for whole in wholes]
     layouts = [Layout.of(shard) for shard in shards]
-    journeys = [Journey(at, at, ((Block.of(at.shape),) * 2,), (float(at.numel),)) for at in layouts]
+    journeys = [Journey(at, at, ((Region.of(at.shape),) * 2,), (float(at.numel),)) for at in layouts]
     exchange = OwnerExchange(journeys, Meeting.of_mesh(mesh), torch.bfloat16)
     assert exchange.owners == [1, 1, 0, 0]
     owned = exchange.gather([shard.to_local() for shard in shards])()

@@ -1,8 +1,8 @@
 """The optimizers under ColossalAI's module names; they live in :mod:`meshwright.optim`."""
 
 from meshwright.optim import (
-    Adafactor,
     CAME,
+    Adafactor,
     DistGaloreAdamW,
     DistGaloreAwamW,
     DistributedAdaFactor,
@@ -17,8 +17,8 @@ from meshwright.optim import (
 )
 
 __all__ = [
-    "Adafactor",
     "CAME",
+    "Adafactor",
     "DistGaloreAdamW",
     "DistGaloreAwamW",
     "DistributedAdaFactor",

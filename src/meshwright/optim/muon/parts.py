@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from meshwright.errors import ModelError
-from meshwright.optim.sharded import Block, Layout, Parts
+from meshwright.optim.sharded import Region, Layout, Parts
 
 
 @dataclass(frozen=True)
@@ -54,5 +54,5 @@ class MatrixParts:
             for start, size in zip(starts, sizes, strict=False):
                 offset, extent = [*index, 0, 0], [*(1 for _ in index), *shape[-2:]]
                 offset[axis], extent[axis] = start, size
-                blocks.append(Block(tuple(offset), tuple(extent)))
+                blocks.append(Region(tuple(offset), tuple(extent)))
         return tuple((block, block) for block in blocks)

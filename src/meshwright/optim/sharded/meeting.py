@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.optim.sharded.layout import Layout
-from meshwright.optim.sharded.regions import Block, held_blocks
+from meshwright.optim.sharded.regions import Region, held_regions
 
 _GROUPS: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 """Groups made here by their ranks, each with the world in which it was made."""
@@ -42,11 +42,11 @@ class Meeting:
         ranks = tuple(dist.get_process_group_ranks(group))
         return cls(ranks, dist.get_rank(), torch.device(device_type), group)
 
-    def held(self, layout: Layout) -> dict[int, Block]:
-        """The block of a tensor that every rank holds; all of a plain one."""
+    def held(self, layout: Layout) -> dict[int, Region]:
+        """The region of a tensor that every rank holds; all of a plain one."""
         if layout.mesh is None:
-            return dict.fromkeys(self.ranks, Block.of(layout.shape))
-        return held_blocks(layout)
+            return dict.fromkeys(self.ranks, Region.of(layout.shape))
+        return held_regions(layout)
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:

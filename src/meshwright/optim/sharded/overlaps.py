@@ -1,4 +1,4 @@
-"""Who holds what of a block of a tensor, looked up once for the many tensors of a model that are laid out alike."""
+"""Who holds what of a region of a tensor, looked up once for the many tensors of a model that are laid out alike."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright.optim.sharded.regions import Block
+from meshwright.optim.sharded.regions import Region
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What ranks hold of one block."""
+    """What ranks hold of one region."""
 
-    blocks: Mapping[int, Block]
+    regions: Mapping[int, Region]
     """By rank; only of those that hold anything of it."""
-    holders: Mapping[Block, list[int]]
+    holders: Mapping[Region, list[int]]
     """The ranks that hold each of these."""
     whole: list[int]
     """Ranks that hold all of it."""
@@ -23,18 +23,18 @@ class Overlap:
 
 @dataclass
 class Overlaps:
-    """The blocks of one layout, by rank."""
+    """The regions of one layout, by rank."""
 
-    held: Mapping[int, Block]
-    _known: dict[Block, Overlap] = field(default_factory=dict)
+    held: Mapping[int, Region]
+    _known: dict[Region, Overlap] = field(default_factory=dict)
 
-    def of(self, block: Block) -> Overlap:
-        """What every rank holds of a block."""
-        if block not in self._known:
-            common = {rank: held.common(block) for rank, held in self.held.items()}
-            blocks = {rank: part for rank, part in common.items() if part.numel > 0}
-            holders: dict[Block, list[int]] = defaultdict(list)
-            for rank, part in blocks.items():
+    def of(self, region: Region) -> Overlap:
+        """What every rank holds of a region."""
+        if region not in self._known:
+            common = {rank: held.common(region) for rank, held in self.held.items()}
+            regions = {rank: part for rank, part in common.items() if part.numel > 0}
+            holders: dict[Region, list[int]] = defaultdict(list)
+            for rank, part in regions.items():
                 holders[part].append(rank)
-            self._known[block] = Overlap(blocks, dict(holders), holders.get(block, []))
-        return self._known[block]
+            self._known[region] = Overlap(regions, dict(holders), holders.get(region, []))
+        return self._known[region]

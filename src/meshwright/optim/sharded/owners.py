@@ -10,7 +10,7 @@ import torch
 from meshwright.optim.sharded.layout import Layout
 from meshwright.optim.sharded.meeting import Meeting
 from meshwright.optim.sharded.overlaps import Overlap, Overlaps
-from meshwright.optim.sharded.regions import Block
+from meshwright.optim.sharded.regions import Region
 from meshwright.optim.sharded.routes import Move, Route
 
 
@@ -28,7 +28,7 @@ class Journey:
 
     source: Layout
     target: Layout
-    parts: tuple[tuple[Block, Block], ...]
+    parts: tuple[tuple[Region, Region], ...]
     costs: tuple[float, ...]
 
 
@@ -60,7 +60,7 @@ class OwnerExchange:
         sources, targets = map(self._source, parts), map(self._target, parts)
         gathers = any(not source.whole for source in sources)
         scatters = any(
-            set(target.blocks) != {self.owners[part]} for part, target in enumerate(targets) if target.blocks
+            set(target.regions) != {self.owners[part]} for part, target in enumerate(targets) if target.regions
         )
         self._out = Route((move for part in parts for move in self._to_owner(part)), meeting, travels=gathers)
         self._back = Route((move for part in parts for move in self._from_owner(part)), meeting, travels=scatters)
@@ -89,13 +89,13 @@ class OwnerExchange:
         def read(move: Move) -> torch.Tensor | None:
             member = self.member_of[move.part]
             return (
-                None if move.part in views else _cut(shards[member], move.block, self._held[member].held[meeting.rank])
+                None if move.part in views else _cut(shards[member], move.region, self._held[member].held[meeting.rank])
             )
 
-        def take(move: Move, block: torch.Tensor | None) -> None:
+        def take(move: Move, region: torch.Tensor | None) -> None:
             if move.part not in views:
                 source = self._sources[move.part]
-                _fill(self._made(wholes, move.part, source)[move.block.inside(source)], block)
+                _fill(self._made(wholes, move.part, source)[move.region.inside(source)], region)
 
         finish = self._out.begin(self._dtype, read)
 
@@ -119,28 +119,28 @@ class OwnerExchange:
         shards: dict[int, torch.Tensor] = {}
 
         def read(move: Move) -> torch.Tensor | None:
-            return _cut(results[move.part], move.block, self._targets[move.part])
+            return _cut(results[move.part], move.region, self._targets[move.part])
 
-        def take(move: Move, block: torch.Tensor | None) -> None:
+        def take(move: Move, region: torch.Tensor | None) -> None:
             member = self.member_of[move.part]
-            if block is not None and move.block == wanted[member]:  # all of this rank's shard: no copy
-                shards[member] = block.to(self._meeting.device, self._dtype)
+            if region is not None and move.region == wanted[member]:  # all of this rank's shard: no copy
+                shards[member] = region.to(self._meeting.device, self._dtype)
             else:
                 shard = self._made(shards, member, wanted[member])
-                _fill(shard[move.block.inside(wanted[member])], block)
+                _fill(shard[move.region.inside(wanted[member])], region)
 
         finish = self._back.begin(self._dtype, read)
 
         def wait() -> list[torch.Tensor]:
             finish(take)
-            return [self._made(shards, member, block) for member, block in enumerate(wanted)]
+            return [self._made(shards, member, region) for member, region in enumerate(wanted)]
 
         return wait
 
-    def _made(self, tensors: dict[int, torch.Tensor], key: int, block: Block) -> torch.Tensor:
-        """A tensor of the collection, made when its first block arrives."""
+    def _made(self, tensors: dict[int, torch.Tensor], key: int, region: Region) -> torch.Tensor:
+        """A tensor of the collection, made when its first region arrives."""
         if key not in tensors:
-            tensors[key] = torch.empty(block.size, dtype=self._dtype, device=self._meeting.device)
+            tensors[key] = torch.empty(region.size, dtype=self._dtype, device=self._meeting.device)
         return tensors[key]
 
     def _assigned(self, costs: Sequence[float]) -> list[int]:
@@ -160,24 +160,24 @@ class OwnerExchange:
         return self._wanted[self.member_of[part]].of(self._targets[part])
 
     def _to_owner(self, part: int) -> Iterator[Move]:
-        """Each distinct block of a part once, from the nearest rank that holds it; only what concerns this rank.
+        """Each distinct region of a part once, from the nearest rank that holds it; only what concerns this rank.
 
         Numbers that differ in low bits only are close: ranks of one node, or of one replica, follow each other.
         """
         me, owner, source = self._meeting.rank, self.owners[part], self._source(part)
-        mine = source.blocks.get(me)
-        blocks = source.holders if owner == me else () if mine is None else (mine,)
-        for block in blocks:
-            sender = min(source.holders[block], key=lambda rank: rank ^ owner)
+        mine = source.regions.get(me)
+        regions = source.holders if owner == me else () if mine is None else (mine,)
+        for region in regions:
+            sender = min(source.holders[region], key=lambda rank: rank ^ owner)
             if me in (sender, owner):
-                yield Move(sender, owner, part, block)
+                yield Move(sender, owner, part, region)
 
     def _from_owner(self, part: int) -> Iterator[Move]:
         """To every rank what its shard has of a result; only what concerns this rank."""
         me, owner, target = self._meeting.rank, self.owners[part], self._target(part)
-        for rank in target.blocks if owner == me else (me,):
-            if rank in target.blocks:
-                yield Move(owner, rank, part, target.blocks[rank])
+        for rank in target.regions if owner == me else (me,):
+            if rank in target.regions:
+                yield Move(owner, rank, part, target.regions[rank])
 
 
 def _overlaps(layout: Layout, meeting: Meeting, known: dict[Hashable, Overlaps]) -> Overlaps:
@@ -188,13 +188,13 @@ def _overlaps(layout: Layout, meeting: Meeting, known: dict[Hashable, Overlaps])
     return known[key]
 
 
-def _cut(tensor: torch.Tensor | None, block: Block, held: Block) -> torch.Tensor | None:
-    """What a tensor that holds ``held`` has of a block."""
-    return None if tensor is None else tensor[block.common(held).inside(held)]
+def _cut(tensor: torch.Tensor | None, region: Region, held: Region) -> torch.Tensor | None:
+    """What a tensor that holds ``held`` has of a region."""
+    return None if tensor is None else tensor[region.common(held).inside(held)]
 
 
-def _fill(target: torch.Tensor, block: torch.Tensor | None) -> None:
-    if block is None:
+def _fill(target: torch.Tensor, region: torch.Tensor | None) -> None:
+    if region is None:
         target.zero_()
     else:
-        target.copy_(block)
+        target.copy_(region)

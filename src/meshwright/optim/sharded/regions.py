@@ -1,4 +1,4 @@
-"""Which block of a whole tensor each rank of a mesh holds."""
+"""Which region of a whole tensor each rank of a mesh holds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from meshwright.optim.sharded.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Region:
     """A box of a whole tensor: where it begins and how large it is, in every dim."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int]) -> Block:
+    def of(cls, shape: Sequence[int]) -> Region:
         """All of a tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
@@ -30,23 +30,23 @@ class Block:
         """Its elements."""
         return math.prod(self.size)
 
-    def common(self, other: Block) -> Block:
+    def common(self, other: Region) -> Region:
         """What both cover; it may be empty."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = zip(self.offset, self.size, other.offset, other.size, strict=True)
         end = [min(o + s, other_o + other_s) for o, s, other_o, other_s in ends]
-        return Block(offset, tuple(max(stop - start, 0) for start, stop in zip(offset, end, strict=True)))
+        return Region(offset, tuple(max(stop - start, 0) for start, stop in zip(offset, end, strict=True)))
 
-    def inside(self, around: Block) -> tuple[slice, ...]:
-        """The indices of this block in a tensor that holds ``around``."""
+    def inside(self, around: Region) -> tuple[slice, ...]:
+        """The indices of this region in a tensor that holds ``around``."""
         starts = [mine - outer for mine, outer in zip(self.offset, around.offset, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.size, strict=True))
 
 
-def held_blocks(layout: Layout) -> dict[int, Block]:
-    """The block that every rank of the layout's mesh holds, by global rank; empty blocks included.
+def held_regions(layout: Layout) -> dict[int, Region]:
+    """The region that every rank of the layout's mesh holds, by global rank; empty regions included.
 
-    Ranks that share a block are replicas of each other.
+    Ranks that share a region are replicas of each other.
 
     Args:
         layout: Of a DTensor.
@@ -56,7 +56,7 @@ def held_blocks(layout: Layout) -> dict[int, Block]:
     order = _cutting_order(layout.placements)
     coordinates = itertools.product(*map(range, sizes))
     ranks = layout.mesh.mesh.flatten().tolist()
-    return {rank: _block_at(layout, sizes, order, at) for rank, at in zip(ranks, coordinates, strict=True)}
+    return {rank: _region_at(layout, sizes, order, at) for rank, at in zip(ranks, coordinates, strict=True)}
 
 
 def _cutting_order(placements: Sequence[Placement]) -> list[int]:
@@ -73,7 +73,7 @@ def _cutting_order(placements: Sequence[Placement]) -> list[int]:
     return sorted(cutting, key=rank)
 
 
-def _block_at(layout: Layout, sizes: Sequence[int], order: Sequence[int], at: Sequence[int]) -> Block:
+def _region_at(layout: Layout, sizes: Sequence[int], order: Sequence[int], at: Sequence[int]) -> Region:
     offset, size = [0] * layout.ndim, list(layout.shape)
     for axis in order:
         dim: int = layout.placements[axis].dim  # type: ignore[attr-defined]
@@ -81,4 +81,4 @@ def _block_at(layout: Layout, sizes: Sequence[int], order: Sequence[int], at: Se
         start = min(at[axis] * largest, size[dim])
         offset[dim] += start
         size[dim] = min(largest, size[dim] - start)
-    return Block(tuple(offset), tuple(size))
+    return Region(tuple(offset), tuple(size))

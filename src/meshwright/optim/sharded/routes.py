@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 
 from meshwright.optim.sharded.meeting import Meeting
-from meshwright.optim.sharded.regions import Block
+from meshwright.optim.sharded.regions import Region
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A block on its way from one rank to another, or to a place of its own on the same one."""
+    """A region on its way from one rank to another, or to a place of its own on the same one."""
 
     sender: int
     receiver: int
     part: int
     """What it belongs to: a number with a meaning to the caller."""
-    block: Block
+    region: Region
 
 
 class Route:
@@ -55,10 +55,10 @@ class Route:
 
         Args:
             dtype: Of what travels.
-            read: The block to send; None stands for zeros.
+            read: The region to send; None stands for zeros.
 
         Returns:
-            A function that waits until all blocks are here, and hands each to its argument: those that have arrived as
+            A function that waits until all regions are here, and hands each to its argument: those that have arrived as
             views of memory that is not used again, those that stay on this rank as they were read.
         """
         kept = [(move, read(move)) for move in self._kept]
@@ -86,11 +86,11 @@ class Route:
     def _buffer(
         self, moves: Sequence[Sequence[Move]], dtype: torch.dtype
     ) -> tuple[torch.Tensor, list[tuple[Move, torch.Tensor]]]:
-        """One flat tensor for blocks from or to all ranks, and the view of each."""
+        """One flat tensor for regions from or to all ranks, and the view of each."""
         every = [move for of_rank in moves for move in of_rank]
-        flat = torch.empty(sum(move.block.numel for move in every), dtype=dtype, device=self._meeting.device)
-        views = flat.split([move.block.numel for move in every])
-        return flat, [(move, view.view(move.block.size)) for move, view in zip(every, views, strict=False)]
+        flat = torch.empty(sum(move.region.numel for move in every), dtype=dtype, device=self._meeting.device)
+        views = flat.split([move.region.numel for move in every])
+        return flat, [(move, view.view(move.region.size)) for move, view in zip(every, views, strict=False)]
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
@@ -104,11 +104,11 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
 
 
 def _hand_out(
-    blocks: Iterable[tuple[Move, torch.Tensor | None]], take: Callable[[Move, torch.Tensor | None], None]
+    regions: Iterable[tuple[Move, torch.Tensor | None]], take: Callable[[Move, torch.Tensor | None], None]
 ) -> None:
-    for move, block in blocks:
-        take(move, block)
+    for move, region in regions:
+        take(move, region)
 
 
 def _sizes(moves: Sequence[Sequence[Move]], itemsize: int) -> list[int]:
-    return [sum(move.block.numel for move in of_rank) * itemsize for of_rank in moves]
+    return [sum(move.region.numel for move in of_rank) * itemsize for of_rank in moves]

@@ -15,13 +15,13 @@ from meshwright.optim.sharded.chunk import Chunk
 from meshwright.optim.sharded.layout import Kept, Layout
 from meshwright.optim.sharded.meeting import Meeting
 from meshwright.optim.sharded.owners import Journey, OwnerExchange
-from meshwright.optim.sharded.regions import Block
+from meshwright.optim.sharded.regions import Region
 
 # So many bytes of whole tensors are on one rank in one bucket, of which three are under way at a time.
 _BUCKET_BYTES = 1 << 27
 _PLANS_KEPT = 8
 
-Parts = tuple[tuple[Block, Block], ...]
+Parts = tuple[tuple[Region, Region], ...]
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Whole:
         work: ``work(members, wholes)`` makes one result of each whole tensor of ``dtype``, which it only reads.
             ``members`` are their numbers in the chunk; one that is worked on in several parts may come several times.
         receive: ``receive(i, result)`` takes this rank's shard of a result, on the parameter's device.
-        parts: ``parts(layout)`` names the blocks of a tensor that are worked on apart (matrices of a stack), each with
+        parts: ``parts(layout)`` names the regions of a tensor that are worked on apart (matrices of a stack), each with
             the block of the result that it becomes; None: all in one.
         form: ``form(layout)`` of a result; None: of the parameter's form.
         cost: ``cost(shape)`` of the work on one part.
@@ -66,7 +66,7 @@ class Whole:
         """What is asked for one parameter."""
         kept = None if self.form is None else self.form(layout)
         target = layout if kept is None else layout.restricted(kept)
-        whole = ((Block.of(layout.shape), Block.of(target.shape)),)
+        whole = ((Region.of(layout.shape), Region.of(target.shape)),)
         parts = whole if self.parts is None else self.parts(layout)
         return Journey(layout, target, parts, tuple(self.cost(source.size) for source, _ in parts))
 
@@ -78,7 +78,7 @@ class Whole:
         for member, journey in enumerate(journeys):
             tensor = self.send(member).to(self.dtype)
             numbers += [member] * len(journey.parts)
-            wholes += [tensor[source.inside(Block.of(tensor.shape))] for source, _ in journey.parts]
+            wholes += [tensor[source.inside(Region.of(tensor.shape))] for source, _ in journey.parts]
         results = iter(self.work(numbers, wholes))
         for member, journey in enumerate(journeys):
             self.receive(member, _joined(journey, [next(results) for _ in journey.parts]))
@@ -86,7 +86,7 @@ class Whole:
 
 def _joined(journey: Journey, results: Sequence[torch.Tensor]) -> torch.Tensor:
     """One tensor of the results of its parts."""
-    everything = Block.of(journey.target.shape)
+    everything = Region.of(journey.target.shape)
     if journey.parts[0][1] == everything:
         return results[0]
     joined = results[0].new_empty(everything.size)
