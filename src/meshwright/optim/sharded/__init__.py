@@ -4,18 +4,23 @@ from meshwright.optim.sharded.base import ShardedOptimizer
 from meshwright.optim.sharded.checks import bad_value, check_at_least_zero, check_betas
 from meshwright.optim.sharded.chunk import Chunk
 from meshwright.optim.sharded.layout import Axis, Kept, Layout
+from meshwright.optim.sharded.regions import Block
 from meshwright.optim.sharded.sums import Sum, Update
 from meshwright.optim.sharded.tensor_list import TensorList
+from meshwright.optim.sharded.whole import Parts, Whole
 
 __all__ = [
     "Axis",
+    "Block",
     "Chunk",
     "Kept",
     "Layout",
+    "Parts",
     "ShardedOptimizer",
     "Sum",
     "TensorList",
     "Update",
+    "Whole",
     "bad_value",
     "check_at_least_zero",
     "check_betas",

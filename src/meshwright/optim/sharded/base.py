@@ -17,6 +17,7 @@ from meshwright.optim.sharded.layout import Kept, Layout
 from meshwright.optim.sharded.presence import Presence
 from meshwright.optim.sharded.slots import Slot, absent_slot, fresh_states, made_slot
 from meshwright.optim.sharded.sums import Update, drive
+from meshwright.optim.sharded.whole import WholeAnswers
 from meshwright.optim.state_dicts import ShardedStateDict
 
 
@@ -24,8 +25,9 @@ class ShardedOptimizer(ShardedStateDict):
     """Base of optimizers with statistics over whole parameters, plain or sharded over any axes of any meshes.
 
     A subclass names the states of a parameter (:meth:`kept_states`) and writes its update once (:meth:`update`), as
-    mathematics on whole tensors that asks for sums. Parameters are worked on in chunks of local shards; sums of all
-    parameters are answered together. States are DTensors with the placements that follow from the parameter's.
+    mathematics on whole tensors that asks for sums, or for work that one rank does on a whole tensor. Parameters are
+    worked on in chunks of local shards; what all of them ask is answered together. States are DTensors with the
+    placements that follow from the parameter's.
 
     Half-precision parameters are updated through an fp32 ``master`` in the state (``half_update="master"``), or by
     rounding at random without one (``"stochastic"``, bfloat16 only).
@@ -42,6 +44,7 @@ class ShardedOptimizer(ShardedStateDict):
     def _begin(self) -> None:
         self._slots: dict[torch.Tensor, Slot] = {}
         self._uncounted: list[Presence] = []  # gradients counted on a device, looked at in the next step
+        self._whole_answers = WholeAnswers()
 
     @abstractmethod
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
@@ -94,7 +97,7 @@ class ShardedOptimizer(ShardedStateDict):
             loss = closure() if closure is not None else None
         for presence in self._uncounted:
             presence.check()
-        self._uncounted = drive((chunk, self._updated(chunk)) for chunk in self._chunks())
+        self._uncounted = drive(((chunk, self._updated(chunk)) for chunk in self._chunks()), self._whole_answers)
         return loss
 
     def empty_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
 """Whole-tensor sums: every parameter asks in the same round, one flat all-reduce per mesh axis answers them all.
 
 An update is a generator. It yields the sums that it needs, as partial sums over this rank's shards, and is sent the
-whole sums back; so LAMB, which asks once, costs one all-reduce per step and axis for any number of parameters.
+whole sums back; so LAMB, which asks once, costs one all-reduce per step and axis for any number of parameters. What
+sums cannot give, it asks of owners (:class:`~meshwright.optim.sharded.whole.Whole`) in the same way.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from meshwright.optim.sharded.chunk import Chunk
 from meshwright.optim.sharded.layout import Axis
 from meshwright.optim.sharded.presence import Presence, votes
 from meshwright.optim.sharded.tensor_list import TensorList
+from meshwright.optim.sharded.whole import Whole, WholeAnswers
 
 
 @dataclass
@@ -34,8 +36,10 @@ class Sum:
     largest: bool = False
 
 
-Update = Generator[list[Sum], list[Any], None]
-"""Yields requests, is sent their answers in the same form; has moved the weights when it ends."""
+Request = Sum | Whole
+Update = Generator[Sequence[Request], list[Any], None]
+"""Yields requests, is sent their answers in the same form (None for work on whole tensors, whose results are handed
+out); has moved the weights when it ends."""
 
 
 @dataclass
@@ -44,10 +48,10 @@ class _Running:
 
     chunk: Chunk
     update: Update
-    asked: list[Sum]
+    asked: Sequence[Request]
 
 
-def drive(updates: Iterable[tuple[Chunk, Update]]) -> list[Presence]:
+def drive(updates: Iterable[tuple[Chunk, Update]], whole_answers: WholeAnswers) -> list[Presence]:
     """Runs all updates to their end, in lock-step where they need other ranks; collective over the axes that shard.
 
     Chunks that no axis splits run through at once, one after the other, so that what they work on stays in the cache.
@@ -62,31 +66,55 @@ def drive(updates: Iterable[tuple[Chunk, Update]]) -> list[Presence]:
     together: list[_Running] = []
     for chunk, update in updates:
         asked = next(update, None)
-        while asked is not None and chunk.is_local:
+        while asked is not None and not _needs_others(chunk, asked):
+            _do_alone(chunk, asked)
             asked = _sent(update, asked)
         if asked is not None:
             together.append(_Running(chunk, update, asked))
-    presences = votes([running.chunk for running in together])
-    _answer(together, presences)
+    presences = votes([running.chunk for running in together if not running.chunk.is_local])
+    _answer_sums(together, presences)
     for presence in presences:
         if presence.is_on_host:
             presence.check()
     while together:
+        _answer_wholes(together, whole_answers)
         together = [
             _Running(running.chunk, running.update, asked)
             for running in together
             if (asked := _sent(running.update, running.asked)) is not None
         ]
-        _answer(together, [])
+        _answer_sums(together, [])
     return [presence for presence in presences if not presence.is_on_host]
 
 
-def _sent(update: Update, asked: list[Sum]) -> list[Sum] | None:
+def _sent(update: Update, asked: Sequence[Request]) -> Sequence[Request] | None:
     """What an update asks next when it is sent the answers."""
     try:
-        return update.send([request.partial for request in asked])
+        return update.send([request.partial if isinstance(request, Sum) else None for request in asked])
     except StopIteration:
         return None
+
+
+def _needs_others(chunk: Chunk, asked: Sequence[Request]) -> bool:
+    return not chunk.is_local or any(isinstance(request, Whole) and request.is_shared(chunk) for request in asked)
+
+
+def _do_alone(chunk: Chunk, asked: Sequence[Request]) -> None:
+    for request in asked:
+        if isinstance(request, Whole):
+            request.done_alone(chunk)
+
+
+def _answer_wholes(together: Sequence[_Running], answers: WholeAnswers) -> None:
+    """Has all work on whole tensors done; by this rank alone where it has all of them."""
+    shared: list[tuple[Chunk, Whole]] = []
+    for running in together:
+        for request in running.asked:
+            if isinstance(request, Whole) and request.is_shared(running.chunk):
+                shared.append((running.chunk, request))
+            elif isinstance(request, Whole):
+                request.done_alone(running.chunk)
+    answers.answer(shared)
 
 
 @dataclass
@@ -113,7 +141,7 @@ class _Values:
             self.request.partial = TensorList(self.tensors) if is_list else self.tensors[0]
 
 
-def _answer(together: Sequence[_Running], presences: Sequence[Presence]) -> None:
+def _answer_sums(together: Sequence[_Running], presences: Sequence[Presence]) -> None:
     """Replaces every partial sum by the whole one."""
     counts = [_Values([presence.counts], presence.axes) for presence in presences]
     for largest in (False, True):
@@ -121,7 +149,7 @@ def _answer(together: Sequence[_Running], presences: Sequence[Presence]) -> None
             _Values.of(running.chunk, request)
             for running in together
             for request in running.asked
-            if request.largest == largest
+            if isinstance(request, Sum) and request.largest == largest
         ]
         values = [*(counts if not largest else []), *asked]
         for axis in dict.fromkeys(axis for value in values for axis in value.axes):
