@@ -15,7 +15,7 @@ from meshwright.optim.sharded.chunk import Chunk, Member, cut, made_chunk
 from meshwright.optim.sharded.gradients import local_gradient
 from meshwright.optim.sharded.layout import Kept, Layout
 from meshwright.optim.sharded.presence import Presence
-from meshwright.optim.sharded.slots import Slot, absent_slot, fresh_states, made_slot
+from meshwright.optim.sharded.slots import Place, Slot, absent_slot, fresh_states, made_slot
 from meshwright.optim.sharded.sums import Update, drive
 from meshwright.optim.sharded.whole import WholeAnswers
 from meshwright.optim.state_dicts import ShardedStateDict
@@ -45,6 +45,7 @@ class ShardedOptimizer(ShardedStateDict):
         self._slots: dict[torch.Tensor, Slot] = {}
         self._uncounted: list[Presence] = []  # gradients counted on a device, looked at in the next step
         self._whole_answers = WholeAnswers()
+        self._visited: set[torch.device] = set()  # by states that wait in host memory
 
     @abstractmethod
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
@@ -57,6 +58,10 @@ class ShardedOptimizer(ShardedStateDict):
     def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
         """What parameters must share, beside group, axes and step, to be updated in one chunk."""
         return layout.ndim
+
+    def lives_on_host(self, group: dict[str, Any]) -> bool:
+        """Whether states, but for the master, are kept in host memory and visit the weights' device for each step."""
+        return False
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuses hyperparameters that make no sense; called for every group that is added.
@@ -98,12 +103,16 @@ class ShardedOptimizer(ShardedStateDict):
         for presence in self._uncounted:
             presence.check()
         self._uncounted = drive(((chunk, self._updated(chunk)) for chunk in self._chunks()), self._whole_answers)
+        for device in self._visited:
+            torch.cuda.current_stream(device).synchronize()  # from here on whoever reads a state finds it complete
+        self._visited.clear()
         return loss
 
     def empty_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fresh states of a parameter, on the layout in which this optimizer keeps them."""
         group = next(group for group in self.param_groups if any(parameter is one for one in group["params"]))
-        return fresh_states(Layout.of(parameter), group, parameter, self.kept_states)
+        place = Place(local_tensor(parameter).device, self.lives_on_host(group))
+        return fresh_states(Layout.of(parameter), group, parameter, self.kept_states, place)
 
     def forget(self) -> None:
         """Lets go of states that are about to be replaced."""
@@ -136,7 +145,9 @@ class ShardedOptimizer(ShardedStateDict):
         if found is None or not state or not found.is_current(state, local_tensor(parameter)):
             if not has_gradient and not state:
                 return absent_slot(parameter, group, self.kept_states)
-            found = self._slots[parameter] = made_slot(parameter, group, self.state[parameter], self.kept_states)
+            found = self._slots[parameter] = made_slot(
+                parameter, group, self.state[parameter], self.kept_states, self.lives_on_host(group)
+            )
         return found
 
     def _updated(self, chunk: Chunk) -> Update:
@@ -145,7 +156,11 @@ class ShardedOptimizer(ShardedStateDict):
             yield from self.update(chunk.without_values())
             return
         wide = chunk.in_fp32()
-        yield from self.update(wide)
+        here = wide.with_states_here()
+        yield from self.update(here)
+        if here is not wide:
+            wide.send_back_states(here)
+            self._visited.add(chunk.device)
         chunk.write_back(wide.weights)
         for member in chunk.members:
             self.state[member.slot.parameter]["step"] = chunk.step

@@ -61,17 +61,23 @@ def drive(updates: Iterable[tuple[Chunk, Update]], whole_answers: WholeAnswers) 
 
     Raises:
         ModelError: When a parameter has a gradient on some of the ranks that share it and none on others. Weights are
-            as they were then.
+            as they were then, but for those whose updates ask for nothing.
     """
     together: list[_Running] = []
+    finished: list[
+        Chunk
+    ] = []  # split, and yet in need of nothing: their gradients are counted with those of the others
     for chunk, update in updates:
         asked = next(update, None)
+        if asked is None and not chunk.is_local:
+            finished.append(chunk)
         while asked is not None and not _needs_others(chunk, asked):
             _do_alone(chunk, asked)
             asked = _sent(update, asked)
         if asked is not None:
             together.append(_Running(chunk, update, asked))
-    presences = votes([running.chunk for running in together if not running.chunk.is_local])
+    waiting = [running.chunk for running in together if not running.chunk.is_local]
+    presences = votes([*waiting, *finished])
     _answer_sums(together, presences)
     for presence in presences:
         if presence.is_on_host:
