@@ -111,10 +111,10 @@ class MomentAdamW(ShardedOptimizer):
         chunk.weights.add_(direction, alpha=remaining)
 
     def rule(self, group: dict[str, Any], step: int) -> AdamRule:
-        """The step without decay. The corrections of its number are in lr and eps: variants differ in where eps stands."""
+        """The step without decay. Its number's corrections are in lr and eps: variants differ in where eps stands."""
         beta1, beta2 = map(float, group["betas"])
         root = math.sqrt(1.0 - beta2**step)
         return AdamRule(
-            lr=float(group["lr"]) * root / (1.0 - beta1**step), eps=float(group["eps"]) * root, beta1=beta1, beta2=beta2,
-            weight_decay=0.0, decoupled=True, maximize=False, hold_steps=0,
+            lr=float(group["lr"]) * root / (1.0 - beta1**step), beta1=beta1, beta2=beta2,
+            eps=float(group["eps"]) * root, weight_decay=0.0, decoupled=True, maximize=False, hold_steps=0,
         )  # fmt: skip

@@ -61,14 +61,13 @@ class Blocks:
         if self.margins:
             values = pad(values, self.margins)
         if self.before or self.after:
-            values = pad(values.reshape(self.rows, -1), (self.before, self.after))
+            values = pad(values.reshape(self.rows, self._length), (self.before, self.after))
         return values.reshape(self.rows * self.held, self.width)
 
     def join(self, blocks: torch.Tensor) -> torch.Tensor:
         """The part of a state that these blocks are of, contiguous; a view of them where nothing was added."""
         if self.before or self.after:
-            length = self.held * self.width - self.before - self.after
-            blocks = blocks.view(self.rows, -1).narrow(1, self.before, length)
+            blocks = blocks.view(self.rows, self.held * self.width).narrow(1, self.before, self._length)
         if self.margins:
             blocks = pad(blocks.reshape(self._padded_shape()), [-margin for margin in self.margins])
         return blocks.reshape(self.shape).contiguous()
@@ -86,6 +85,11 @@ class Blocks:
         scales = largest.new_zeros(self.rows, self.count)
         self.held_scales(scales).copy_(largest.view(self.rows, self.held))
         return scales.view([self.rows, self.count][2 - len(self.scales.shape) :])
+
+    @property
+    def _length(self) -> int:
+        """Elements that this rank has of a row."""
+        return self.held * self.width - self.before - self.after
 
     def _padded_shape(self) -> list[int]:
         padding = [(0, 0)] * len(self.shape)

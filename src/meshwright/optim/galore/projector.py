@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.optim.sharded import Block, Kept, Layout, Parts
+from meshwright.optim.sharded import Kept, Layout, Parts
+from meshwright.optim.sharded.regions import Block
 
 METHODS = ("exact", "randomised")
 _OVERSAMPLING = 8
