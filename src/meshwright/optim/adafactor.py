@@ -1,0 +1,219 @@
+"""Adafactor: second moments in the memory of rows and columns, step sizes that follow the size of the weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from meshwright.errors import ConfigError
+from meshwright.optim.factored import (
+    FactoredMoment,
+    check_clip_threshold,
+    check_floors,
+    direction_of_vectors,
+    is_factored,
+    kept_means,
+    matrix_variant,
+    scaled_gradient_squares,
+    squared_gradients,
+    step_sizes,
+)
+from meshwright.optim.sharded import (
+    Chunk,
+    Kept,
+    Layout,
+    ShardedOptimizer,
+    Sum,
+    TensorList,
+    Update,
+    bad_value,
+    blocks,
+    check_at_least_zero,
+)
+
+
+class Adafactor(ShardedOptimizer):
+    """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235), right on any layout; two all-reduces a step.
+
+    The numbers are those of ``transformers.Adafactor``, RMS(p) included. With V = g² + eps[0], averaged with
+    β₂ = 1 − tᵞ (γ the ``decay_rate``), and V̂ the average, of two and more dims kept as rows and columns
+    (:mod:`meshwright.optim.factored`)::
+
+        u = g / √V̂        u /= max(1, RMS(u) / clip_threshold)        α = max(eps[1], RMS(p)) · ρ
+        m = beta1 · m + (1 − beta1) · α · u        p -= weight_decay · α · p        p -= m
+
+    where ρ is ``lr``, or min(1e-2, 1/√t) with ``relative_step``.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: ρ; None with ``relative_step``.
+        eps: Added to squared gradients; smallest RMS(p) that counts.
+        clip_threshold: Largest RMS of u, d in the paper.
+        decay_rate: γ, 0 or below.
+        beta1: Decay rate of m; None for no momentum, and p -= α · u.
+        weight_decay: Decoupled from the moments.
+        scale_parameter: False leaves RMS(p) out: α = ρ.
+        relative_step: ρ follows the number of the step.
+        warmup_init: ρ = min(1e-6 · t, 1/√t).
+        half_update: See :class:`~meshwright.optim.sharded.ShardedOptimizer`.
+
+    Raises:
+        ConfigError: When a hyperparameter is out of range, or contradicts another.
+        ModelError: For parameters that are not fp32, fp16 or bf16.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | None = None,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+        *,
+        half_update: str = "master",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "decay_rate": decay_rate,
+            "beta1": beta1,
+            "weight_decay": weight_decay,
+            "scale_parameter": scale_parameter,
+            "relative_step": relative_step,
+            "warmup_init": warmup_init,
+            "half_update": half_update,
+        }
+        super().__init__(params, defaults)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuses numbers out of range, and two ways to choose a step size at once.
+
+        Raises:
+            ConfigError: Naming the first.
+        """
+        _check_step_size(group)
+        check_at_least_zero(group, "weight_decay")
+        check_floors(group)
+        check_clip_threshold(group)
+        if not float(group["decay_rate"]) <= 0:
+            raise bad_value("decay_rate", group["decay_rate"], "0 or less")
+        if group["beta1"] is not None and not 0 <= float(group["beta1"]) < 1:
+            raise bad_value("beta1", group["beta1"], "a number from 0 to below 1, or None")
+
+    def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
+        """Means of squares over rows and columns (all squares of a vector), and the momentum where there is one."""
+        whole = Kept(layout.shape, tuple(range(layout.ndim)))
+        states = kept_means(layout, "exp_avg_sq") if is_factored(layout) else {"exp_avg_sq": whole}
+        return states if group["beta1"] is None else {**states, "exp_avg": whole}
+
+    def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
+        """Matrices of one shape are updated together, vectors of any."""
+        return matrix_variant(layout)
+
+    def update(self, chunk: Chunk) -> Update:
+        """Two rounds: means of squares and RMS(p), then RMS(u). One for vectors, whose u needs no sums."""
+        decay = 1.0 - chunk.step ** float(chunk.group["decay_rate"])
+        floor = float(chunk.group["eps"][0])
+        weight_sums = [Sum(chunk.weights.squares())] if chunk.group["scale_parameter"] else []
+        if not is_factored(chunk.layout):
+            directions = direction_of_vectors(chunk, decay, floor)
+            *weight_squares, squares = yield [*weight_sums, Sum(directions.squares())]
+            sizes = _sizes(chunk, weight_squares)
+            _move_vectors(chunk, directions, sizes, _clipped(chunk, sizes, squares))
+            return
+        moment = squared_gradients(chunk, "exp_avg_sq", decay, floor)
+        asked = moment.requests()
+        answers = yield asked + weight_sums
+        moment.take(answers[: len(asked)])
+        sizes = _sizes(chunk, answers[len(asked) :])
+        (squares,) = yield [Sum(scaled_gradient_squares(chunk, moment))]
+        _move_matrices(chunk, moment, sizes, _clipped(chunk, sizes, squares))
+
+
+class DistributedAdaFactor(Adafactor):
+    """:class:`Adafactor` under ColossalAI's name for its distributed form; ``lr`` and RMS(p) count here."""
+
+
+def _check_step_size(group: dict[str, Any]) -> None:
+    lr, relative = group["lr"], group["relative_step"]
+    if lr is not None and relative:
+        raise ConfigError(
+            "lr and relative_step both choose the step size",
+            expected="an lr with relative_step=False, or lr=None with relative_step=True",
+            got=f"lr={lr!r}, relative_step=True",
+            fix="pass relative_step=False (and scale_parameter=False for steps of exactly lr)",
+        )
+    if lr is None and not relative:
+        raise ConfigError(
+            "Nothing chooses the step size",
+            expected="an lr, or relative_step=True",
+            got="lr=None, relative_step=False",
+            fix="pass an lr",
+        )
+    if group["warmup_init"] and not relative:
+        raise ConfigError(
+            "warmup_init is a form of the relative step",
+            expected="relative_step=True with warmup_init=True",
+            got="relative_step=False",
+            fix="leave warmup_init out and warm lr up with a scheduler",
+        )
+    if lr is not None:
+        check_at_least_zero(group, "lr")
+
+
+def _sizes(chunk: Chunk, weight_squares: list[torch.Tensor]) -> torch.Tensor:
+    """α of every parameter, shape ``(n,)``, before u is clipped; Σp² is given where RMS(p) counts."""
+    rho = _relative_step(chunk.group, chunk.step)
+    if not weight_squares:
+        return chunk.vector([rho] * len(chunk))
+    rms = (weight_squares[0] / chunk.numels()).sqrt_()
+    return rms.clamp_(min=float(chunk.group["eps"][1])) * rho
+
+
+def _relative_step(group: Mapping[str, Any], step: int) -> float:
+    """ρ."""
+    if not group["relative_step"]:
+        return float(group["lr"])
+    return min(1e-6 * step if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
+
+
+def _clipped(chunk: Chunk, sizes: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+    return step_sizes(sizes, squares, chunk.numels(), float(chunk.group["clip_threshold"]))
+
+
+def _move_vectors(chunk: Chunk, directions: TensorList, sizes: torch.Tensor, clipped: torch.Tensor) -> None:
+    group, weights = chunk.group, chunk.weights
+    if group["weight_decay"] != 0:
+        weights.mul_(1.0 - sizes * group["weight_decay"])
+    if group["beta1"] is None:
+        weights.addcmul_(directions, clipped, value=-1.0)
+        return
+    momentum = chunk.states["exp_avg"].mul_(group["beta1"])
+    weights.add_(momentum.addcmul_(directions, clipped * (1.0 - group["beta1"])), alpha=-1.0)
+
+
+def _move_matrices(chunk: Chunk, moment: FactoredMoment, sizes: torch.Tensor, clipped: torch.Tensor) -> None:
+    group, beta1 = chunk.group, chunk.group["beta1"]
+    moment.scale_rows_(clipped if beta1 is None else clipped * (1.0 - beta1))
+    kept = 1.0 - sizes * group["weight_decay"]
+    for block in blocks(chunk):
+        weights = block.views(chunk.weights)
+        if group["weight_decay"] != 0:
+            torch._foreach_mul_(weights, list(block.of_members(kept).unbind()))
+        gradients = block.stacked(chunk.gradients)
+        if beta1 is None:
+            moment.subtract(block, weights, gradients)
+            continue
+        momentum = block.views(chunk.states["exp_avg"])
+        torch._foreach_mul_(momentum, beta1)
+        torch._foreach_add_(momentum, moment.scaled(block, gradients).unbind())
+        torch._foreach_sub_(weights, momentum)

@@ -1,0 +1,162 @@
+"""CAME: Adafactor with momentum whose every element is trusted as far as it has agreed with its updates."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+
+from meshwright.errors import ConfigError
+from meshwright.optim.factored import (
+    FactoredMoment,
+    check_clip_threshold,
+    check_floors,
+    direction_of_vectors,
+    is_factored,
+    kept_means,
+    matrix_variant,
+    scaled_gradient_squares,
+    squared_gradients,
+    step_sizes,
+)
+from meshwright.optim.sharded import (
+    Chunk,
+    Kept,
+    Layout,
+    ShardedOptimizer,
+    Sum,
+    Update,
+    blocks,
+    check_at_least_zero,
+    check_betas,
+    stack,
+)
+
+
+class CAME(ShardedOptimizer):
+    """CAME (Luo et al. 2023, arXiv 2307.02047, Algorithm 2), right on any layout; three all-reduces a step.
+
+    The numbers are those of ``came_pytorch.CAME``. With V̂ the average of g² + eps[0] and Û the average of the
+    instability, both kept as rows and columns (:mod:`meshwright.optim.factored`)::
+
+        u = g / √V̂        u /= max(1, RMS(u) / clip_threshold)        m = β₁ m + (1 − β₁) u
+        Û averages (u − m)² + eps[1]        p -= lr · weight_decay · p        p -= lr · m / √Û
+
+    Vectors and scalars keep all of their squares and no instability: p -= lr · m. No average is corrected for its
+    start from zero, as in the paper.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate; there is no default.
+        eps: Added to squared gradients, and to the instability.
+        clip_threshold: Largest RMS of u, d in the paper.
+        betas: Decay rates of m, V̂ and Û.
+        weight_decay: Decoupled from the moments.
+        half_update: See :class:`~meshwright.optim.sharded.ShardedOptimizer`.
+
+    Raises:
+        ConfigError: When lr is missing or a hyperparameter is out of range.
+        ModelError: For parameters that are not fp32, fp16 or bf16.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | None = None,
+        eps: tuple[float, float] = (1e-30, 1e-16),
+        clip_threshold: float = 1.0,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        weight_decay: float = 0.0,
+        *,
+        half_update: str = "master",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "clip_threshold": clip_threshold,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "half_update": half_update,
+        }
+        super().__init__(params, defaults)
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuses numbers out of range.
+
+        Raises:
+            ConfigError: Naming the first.
+        """
+        if group["lr"] is None:
+            raise ConfigError(
+                "CAME has no default learning rate",
+                expected="an lr, for all parameters or in every group",
+                got="None",
+                fix="pass lr; the paper pre-trains BERT with 4e-4 and more, a tenth of what Adafactor takes",
+            )
+        check_at_least_zero(group, "lr", "weight_decay")
+        check_betas(group, 3)
+        check_floors(group)
+        check_clip_threshold(group)
+
+    def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
+        """The momentum, and means of squares and of the instability over rows and columns; of a vector all squares."""
+        whole = Kept(layout.shape, tuple(range(layout.ndim)))
+        if not is_factored(layout):
+            return {"exp_avg": whole, "exp_avg_sq": whole}
+        return {"exp_avg": whole, **kept_means(layout, "exp_avg_sq"), **kept_means(layout, "exp_avg_res")}
+
+    def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
+        """Matrices of one shape are updated together, vectors of any."""
+        return matrix_variant(layout)
+
+    def update(self, chunk: Chunk) -> Update:
+        """Three rounds: means of squares, then RMS(u), then means of the instability. One, RMS(u), for vectors."""
+        group, momentum = chunk.group, chunk.states["exp_avg"]
+        lr, (beta1, beta2, beta3), (floor, stability) = float(group["lr"]), group["betas"], group["eps"]
+        if not is_factored(chunk.layout):
+            directions = direction_of_vectors(chunk, beta2, floor)
+            (squares,) = yield [Sum(directions.squares())]
+            momentum.mul_(beta1).addcmul_(directions, _clips(chunk, squares) * (1.0 - beta1))
+            _decay(chunk.weights.tensors, group)
+            chunk.weights.add_(momentum, alpha=-lr)
+            return
+        moment = squared_gradients(chunk, "exp_avg_sq", beta2, floor)
+        moment.take((yield moment.requests()))
+        (squares,) = yield [Sum(scaled_gradient_squares(chunk, moment))]
+        moment.scale_rows_(_clips(chunk, squares))
+        # u − m with the new m is β₁ (u − m) with the old.
+        instability = FactoredMoment(chunk, "exp_avg_res", beta3, stability, scale=beta1 * beta1)
+        _average(chunk, moment, instability, beta1)
+        instability.take((yield instability.requests()))
+        instability.scale_rows_(chunk.vector([lr] * len(chunk)))
+        for block in blocks(chunk):
+            weights = block.views(chunk.weights)
+            _decay(weights, group)
+            instability.subtract(block, weights, block.stacked(momentum))
+
+
+class DistributedCAME(CAME):
+    """:class:`CAME` under ColossalAI's name for its distributed form."""
+
+
+def _average(chunk: Chunk, moment: FactoredMoment, instability: FactoredMoment, beta1: float) -> None:
+    """Moves the momentum towards u = g / √V̂, and counts (m − u)² with the m before that.
+
+    The difference is made and squared: sums of u², u m and m² would cancel where m agrees with u, which is what the
+    instability has to tell.
+    """
+    for block in blocks(chunk):
+        momentum = block.views(chunk.states["exp_avg"])
+        apart = moment.difference(block, stack(momentum), block.stacked(chunk.gradients))
+        torch._foreach_add_(momentum, apart.unbind(), alpha=beta1 - 1.0)
+        instability.add(block, apart.mul_(apart))
+
+
+def _clips(chunk: Chunk, squares: torch.Tensor) -> torch.Tensor:
+    return step_sizes(1.0, squares, chunk.numels(), float(chunk.group["clip_threshold"]))
+
+
+def _decay(weights: list[torch.Tensor], group: Mapping[str, Any]) -> None:
+    if group["weight_decay"] != 0:
+        torch._foreach_mul_(weights, 1.0 - float(group["lr"]) * group["weight_decay"])
