@@ -10,16 +10,17 @@ import torch
 
 from meshwright.errors import ConfigError
 from meshwright.optim.factored import (
+    BLOCKED_CHUNK_ELEMENTS,
+    BlockedSquares,
     FactoredMoment,
     check_clip_threshold,
     check_floors,
+    clips,
     direction_of_vectors,
     is_factored,
     kept_means,
     matrix_variant,
-    scaled_gradient_squares,
-    squared_gradients,
-    step_sizes,
+    numels,
 )
 from meshwright.optim.sharded import (
     Chunk,
@@ -64,6 +65,8 @@ class Adafactor(ShardedOptimizer):
         ConfigError: When a hyperparameter is out of range, or contradicts another.
         ModelError: For parameters that are not fp32, fp16 or bf16.
     """
+
+    host_chunk_elements = BLOCKED_CHUNK_ELEMENTS
 
     def __init__(
         self,
@@ -130,12 +133,14 @@ class Adafactor(ShardedOptimizer):
             sizes = _sizes(chunk, weight_squares)
             _move_vectors(chunk, directions, sizes, _clipped(chunk, sizes, squares))
             return
-        moment = squared_gradients(chunk, "exp_avg_sq", decay, floor)
+        moment, gradient_squares = FactoredMoment(chunk, "exp_avg_sq", decay, floor), BlockedSquares(chunk)
+        for block, part in gradient_squares:
+            moment.add(block, part)
         asked = moment.requests()
         answers = yield asked + weight_sums
         moment.take(answers[: len(asked)])
         sizes = _sizes(chunk, answers[len(asked) :])
-        (squares,) = yield [Sum(scaled_gradient_squares(chunk, moment))]
+        (squares,) = yield [Sum(moment.scaled_sums(gradient_squares))]
         _move_matrices(chunk, moment, sizes, _clipped(chunk, sizes, squares))
 
 
@@ -170,13 +175,12 @@ def _check_step_size(group: dict[str, Any]) -> None:
         check_at_least_zero(group, "lr")
 
 
-def _sizes(chunk: Chunk, weight_squares: list[torch.Tensor]) -> torch.Tensor:
-    """α of every parameter, shape ``(n,)``, before u is clipped; Σp² is given where RMS(p) counts."""
+def _sizes(chunk: Chunk, weight_squares: list[torch.Tensor]) -> torch.Tensor | float:
+    """α of every parameter, shape ``(n,)`` or a number, before u is clipped; Σp² is given where RMS(p) counts."""
     rho = _relative_step(chunk.group, chunk.step)
     if not weight_squares:
-        return chunk.vector([rho] * len(chunk))
-    rms = (weight_squares[0] / chunk.numels()).sqrt_()
-    return rms.clamp_(min=float(chunk.group["eps"][1])) * rho
+        return rho
+    return (weight_squares[0] / numels(chunk)).sqrt_().clamp_(min=float(chunk.group["eps"][1])).mul_(rho)
 
 
 def _relative_step(group: Mapping[str, Any], step: int) -> float:
@@ -186,11 +190,11 @@ def _relative_step(group: Mapping[str, Any], step: int) -> float:
     return min(1e-6 * step if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
 
 
-def _clipped(chunk: Chunk, sizes: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-    return step_sizes(sizes, squares, chunk.numels(), float(chunk.group["clip_threshold"]))
+def _clipped(chunk: Chunk, sizes: torch.Tensor | float, squares: torch.Tensor) -> torch.Tensor:
+    return sizes / clips(squares, numels(chunk), float(chunk.group["clip_threshold"]))
 
 
-def _move_vectors(chunk: Chunk, directions: TensorList, sizes: torch.Tensor, clipped: torch.Tensor) -> None:
+def _move_vectors(chunk: Chunk, directions: TensorList, sizes: torch.Tensor | float, clipped: torch.Tensor) -> None:
     group, weights = chunk.group, chunk.weights
     if group["weight_decay"] != 0:
         weights.mul_(1.0 - sizes * group["weight_decay"])
@@ -201,19 +205,19 @@ def _move_vectors(chunk: Chunk, directions: TensorList, sizes: torch.Tensor, cli
     weights.add_(momentum.addcmul_(directions, clipped * (1.0 - group["beta1"])), alpha=-1.0)
 
 
-def _move_matrices(chunk: Chunk, moment: FactoredMoment, sizes: torch.Tensor, clipped: torch.Tensor) -> None:
+def _move_matrices(chunk: Chunk, moment: FactoredMoment, sizes: torch.Tensor | float, clipped: torch.Tensor) -> None:
     group, beta1 = chunk.group, chunk.group["beta1"]
-    moment.scale_rows_(clipped if beta1 is None else clipped * (1.0 - beta1))
+    moment.scale_(clipped if beta1 is None else clipped * (1.0 - beta1))
     kept = 1.0 - sizes * group["weight_decay"]
     for block in blocks(chunk):
-        weights = block.views(chunk.weights)
+        weights, gradients = block.views(chunk.weights), block.views(chunk.gradients)
+        factors = moment.factors(block).unbind()
         if group["weight_decay"] != 0:
-            torch._foreach_mul_(weights, list(block.of_members(kept).unbind()))
-        gradients = block.stacked(chunk.gradients)
+            torch._foreach_mul_(weights, kept if isinstance(kept, float) else block.of_members(kept).unbind())
         if beta1 is None:
-            moment.subtract(block, weights, gradients)
+            torch._foreach_addcmul_(weights, gradients, factors, value=-1.0)
             continue
         momentum = block.views(chunk.states["exp_avg"])
         torch._foreach_mul_(momentum, beta1)
-        torch._foreach_add_(momentum, moment.scaled(block, gradients).unbind())
+        torch._foreach_addcmul_(momentum, gradients, factors)
         torch._foreach_sub_(weights, momentum)

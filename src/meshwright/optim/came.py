@@ -9,16 +9,17 @@ import torch
 
 from meshwright.errors import ConfigError
 from meshwright.optim.factored import (
+    BLOCKED_CHUNK_ELEMENTS,
+    BlockedSquares,
     FactoredMoment,
     check_clip_threshold,
     check_floors,
+    clips,
     direction_of_vectors,
     is_factored,
     kept_means,
     matrix_variant,
-    scaled_gradient_squares,
-    squared_gradients,
-    step_sizes,
+    numels,
 )
 from meshwright.optim.sharded import (
     Chunk,
@@ -30,7 +31,6 @@ from meshwright.optim.sharded import (
     blocks,
     check_at_least_zero,
     check_betas,
-    stack,
 )
 
 
@@ -59,6 +59,8 @@ class CAME(ShardedOptimizer):
         ConfigError: When lr is missing or a hyperparameter is out of range.
         ModelError: For parameters that are not fp32, fp16 or bf16.
     """
+
+    host_chunk_elements = BLOCKED_CHUNK_ELEMENTS
 
     def __init__(
         self,
@@ -117,23 +119,26 @@ class CAME(ShardedOptimizer):
         if not is_factored(chunk.layout):
             directions = direction_of_vectors(chunk, beta2, floor)
             (squares,) = yield [Sum(directions.squares())]
-            momentum.mul_(beta1).addcmul_(directions, _clips(chunk, squares) * (1.0 - beta1))
+            momentum.mul_(beta1).addcmul_(directions, (1.0 - beta1) / _clips(chunk, squares))
             _decay(chunk.weights.tensors, group)
             chunk.weights.add_(momentum, alpha=-lr)
             return
-        moment = squared_gradients(chunk, "exp_avg_sq", beta2, floor)
+        moment, gradient_squares = FactoredMoment(chunk, "exp_avg_sq", beta2, floor), BlockedSquares(chunk)
+        for block, part in gradient_squares:
+            moment.add(block, part)
         moment.take((yield moment.requests()))
-        (squares,) = yield [Sum(scaled_gradient_squares(chunk, moment))]
-        moment.scale_rows_(_clips(chunk, squares))
+        (squares,) = yield [Sum(moment.scaled_sums(gradient_squares))]
+        moment.scale_(1.0 / _clips(chunk, squares))
         # u − m with the new m is β₁ (u − m) with the old.
         instability = FactoredMoment(chunk, "exp_avg_res", beta3, stability, scale=beta1 * beta1)
         _average(chunk, moment, instability, beta1)
         instability.take((yield instability.requests()))
-        instability.scale_rows_(chunk.vector([lr] * len(chunk)))
+        instability.scale_(lr)
         for block in blocks(chunk):
             weights = block.views(chunk.weights)
             _decay(weights, group)
-            instability.subtract(block, weights, block.stacked(momentum))
+            factors = instability.factors(block).unbind()
+            torch._foreach_addcmul_(weights, block.views(momentum), factors, value=-1.0)
 
 
 class DistributedCAME(CAME):
@@ -141,20 +146,22 @@ class DistributedCAME(CAME):
 
 
 def _average(chunk: Chunk, moment: FactoredMoment, instability: FactoredMoment, beta1: float) -> None:
-    """Moves the momentum towards u = g / √V̂, and counts (m − u)² with the m before that.
+    """Moves the momentum towards u = g / √V̂, and counts (u − m)² with the m before that.
 
     The difference is made and squared: sums of u², u m and m² would cancel where m agrees with u, which is what the
     instability has to tell.
     """
     for block in blocks(chunk):
-        momentum = block.views(chunk.states["exp_avg"])
-        apart = moment.difference(block, stack(momentum), block.stacked(chunk.gradients))
-        torch._foreach_add_(momentum, apart.unbind(), alpha=beta1 - 1.0)
+        momentum, apart = block.views(chunk.states["exp_avg"]), moment.factors(block)
+        parts = apart.unbind()
+        torch._foreach_mul_(parts, block.views(chunk.gradients))
+        torch._foreach_sub_(parts, momentum)
+        torch._foreach_add_(momentum, parts, alpha=1.0 - beta1)
         instability.add(block, apart.mul_(apart))
 
 
 def _clips(chunk: Chunk, squares: torch.Tensor) -> torch.Tensor:
-    return step_sizes(1.0, squares, chunk.numels(), float(chunk.group["clip_threshold"]))
+    return clips(squares, numels(chunk), float(chunk.group["clip_threshold"]))
 
 
 def _decay(weights: list[torch.Tensor], group: Mapping[str, Any]) -> None:

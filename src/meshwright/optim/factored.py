@@ -11,12 +11,15 @@ factor per row and one per column. Everything here is of a whole chunk, ``(n, �
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 
 from meshwright.optim.sharded import Block, Chunk, Kept, Layout, Sum, TensorList, bad_value, blocks, stack
+
+BLOCKED_CHUNK_ELEMENTS = 1 << 20
+"""A chunk on a CPU: what the outer caches hold with its gradients and their squares; the inner ones hold blocks."""
 
 
 class FactoredMoment:
@@ -35,15 +38,18 @@ class FactoredMoment:
         self._row_states = chunk.states[f"{name}_row"]
         self._col_states = chunk.states[f"{name}_col"]
         shape = (len(chunk), *chunk.weights.tensors[0].shape)
-        self._row_sums = torch.zeros(shape[:-1], device=chunk.device)
+        self._row_sums = torch.empty(shape[:-1], device=chunk.device)
         self._col_sums = torch.zeros((*shape[:-2], shape[-1]), device=chunk.device)
-        self.row_factors = self.col_factors = torch.empty(0)
-        """1/√V̂ of an element is the factor of its row, ``(n, …, H)``, times that of its column, ``(n, …, W)``."""
+        self._row_factors = self._col_factors = torch.empty(0)
 
     def add(self, block: Block, squares: torch.Tensor) -> None:
         """Counts the squares of a block, ``(k, …, h, W)``; of every block once."""
         torch.sum(squares, -1, out=block.of_rows(self._row_sums))
-        block.of_members(self._col_sums).add_(squares.sum(-2))
+        cols = block.of_members(self._col_sums)
+        if block.rows is None:
+            torch.sum(squares, -2, out=cols)
+        else:
+            cols.add_(squares.sum(-2))
 
     def requests(self) -> list[Sum]:
         """What must be summed over ranks."""
@@ -67,34 +73,33 @@ class FactoredMoment:
         else:
             whole = rows if self._chunk.layout.is_whole(-2) else cols
             means = whole.mean(-1, keepdim=True)
-        self.row_factors = (rows / means).rsqrt_()
-        self.col_factors = cols.rsqrt()
+        self._row_factors = (rows / means).rsqrt_()
+        self._col_factors = cols.rsqrt()
 
-    def scale_rows_(self, sizes: torch.Tensor) -> None:
-        """Multiplies the row factors, and with them all that is scaled later, by one number per parameter, ``(n,)``."""
-        self.row_factors.mul_(sizes.view(-1, *[1] * (self.row_factors.dim() - 1)))
+    def scale_(self, sizes: torch.Tensor | float) -> None:
+        """Multiplies the factors by a number, or by one number per parameter, ``(n,)``."""
+        if isinstance(sizes, torch.Tensor):
+            sizes = sizes.view(-1, *[1] * (self._row_factors.dim() - 1))
+        self._row_factors.mul_(sizes)
 
-    def scaled(self, block: Block, values: torch.Tensor) -> torch.Tensor:
-        """Values of a block, ``(k, …, h, W)``, times their rows' and columns' factors."""
-        return self._by_rows(block, values).mul_(self._cols(block))
+    def factors(self, block: Block) -> torch.Tensor:
+        """1/√V̂ of a block, times what it was scaled by, ``(k, …, h, W)``; a new tensor."""
+        rows, cols = block.of_rows(self._row_factors), block.of_members(self._col_factors)
+        return rows.unsqueeze(-1) * cols.unsqueeze(-2)
 
-    def difference(self, block: Block, start: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """``start`` − :meth:`scaled` values."""
-        by_rows = self._by_rows(block, values)
-        return torch.addcmul(start, by_rows, self._cols(block), value=-1.0, out=by_rows)
+    def scaled_sums(self, squares: BlockedSquares) -> torch.Tensor:
+        """Σ x²/V̂ over this rank's shard of every parameter, shape ``(n,)``, from the squares of x.
 
-    def subtract(self, block: Block, targets: list[torch.Tensor], values: torch.Tensor) -> None:
-        """Subtracts :meth:`scaled` values of a block from tensors, in place."""
-        if len(targets) == 1:  # one pass less, but no multi-tensor kernel broadcasts
-            targets[0].addcmul_(self._by_rows(block, values)[0], self._cols(block)[0], value=-1.0)
-        else:
-            torch._foreach_sub_(targets, self.scaled(block, values).unbind())
-
-    def _by_rows(self, block: Block, values: torch.Tensor) -> torch.Tensor:
-        return values * block.of_rows(self.row_factors).unsqueeze(-1)
-
-    def _cols(self, block: Block) -> torch.Tensor:
-        return block.of_members(self.col_factors).unsqueeze(-2)
+        It is rᵀ (x∘x) c in the squared factors r and c of rows and columns: x/√V̂ is not made.
+        """
+        col_squares = self._col_factors.square().unsqueeze(-1)
+        sums = torch.empty(len(self._chunk), device=self._chunk.device)
+        by_row = torch.empty_like(self._row_factors)
+        for block, part in squares:
+            torch.matmul(part, block.of_members(col_squares), out=block.of_rows(by_row).unsqueeze(-1))
+        # Twice the factor: its square can exceed fp32 where a row never had a gradient.
+        torch.sum(by_row.mul_(self._row_factors).mul_(self._row_factors).flatten(1), 1, out=sums)
+        return sums
 
     def _moved(self, states: list[torch.Tensor], sums: torch.Tensor, count: int) -> torch.Tensor:
         """The states, stacked, after they were moved towards the means of ``count`` squares."""
@@ -109,30 +114,29 @@ class FactoredMoment:
         return not (layout.is_whole(-2) or layout.is_whole(-1))
 
 
-def squared_gradients(chunk: Chunk, name: str, decay: float, floor: float) -> FactoredMoment:
-    """The factored moment of the gradients, ready to ask."""
-    moment = FactoredMoment(chunk, name, decay, floor)
-    for block in blocks(chunk):
-        gradients = block.stacked(chunk.gradients)
-        moment.add(block, gradients * gradients)
-    return moment
+class BlockedSquares:
+    """g∘g of a chunk, block by block, ``(k, …, h, W)``: read twice, once for its means and once to scale it.
 
-
-def scaled_gradient_squares(chunk: Chunk, moment: FactoredMoment) -> torch.Tensor:
-    """Σu² over this rank's shard of every parameter for u = g / √V̂, shape ``(n,)``.
-
-    It is r²ᵀ (g∘g) c² in the factors r and c of rows and columns, so u is not made; and g∘g is made again, as keeping
-    it would mean keeping it of all parameters until the ranks have met.
+    They are kept in between where that is cheap. Where ranks meet in between, it would be for all parameters at once,
+    and so they are made again.
     """
-    col_squares = moment.col_factors.square().unsqueeze(-1)
-    sums = torch.zeros(len(chunk), device=chunk.device)
-    for block in blocks(chunk):
-        gradients = block.stacked(chunk.gradients)
-        by_row = ((gradients * gradients) @ block.of_members(col_squares)).squeeze(-1)
-        factors = block.of_rows(moment.row_factors)
-        # Twice the factor: its square can exceed fp32 where a row never had a gradient.
-        block.of_members(sums).add_((by_row * factors).mul_(factors).flatten(1).sum(1))
-    return sums
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._chunk = chunk
+        elements = sum(tensor.numel() for tensor in chunk.gradients)
+        self._keeps = chunk.is_local and elements <= BLOCKED_CHUNK_ELEMENTS
+        self._kept: list[tuple[Block, torch.Tensor]] = []
+
+    def __iter__(self) -> Iterator[tuple[Block, torch.Tensor]]:
+        if self._kept:
+            yield from self._kept
+            return
+        for block in blocks(self._chunk):
+            gradients = stack(block.views(self._chunk.gradients))
+            part = block, gradients * gradients
+            if self._keeps:
+                self._kept.append(part)
+            yield part
 
 
 def direction_of_vectors(chunk: Chunk, decay: float, floor: float) -> TensorList:
@@ -162,12 +166,14 @@ def matrix_variant(layout: Layout) -> Hashable:
     return (layout.shape, layout.placements) if is_factored(layout) else layout.ndim
 
 
-def step_sizes(
-    sizes: torch.Tensor | float, square_sums: torch.Tensor, numels: torch.Tensor, threshold: float
-) -> torch.Tensor:
-    """Step sizes divided by max(1, RMS(u) / threshold), where Σu² and the number of elements of each u are given."""
-    rms = (square_sums / numels).sqrt_()
-    return sizes / (rms / threshold).clamp_(min=1.0)
+def clips(square_sums: torch.Tensor, numels: torch.Tensor | float, threshold: float) -> torch.Tensor:
+    """max(1, RMS(u) / threshold), by which each u is divided, from Σu² and the number of elements of each."""
+    return (square_sums / (numels * threshold**2)).clamp_(min=1.0).sqrt_()
+
+
+def numels(chunk: Chunk) -> torch.Tensor | float:
+    """Elements of each whole parameter; one number for matrices, as a chunk of them has one shape."""
+    return float(chunk.layout.numel) if is_factored(chunk.layout) else chunk.numels()
 
 
 def check_floors(group: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -36,6 +36,10 @@ class ShardedOptimizer(ShardedStateDict):
         params: Parameters or groups of them, plain or DTensors.
         defaults: Hyperparameters of groups that do not name them.
     """
+
+    host_chunk_elements: ClassVar[int] = 1 << 17
+    """So many elements of weights are worked on together on a CPU: what stays in the cache with states and temporaries.
+    An update that goes through its chunk in blocks takes more."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._begin()
@@ -133,7 +137,7 @@ class ShardedOptimizer(ShardedStateDict):
                 key = (number, step, gradient is None, slot.device, slot.weight.dtype, slot.layout.signature)
                 batches[*key, self.variant(slot.layout, group)].append(Member(position, slot, gradient))
         for (number, step, *_), members in batches.items():
-            for part in cut(members):
+            for part in cut(members, self.host_chunk_elements):
                 yield made_chunk(self.param_groups[number], step, part)
 
     def _slot(self, parameter: torch.Tensor, group: dict[str, Any], has_gradient: bool) -> Slot | None:

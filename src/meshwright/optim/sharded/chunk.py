@@ -14,9 +14,7 @@ from meshwright.optim.sharded.rounding import round_stochastically_, shard_gener
 from meshwright.optim.sharded.slots import MASTER, Slot
 from meshwright.optim.sharded.tensor_list import TensorList
 
-# So many elements of weights are worked on together: on a CPU what stays in the cache with its states and temporaries,
-# on an accelerator what keeps its kernels busy without holding temporaries of the whole model.
-_CHUNK_ELEMENTS = {"cpu": 1 << 17, "other": 1 << 26}
+_DEVICE_ELEMENTS = 1 << 26  # keeps an accelerator busy without holding temporaries of the whole model
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +137,9 @@ def made_chunk(group: Mapping[str, Any], step: int, members: Sequence[Member]) -
     )
 
 
-def cut(members: Sequence[Member]) -> list[list[Member]]:
-    """Consecutive parts of at most a chunk's elements; a parameter is never cut."""
-    limit = _CHUNK_ELEMENTS["cpu" if members[0].slot.device.type == "cpu" else "other"]
+def cut(members: Sequence[Member], host_elements: int) -> list[list[Member]]:
+    """Consecutive parts of at most a chunk's elements, ``host_elements`` on a CPU; a parameter is never cut."""
+    limit = host_elements if members[0].slot.device.type == "cpu" else _DEVICE_ELEMENTS
     parts: list[list[Member]] = [[]]
     size = 0
     for member in members:

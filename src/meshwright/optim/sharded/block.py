@@ -1,4 +1,4 @@
-"""Pieces of a chunk of equal matrices that fit the cache: what several passes over matrices should work on in turn."""
+"""Pieces of a chunk of equal matrices that fit the cache: what several passes over matrices work on in turn."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from meshwright.optim.sharded.chunk import Chunk
 from meshwright.optim.sharded.tensor_list import TensorList
 
-# So many elements make a block: on a CPU what stays in a core's own cache with weight, momentum and a temporary; on an
-# accelerator what keeps it busy, so that a temporary is never as large as a large parameter.
-_BLOCK_ELEMENTS = {"cpu": 1 << 15, "other": 1 << 24}
+# So many elements make a block: on a CPU what stays in a core's cache with weight, gradient and a temporary; on an
+# accelerator what keeps it busy, so that no temporary is as large as the largest parameters.
+_BLOCK_ELEMENTS = {"cpu": 1 << 17, "other": 1 << 24}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,9 @@ class Block:
     """Of dim −2; None for all."""
 
     def views(self, tensors: TensorList) -> list[torch.Tensor]:
-        """Its part of each of its parameters, ``(…, h, W)``: for writing to."""
+        """Its part of each of its k parameters, ``(…, h, W)``."""
         mine = tensors.tensors[self.members]
         return mine if self.rows is None else [tensor[..., self.rows, :] for tensor in mine]
-
-    def stacked(self, tensors: TensorList) -> torch.Tensor:
-        """Its part as one tensor ``(k, …, h, W)``: a view of a single parameter, a copy of several; for reading."""
-        return stack(self.views(tensors))
 
     def of_rows(self, values: torch.Tensor) -> torch.Tensor:
         """Its part of one number per row, ``(n, …, H)`` to ``(k, …, h)``; a view."""
@@ -49,7 +45,7 @@ def blocks(chunk: Chunk) -> Iterator[Block]:
     limit = _BLOCK_ELEMENTS["cpu" if chunk.device.type == "cpu" else "other"]
     shard = chunk.weights.tensors[0]
     if shard.numel() <= limit:
-        count = max(1, limit // max(1, shard.numel()))
+        count = limit // max(1, shard.numel())
         for first in range(0, len(chunk), count):
             yield Block(slice(first, first + count))
         return
@@ -61,5 +57,5 @@ def blocks(chunk: Chunk) -> Iterator[Block]:
 
 
 def stack(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """One tensor with a dim in front; a view where there is only one to stack."""
+    """One tensor with a dim in front: a view of a single one, a copy of several."""
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
