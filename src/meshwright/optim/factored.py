@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from meshwright.optim.sharded import Block, Chunk, Kept, Layout, Sum, TensorList, bad_value, blocks, stack
+from meshwright.optim.sharded import Chunk, Kept, Layout, Sum, TensorList, bad_value, blocks, stack
+from meshwright.optim.sharded.block import Block
 
 BLOCKED_CHUNK_ELEMENTS = 1 << 20
 """A chunk on a CPU: what the outer caches hold with its gradients and their squares; the inner ones hold blocks."""

@@ -25,6 +25,8 @@ _DEFAULTS = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std", "svd": "
 class GaLoreMoments(MomentAdamW):
     """Base of AdamW with moments of projected gradients; groups without rank are AdamW."""
 
+    host_chunk_elements = 1 << 20  # its passes over whole matrices are products, one matrix at a time
+
     def _begin(self) -> None:
         super()._begin()
         self._replicas: dist.ProcessGroup | None = None
