@@ -1,14 +1,6 @@
-import argparse
-
-import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from meshwright.errors import ConfigError, ModelError
 from meshwright.optim.eight_bit import AdamW8bit
-from meshwright.optim.eight_bit.blocks import BLOCK_SIZE, blocks_of
-from meshwright.optim.sharded import Kept, Layout
 from tests.optim.sharded.layouts import layouts_of, plain, relative_differences, start_values, trained
 
 # Rows longer than a block and not, split between blocks and within them, and rows of several dims.

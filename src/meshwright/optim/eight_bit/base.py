@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from meshwright.optim.adam.rule import AdamRule
-from meshwright.optim.eight_bit.moments import Moments, kept_moments, variant_of_moments
+from meshwright.optim.eight_bit.blocks import blocks_of
+from meshwright.optim.eight_bit.moments import Moments, is_eight_bit, kept_moments, variant_of_moments
 from meshwright.optim.eight_bit.percentile import NORMS, clipped, kept_norms
 from meshwright.optim.sharded import (
     Chunk,
@@ -73,6 +74,10 @@ class MomentAdamW(ShardedOptimizer):
         """Shape in kind, and how blocks are cut."""
         return layout.ndim, variant_of_moments(layout, self.form(layout, group), group)
 
+    def asks(self, chunk: Chunk) -> bool:
+        """Norms or shared scales."""
+        return chunk.group["percentile_clipping"] < 100 or self._shares_scales(chunk)
+
     def lives_on_host(self, group: dict[str, Any]) -> bool:
         """Paged states wait in host memory between steps."""
         return bool(group["is_paged"])
@@ -92,6 +97,11 @@ class MomentAdamW(ShardedOptimizer):
         yield from moments.keep()
         remaining = 1.0 - float(group["lr"]) * float(group["weight_decay"])
         self.move(chunk, direction, remaining)
+
+    def _shares_scales(self, chunk: Chunk) -> bool:
+        group: Any = chunk.group
+        form = self.form(chunk.layout, group)
+        return is_eight_bit(form, group) and blocks_of(chunk.layout, form, group["block_wise"]).over is not None
 
     def observed(self, chunk: Chunk) -> Generator[list[Request], list[Any], TensorList]:
         """What the moments are of: the gradients."""

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from meshwright.optim.eight_bit import MomentAdamW, variant_of_moments
 from meshwright.optim.galore.checks import check_projection
 from meshwright.optim.galore.projection import (
+    contracts_split_dims,
     is_projected,
+    is_time_to_renew,
     low_rank_form,
     projected,
     projector_forms,
@@ -73,6 +75,11 @@ class GaLoreMoments(MomentAdamW):
         """The moments, and projectors of shape (contracted dim, rank), split as the parameter is."""
         forms = projector_forms(layout, group) if is_projected(group) else {}
         return {**super().kept_states(layout, group), **{name: form(layout) for name, form in forms.items()}}
+
+    def asks(self, chunk: Chunk) -> bool:
+        """Decompositions, and sums of projected gradients, too, where the dim that is contracted is split."""
+        projects = is_projected(chunk.group) and (is_time_to_renew(chunk) or contracts_split_dims(chunk))
+        return projects or super().asks(chunk)
 
     def observed(self, chunk: Chunk) -> Generator[list[Request], list[Any], TensorList]:
         """Projected gradients; rounds: the decompositions, when it is time; sums, where a contracted dim is split."""

@@ -42,6 +42,17 @@ def low_rank_form(layout: Layout, group: Mapping[str, Any]) -> Kept:
     return Kept(tuple(shape), tuple(dims))
 
 
+def is_time_to_renew(chunk: Chunk) -> bool:
+    """Whether projectors are computed anew in this step: the first, and then every ``update_proj_gap``-th."""
+    return bool((chunk.step - 1) % chunk.group["update_proj_gap"] == 0)
+
+
+def contracts_split_dims(chunk: Chunk) -> bool:
+    """Whether projecting needs the other ranks."""
+    forms = projector_forms(chunk.layout, chunk.group).values()
+    return not chunk.layout.is_whole(*(chunk.layout.ndim + form.dim for form in forms))
+
+
 def projected(chunk: Chunk, replicas: dist.ProcessGroup | None) -> Generator[list[Request], list[Any], TensorList]:
     """The gradients in the space of the projectors, which are renewed first when it is time.
 
@@ -54,7 +65,7 @@ def projected(chunk: Chunk, replicas: dist.ProcessGroup | None) -> Generator[lis
     """
     forms = projector_forms(chunk.layout, chunk.group)
     is_first = chunk.step == 1
-    if (chunk.step - 1) % chunk.group["update_proj_gap"] == 0:
+    if is_time_to_renew(chunk):
         yield [_renewal(chunk, name, form, replicas) for name, form in forms.items()]
     sides = tuple(form.dim for form in forms.values())
     low = _contracted(chunk, forms)
@@ -62,7 +73,7 @@ def projected(chunk: Chunk, replicas: dist.ProcessGroup | None) -> Generator[lis
         low, unknown = yield [Sum(low, sides), Sum(_unknown(chunk, forms), sides, largest=True)]
         if chunk.has_gradients and bool(unknown.any()):
             raise _no_vectors(chunk, unknown)
-    elif not chunk.layout.is_whole(*(chunk.layout.ndim + side for side in sides)):
+    elif contracts_split_dims(chunk):
         (low,) = yield [Sum(low, sides)]
     return low
 

@@ -63,6 +63,13 @@ class ShardedOptimizer(ShardedStateDict):
         """What parameters must share, beside group, axes and step, to be updated in one chunk."""
         return layout.ndim
 
+    def asks(self, chunk: Chunk) -> bool:
+        """Whether the update of a split chunk yields anything before it moves weights.
+
+        Where it does not, it begins when all ranks are known to have the gradients.
+        """
+        return True
+
     def lives_on_host(self, group: dict[str, Any]) -> bool:
         """Whether states, but for the master, are kept in host memory and visit the weights' device for each step."""
         return False
@@ -156,6 +163,8 @@ class ShardedOptimizer(ShardedStateDict):
 
     def _updated(self, chunk: Chunk) -> Update:
         """The update in fp32; then half-precision weights are written and the step is counted."""
+        if not (chunk.is_local or self.asks(chunk)):
+            yield []
         if not chunk.has_gradients:
             yield from self.update(chunk.without_values())
             return

@@ -61,23 +61,17 @@ def drive(updates: Iterable[tuple[Chunk, Update]], whole_answers: WholeAnswers) 
 
     Raises:
         ModelError: When a parameter has a gradient on some of the ranks that share it and none on others. Weights are
-            as they were then, but for those whose updates ask for nothing.
+            as they were then.
     """
     together: list[_Running] = []
-    finished: list[
-        Chunk
-    ] = []  # split, and yet in need of nothing: their gradients are counted with those of the others
     for chunk, update in updates:
         asked = next(update, None)
-        if asked is None and not chunk.is_local:
-            finished.append(chunk)
         while asked is not None and not _needs_others(chunk, asked):
             _do_alone(chunk, asked)
             asked = _sent(update, asked)
         if asked is not None:
             together.append(_Running(chunk, update, asked))
-    waiting = [running.chunk for running in together if not running.chunk.is_local]
-    presences = votes([*waiting, *finished])
+    presences = votes([running.chunk for running in together if not running.chunk.is_local])
     _answer_sums(together, presences)
     for presence in presences:
         if presence.is_on_host:
