@@ -196,8 +196,7 @@ def _clipped(chunk: Chunk, sizes: torch.Tensor | float, squares: torch.Tensor) -
 
 def _move_vectors(chunk: Chunk, directions: TensorList, sizes: torch.Tensor | float, clipped: torch.Tensor) -> None:
     group, weights = chunk.group, chunk.weights
-    if group["weight_decay"] != 0:
-        weights.mul_(1.0 - sizes * group["weight_decay"])
+    _decay(weights.tensors, sizes, group)
     if group["beta1"] is None:
         weights.addcmul_(directions, clipped, value=-1.0)
         return
@@ -208,12 +207,10 @@ def _move_vectors(chunk: Chunk, directions: TensorList, sizes: torch.Tensor | fl
 def _move_matrices(chunk: Chunk, moment: FactoredMoment, sizes: torch.Tensor | float, clipped: torch.Tensor) -> None:
     group, beta1 = chunk.group, chunk.group["beta1"]
     moment.scale_(clipped if beta1 is None else clipped * (1.0 - beta1))
-    kept = 1.0 - sizes * group["weight_decay"]
     for block in blocks(chunk):
         weights, gradients = block.views(chunk.weights), block.views(chunk.gradients)
         factors = moment.factors(block).unbind()
-        if group["weight_decay"] != 0:
-            torch._foreach_mul_(weights, kept if isinstance(kept, float) else block.of_members(kept).unbind())
+        _decay(weights, sizes if isinstance(sizes, float) else block.of_members(sizes), group)
         if beta1 is None:
             torch._foreach_addcmul_(weights, gradients, factors, value=-1.0)
             continue
@@ -221,3 +218,13 @@ def _move_matrices(chunk: Chunk, moment: FactoredMoment, sizes: torch.Tensor | f
         torch._foreach_mul_(momentum, beta1)
         torch._foreach_addcmul_(momentum, gradients, factors)
         torch._foreach_sub_(weights, momentum)
+
+
+def _decay(weights: list[torch.Tensor], sizes: torch.Tensor | float, group: Mapping[str, Any]) -> None:
+    """p −= weight_decay · α · p; not p times 1 − …, which is rounded the same way in every step."""
+    if group["weight_decay"] == 0:
+        return
+    if isinstance(sizes, float):
+        torch._foreach_add_(weights, weights, alpha=-group["weight_decay"] * sizes)
+    else:
+        torch._foreach_addcmul_(weights, weights, sizes.unbind(), value=-group["weight_decay"])

@@ -165,5 +165,5 @@ def _clips(chunk: Chunk, squares: torch.Tensor) -> torch.Tensor:
 
 
 def _decay(weights: list[torch.Tensor], group: Mapping[str, Any]) -> None:
-    if group["weight_decay"] != 0:
-        torch._foreach_mul_(weights, 1.0 - float(group["lr"]) * group["weight_decay"])
+    if group["weight_decay"] != 0:  # not times 1 − …: that is rounded the same way in every step
+        torch._foreach_add_(weights, weights, alpha=-float(group["lr"]) * group["weight_decay"])

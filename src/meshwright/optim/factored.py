@@ -184,7 +184,7 @@ def check_floors(group: dict[str, Any]) -> None:
         ConfigError: With it.
     """
     eps = group["eps"]
-    if len(eps) != 2 or not float(eps[0]) > 0 or not float(eps[1]) >= 0:
+    if not isinstance(eps, tuple | list) or len(eps) != 2 or not float(eps[0]) > 0 or not float(eps[1]) >= 0:
         raise bad_value("eps", eps, "two numbers, the first above 0 and the second 0 or more")
 
 
