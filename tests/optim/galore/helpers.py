@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import torch
 
-from meshwright.optim.galore import GaLoreAdamW
+from meshwright.optim.galore import GaLoreAdafactor, GaLoreAdamW
 
 RANK = 3
 PROJECTIONS = {
@@ -28,21 +28,23 @@ SHAPES = {
 }
 
 
-def groups(parameters, gap=3):
+def groups(parameters, gap=3, kind=GaLoreAdamW):
     """One group for every kind of projection, and one without."""
+    adafactor = {name: {**options, "eps": (1e-30, 1e-3)} for name, options in PROJECTIONS.items()}
+    projections = adafactor if kind is GaLoreAdafactor else PROJECTIONS
     kinds = defaultdict(list)
     for name, parameter in parameters.items():
         kinds[name.split()[0]].append(parameter)
     projection = {"rank": RANK, "update_proj_gap": gap, "scale": 1.0}
     return [
-        {"params": members, **({**projection, **PROJECTIONS[kind]} if kind in PROJECTIONS else {})}
-        for kind, members in kinds.items()
+        {"params": members, **({**projection, **projections[name]} if name in projections else {})}
+        for name, members in kinds.items()
     ]
 
 
 def builder(kind=GaLoreAdamW, **options):
     """For :func:`tests.optim.sharded.layouts.trained`."""
-    return lambda parameters: kind(groups(parameters), **{"lr": 5e-2, "weight_decay": 0.1, **options})
+    return lambda parameters: kind(groups(parameters, kind=kind), **{"lr": 5e-2, "weight_decay": 0.1, **options})
 
 
 def seeded(*shape, seed=0):

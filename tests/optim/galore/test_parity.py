@@ -6,7 +6,8 @@ import galore_torch
 import pytest
 import torch
 
-from meshwright.optim.galore import GaLoreAdamW
+from meshwright.optim.galore import GaLoreAdafactor, GaLoreAdamW
+from meshwright.optim.galore.projector import ProjectorForm, leading_vectors
 from tests.optim.galore.helpers import seeded
 from tests.optim.sharded.layouts import relative_differences
 
@@ -40,10 +41,20 @@ def test_twenty_steps(proj_type, gap, correct_bias):
     assert max(differences.values()) < 1e-5, differences
 
 
+@pytest.mark.parametrize("proj_type", ["std", "reverse_std", "full"])
+@pytest.mark.parametrize(
+    "options", [{}, {"beta1": 0.9}, {"lr": 0.05, "relative_step": False}, {"warmup_init": True, "weight_decay": 0.0}]
+)
+def test_twenty_steps_of_adafactor(proj_type, options):
+    projection, options = {"proj_type": proj_type, "update_proj_gap": 7}, {"lr": None, "eps": (1e-30, 1e-3), **options}
+    expected, start, _ = trained(galore_torch.GaLoreAdafactor, projection, **options)
+    result, _, _ = trained(GaLoreAdafactor, projection, **options)
+    differences = relative_differences(result, expected, start)
+    assert max(differences.values()) < 1e-5, differences
+
+
 def test_randomised_vectors_span_nearly_the_same_space():
     """On gradients with decaying singular values, which is what GaLore is for."""
-    from meshwright.optim.galore.projector import ProjectorForm, leading_vectors
-
     left, _, right = torch.linalg.svd(seeded(60, 40), full_matrices=False)
     matrix = left * 0.7 ** torch.arange(40) @ right
     for dim, exact in ((-2, left[:, :5]), (-1, right[:5].mT)):

@@ -19,20 +19,17 @@ from meshwright.optim.galore.projection import (
     projector_forms,
     take_projected_step,
 )
-from meshwright.optim.sharded import Chunk, Kept, Layout, Request, TensorList
+from meshwright.optim.sharded import Chunk, Kept, Layout, Request, ShardedOptimizer, TensorList
 
 _DEFAULTS = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std", "svd": "exact"}
 
 
-class GaLoreMoments(MomentAdamW):
-    """Base of AdamW with moments of projected gradients; groups without rank are AdamW."""
-
-    host_chunk_elements = 1 << 20  # its passes over whole matrices are products, one matrix at a time
+class ProjectedGroups(ShardedOptimizer):
+    """Base of optimizers over groups with a rank, whose gradients are projected, and groups without."""
 
     def _begin(self) -> None:
         super()._begin()
         self._replicas: dist.ProcessGroup | None = None
-        self._forms: WeakKeyDictionary[Layout, dict[Any, tuple[Kept, Hashable]]] = WeakKeyDictionary()
 
     def setup_distributed(self, tp_group: Any = None, dp_group: Any = None, *groups: Any, **options: Any) -> None:
         """Shares the decompositions of plain parameters among their replicas; nothing else is needed.
@@ -63,6 +60,25 @@ class GaLoreMoments(MomentAdamW):
         if is_projected(group):
             check_projection(group)
 
+    def projector_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
+        """Projectors of shape (contracted dim, rank), split as the parameter is."""
+        forms = projector_forms(layout, group) if is_projected(group) else {}
+        return {name: form(layout) for name, form in forms.items()}
+
+    def projected(self, chunk: Chunk) -> Generator[list[Request], list[Any], TensorList]:
+        """Projected gradients; rounds: the decompositions, when it is time; sums, where a contracted dim is split."""
+        return projected(chunk, self._replicas)
+
+
+class GaLoreMoments(ProjectedGroups, MomentAdamW):
+    """Base of AdamW with moments of projected gradients; groups without rank are AdamW."""
+
+    host_chunk_elements = 1 << 20  # its passes over whole matrices are products, one matrix at a time
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._forms: WeakKeyDictionary[Layout, dict[Any, tuple[Kept, Hashable]]] = WeakKeyDictionary()
+
     def form(self, layout: Layout, group: dict[str, Any]) -> Kept:
         """The form of the moments: low rank, where gradients are projected."""
         return self._known(layout, group)[0]
@@ -72,9 +88,8 @@ class GaLoreMoments(MomentAdamW):
         return self._known(layout, group)[1]
 
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
-        """The moments, and projectors of shape (contracted dim, rank), split as the parameter is."""
-        forms = projector_forms(layout, group) if is_projected(group) else {}
-        return {**super().kept_states(layout, group), **{name: form(layout) for name, form in forms.items()}}
+        """The moments and the projectors."""
+        return {**super().kept_states(layout, group), **self.projector_states(layout, group)}
 
     def asks(self, chunk: Chunk) -> bool:
         """Decompositions, and sums of projected gradients, too, where the dim that is contracted is split."""
@@ -82,10 +97,8 @@ class GaLoreMoments(MomentAdamW):
         return projects or super().asks(chunk)
 
     def observed(self, chunk: Chunk) -> Generator[list[Request], list[Any], TensorList]:
-        """Projected gradients; rounds: the decompositions, when it is time; sums, where a contracted dim is split."""
-        if not is_projected(chunk.group):
-            return chunk.gradients
-        return (yield from projected(chunk, self._replicas))
+        """Gradients, projected where their group has a rank."""
+        return (yield from self.projected(chunk)) if is_projected(chunk.group) else chunk.gradients
 
     def move(self, chunk: Chunk, direction: TensorList, remaining: float) -> None:
         """Takes the step back into the whole space."""

@@ -82,7 +82,7 @@ def leading_vectors(matrix: torch.Tensor, form: ProjectorForm, method: str, seed
     flat = matrix.reshape(matrix.shape[-2:])
     try:
         left, right = _exact(flat) if method == "exact" else _randomised(flat, form.rank, seed)
-    except torch.linalg.LinAlgError:
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         return flat.new_full((*matrix.shape[:-2], flat.shape[form.dim], form.rank), torch.nan)
     vectors = (right if form.dim == -1 else left)[:, : form.rank]
     return vectors.reshape(*matrix.shape[:-2], flat.shape[form.dim], form.rank)
