@@ -168,3 +168,18 @@ def test_zeros_scalars_and_bytes():
     state = optimizer.state[parameters["matrix"]]
     assert sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor)) == 2 * (16 * 512 + 4 * 32)
     assert {value.dtype for name, value in state.items() if "codes" in name} == {torch.uint8}
+
+
+@pytest.mark.parametrize("nbits", [8, 32])
+def test_transposed_parameters(nbits):
+    """The layout in memory of a weight changes nothing."""
+    results = []
+    for make in (lambda whole: whole.clone(), lambda whole: whole.t().contiguous().t()):
+        whole = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
+        weight = torch.nn.Parameter(make(whole))
+        optimizer = AdamW8bit([weight], nbits=nbits, min_8bit_size=1)
+        for step in range(3):
+            weight.grad = make(torch.randn(6, 300, generator=torch.Generator().manual_seed(step)))
+            optimizer.step()
+        results.append(weight.detach())
+    assert torch.equal(*results)

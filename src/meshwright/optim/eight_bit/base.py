@@ -90,6 +90,8 @@ class MomentAdamW(ShardedOptimizer):
             dims = tuple(dim for dim in self.form(chunk.layout, group).dims if dim is not None)
             gradients = yield from clipped(chunk, gradients, dims)
         moments = Moments(chunk, lambda layout: self.form(layout, group))
+        # Moments are contiguous, and torch's kernels take all their tensors to be laid out alike.
+        gradients = gradients.map(torch.Tensor.contiguous)
         direction = TensorList([torch.zeros_like(gradient) for gradient in gradients])
         self.rule(group, chunk.step).update(
             direction.tensors, gradients.tensors, moments.first.tensors, moments.second.tensors, _LATE, scale=1.0

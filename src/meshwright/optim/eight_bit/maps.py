@@ -18,9 +18,9 @@ def dynamic_map(signed: bool) -> torch.Tensor:
     64 steps (128 unsigned), the smallest 1 (2). A step stands for its middle. 0 and 1 have codes of their own; signed
     codes are the same numbers with both signs, but −1.
     """
-    numbers = [torch.tensor([0.0, 1.0], dtype=torch.float64)]
+    numbers = [torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")]
     for decade in range(_DECADES):
-        edges = torch.linspace(0.1, 1.0, (1 if signed else 2) * 2**decade + 1, dtype=torch.float64)
+        edges = torch.linspace(0.1, 1.0, (1 if signed else 2) * 2**decade + 1, dtype=torch.float64, device="cpu")
         middles = (edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade - _DECADES + 1)
         numbers += [middles, -middles] if signed else [middles]
     return torch.cat(numbers).sort().values.float()
@@ -46,7 +46,7 @@ class Codec:
         if not signed:
             borders[0] = 0.0
         self._numbers = numbers.to(device)
-        self._borders = torch.cat([borders, torch.tensor([torch.inf])]).to(device)
+        self._borders = torch.cat([borders, torch.tensor([torch.inf], device="cpu")]).to(device)
         self._lower_codes = torch.bucketize(_smallest_of_bins(), borders, out_int32=True).to(torch.uint8).to(device)
 
     @classmethod
@@ -75,6 +75,6 @@ def _made(signed: bool, device: torch.device) -> Codec:
 
 def _smallest_of_bins() -> torch.Tensor:
     """The smallest number with each pattern of 16 first bits; of negative ones that is the one with all others set."""
-    first = torch.arange(_BINS, dtype=torch.int64) << 16
+    first = torch.arange(_BINS, dtype=torch.int64, device="cpu") << 16
     bits = torch.where(first >= 1 << 31, first + 0xFFFF - (1 << 32), first)
     return bits.to(torch.int32).view(torch.float32)

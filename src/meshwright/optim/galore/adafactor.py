@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -28,6 +30,10 @@ class GaLoreAdafactor(ProjectedGroups, Adafactor):
     :class:`~meshwright.optim.galore.GaLoreAdamW`.
     """
 
+    def _begin(self) -> None:
+        super()._begin()
+        self._low_layouts: WeakKeyDictionary[Layout, dict[Any, Layout]] = WeakKeyDictionary()
+
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
         """Adafactor's states of the projected gradient, and the projectors."""
         if not is_projected(group):
@@ -43,12 +49,20 @@ class GaLoreAdafactor(ProjectedGroups, Adafactor):
             yield from super().update(chunk)
             return
         gradients = yield from self.projected(chunk)
-        low = _LowChunk.of(chunk, gradients)
+        low = _LowChunk.of(chunk, gradients, [self._low_layout(layout, chunk.group) for layout in chunk.layouts])
         yield from _translated(super().update(low), low_rank_form(chunk.layout, chunk.group))
         decay = chunk.group["weight_decay"]
         if decay != 0:
             chunk.weights.add_(chunk.weights * (low.sizes * decay), alpha=-1.0)
         take_projected_step(chunk, low.weights, 1.0)
+
+    def _low_layout(self, layout: Layout, group: Mapping[str, Any]) -> Layout:
+        """The layout of a projected gradient; remembered."""
+        known = self._low_layouts.setdefault(layout, {})
+        key = group["rank"], group["proj_type"]
+        if key not in known:
+            known[key] = layout.restricted(low_rank_form(layout, group))
+        return known[key]
 
     def size_requests(self, chunk: Chunk) -> list[Sum]:
         """Σp² of the whole weights."""
@@ -76,14 +90,13 @@ class _LowChunk(Chunk):
     sizes: torch.Tensor | float = 0.0
 
     @classmethod
-    def of(cls, chunk: Chunk, gradients: TensorList) -> _LowChunk:
-        """The projected gradients of a chunk."""
+    def of(cls, chunk: Chunk, gradients: TensorList, layouts: list[Layout]) -> _LowChunk:
+        """The projected gradients of a chunk, and their layouts."""
         group = {**chunk.group, "weight_decay": 0.0}
-        members = []
-        for member in chunk.members:
-            layout = member.slot.layout
-            slot = replace(member.slot, layout=layout.restricted(low_rank_form(layout, chunk.group)))
-            members.append(replace(member, slot=slot))
+        members = [
+            replace(member, slot=replace(member.slot, layout=layout))
+            for member, layout in zip(chunk.members, layouts, strict=True)
+        ]
         steps = TensorList([torch.zeros_like(gradient) for gradient in gradients])
         return cls(group, chunk.step, members, steps, gradients, chunk.states, chunk.has_gradients, whole=chunk)
 
