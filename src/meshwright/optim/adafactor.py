@@ -126,11 +126,11 @@ class Adafactor(ShardedOptimizer):
         """Two rounds: means of squares and RMS(p), then RMS(u). One for vectors, whose u needs no sums."""
         decay = 1.0 - chunk.step ** float(chunk.group["decay_rate"])
         floor = float(chunk.group["eps"][0])
-        weight_sums = [Sum(chunk.weights.squares())] if chunk.group["scale_parameter"] else []
+        weight_sums = self.size_requests(chunk)
         if not is_factored(chunk.layout):
             directions = direction_of_vectors(chunk, decay, floor)
             *weight_squares, squares = yield [*weight_sums, Sum(directions.squares())]
-            sizes = _sizes(chunk, weight_squares)
+            sizes = self.sizes(chunk, weight_squares)
             _move_vectors(chunk, directions, sizes, _clipped(chunk, sizes, squares))
             return
         moment, gradient_squares = FactoredMoment(chunk, "exp_avg_sq", decay, floor), BlockedSquares(chunk)
@@ -139,9 +139,20 @@ class Adafactor(ShardedOptimizer):
         asked = moment.requests()
         answers = yield asked + weight_sums
         moment.take(answers[: len(asked)])
-        sizes = _sizes(chunk, answers[len(asked) :])
+        sizes = self.sizes(chunk, answers[len(asked) :])
         (squares,) = yield [Sum(moment.scaled_sums(gradient_squares))]
         _move_matrices(chunk, moment, sizes, _clipped(chunk, sizes, squares))
+
+    def size_requests(self, chunk: Chunk) -> list[Sum]:
+        """What the sizes of the steps need: Σp² where RMS(p) counts."""
+        return [Sum(chunk.weights.squares())] if chunk.group["scale_parameter"] else []
+
+    def sizes(self, chunk: Chunk, weight_squares: list[torch.Tensor]) -> torch.Tensor | float:
+        """α of every parameter, shape ``(n,)`` or a number, before u is clipped; from what was asked for."""
+        rho = _relative_step(chunk.group, chunk.step)
+        if not weight_squares:
+            return rho
+        return (weight_squares[0] / numels(chunk)).sqrt_().clamp_(min=float(chunk.group["eps"][1])).mul_(rho)
 
 
 class DistributedAdaFactor(Adafactor):
@@ -173,14 +184,6 @@ def _check_step_size(group: dict[str, Any]) -> None:
         )
     if lr is not None:
         check_at_least_zero(group, "lr")
-
-
-def _sizes(chunk: Chunk, weight_squares: list[torch.Tensor]) -> torch.Tensor | float:
-    """α of every parameter, shape ``(n,)`` or a number, before u is clipped; Σp² is given where RMS(p) counts."""
-    rho = _relative_step(chunk.group, chunk.step)
-    if not weight_squares:
-        return rho
-    return (weight_squares[0] / numels(chunk)).sqrt_().clamp_(min=float(chunk.group["eps"][1])).mul_(rho)
 
 
 def _relative_step(group: Mapping[str, Any], step: int) -> float:

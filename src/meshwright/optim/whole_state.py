@@ -115,10 +115,12 @@ def _misfit(optimizer: Optimizer, state_dict: dict[str, Any]) -> str:
     if groups != [len(group["params"]) for group in optimizer.param_groups]:
         return f"groups of {groups} parameters"
     for name, parameter in parameters_by_key(optimizer, state_dict).items():
-        state = state_dict["state"].get(name, {})
-        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer", "master"):
+        state = state_dict["state"].get(name) or {}
+        template = _template(optimizer, parameter) if state else {}
+        like = template or dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer", "master"), parameter)
+        for key, wanted in like.items():
             value = state.get(key)
-            if isinstance(value, torch.Tensor) and value.shape != parameter.shape:
+            if isinstance(value, torch.Tensor) and isinstance(wanted, torch.Tensor) and value.shape != wanted.shape:
                 return f"{key} of shape {tuple(value.shape)} for parameter {name} of {tuple(parameter.shape)}"
     return ""
 

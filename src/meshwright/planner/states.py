@@ -84,8 +84,10 @@ def _told(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> tuple[StateTe
         return ()
     states = []
     for form in optimizer.state_forms(parameter).values():
-        dims = tuple(dim for dim in form.dims if dim is not None)
-        apart = math.prod(size for size, dim in zip(form.shape, form.dims, strict=True) if dim is None)
+        pairs = list(zip(form.shape, form.dims, strict=True))
+        dims = tuple(dim for size, dim in pairs if dim is not None and size == parameter.shape[dim])
+        # A dim with one element for many (of 8-bit blocks) counts as held whole.
+        apart = math.prod(size for size, dim in pairs if dim is None or size != parameter.shape[dim])
         states.append(StateTensor(dims, form.dtype.itemsize, apart, own_type=True))
     if parameter.dtype == torch.float32 and optimizer.param_groups[0]["half_update"] == "master":
         states.append(StateTensor(tuple(range(parameter.dim())), 4, own_type=True, only_for_half=True))

@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import meshwright.optim.sharded.whole as whole_module
 from meshwright.errors import ModelError
-from meshwright.optim.sharded import Region, Kept, Layout, ShardedOptimizer, Whole
+from meshwright.optim.sharded import Kept, Layout, Region, ShardedOptimizer, Whole
 from meshwright.optim.sharded.meeting import Meeting, _made_group
 from meshwright.optim.sharded.owners import Journey, OwnerExchange
 from meshwright.optim.sharded.regions import held_regions

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 from meshwright.errors import ModelError
-from meshwright.optim.sharded import Region, Layout, Parts
+from meshwright.optim.sharded import Layout, Parts, Region
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from meshwright.optim.sharded.checks import bad_value, check_at_least_zero, chec
 from meshwright.optim.sharded.chunk import Chunk
 from meshwright.optim.sharded.layout import Axis, Kept, Layout
 from meshwright.optim.sharded.regions import Region
-from meshwright.optim.sharded.sums import Sum, Update
+from meshwright.optim.sharded.sums import Request, Sum, Update
 from meshwright.optim.sharded.tensor_list import TensorList
 from meshwright.optim.sharded.whole import Parts, Whole
 
@@ -18,6 +18,7 @@ __all__ = [
     "Layout",
     "Parts",
     "Region",
+    "Request",
     "ShardedOptimizer",
     "Sum",
     "TensorList",

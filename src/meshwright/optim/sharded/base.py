@@ -16,7 +16,7 @@ from meshwright.optim.sharded.chunk import Chunk, Member, cut, made_chunk
 from meshwright.optim.sharded.gradients import local_gradient
 from meshwright.optim.sharded.layout import Kept, Layout
 from meshwright.optim.sharded.presence import Presence
-from meshwright.optim.sharded.slots import Slot, absent_slot, forms, fresh_states, made_slot
+from meshwright.optim.sharded.slots import Place, Slot, absent_slot, forms, fresh_states, made_slot
 from meshwright.optim.sharded.sums import Update, drive
 from meshwright.optim.sharded.whole import WholeAnswers
 from meshwright.optim.state_dicts import ShardedStateDict
@@ -53,6 +53,7 @@ class ShardedOptimizer(ShardedStateDict):
         self._uncounted: list[Presence] = []  # gradients counted on a device, looked at in the next step
         self._whole_answers = WholeAnswers()
         self._replicas: dist.ProcessGroup | None = None
+        self._visited: set[torch.device] = set()  # by states that wait in host memory
 
     @abstractmethod
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
@@ -65,6 +66,17 @@ class ShardedOptimizer(ShardedStateDict):
     def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
         """What parameters must share, beside group, axes and step, to be updated in one chunk."""
         return layout.ndim
+
+    def asks(self, chunk: Chunk) -> bool:
+        """Whether the update of a split chunk yields anything before it moves weights.
+
+        Where it does not, it begins when all ranks are known to have the gradients.
+        """
+        return True
+
+    def lives_on_host(self, group: dict[str, Any]) -> bool:
+        """Whether states, but for the master, are kept in host memory and visit the weights' device for each step."""
+        return False
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Refuses hyperparameters that make no sense; called for every group that is added.
@@ -115,6 +127,9 @@ class ShardedOptimizer(ShardedStateDict):
         for presence in self._uncounted:
             presence.check()
         self._uncounted = drive(((chunk, self._updated(chunk)) for chunk in self._chunks()), self._whole_answers)
+        for device in self._visited:
+            torch.cuda.current_stream(device).synchronize()  # from here on whoever reads a state finds it complete
+        self._visited.clear()
         return loss
 
     def state_forms(self, parameter: torch.Tensor) -> dict[str, Kept]:
@@ -123,7 +138,9 @@ class ShardedOptimizer(ShardedStateDict):
 
     def empty_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fresh states of a parameter, on the layout in which this optimizer keeps them."""
-        return fresh_states(Layout.of(parameter), self._group_of(parameter), parameter, self.kept_states)
+        group = self._group_of(parameter)
+        place = Place(local_tensor(parameter).device, self.lives_on_host(group))
+        return fresh_states(Layout.of(parameter), group, parameter, self.kept_states, place)
 
     def forget(self) -> None:
         """Lets go of states that are about to be replaced."""
@@ -161,16 +178,24 @@ class ShardedOptimizer(ShardedStateDict):
         if found is None or not state or not found.is_current(state, local_tensor(parameter)):
             if not has_gradient and not state:
                 return absent_slot(parameter, group, self.kept_states)
-            found = self._slots[parameter] = made_slot(parameter, group, self.state[parameter], self.kept_states)
+            found = self._slots[parameter] = made_slot(
+                parameter, group, self.state[parameter], self.kept_states, self.lives_on_host(group)
+            )
         return found
 
     def _updated(self, chunk: Chunk) -> Update:
         """The update in fp32; then half-precision weights are written and the step is counted."""
+        if not (chunk.is_local or self.asks(chunk)):
+            yield []
         if not chunk.has_gradients:
             yield from self.update(chunk.without_values())
             return
         wide = chunk.in_fp32(gradients=not self.takes_half_gradients)
-        yield from self.update(wide)
+        here = wide.with_states_here()
+        yield from self.update(here)
+        if here is not wide:
+            wide.send_back_states(here)
+            self._visited.add(chunk.device)
         chunk.write_back(wide.weights)
         for member in chunk.members:
             self.state[member.slot.parameter]["step"] = chunk.step

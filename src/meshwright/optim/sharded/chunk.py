@@ -85,6 +85,18 @@ class Chunk:
         read = self.gradients.in_fp32() if gradients else self.gradients
         return replace(self, weights=self.weights.in_fp32(), gradients=read)
 
+    def with_states_here(self) -> Chunk:
+        """The same chunk with copies, on the weights' device, of states that wait elsewhere."""
+        if all(values.tensors[0].device == self.device for values in self.states.values()):
+            return self
+        return replace(self, states={name: values.to(self.device) for name, values in self.states.items()})
+
+    def send_back_states(self, visiting: Chunk) -> None:
+        """Takes over the states of a chunk that was made with states here; they arrive behind the device's work."""
+        for name, values in self.states.items():
+            if values is not visiting.states[name]:
+                torch._foreach_copy_(values.tensors, visiting.states[name].tensors, non_blocking=True)
+
     def without_values(self) -> Chunk:
         """The same chunk on the meta device: an update of it asks in the right sizes and changes nothing."""
 

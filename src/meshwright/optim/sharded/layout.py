@@ -42,7 +42,8 @@ class Kept:
     Args:
         shape: Size of the whole state.
         dims: For each of its dims the parameter's dim that it shares, sharding included, or None for one of its own,
-            which every rank holds whole.
+            which every rank holds whole. It may be shorter than the parameter's, with one element for so many of them,
+            where every rank's part is a multiple of these.
         dtype: Element type.
     """
 
@@ -116,10 +117,7 @@ class Layout:
 
     def new(self, kept: Kept, device: torch.device | str, fill: float = 0.0) -> torch.Tensor:
         """A state of the form ``kept``: a DTensor with the placements that follow, or a plain tensor."""
-        local_shape = [
-            size if dim is None else self.local_shape[dim] for size, dim in zip(kept.shape, kept.dims, strict=True)
-        ]
-        return self.wrapped(torch.full(local_shape, fill, dtype=kept.dtype, device=device), kept)
+        return self.wrapped(torch.full(self._local_shape_of(kept), fill, dtype=kept.dtype, device=device), kept)
 
     def wrapped(self, local: torch.Tensor, kept: Kept) -> torch.Tensor:
         """This rank's part of a state as a DTensor; itself where the parameter is plain. It stays on its device."""
@@ -135,10 +133,13 @@ class Layout:
 
     def restricted(self, kept: Kept) -> Layout:
         """The layout of a state, which can be summed over as a parameter is."""
-        local = [
-            size if dim is None else self.local_shape[dim] for size, dim in zip(kept.shape, kept.dims, strict=True)
+        return Layout(kept.shape, self._local_shape_of(kept), self.mesh, self.placements_of(kept))
+
+    def _local_shape_of(self, kept: Kept) -> list[int]:
+        return [
+            size if dim is None else size * self.local_shape[dim] // max(self.shape[dim], 1)
+            for size, dim in zip(kept.shape, kept.dims, strict=True)
         ]
-        return Layout(kept.shape, local, self.mesh, self.placements_of(kept))
 
 
 def _split_dim(placement: Placement) -> int | None:

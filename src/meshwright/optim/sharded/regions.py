@@ -59,6 +59,15 @@ def held_regions(layout: Layout) -> dict[int, Region]:
     return {rank: _region_at(layout, sizes, order, at) for rank, at in zip(ranks, coordinates, strict=True)}
 
 
+def own_region(layout: Layout) -> Region:
+    """The region that this rank holds; all of a plain tensor."""
+    if layout.mesh is None:
+        return Region.of(layout.shape)
+    at = layout.mesh.get_coordinate()
+    assert at is not None
+    return _region_at(layout, tuple(layout.mesh.shape), _cutting_order(layout.placements), at)
+
+
 def _cutting_order(placements: Sequence[Placement]) -> list[int]:
     """The mesh axes in the order in which they cut: from left to right, strided ones after those to their right.
 

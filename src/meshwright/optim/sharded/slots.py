@@ -20,6 +20,25 @@ MASTER = "master"
 KeptStates = Callable[[Layout, dict[str, Any]], dict[str, Kept]]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the states of a parameter are kept: with its weights, or, but for the master, in host memory."""
+
+    weights: torch.device
+    on_host: bool = False
+
+    def device(self, name: str) -> torch.device:
+        """Of a state."""
+        return torch.device("cpu") if self.on_host and name != MASTER else self.weights
+
+    def of(self, name: str, shard: torch.Tensor) -> torch.Tensor:
+        """A state's shard where it is kept: in page-locked memory, if it travels from there to a GPU."""
+        device = self.device(name)
+        shard = shard if shard.device == device else shard.to(device)
+        travels = self.weights.type == "cuda" and device.type == "cpu"
+        return shard.pin_memory() if travels and not shard.is_pinned() else shard
+
+
 @dataclass(slots=True)
 class Slot:
     """One parameter, ready for a step."""
@@ -33,7 +52,7 @@ class Slot:
     states: dict[str, torch.Tensor]
     """Their shards."""
     device: torch.device
-    """Where all of this is."""
+    """Where the weight is; the states, too, or they wait in host memory."""
 
     def is_current(self, state: dict[str, Any], weight: torch.Tensor) -> bool:
         """Whether nobody has replaced or moved the weight, or replaced a state, since the last step."""
@@ -54,31 +73,39 @@ def forms(layout: Layout, group: dict[str, Any], parameter: torch.Tensor, kept_s
 
 
 def fresh_states(
-    layout: Layout, group: dict[str, Any], parameter: torch.Tensor, kept_states: KeptStates, device: Any = None
+    layout: Layout, group: dict[str, Any], parameter: torch.Tensor, kept_states: KeptStates, place: Place
 ) -> dict[str, torch.Tensor]:
     """New states of a parameter: zeros, and the master filled from the weights."""
-    device = local_tensor(parameter).device if device is None else device
-    states = {name: layout.new(form, device) for name, form in forms(layout, group, parameter, kept_states).items()}
-    if MASTER in states and torch.device(device).type != "meta":
+    states = {}
+    for name, form in forms(layout, group, parameter, kept_states).items():
+        states[name] = layout.wrapped(place.of(name, local_tensor(layout.new(form, place.device(name)))), form)
+    if MASTER in states and place.weights.type != "meta":
         local_tensor(states[MASTER]).copy_(local_tensor(parameter))
     return states
 
 
-def made_slot(parameter: torch.Tensor, group: dict[str, Any], state: dict[str, Any], kept_states: KeptStates) -> Slot:
-    """Fills a parameter's empty states, or takes over those that are there, on the weight's device.
+def made_slot(
+    parameter: torch.Tensor,
+    group: dict[str, Any],
+    state: dict[str, Any],
+    kept_states: KeptStates,
+    on_host: bool = False,
+) -> Slot:
+    """Fills a parameter's empty states, or takes over those that are there, on the weight's device or the host.
 
     Raises:
         ModelError: When a state does not fit the parameter as it is laid out now.
     """
     layout, weight = Layout.of(parameter), local_tensor(parameter)
+    place = Place(weight.device, on_host)
     if not state:
         state["step"] = 0
-        state.update(fresh_states(layout, group, parameter, kept_states))
+        state.update(fresh_states(layout, group, parameter, kept_states, place))
     for name, form in forms(layout, group, parameter, kept_states).items():
         if name not in state and name == MASTER:  # saved where the weights were fp32
             state[name] = layout.new(form, weight.device)
             local_tensor(state[name]).copy_(weight)
-        state[name] = _fitted(name, state.get(name), parameter, layout, form)
+        state[name] = _fitted(name, state.get(name), parameter, layout, form, place)
     state["step"] = int(state["step"])
     kept = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     shards = {name: local_tensor(value) for name, value in kept.items()}
@@ -88,15 +115,14 @@ def made_slot(parameter: torch.Tensor, group: dict[str, Any], state: dict[str, A
 def absent_slot(parameter: torch.Tensor, group: dict[str, Any], kept_states: KeptStates) -> Slot:
     """A slot without values, for a parameter that has neither states nor, on this rank, a gradient."""
     layout, weight = Layout.of(parameter), local_tensor(parameter)
-    shards = {
-        name: local_tensor(value) for name, value in fresh_states(layout, group, parameter, kept_states, "meta").items()
-    }
+    fresh = fresh_states(layout, group, parameter, kept_states, Place(torch.device("meta")))
+    shards = {name: local_tensor(value) for name, value in fresh.items()}
     return Slot(parameter, layout, weight, {}, shards, weight.device)
 
 
-def _fitted(name: str, value: Any, parameter: torch.Tensor, layout: Layout, form: Kept) -> torch.Tensor:
-    """A state in the type and on the device that the update wants."""
-    local, here = local_tensor(parameter), layout.restricted(form)
+def _fitted(name: str, value: Any, parameter: torch.Tensor, layout: Layout, form: Kept, place: Place) -> torch.Tensor:
+    """A state in the type and at the place where it is kept."""
+    here = layout.restricted(form)
     if (
         isinstance(value, torch.Tensor)
         and isinstance(value, DTensor) == isinstance(parameter, DTensor)
@@ -105,9 +131,8 @@ def _fitted(name: str, value: Any, parameter: torch.Tensor, layout: Layout, form
         and local_tensor(value).shape == here.local_shape
     ):
         part = local_tensor(value)
-        if part.device == local.device and part.dtype == form.dtype:
-            return value
-        return layout.wrapped(part.to(local.device, form.dtype), form)
+        kept = place.of(name, part.to(dtype=form.dtype))
+        return value if kept is part else layout.wrapped(kept, form)
     raise ModelError(
         f"The state {name!r} does not fit its parameter: the parameter was laid out anew after the state was made, "
         "or the state was loaded from another optimizer",

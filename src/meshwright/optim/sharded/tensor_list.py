@@ -53,6 +53,10 @@ class TensorList:
         """In fp32; tensors that are so already are not copied."""
         return TensorList([tensor.float() for tensor in self.tensors])
 
+    def to(self, device: torch.device) -> TensorList:
+        """On a device, without waiting for it."""
+        return TensorList([tensor.to(device, non_blocking=True) for tensor in self.tensors])
+
     def clone(self) -> TensorList:
         """Copies."""
         return TensorList([tensor.clone() for tensor in self.tensors])
