@@ -1,9 +1,10 @@
 """Meshwright: plain PyTorch in; the best distributed plan out: predicted, explained, applied, trained."""
 
-from meshwright import benchmark, distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
+from meshwright import benchmark, booster, distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
 from meshwright.accelerated import Accelerated, StepResult
 from meshwright.atorch import auto_accelerate
 from meshwright.auto import accelerate, clip_grad_norm
+from meshwright.booster import launch, launch_from_torch
 from meshwright.distributed import gather_result
 from meshwright.errors import (
     CheckpointError,
@@ -70,6 +71,7 @@ __all__ = [
     "accelerate",
     "auto_accelerate",
     "benchmark",
+    "booster",
     "clip_grad_norm",
     "distributed",
     "gather_result",
@@ -77,6 +79,8 @@ __all__ = [
     "init_distributed",
     "init_parameters",
     "inspect",
+    "launch",
+    "launch_from_torch",
     "load",
     "loss",
     "lr_scheduler",

@@ -25,6 +25,6 @@ BUILD = {
     "Adafactor": lambda p: Adafactor(list(p.values()), lr=3e-2, relative_step=False, beta1=0.9, weight_decay=0.01),
     "CAME": lambda p: CAME(list(p.values()), lr=3e-2, weight_decay=0.01),
     "GaLore 8-bit": lambda p: GaLoreAdamW8bit(projected_and_others(p), lr=3e-2, min_8bit_size=16),
-    "GaLore Adafactor": lambda p: GaLoreAdafactor(projected_and_others(p), lr=3e-2),
+    "GaLore Adafactor": lambda p: GaLoreAdafactor(projected_and_others(p), lr=3e-2, relative_step=False),
     "Muon": lambda p: Muon(by_dims(p), lr=3e-2),
 }

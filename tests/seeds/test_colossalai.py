@@ -1,7 +1,7 @@
 """The code of ColossalAI's document on distributed optimizers runs with another package name, and does what it says.
 
 The files in ``colossalai/`` hold its code blocks as they stand there. Supplied from outside: a small ``LlamaConfig``
-(the default is a 7B model), and the CPU in the place of ``"cuda"``.
+(the default is a 7B model), the CPU in the place of ``"cuda"``, and the seed of the ranks.
 """
 
 import runpy
@@ -10,6 +10,8 @@ from unittest import mock
 
 import torch
 from torch import nn
+
+from meshwright import launch_from_torch
 
 FOLDER = Path(__file__).parent / "colossalai"
 STEPS = 10
@@ -35,6 +37,8 @@ def _run_example():
         mock.patch.object(nn.Module, "cuda", lambda self: self),
         mock.patch.object(torch.Tensor, "cuda", lambda self: self),
         mock.patch("torch.ones", ones_on_cpu),
+        # The ranks of the pool live on from test to test, with one seed.
+        mock.patch("meshwright.launch_from_torch", lambda: launch_from_torch(seed=0)),
     ):
         return runpy.run_path(str(FOLDER / "adafactor.py"))
 
