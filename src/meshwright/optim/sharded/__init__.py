@@ -1,7 +1,7 @@
 """Updates with statistics over whole parameters, computed on shards; the sums of all are reduced together."""
 
 from meshwright.optim.sharded.base import ShardedOptimizer
-from meshwright.optim.sharded.block import Block, blocks, stack
+from meshwright.optim.sharded.block import Blocks, stack
 from meshwright.optim.sharded.checks import bad_value, check_at_least_zero, check_betas
 from meshwright.optim.sharded.chunk import Chunk
 from meshwright.optim.sharded.layout import Axis, Kept, Layout
@@ -10,7 +10,7 @@ from meshwright.optim.sharded.tensor_list import TensorList
 
 __all__ = [
     "Axis",
-    "Block",
+    "Blocks",
     "Chunk",
     "Kept",
     "Layout",
@@ -19,7 +19,6 @@ __all__ = [
     "TensorList",
     "Update",
     "bad_value",
-    "blocks",
     "check_at_least_zero",
     "check_betas",
     "stack",
