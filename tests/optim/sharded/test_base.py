@@ -123,7 +123,7 @@ def saved_and_gone_on(kind, path):
 
 
 def bfloat16(kind):
-    """Masters are the weights of fp32, and weights are masters rounded; random rounding ends near, without masters."""
+    """Masters are the weights of fp32 and weights are masters rounded; random rounding ends nearby without masters."""
     expected, _ = trained(lambda named: KINDS[kind](list(named.values())), in_steps_of_bfloat16, steps=10)
     found = {}
     for half_update in ("master", "stochastic"):
