@@ -32,10 +32,10 @@ def test_moves_weights_as_the_authors_does(options, elements, monkeypatch):
 
 
 def on_every_layout(options):
-    expected, _ = trained(built(CAME, options), plain)
+    expected, _ = trained(built(CAME, options), plain, steps=10)
     found = {}
     for layout, place in layouts_of(dist.get_world_size()).items():
-        result, _ = trained(built(CAME, options), place)
+        result, _ = trained(built(CAME, options), place, steps=10)
         found[layout] = max(relative_differences(result, expected, start_values()).values())
     return found
 

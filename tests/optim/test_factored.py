@@ -5,7 +5,7 @@ import torch.distributed as dist
 from meshwright.optim.adafactor import Adafactor
 from meshwright.optim.came import CAME
 from meshwright.optim.factored import BlockedSquares, FactoredMoment, kept_means
-from meshwright.optim.sharded import Layout, block, blocks
+from meshwright.optim.sharded import Blocks, Layout, block
 from tests.optim.sharded.layouts import layouts_of, start_values
 
 SHAPES = [(5, 7), (2, 5, 7)]
@@ -27,10 +27,9 @@ def chunk_of(shape, count=3):
 def test_blocks_cover_every_element_once(shape, elements, monkeypatch):
     monkeypatch.setitem(block._BLOCK_ELEMENTS, "cpu", elements)
     chunk = chunk_of(shape)
-    counts = chunk.weights.map(torch.zeros_like)
-    for part in blocks(chunk):
-        views = part.views(counts)
-        row_width = shape[-1] * (shape[0] if len(shape) == 3 else 1)
+    counts, blocks = chunk.weights.map(torch.zeros_like), Blocks(chunk)
+    row_width = shape[-1] * (shape[0] if len(shape) == 3 else 1)
+    for views in blocks.of(counts):
         assert sum(view.numel() for view in views) <= max(elements, row_width)
         for view in views:
             view += 1
@@ -43,11 +42,14 @@ def test_factors_are_those_of_the_paper(shape, elements, monkeypatch):
     monkeypatch.setitem(block._BLOCK_ELEMENTS, "cpu", elements)
     chunk = chunk_of(shape)
     moment, squares = FactoredMoment(chunk, "exp_avg_sq", 0.75, 1e-3, scale=2.0), BlockedSquares(chunk)
-    for part, values in squares:
-        moment.add(part, values)
+    for part in squares:
+        moment.add(part)
     moment.take([request.partial for request in moment.requests()])
     sums = moment.scaled_sums(squares)
     moment.scale_(torch.tensor([1.0, 2.0, 3.0]))
+    scaled = chunk.gradients.clone()
+    for views, factors in zip(Blocks(chunk).of(scaled), moment.factors(), strict=True):
+        torch._foreach_mul_(views, factors)
     for index, gradient in enumerate(chunk.gradients):
         mean = 0.25 * (2 * gradient.double() ** 2 + 1e-3)
         rows, cols = mean.mean(-1, keepdim=True), mean.mean(-2, keepdim=True)
@@ -59,10 +61,7 @@ def test_factors_are_those_of_the_paper(shape, elements, monkeypatch):
         torch.testing.assert_close(
             chunk.states["exp_avg_sq_col"].tensors[index].double(), cols.squeeze(-2), rtol=1e-6, atol=0
         )
-        for part in blocks(chunk):
-            if part.members.start <= index < part.members.stop and part.rows is None:
-                scaled = moment.factors(part)[index - part.members.start] * gradient
-                torch.testing.assert_close(scaled.double(), expected * (index + 1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(scaled.tensors[index].double(), expected * (index + 1), rtol=1e-6, atol=0)
 
 
 def test_states_have_the_dims_that_are_left():

@@ -23,6 +23,7 @@ from meshwright.optim.factored import (
     numels,
 )
 from meshwright.optim.sharded import (
+    Blocks,
     Chunk,
     Kept,
     Layout,
@@ -31,7 +32,6 @@ from meshwright.optim.sharded import (
     TensorList,
     Update,
     bad_value,
-    blocks,
     check_at_least_zero,
 )
 
@@ -134,8 +134,8 @@ class Adafactor(ShardedOptimizer):
             _move_vectors(chunk, directions, sizes, _clipped(chunk, sizes, squares))
             return
         moment, gradient_squares = FactoredMoment(chunk, "exp_avg_sq", decay, floor), BlockedSquares(chunk)
-        for block, part in gradient_squares:
-            moment.add(block, part)
+        for part in gradient_squares:
+            moment.add(part)
         asked = moment.requests()
         answers = yield asked + weight_sums
         moment.take(answers[: len(asked)])
@@ -209,15 +209,15 @@ def _move_vectors(chunk: Chunk, directions: TensorList, sizes: torch.Tensor | fl
 
 def _move_matrices(chunk: Chunk, moment: FactoredMoment, sizes: torch.Tensor | float, clipped: torch.Tensor) -> None:
     group, beta1 = chunk.group, chunk.group["beta1"]
+    _decay(chunk.weights.tensors, sizes, group)
     moment.scale_(clipped if beta1 is None else clipped * (1.0 - beta1))
-    for block in blocks(chunk):
-        weights, gradients = block.views(chunk.weights), block.views(chunk.gradients)
-        factors = moment.factors(block).unbind()
-        _decay(weights, sizes if isinstance(sizes, float) else block.of_members(sizes), group)
-        if beta1 is None:
+    blocks = Blocks(chunk)
+    parts = zip(blocks.of(chunk.weights), blocks.of(chunk.gradients), moment.factors(), strict=True)
+    if beta1 is None:
+        for weights, gradients, factors in parts:
             torch._foreach_addcmul_(weights, gradients, factors, value=-1.0)
-            continue
-        momentum = block.views(chunk.states["exp_avg"])
+        return
+    for momentum, (weights, gradients, factors) in zip(blocks.of(chunk.states["exp_avg"]), parts, strict=True):
         torch._foreach_mul_(momentum, beta1)
         torch._foreach_addcmul_(momentum, gradients, factors)
         torch._foreach_sub_(weights, momentum)

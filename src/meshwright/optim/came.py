@@ -22,15 +22,16 @@ from meshwright.optim.factored import (
     numels,
 )
 from meshwright.optim.sharded import (
+    Blocks,
     Chunk,
     Kept,
     Layout,
     ShardedOptimizer,
     Sum,
     Update,
-    blocks,
     check_at_least_zero,
     check_betas,
+    stack,
 )
 
 
@@ -124,8 +125,8 @@ class CAME(ShardedOptimizer):
             chunk.weights.add_(momentum, alpha=-lr)
             return
         moment, gradient_squares = FactoredMoment(chunk, "exp_avg_sq", beta2, floor), BlockedSquares(chunk)
-        for block, part in gradient_squares:
-            moment.add(block, part)
+        for part in gradient_squares:
+            moment.add(part)
         moment.take((yield moment.requests()))
         (squares,) = yield [Sum(moment.scaled_sums(gradient_squares))]
         moment.scale_(1.0 / _clips(chunk, squares))
@@ -134,11 +135,12 @@ class CAME(ShardedOptimizer):
         _average(chunk, moment, instability, beta1)
         instability.take((yield instability.requests()))
         instability.scale_(lr)
-        for block in blocks(chunk):
-            weights = block.views(chunk.weights)
-            _decay(weights, group)
-            factors = instability.factors(block).unbind()
-            torch._foreach_addcmul_(weights, block.views(momentum), factors, value=-1.0)
+        _decay(chunk.weights.tensors, group)
+        blocks = Blocks(chunk)
+        for weights, means, factors in zip(
+            blocks.of(chunk.weights), blocks.of(momentum), instability.factors(), strict=True
+        ):
+            torch._foreach_addcmul_(weights, means, factors, value=-1.0)
 
 
 class DistributedCAME(CAME):
@@ -151,13 +153,14 @@ def _average(chunk: Chunk, moment: FactoredMoment, instability: FactoredMoment, 
     The difference is made and squared: sums of u², u m and m² would cancel where m agrees with u, which is what the
     instability has to tell.
     """
-    for block in blocks(chunk):
-        momentum, apart = block.views(chunk.states["exp_avg"]), moment.factors(block)
-        parts = apart.unbind()
-        torch._foreach_mul_(parts, block.views(chunk.gradients))
-        torch._foreach_sub_(parts, momentum)
-        torch._foreach_add_(momentum, parts, alpha=1.0 - beta1)
-        instability.add(block, apart.mul_(apart))
+    blocks = Blocks(chunk)
+    parts = zip(blocks.of(chunk.states["exp_avg"]), blocks.of(chunk.gradients), moment.factors(), strict=True)
+    for momentum, gradients, apart in parts:
+        torch._foreach_mul_(apart, gradients)
+        torch._foreach_sub_(apart, momentum)
+        torch._foreach_add_(momentum, apart, alpha=1.0 - beta1)
+        torch._foreach_mul_(apart, apart)
+        instability.add(stack(list(apart)))
 
 
 def _clips(chunk: Chunk, squares: torch.Tensor) -> torch.Tensor:

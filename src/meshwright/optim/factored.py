@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 
-from meshwright.optim.sharded import Block, Chunk, Kept, Layout, Sum, TensorList, bad_value, blocks, stack
+from meshwright.optim.sharded import Blocks, Chunk, Kept, Layout, Sum, TensorList, bad_value, stack
 
-BLOCKED_CHUNK_ELEMENTS = 1 << 20
-"""A chunk on a CPU: what the outer caches hold with its gradients and their squares; the inner ones hold blocks."""
+BLOCKED_CHUNK_ELEMENTS = 1 << 21
+"""A chunk on a CPU. Blocks keep its passes in the cache, so it is as large as it must be for the small operations on
+rows and columns to count for little. So many squares may be kept as well."""
 
 
 class FactoredMoment:
     """The row and column means of one kind of squares in a chunk: asks for their sums, then gives the factors.
+
+    The factor of an element, 1/√V̂, is that of its row, ``(n, …, H)``, times that of its column, ``(n, …, W)``.
 
     Args:
         chunk: Parameters of at least two dims and one :func:`matrix_variant`.
@@ -37,29 +40,26 @@ class FactoredMoment:
         self._chunk, self._decay, self._floor, self._scale = chunk, decay, floor * (1 - decay), scale * (1 - decay)
         self._row_states = chunk.states[f"{name}_row"]
         self._col_states = chunk.states[f"{name}_col"]
-        shape = (len(chunk), *chunk.weights.tensors[0].shape)
-        self._row_sums = torch.empty(shape[:-1], device=chunk.device)
-        self._col_sums = torch.zeros((*shape[:-2], shape[-1]), device=chunk.device)
+        self._blocks = Blocks(chunk)
+        self._row_sums: list[torch.Tensor] = []
+        self._col_sums: list[torch.Tensor] = []
         self._row_factors = self._col_factors = torch.empty(0)
 
-    def add(self, block: Block, squares: torch.Tensor) -> None:
-        """Counts the squares of a block, ``(k, …, h, W)``; of every block once."""
-        torch.sum(squares, -1, out=block.of_rows(self._row_sums))
-        cols = block.of_members(self._col_sums)
-        if block.rows is None:
-            torch.sum(squares, -2, out=cols)
-        else:
-            cols.add_(squares.sum(-2))
+    def add(self, squares: torch.Tensor) -> None:
+        """Counts the squares of the next block, ``(k, …, h, W)``."""
+        self._row_sums.append(squares.sum(-1))
+        self._col_sums.append(squares.sum(-2))
 
     def requests(self) -> list[Sum]:
         """What must be summed over ranks."""
-        asked = [Sum(self._row_sums, over=(-1,)), Sum(self._col_sums, over=(-2,))]
+        rows, cols = self._blocks.rows_joined(self._row_sums), self._blocks.cols_added(self._col_sums)
+        asked = [Sum(rows, over=(-1,)), Sum(cols, over=(-2,))]
         if self._is_split_both_ways():
             # V̂ needs the mean of the new R. Where one dim is whole on a rank, so is R, or C, which has the same mean:
             # both average V. Here each rank will hold parts of both, and waiting for the new R would cost a round:
             # so the old R is summed now, and the mean moved by the mean of V as R is.
             old = stack(self._row_states.tensors)
-            asked += [Sum(old.sum(-1), over=(-2,)), Sum(self._row_sums.sum(-1), over=(-2, -1))]
+            asked += [Sum(old.sum(-1), over=(-2,)), Sum(rows.sum(-1), over=(-2, -1))]
         return asked
 
     def take(self, answers: list[torch.Tensor]) -> None:
@@ -82,24 +82,23 @@ class FactoredMoment:
             sizes = sizes.view(-1, *[1] * (self._row_factors.dim() - 1))
         self._row_factors.mul_(sizes)
 
-    def factors(self, block: Block) -> torch.Tensor:
-        """1/√V̂ of a block, times what it was scaled by, ``(k, …, h, W)``; a new tensor."""
-        rows, cols = block.of_rows(self._row_factors), block.of_members(self._col_factors)
-        return rows.unsqueeze(-1) * cols.unsqueeze(-2)
+    def factors(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Block by block the factors of each of its k parameters, ``(…, h, W)``, in new memory."""
+        rows = self._blocks.per_row(self._row_factors.unsqueeze(-1))
+        cols = self._blocks.per_col(self._col_factors.unsqueeze(-2))
+        for row, col in zip(rows, cols, strict=True):
+            yield (row * col).unbind()
 
     def scaled_sums(self, squares: BlockedSquares) -> torch.Tensor:
         """Σ x²/V̂ over this rank's shard of every parameter, shape ``(n,)``, from the squares of x.
 
         It is rᵀ (x∘x) c in the squared factors r and c of rows and columns: x/√V̂ is not made.
         """
-        col_squares = self._col_factors.square().unsqueeze(-1)
-        sums = torch.empty(len(self._chunk), device=self._chunk.device)
-        by_row = torch.empty_like(self._row_factors)
-        for block, part in squares:
-            torch.matmul(part, block.of_members(col_squares), out=block.of_rows(by_row).unsqueeze(-1))
+        cols = self._blocks.per_col(self._col_factors.square().unsqueeze(-1))
+        by_row = [torch.matmul(part, col) for part, col in zip(squares, cols, strict=True)]
         # Twice the factor: its square can exceed fp32 where a row never had a gradient.
-        torch.sum(by_row.mul_(self._row_factors).mul_(self._row_factors).flatten(1), 1, out=sums)
-        return sums
+        scaled = self._blocks.rows_joined(by_row, -2).squeeze(-1) * self._row_factors
+        return scaled.mul_(self._row_factors).flatten(1).sum(1)
 
     def _moved(self, states: list[torch.Tensor], sums: torch.Tensor, count: int) -> torch.Tensor:
         """The states, stacked, after they were moved towards the means of ``count`` squares."""
@@ -125,15 +124,15 @@ class BlockedSquares:
         self._chunk = chunk
         elements = sum(tensor.numel() for tensor in chunk.gradients)
         self._keeps = chunk.is_local and elements <= BLOCKED_CHUNK_ELEMENTS
-        self._kept: list[tuple[Block, torch.Tensor]] = []
+        self._kept: list[torch.Tensor] = []
 
-    def __iter__(self) -> Iterator[tuple[Block, torch.Tensor]]:
+    def __iter__(self) -> Iterator[torch.Tensor]:
         if self._kept:
             yield from self._kept
             return
-        for block in blocks(self._chunk):
-            gradients = stack(block.views(self._chunk.gradients))
-            part = block, gradients * gradients
+        for views in Blocks(self._chunk).of(self._chunk.gradients):
+            gradients = stack(views)
+            part = gradients * gradients
             if self._keeps:
                 self._kept.append(part)
             yield part

@@ -1,7 +1,7 @@
 """Updates with statistics over whole parameters, computed on shards; the sums of all are reduced together."""
 
 from meshwright.optim.sharded.base import ShardedOptimizer
-from meshwright.optim.sharded.block import Block, blocks, stack
+from meshwright.optim.sharded.block import Blocks, stack
 from meshwright.optim.sharded.checks import bad_value, check_at_least_zero, check_betas
 from meshwright.optim.sharded.chunk import Chunk
 from meshwright.optim.sharded.layout import Axis, Kept, Layout
@@ -12,7 +12,7 @@ from meshwright.optim.sharded.whole import Parts, Whole
 
 __all__ = [
     "Axis",
-    "Block",
+    "Blocks",
     "Chunk",
     "Kept",
     "Layout",
@@ -25,7 +25,6 @@ __all__ = [
     "Update",
     "Whole",
     "bad_value",
-    "blocks",
     "check_at_least_zero",
     "check_betas",
     "stack",
