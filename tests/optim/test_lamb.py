@@ -89,3 +89,16 @@ def test_bad_numbers(options):
 def test_parameters_of_other_types():
     with pytest.raises(ModelError, match="float64"):
         Lamb([torch.nn.Parameter(torch.ones(2, dtype=torch.float64))])
+
+
+def test_weights_in_any_order_of_memory():
+    start = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    weights = [torch.nn.Parameter(start.clone()), torch.nn.Parameter(start.t().contiguous().t())]
+    optimizer = Lamb(weights, lr=0.1, weight_decay=0.1)
+    for step in range(3):
+        gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+        weights[0].grad, weights[1].grad = gradient, gradient.clone()
+        optimizer.step()
+    assert weights[1].stride() == (1, 6)
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-6, atol=1e-7)
+    assert (weights[0] - start).abs().max() > 0.05

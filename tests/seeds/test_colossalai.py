@@ -4,6 +4,7 @@ The files in ``colossalai/`` hold its code blocks as they stand there. Supplied 
 (the default is a 7B model), the CPU in the place of ``"cuda"``, and the seed of the ranks.
 """
 
+import functools
 import runpy
 from pathlib import Path
 from unittest import mock
@@ -38,7 +39,7 @@ def _run_example():
         mock.patch.object(torch.Tensor, "cuda", lambda self: self),
         mock.patch("torch.ones", ones_on_cpu),
         # The ranks of the pool live on from test to test, with one seed.
-        mock.patch("meshwright.launch_from_torch", lambda: launch_from_torch(seed=0)),
+        mock.patch("meshwright.launch_from_torch", functools.partial(launch_from_torch, seed=0)),
     ):
         return runpy.run_path(str(FOLDER / "adafactor.py"))
 

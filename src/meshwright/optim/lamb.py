@@ -129,10 +129,11 @@ def _adam_direction(chunk: Chunk) -> TensorList:
         lr=-1.0, beta1=float(beta1), beta2=float(beta2), eps=group["eps"], weight_decay=0.0, decoupled=True,
         maximize=False, hold_steps=0,
     )  # fmt: skip
-    direction = chunk.weights * group["weight_decay"]
+    # The kernel walks through memory: all must lie alike, as the states do.
+    direction = (chunk.weights * group["weight_decay"]).contiguous()
     step = chunk.step if group["bias_correction"] in ("paper", True) else _LATE
     moments = (chunk.states["exp_avg"].tensors, chunk.states["exp_avg_sq"].tensors)
-    rule.update(direction.tensors, chunk.gradients.tensors, *moments, step, scale=1.0)
+    rule.update(direction.tensors, chunk.gradients.contiguous().tensors, *moments, step, scale=1.0)
     return direction
 
 

@@ -57,6 +57,10 @@ class TensorList:
         """On a device, without waiting for it."""
         return TensorList([tensor.to(device, non_blocking=True) for tensor in self.tensors])
 
+    def contiguous(self) -> TensorList:
+        """In the order of their dims; tensors that are so already are not copied."""
+        return TensorList([tensor.contiguous() for tensor in self.tensors])
+
     def clone(self) -> TensorList:
         """Copies."""
         return TensorList([tensor.clone() for tensor in self.tensors])
