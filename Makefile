@@ -13,7 +13,7 @@ help:
 	@echo "make test    lint, types and all tests"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make parity  every strategy against one process, the whole matrix (make test runs a part of it)"
-	@echo "make bench   overhead of Accelerated.step over loops written by hand with raw DDP and fully_shard"
+	@echo "make bench   steps against loops written by hand, optimizers against single-device libraries"
 	@echo "make clean   remove the virtual environment and caches"
 
 # The first Python that is new enough; an older default or a broken shim is passed over.
@@ -44,7 +44,9 @@ parity: $(READY)
 	$(BIN)/python -m pytest tests/methods/test_parity.py --parity=all
 
 bench: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/optimizers.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from meshwright.optim import Lamb
 from meshwright.optim.adafactor import Adafactor
 from meshwright.optim.came import CAME
 from meshwright.optim.factored import BlockedSquares, FactoredMoment, kept_means
@@ -9,7 +10,7 @@ from meshwright.optim.sharded import Blocks, Layout, block
 from tests.optim.sharded.layouts import layouts_of, start_values
 
 SHAPES = [(5, 7), (2, 5, 7)]
-ROUNDS = {Adafactor: 2, CAME: 3}
+ROUNDS = {Lamb: 1, Adafactor: 2, CAME: 3}
 
 
 def chunk_of(shape, count=3):
