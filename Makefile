@@ -12,7 +12,7 @@ help:
 	@echo "make run     train a small GPT-2 on the Python standard library, 2 processes, about two minutes"
 	@echo "make test    lint, types and all tests"
 	@echo "make lint    ruff and mypy alone"
-	@echo "make parity  every strategy against one process, the whole matrix (make test runs a part of it)"
+	@echo "make parity  strategies and optimizers against one process, the whole matrices (make test runs a part of them)"
 	@echo "make bench   steps against loops written by hand, optimizers against single-device libraries"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -41,7 +41,8 @@ test: lint
 	$(BIN)/python -m pytest
 
 parity: $(READY)
-	$(BIN)/python -m pytest tests/methods/test_parity.py --parity=all
+	$(BIN)/python -m pytest --parity=all tests/methods/test_parity.py tests/optim/test_parity_table.py
+	$(BIN)/python -m pytest --parity=all -m long
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'

@@ -18,7 +18,18 @@ settings.load_profile("shared")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--parity", choices=("some", "all"), default="some", help="how much of the parity matrix to run")
+    parser.addoption("--parity", choices=("some", "all"), default="some", help="how much of the parity matrices to run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: only with --parity=all, as in make parity; a shorter test does like it")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--parity") == "all":
+        return
+    config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+    items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
 @pytest.fixture(scope="session")

@@ -59,7 +59,7 @@ def test_an_existing_run_is_refused(run):
     assert (folder / "first" / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("nproc", [2, 1])
+@pytest.mark.parametrize("nproc", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_a_resumed_run_repeats_the_uninterrupted_one(run, nproc):
     folder, _ = run
     out = _stopped_after_step_3(folder, f"resumed-{nproc}")
@@ -75,7 +75,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one(run, nproc):
     ("change", "word"),
     [
         ("model.source=tiny:fails_on_rank_1", "OSError: the weights are not on this machine"),
-        ("model.args.fails_at_step=3", "RuntimeError: a bad day at step 3"),
+        pytest.param("model.args.fails_at_step=3", "RuntimeError: a bad day at step 3", marks=pytest.mark.long),
     ],
 )
 def test_a_failing_rank_ends_the_others(tmp_path, change, word):

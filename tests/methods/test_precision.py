@@ -82,7 +82,11 @@ def losses(strategy, lr):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.parametrize("precision", [("half", "bf16"), ("half", "fp16"), ("amp_native", "fp16")], ids=str)
+@pytest.mark.parametrize(
+    "precision",
+    [("half", "bf16"), pytest.param(("half", "fp16"), marks=pytest.mark.long), ("amp_native", "fp16")],
+    ids=str,
+)
 def test_half_precision_follows_the_loss_curve_of_fp32(ranks, layout, precision):
     expected = ranks(1).run(losses, [], 3e-3)[0][0]
     for found, dtypes, loss_dtype in ranks(2).run(losses, [*layout, precision], 3e-3):

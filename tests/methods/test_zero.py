@@ -58,16 +58,23 @@ def plain_training(freeze=False):
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("method", ["zero1", "zero2", "fsdp"])
+UNITS = [
+    {"atorch_wrap_cls": ("Sequential",)},
+    {"atorch_wrap_cls": (nn.Linear,)},
+    {"atorch_size_based_min_num_params": 150},
+    {"atorch_ignored_cls": ("Sequential",)},
+    {"forward_prefetch": False, "sync_module_states": False},
+]
+
+
 @pytest.mark.parametrize(
-    "keys",
+    ("keys", "method", "world"),
     [
-        {"atorch_wrap_cls": ("Sequential",)},
-        {"atorch_wrap_cls": (nn.Linear,)},
-        {"atorch_size_based_min_num_params": 150},
-        {"atorch_ignored_cls": ("Sequential",)},
-        {"forward_prefetch": False, "sync_module_states": False},
+        # Every choice with every method once; the other number of ranks in the long run.
+        pytest.param(keys, method, world, marks=[pytest.mark.long] if (row + column) % 2 == (world == 4) else [])
+        for row, keys in enumerate(UNITS)
+        for column, method in enumerate(["zero1", "zero2", "fsdp"])
+        for world in (2, 4)
     ],
     ids=str,
 )

@@ -50,7 +50,9 @@ def _trains(name):
         assert (weights(wrapped)[key] - value).abs().max() < 1e-4 * moved, key
 
 
-@pytest.mark.parametrize(("world", "name"), [(1, "plain"), (2, "gpt2"), (2, "bert"), (4, "llama")])
+@pytest.mark.parametrize(
+    ("world", "name"), [(1, "plain"), (2, "gpt2"), pytest.param(2, "bert", marks=pytest.mark.long), (4, "llama")]
+)
 def test_trains_as_unwrapped(ranks, world, name):
     ranks(world).run(_trains, name)
 
