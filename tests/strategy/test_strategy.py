@@ -30,6 +30,10 @@ CONFIGS = {
     "zero1": ZERO_KEYS,
     "zero2": ZERO_KEYS,
     "fsdp": ZERO_KEYS,
+    "tensor_parallel": st.fixed_dictionaries(
+        {},
+        optional={"plan": st.dictionaries(st.sampled_from(["*.up", "head"]), st.sampled_from(["colwise", "rowwise"]))},
+    ),
     "half": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "master_weights": st.booleans()}),
     "amp_native": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "skip_if_nonfinite": st.booleans()}),
     "checkpoint": st.fixed_dictionaries({}, optional={"wrap_class": CLASSES, "no_reentrant": st.booleans()}),
