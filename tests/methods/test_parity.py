@@ -3,8 +3,8 @@
 The same ten global batches, the same initial weights. SGD with momentum: final weights differ by less than 1e-5 of the
 distance they moved. AdamW: losses within 1e-4 (weights are not compared: a gradient that is zero in exact arithmetic,
 a key bias for one, is rounding noise that Adam turns into full steps). bf16: losses within 1 % of fp32.
-``--parity=all`` (``make parity``) trains every combination; without it every strategy trains two of the models, on 2 and
-on 4 ranks, and checkpoint, precision and optimizer are spread over these.
+``--parity=all`` (``make parity``) trains every combination; without it every strategy trains two of the models, on 2
+and on 4 ranks, and checkpoint, precision and optimizer are spread over these.
 
 On the way the twins are held against each other: predicted bytes of state are those that every rank holds.
 """
