@@ -40,8 +40,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt2"))
 from gpt2 import GPT2
 
 VOCABULARY, MASK, MASKED = 257, 256, 0.15
-SEQ_LEN, BATCH = 128, 16
-GALORE = {"weight_decay": 0.01, "rank": 32, "update_proj_gap": 50, "scale": 1.0}
+SEQ_LEN, BATCH, DIM, LAYERS = 64, 8, 96, 3
+GALORE = {"weight_decay": 0.01, "rank": 24, "update_proj_gap": 50, "scale": 1.0}
 Build = Callable[[nn.Module, float], torch.optim.Optimizer]
 
 OPTIMIZERS: dict[str, tuple[Build, tuple[float, ...]]] = {
@@ -68,11 +68,11 @@ def corpus(limit: int = 8_000_000) -> Tensor:
         data += path.read_bytes()
         if len(data) >= limit:
             break
-    return torch.frombuffer(bytes(data[:limit]), dtype=torch.uint8).long()
+    return torch.frombuffer(data[:limit], dtype=torch.uint8).long()
 
 
 def gpt() -> nn.Module:
-    return GPT2(vocab_size=VOCABULARY, seq_len=SEQ_LEN, dim=128, num_layers=4, num_heads=4)
+    return GPT2(vocab_size=VOCABULARY, seq_len=SEQ_LEN, dim=DIM, num_layers=LAYERS, num_heads=4)
 
 
 def bert() -> nn.Module:
@@ -80,7 +80,7 @@ def bert() -> nn.Module:
 
     return BertForMaskedLM(
         BertConfig(
-            vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512,
+            vocab_size=VOCABULARY, hidden_size=DIM, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=4 * DIM,
             max_position_embeddings=SEQ_LEN, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip
@@ -180,11 +180,11 @@ def plot(results: Iterable[dict[str, Any]], file: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a few steps: that it runs, not how well")
-    parser.add_argument("--steps", type=int, help="steps of each run (default 400, quick 5)")
+    parser.add_argument("--steps", type=int, help="steps of each run (default 300, quick 5)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="draw the curves into this SVG file")
     arguments = parser.parse_args()
-    steps, text, results = arguments.steps or (5 if arguments.quick else 400), corpus(), []
+    steps, text, results = arguments.steps or (5 if arguments.quick else 300), corpus(), []
     for model in MODELS:
         for name in OPTIMIZERS:
             result = best(model, name, steps, text)

@@ -49,7 +49,7 @@ class ShardedOptimizer(ShardedStateDict):
         super().__init__(params, {"half_update": "master", **defaults})
 
     def _begin(self) -> None:
-        self._slots: dict[torch.Tensor, Slot] = {}
+        self._slots: dict[int, Slot] = {}  # by the parameter's identity: a tensor's own hash is slow
         self._uncounted: list[Presence] = []  # gradients counted on a device, looked at in the next step
         self._whole_answers = WholeAnswers()
         self._replicas: dist.ProcessGroup | None = None
@@ -157,11 +157,9 @@ class ShardedOptimizer(ShardedStateDict):
                 slot = self._slot(parameter, group, gradient is not None)
                 if slot is None:
                     continue
-                step = self.state[parameter]["step"] + 1 if slot.kept else 1
-                layout = slot.layout
-                split = (layout.mesh is None, layout.signature)
-                key = (number, step, gradient is None, slot.device, slot.weight.dtype, split)
-                batches[*key, self.variant(layout, group)].append(Member(position, slot, gradient))
+                step = slot.state["step"] + 1 if slot.kept else 1
+                key = (number, step, gradient is None, *slot.kind, self.variant(slot.layout, group))
+                batches[key].append(Member(position, slot, gradient))
         for (number, step, *_), members in batches.items():
             for part in cut(members, self.host_chunk_elements):
                 yield made_chunk(self.param_groups[number], step, part)
@@ -171,14 +169,14 @@ class ShardedOptimizer(ShardedStateDict):
 
     def _slot(self, parameter: torch.Tensor, group: dict[str, Any], has_gradient: bool) -> Slot | None:
         """What to work with; None where there is nothing to do."""
-        found = self._slots.get(parameter)
+        found = self._slots.get(id(parameter))  # whose slot keeps it alive, so that no other can have its id
         if not has_gradient and not (parameter.requires_grad and _is_split(parameter, found)):
             return None
         state = self.state.get(parameter) or {}
         if found is None or not state or not found.is_current(state, local_tensor(parameter)):
             if not has_gradient and not state:
                 return absent_slot(parameter, group, self.kept_states)
-            found = self._slots[parameter] = made_slot(
+            found = self._slots[id(parameter)] = made_slot(
                 parameter, group, self.state[parameter], self.kept_states, self.lives_on_host(group)
             )
         return found
@@ -198,7 +196,7 @@ class ShardedOptimizer(ShardedStateDict):
             self._visited.add(chunk.device)
         chunk.write_back(wide.weights)
         for member in chunk.members:
-            self.state[member.slot.parameter]["step"] = chunk.step
+            member.slot.state["step"] = chunk.step
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

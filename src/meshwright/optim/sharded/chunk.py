@@ -109,10 +109,10 @@ class Chunk:
 
     def write_back(self, results: TensorList) -> None:
         """Rounds fp32 results into weights that are kept in half precision."""
+        if self.members[0].slot.weight.dtype not in HALF_TYPES:  # a chunk has one type
+            return
         for member, result in zip(self.members, results, strict=True):
             weight = member.slot.weight
-            if weight.dtype not in HALF_TYPES:
-                continue
             if self.group["half_update"] == "master":
                 weight.copy_(result)
             else:

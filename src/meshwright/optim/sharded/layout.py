@@ -74,7 +74,7 @@ class Layout:
     ) -> None:
         self.shape, self.local_shape = tuple(shape), tuple(local_shape)
         self.mesh, self.placements = mesh, placements
-        self.numel = math.prod(self.shape)
+        self.numel, self.ndim = math.prod(self.shape), len(self.shape)
         split: list[list[Axis]] = [[] for _ in self.shape]
         for mesh_dim, placement in enumerate(placements):
             dim = _split_dim(placement)
@@ -91,11 +91,6 @@ class Layout:
         if not isinstance(tensor, DTensor):
             return cls(tensor.shape, tensor.shape)
         return cls(tensor.shape, tensor.to_local().shape, tensor.device_mesh, tensor.placements)
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
 
     @property
     def shard_index(self) -> int:

@@ -53,11 +53,19 @@ class Slot:
     """Their shards."""
     device: torch.device
     """Where the weight is; the states, too, or they wait in host memory."""
+    state: dict[str, Any]
+    """The parameter's entry in ``optimizer.state``."""
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What parameters share whose weights can be computed with together."""
+        return self.device, self.weight.dtype, self.layout.mesh is None, self.layout.signature
 
     def is_current(self, state: dict[str, Any], weight: torch.Tensor) -> bool:
         """Whether nobody has replaced or moved the weight, or replaced a state, since the last step."""
         return (
             weight is self.weight
+            and state is self.state
             and weight.device == self.device
             and weight.shape == self.layout.local_shape
             and all(state.get(name) is value for name, value in self.kept.items())
@@ -109,7 +117,7 @@ def made_slot(
     state["step"] = int(state["step"])
     kept = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     shards = {name: local_tensor(value) for name, value in kept.items()}
-    return Slot(parameter, layout, weight, kept, shards, weight.device)
+    return Slot(parameter, layout, weight, kept, shards, weight.device, state)
 
 
 def absent_slot(parameter: torch.Tensor, group: dict[str, Any], kept_states: KeptStates) -> Slot:
@@ -117,7 +125,7 @@ def absent_slot(parameter: torch.Tensor, group: dict[str, Any], kept_states: Kep
     layout, weight = Layout.of(parameter), local_tensor(parameter)
     fresh = fresh_states(layout, group, parameter, kept_states, Place(torch.device("meta")))
     shards = {name: local_tensor(value) for name, value in fresh.items()}
-    return Slot(parameter, layout, weight, {}, shards, weight.device)
+    return Slot(parameter, layout, weight, {}, shards, weight.device, {})
 
 
 def _fitted(name: str, value: Any, parameter: torch.Tensor, layout: Layout, form: Kept, place: Place) -> torch.Tensor:

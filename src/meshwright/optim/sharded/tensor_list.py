@@ -50,7 +50,9 @@ class TensorList:
         return TensorList(torch._foreach_rsqrt(self.tensors))
 
     def in_fp32(self) -> TensorList:
-        """In fp32; tensors that are so already are not copied."""
+        """In fp32; itself, when all are so already."""
+        if all(tensor.dtype == torch.float32 for tensor in self.tensors):
+            return self
         return TensorList([tensor.float() for tensor in self.tensors])
 
     def to(self, device: torch.device) -> TensorList:
