@@ -80,8 +80,9 @@ def bert() -> nn.Module:
 
     return BertForMaskedLM(
         BertConfig(
-            vocab_size=VOCABULARY, hidden_size=DIM, num_hidden_layers=LAYERS, num_attention_heads=4, intermediate_size=4 * DIM,
-            max_position_embeddings=SEQ_LEN, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            vocab_size=VOCABULARY, hidden_size=DIM, num_hidden_layers=LAYERS, num_attention_heads=4,
+            intermediate_size=4 * DIM, max_position_embeddings=SEQ_LEN, hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip
 

@@ -114,12 +114,14 @@ def sharded(width: int, device: torch.device, blocks: int) -> list[nn.Parameter]
     return parameters
 
 
-def interleaved(steps: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every step in every turn; the first turn warms up."""
+def interleaved(
+    steps: dict[str, Callable[[], Any]], rounds: int, device: torch.device, *, together: bool = True
+) -> dict[str, list[float]]:
+    """Seconds of every step in every turn, all ranks ``together`` or this one alone; the first turn warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
         for name, step in list(steps.items()) if turn % 2 else reversed(steps.items()):
-            if dist.is_initialized():
+            if together:
                 dist.barrier()
             start = time.perf_counter()
             step()
@@ -153,7 +155,7 @@ def against_libraries(width: int, rounds: int, device: torch.device, blocks: int
             warnings.simplefilter("ignore")
             ours = case.ours(plain(width, device, blocks))
             theirs = case.library(module, plain(width, device, blocks))
-            seconds = interleaved({"ours": ours.step, "other": theirs.step}, rounds, device)
+            seconds = interleaved({"ours": ours.step, "other": theirs.step}, rounds, device, together=False)
         rows.append(row(case.name, width, f"{case.module} on one device", seconds))
     return rows
 
@@ -230,7 +232,9 @@ def main() -> int:
     device, rows = settings().device, []
     for width in arguments.width:
         for compare in (against_libraries, against_single_reductions, against_dtensors):
-            found = compare(width, rounds, device, blocks)
+            alone = compare is against_libraries  # ranks that ran beside would share the memory's bandwidth
+            found = compare(width, rounds, device, blocks) if mw.rank() == 0 or not alone else []
+            dist.barrier()
             rows += found
             if mw.rank() == 0:
                 show(found)
