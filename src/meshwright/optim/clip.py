@@ -17,8 +17,12 @@ Layout = tuple[DeviceMesh, tuple[int, ...]] | None
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: the local shard of a DTensor, a plain tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part of a tensor: the local shard of a DTensor, a plain tensor itself. Not for autograd.
+
+    The same object at every call, by which a replaced shard is noticed: ``to_local`` of a parameter makes a new view
+    each time since torch 2.13.
+    """
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.errors import ModelError
+from meshwright.optim.clip import local_tensor
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Layout:
         """The layout of a plain tensor or a DTensor."""
         if not isinstance(tensor, DTensor):
             return cls(tensor.shape, tensor.shape)
-        return cls(tensor.shape, tensor.to_local().shape, tensor.device_mesh, tensor.placements)
+        return cls(tensor.shape, local_tensor(tensor).shape, tensor.device_mesh, tensor.placements)
 
     @property
     def shard_index(self) -> int:
