@@ -46,13 +46,13 @@ HSDP = ["fsdp", ("parallel_mode", {"zero": 2, "data": 2})]
 @pytest.mark.parametrize(
     ("name", "before", "after", "optimizer"),
     [
-        ("plain", (4, ["fsdp"]), (2, []), "sgd"),
+        pytest.param("plain", (4, ["fsdp"]), (2, []), "sgd", marks=pytest.mark.long),
         ("plain", (4, ["fsdp"]), (2, []), "adamw"),
         ("gpt2", (4, ["fsdp"]), (2, ["zero2", "checkpoint"]), "adamw"),
         ("llama", (4, HSDP), (1, []), "sgd"),
-        ("bert", (2, []), (4, ["fsdp"]), "adamw"),
+        pytest.param("bert", (2, []), (4, ["fsdp"]), "adamw", marks=pytest.mark.long),
         ("plain", (2, [("half", "bf16")]), (2, ["fsdp"]), "sgd"),
-        ("plain", (2, [("half", "bf16")]), (2, ["fsdp"]), "adamw"),
+        pytest.param("plain", (2, [("half", "bf16")]), (2, ["fsdp"]), "adamw", marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -35,7 +35,7 @@ FOUR_RANKS = [
 reference = functools.cache(split_runs.reference)
 
 
-@pytest.mark.parametrize(("world", "cases", "first"), [(2, TWO_RANKS, 2), (4, FOUR_RANKS, 2)])
+@pytest.mark.parametrize(("world", "cases", "first"), [(2, TWO_RANKS, 2), (4, FOUR_RANKS, 1)])
 def test_parity(ranks, request, world, cases, first):
     cases = cases if request.config.getoption("--parity") == "all" else cases[:first]
     results = ranks(world).run(split_runs.train_several, cases)

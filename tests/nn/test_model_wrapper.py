@@ -51,7 +51,13 @@ def _trains(name):
 
 
 @pytest.mark.parametrize(
-    ("world", "name"), [(1, "plain"), (2, "gpt2"), pytest.param(2, "bert", marks=pytest.mark.long), (4, "llama")]
+    ("world", "name"),
+    [
+        (1, "plain"),
+        (2, "gpt2"),
+        pytest.param(2, "bert", marks=pytest.mark.long),
+        pytest.param(4, "llama", marks=pytest.mark.long),
+    ],
 )
 def test_trains_as_unwrapped(ranks, world, name):
     ranks(world).run(_trains, name)

@@ -70,10 +70,14 @@ def test_initial_values_are_those_of_one_process(ranks, world):
     ranks(world).run(_initial_values)
 
 
+_LONG = ("zero1", "zero2", "sqrt", "kept")
 TRAINED = [
-    *((2, form) for form in ALL_FORMS if form not in ("zero1", "sqrt")),
+    *((2, form) for form in ALL_FORMS if form not in _LONG),
     (4, "list"),
-    *(pytest.param(world, form, marks=pytest.mark.long) for world, form in ((2, "zero1"), (2, "sqrt"), (4, "wrapped"))),
+    *(
+        pytest.param(world, form, marks=pytest.mark.long)
+        for world, form in (*((2, form) for form in _LONG), (4, "wrapped"))
+    ),
 ]
 
 

@@ -31,7 +31,7 @@ def _loaded(form, path, seed=99):
     return weights(model)
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("suffix", [pytest.param(SUFFIXES[0], marks=pytest.mark.long), *SUFFIXES[1:]])
 def test_all_forms_and_rank_counts_exchange_one_file(ranks, tmp_path, suffix):
     plain = build("plain")
     expected = dict(plain.state_dict())

@@ -66,7 +66,7 @@ def by_hand(clip):
     return norms, whole(model)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_four_kinds_of_optimizer_under_one_scale_train_like_plain_ones(ranks, world):
     true_norms, true_weights = by_hand(0.05)
     for norms, weights in [sharded_run(0.05)] if world == 1 else ranks(world).run(sharded_run, 0.05):
