@@ -143,7 +143,7 @@ def test_optimizers_take_the_keys_that_are_set():
     [
         ("lamb", {}, 1),
         ("adafactor", {"args": {"beta1": 0.9}}, 1),
-        ("came", {}, 1),
+        ("came", {"betas": [0.9, 0.99, 0.999]}, 1),
         ("galore", {"args": {"rank": 4, "update_proj_gap": 5}, "weight_decay": 0.1}, 3),
         ("galore_8bit", {"args": {"rank": 4, "nbits": 8}}, 3),
         ("muon", {"args": {"adamw_names": ["2.*"], "nesterov": False}}, 2),

@@ -13,7 +13,7 @@ OPTIMIZERS = ("adamw", "sgd")
 _Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 _Count = Annotated[int, Field(ge=1)]
 _NonNegative = Annotated[int, Field(ge=0)]
-_Betas = Annotated[tuple[float, float], Field(strict=False)]  # TOML has lists only
+_Betas = Annotated[tuple[float, ...], Field(strict=False, min_length=2, max_length=3)]  # TOML has lists only
 
 
 class Table(BaseModel):
@@ -99,7 +99,7 @@ class OptimizerTable(Table):
     )
     lr: Annotated[float, Field(ge=0)] = Field(default=3e-4, description="peak learning rate")
     weight_decay: Annotated[float, Field(ge=0)] | None = Field(default=None, description="weight decay")
-    betas: _Betas | None = Field(default=None, description="decay rates of Adam's two moments")
+    betas: _Betas | None = Field(default=None, description="decay rates of Adam's two moments (of CAME's three)")
     eps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="added to Adam's denominator")
     momentum: Annotated[float, Field(ge=0)] | None = Field(default=None, description="momentum of sgd")
     args: dict[str, Any] = Field(default={}, description="further keyword arguments of the optimizer")
