@@ -141,10 +141,10 @@ def _resumes(path, kind, dtype):
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        (bmt.optim.AdamOptimizer, torch.float32),
+        pytest.param(bmt.optim.AdamOptimizer, torch.float32, marks=pytest.mark.long),
         (bmt.optim.AdamOptimizer, torch.bfloat16),
         (bmt.optim.AdamOffloadOptimizer, torch.bfloat16),
-        (torch.optim.AdamW, torch.float32),
+        pytest.param(torch.optim.AdamW, torch.float32, marks=pytest.mark.long),
     ],
 )
 def test_resumes_to_the_bit_with_other_hyperparameters(ranks, tmp_path, kind, dtype):

@@ -9,6 +9,7 @@ from meshwright.cli import app
 from tests.cli.helpers import meshwright
 
 
+@pytest.mark.long
 def test_two_ranks_measure_and_write(tmp_path):
     sizes = ("--min-bytes", 1024, "--max-bytes", 4096, "--iterations", 2, "--warmup", 1, "--device", "cpu")
     ops = ("--op", "all_gather", "--op", "send_recv")
