@@ -44,7 +44,7 @@ class Case:
     name: str
     ours: Build
     module: str
-    library: Callable[[Any, list[nn.Parameter]], Any]
+    reference: Callable[[Any, list[nn.Parameter]], Any]
 
 
 def galore_groups(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
@@ -154,7 +154,7 @@ def against_libraries(width: int, rounds: int, device: torch.device, blocks: int
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ours = case.ours(plain(width, device, blocks))
-            theirs = case.library(module, plain(width, device, blocks))
+            theirs = case.reference(module, plain(width, device, blocks))
             seconds = interleaved({"ours": ours.step, "other": theirs.step}, rounds, device, together=False)
         rows.append(row(case.name, width, f"{case.module} on one device", seconds))
     return rows
