@@ -87,3 +87,28 @@ def test_tied_and_frozen_parameters_and_some_of_them():
     assert built.take(built.groups(other)) is optim
     assert optim.param_groups[0]["params"] == [other.transformer.wte.weight]
     assert optim.param_groups[0]["lr"] == 1.0
+
+
+class Stateful(torch.optim.SGD):
+    """Keeps what only its constructor makes."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.kept = [torch.ones_like(parameter) for group in self.param_groups for parameter in group["params"]]
+
+    def step(self):
+        for kept, parameter in zip(self.kept, self.param_groups[0]["params"], strict=True):
+            parameter.data -= 0.1 * kept
+
+
+def _gaps():
+    model = tiny.Mlp()
+    told = mw.accelerate(model, Stateful(model.parameters()), strategy=[]).plan.gaps
+    other = tiny.Mlp()
+    return told, mw.accelerate(other, AdamOptimizer(other.parameters()), strategy=[]).plan.gaps
+
+
+def test_a_prediction_without_the_optimizer_says_so(ranks):
+    told, other = ranks(1).run(_gaps)[0]
+    assert any("optimizer state is not predicted" in gap and "Stateful" in gap for gap in told)
+    assert not any("optimizer state" in gap for gap in other)

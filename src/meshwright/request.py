@@ -6,7 +6,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -154,8 +154,15 @@ class Request:
             limit_bytes=limit_bytes,
         )
         if self.strategy is None:
-            return choose(workload, excluded=self.excluded, included=self.included)
-        return workload.plan(Strategy(self.strategy)), None
+            plan, reason = choose(workload, excluded=self.excluded, included=self.included)
+        else:
+            plan, reason = workload.plan(Strategy(self.strategy)), None
+        if self._built is not None and workload.optim_func is None:
+            gap = (
+                f"optimizer state is not predicted: only {type(self._built.optimizer).__name__}'s constructor makes it"
+            )
+            plan = replace(plan, gaps=(*plan.gaps, gap))
+        return plan, reason
 
     def _forward(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         return first_loss(self.loss(inputs, call_model(model, inputs, self.model_input_format)))

@@ -82,11 +82,11 @@ class _OfWhole(Sum):
     """A sum over parameters, among those over their projected gradients."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _LowChunk(Chunk):
     """Projected gradients, with zeros for weights, which their steps then are."""
 
-    whole: Chunk = None  # type: ignore[assignment]
+    whole: Chunk
     sizes: torch.Tensor | float = 0.0
 
     @classmethod

@@ -29,17 +29,8 @@ class TensorList:
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(self.tensors)
 
-    def __add__(self, other: Operand) -> TensorList:
-        return TensorList(torch._foreach_add(self.tensors, self._operand(other)))
-
-    def __sub__(self, other: Operand) -> TensorList:
-        return TensorList(torch._foreach_sub(self.tensors, self._operand(other)))
-
     def __mul__(self, other: Operand) -> TensorList:
         return TensorList(torch._foreach_mul(self.tensors, self._operand(other)))
-
-    def __truediv__(self, other: Operand) -> TensorList:
-        return TensorList(torch._foreach_div(self.tensors, self._operand(other)))
 
     def sqrt(self) -> TensorList:
         """√x."""
@@ -62,10 +53,6 @@ class TensorList:
     def contiguous(self) -> TensorList:
         """In the order of their dims; tensors that are so already are not copied."""
         return TensorList([tensor.contiguous() for tensor in self.tensors])
-
-    def clone(self) -> TensorList:
-        """Copies."""
-        return TensorList([tensor.clone() for tensor in self.tensors])
 
     def add_(self, other: Operand, alpha: float = 1.0) -> TensorList:
         """x += alpha · other."""
