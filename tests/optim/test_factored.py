@@ -48,7 +48,7 @@ def test_factors_are_those_of_the_paper(shape, elements, monkeypatch):
     moment.take([request.partial for request in moment.requests()])
     sums = moment.scaled_sums(squares)
     moment.scale_(torch.tensor([1.0, 2.0, 3.0]))
-    scaled = chunk.gradients.clone()
+    scaled = chunk.gradients.map(torch.clone)
     for views, factors in zip(Blocks(chunk).of(scaled), moment.factors(), strict=True):
         torch._foreach_mul_(views, factors)
     for index, gradient in enumerate(chunk.gradients):
