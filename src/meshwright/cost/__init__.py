@@ -2,6 +2,7 @@
 
 from meshwright.cost.memory import Memory, element_bytes, local_shape, memory, padded_bytes
 from meshwright.cost.names import names_class
+from meshwright.cost.owners import balanced_owners
 from meshwright.cost.step import (
     Activations,
     Block,
@@ -27,6 +28,7 @@ __all__ = [
     "StateTensor",
     "Step",
     "Traffic",
+    "balanced_owners",
     "element_bytes",
     "local_shape",
     "memory",

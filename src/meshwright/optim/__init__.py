@@ -21,14 +21,26 @@ from meshwright.optim.loss_scaler import LossScaler
 from meshwright.optim.manager import OptimManager
 from meshwright.optim.master import MasterWeights
 from meshwright.optim.muon import Muon, muon_param_groups
+from meshwright.optim.outer import (
+    BMUF,
+    DiLoCo,
+    LocalSGD,
+    OuterOptimizer,
+    OuterPolicy,
+    PostLocalSGD,
+    SlowMo,
+    StreamingDiLoCo,
+)
 from meshwright.optim.sharded import ShardedOptimizer
 
 __all__ = [
+    "BMUF",
     "CAME",
     "Adafactor",
     "AdamOffloadOptimizer",
     "AdamOptimizer",
     "AdamW8bit",
+    "DiLoCo",
     "DistGaloreAdamW",
     "DistGaloreAwamW",
     "DistributedAdaFactor",
@@ -39,11 +51,17 @@ __all__ = [
     "GaLoreAdamW8bit",
     "GuardedOptimizer",
     "Lamb",
+    "LocalSGD",
     "LossScaler",
     "MasterWeights",
     "Muon",
     "OptimManager",
+    "OuterOptimizer",
+    "OuterPolicy",
+    "PostLocalSGD",
     "ShardedOptimizer",
+    "SlowMo",
+    "StreamingDiLoCo",
     "cast_to_distributed",
     "clip_grad_norm_",
     "get_galore_param_groups",

@@ -36,7 +36,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
         norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
 
     Returns:
-        0-dim fp32 tensor, equal on every rank.
+        0-dim fp32 tensor (fp64 for fp64 tensors), equal on every rank.
 
     Raises:
         ModelError: When a tensor is an unreduced partial sum.
@@ -72,10 +72,10 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The sum of |x|^p over all parts on all ranks that hold one (the maximum for the infinity norm)."""
-    device = parts[0].device
+    device, dtype = parts[0].device, _norm_type_of(parts)
     parts = [part for part in parts if part.numel() > 0]  # a shard can be empty; its maximum does not exist
     infinite = norm_type == float("inf")
-    partial = torch.zeros((), device=device)
+    partial = torch.zeros((), device=device, dtype=dtype)
     if parts:
         norms = torch.stack(local_norms(parts, norm_type))
         partial = norms.max() if infinite else norms.pow(norm_type).sum()
@@ -87,10 +87,14 @@ def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> tor
 
 
 def local_norms(parts: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
-    """One fp32 norm per tensor; none of them may be empty."""
+    """One norm per tensor, in fp32 (fp64 where there is an fp64 tensor); none of them may be empty."""
     if all(part.dtype == torch.float32 for part in parts):
         return torch._foreach_norm(parts, norm_type)  # a fifth faster than with a dtype
-    return torch._foreach_norm(parts, norm_type, dtype=torch.float32)
+    return torch._foreach_norm(parts, norm_type, dtype=_norm_type_of(parts))
+
+
+def _norm_type_of(parts: list[torch.Tensor]) -> torch.dtype:
+    return torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
 
 
 def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from meshwright.errors import ConfigError
 from meshwright.optim.clip import clip_grad_norm_, total_norm
 from meshwright.optim.master import MasterWeights
+from meshwright.optim.wrapped import WrappedOptimizer
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -27,11 +28,10 @@ class _ScaleGradient(torch.autograd.Function):
         return gradients[0] * scale, None
 
 
-class GuardedOptimizer(Optimizer):
+class GuardedOptimizer(WrappedOptimizer):
     """Wraps any torch optimizer; ``step`` prepares the gradients and skips the update when they are not finite.
 
     Whether to skip is decided from norms and flags that are reduced over all shards, so all ranks skip together.
-    It is an ``Optimizer`` over the same groups and states, so learning-rate schedulers take it.
 
     Args:
         inner: The optimizer, built over ``master``'s copies when there is a ``master``.
@@ -48,27 +48,15 @@ class GuardedOptimizer(Optimizer):
         master: MasterWeights | None = None,
         skip_nonfinite: bool = False,
     ) -> None:
-        # No super().__init__: groups and states are the inner optimizer's own, see the properties below.
-        self.inner = inner
+        super().__init__(inner)
         self.scaler = scaler
         self.master = master
         self.skip_nonfinite = skip_nonfinite
-        self.defaults = inner.defaults
         self.step_was_skipped = False
         """Whether the last ``step`` left the weights as they were."""
         self._scaled = False  # a loss went through ``scaled`` since the last step
         self._prepared = False  # gradients collected and unscaled since the last step or zero_grad
         self._norm: torch.Tensor | None = None  # of the prepared gradients, when somebody has asked for it
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's groups."""
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's states."""
-        return self.inner.state
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The same loss, whose ``backward`` multiplies the gradients by the loss scale."""
@@ -132,7 +120,7 @@ class GuardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the model (and of the master weights)."""
-        self.inner.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
         if self.master is not None:
             self.master.zero_grad()
         self._prepared, self._norm = False, None

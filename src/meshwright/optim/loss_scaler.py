@@ -19,7 +19,8 @@ class LossScaler(torch.amp.GradScaler):
 
     torch checks all gradients in one operation, which refuses plain tensors and DTensors of several meshes together.
     This one checks local shards, and what one rank finds holds for all: one all-reduce of one number per step, over the
-    world. A step that overflows is skipped in any case; without bounds and with ``hysteresis=1`` the scale is torch's.
+    world (or see :meth:`meet_in`). A step that overflows is skipped in any case; without bounds and with
+    ``hysteresis=1`` the scale is torch's.
 
     Args:
         device: Device type the gradients are on.
@@ -64,6 +65,12 @@ class LossScaler(torch.amp.GradScaler):
         super().__init__(device, initial_scale, growth_factor, backoff_factor, growth_interval)
         self.hysteresis, self.min_scale, self.max_scale = hysteresis, min_scale, max_scale
         self._overflows = 0  # since the scale last grew
+        self._group: dist.ProcessGroup | None = None  # None: the world
+        self._num_peers: int | None = None  # None: all ranks
+
+    def meet_in(self, group: dist.ProcessGroup | None, num_ranks: int) -> None:
+        """From now on an overflow concerns the ranks of a group only, such as those of one replica."""
+        self._group, self._num_peers = group, num_ranks
 
     # torch's ShardedGradScaler overrides the same method, for one process group.
     def _unscale_grads_(
@@ -74,8 +81,8 @@ class LossScaler(torch.amp.GradScaler):
             raise ValueError("Attempting to unscale FP16 gradients.")
         for kind in by_kind(map(local_tensor, gradients)):
             torch._amp_foreach_non_finite_check_and_unscale_(kind, found_inf, inv_scale)
-        if world_size() > 1:
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+        if (world_size() if self._num_peers is None else self._num_peers) > 1:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
         return {found_inf.device: found_inf}
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:

@@ -47,6 +47,8 @@ class AdamW8bit(MomentAdamW):
         ModelError: For parameters that are not fp32, fp16 or bf16.
     """
 
+    states_can_be_averaged = False  # codes of different scales
+
     def __init__(
         self,
         params: Any,

@@ -25,8 +25,7 @@ _DEFAULTS = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std", "svd": "
 class ProjectedGroups(ShardedOptimizer):
     """Base of optimizers over groups with a rank, whose gradients are projected, and groups without."""
 
-    def _begin(self) -> None:
-        super()._begin()
+    states_can_be_averaged = False  # every replica projects by its own gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; one with a rank is projected."""

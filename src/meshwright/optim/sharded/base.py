@@ -41,6 +41,8 @@ class ShardedOptimizer(ShardedStateDict):
     host_chunk_elements: ClassVar[int] = 1 << 17
     """So many elements of weights are worked on together on a CPU: what stays in the cache with states and temporaries.
     An update that goes through its chunk in blocks takes more."""
+    states_can_be_averaged: ClassVar[bool] = True
+    """Whether means over replicas of the states are states: not where they are quantised, or in a basis of their own."""
     takes_half_gradients: ClassVar[bool] = False
     """Whether :meth:`update` gets gradients in the parameters' types: then no fp32 copies exist while it waits."""
 

@@ -1,0 +1,8 @@
+"""Outer steps: replicas that train on their own and synchronise every H steps. Seed: fairseq's BMUF."""
+
+from meshwright.optim.outer.bmuf import BMUF
+from meshwright.optim.outer.optimizer import OuterOptimizer
+from meshwright.optim.outer.policy import OuterPolicy
+from meshwright.optim.outer.presets import DiLoCo, LocalSGD, PostLocalSGD, SlowMo, StreamingDiLoCo
+
+__all__ = ["BMUF", "DiLoCo", "LocalSGD", "OuterOptimizer", "OuterPolicy", "PostLocalSGD", "SlowMo", "StreamingDiLoCo"]

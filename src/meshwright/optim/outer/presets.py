@@ -1,0 +1,194 @@
+"""Local SGD and what grew from it, as settings of one engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import SGD, Optimizer
+
+from meshwright.errors import ConfigError
+from meshwright.optim.outer.global_copy import OuterFactory
+from meshwright.optim.outer.optimizer import OuterOptimizer
+from meshwright.optim.outer.policy import OuterPolicy
+from meshwright.optim.outer.slow_momentum import SlowMomentum
+
+Group = dist.ProcessGroup | DeviceMesh | None
+
+
+def momentum_sgd(lr: float, momentum: float, nesterov: bool) -> OuterFactory:
+    """Builds torch's SGD over global weights.
+
+    Raises:
+        ConfigError: When the numbers are out of range.
+    """
+    if not (lr >= 0 and 0 <= momentum < 1):
+        raise ConfigError(
+            "The outer learning rate or momentum is out of range",
+            expected="a rate of 0 or more, and a momentum from 0 to below 1",
+            got=f"{lr!r} and {momentum!r}",
+            fix="use 1 and 0 to average weights, 0.7 and 0.9 for DiLoCo",
+        )
+    return lambda params: SGD(params, lr=lr, momentum=momentum, nesterov=nesterov and momentum > 0)
+
+
+class LocalSGD(OuterOptimizer):
+    """Replicas average their weights every ``sync_every`` steps (Stich 2018, arXiv 1805.09767).
+
+    Args:
+        optimizer: The inner optimizer.
+        sync_every: Steps between averages.
+        group: See OuterOptimizer.
+        model: See OuterOptimizer.
+        policy: Further fields of OuterPolicy.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sync_every: int = 8,
+        *,
+        group: Group = None,
+        model: nn.Module | None = None,
+        **policy: Any,
+    ) -> None:
+        settings = OuterPolicy(sync_every=sync_every, **policy)
+        super().__init__(optimizer, momentum_sgd(1.0, 0.0, False), settings, group=group, model=model)
+
+
+class PostLocalSGD(LocalSGD):
+    """Synchronous training for ``warmup_steps``, then :class:`LocalSGD` (Lin et al. 2018, arXiv 1808.07217).
+
+    Args:
+        optimizer: The inner optimizer.
+        warmup_steps: Steps in which gradients are averaged over all replicas.
+        sync_every: Steps between averages of weights after that.
+        group: See OuterOptimizer.
+        model: See OuterOptimizer.
+        policy: Further fields of OuterPolicy.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_steps: int,
+        sync_every: int = 8,
+        *,
+        group: Group = None,
+        model: nn.Module | None = None,
+        **policy: Any,
+    ) -> None:
+        super().__init__(optimizer, sync_every, group=group, model=model, warmup_steps=warmup_steps, **policy)
+
+
+class SlowMo(OuterOptimizer):
+    """Slow momentum over the averages of local steps, in units of the inner rate (Wang et al. 2019, arXiv 1910.00643).
+
+    Args:
+        optimizer: The inner optimizer; its learning rate at the outer step is the γ of the rule.
+        slowmo_momentum: β; fairseq takes 0.2 for up to 32 GPUs, 0.5 up to 64 and 0.6 beyond.
+        sync_every: Steps between outer steps (τ; 12 in the paper, 3 in fairseq).
+        slowmo_lr: α.
+        group: See OuterOptimizer.
+        model: See OuterOptimizer.
+        policy: Further fields of OuterPolicy; ``inner_state`` is the paper's buffer strategy.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        slowmo_momentum: float = 0.5,
+        sync_every: int = 12,
+        slowmo_lr: float = 1.0,
+        *,
+        group: Group = None,
+        model: nn.Module | None = None,
+        **policy: Any,
+    ) -> None:
+        momentum_sgd(slowmo_lr, slowmo_momentum, False)  # checks the numbers
+
+        def make_outer(params: list[nn.Parameter]) -> Optimizer:
+            return SlowMomentum(params, self._inner_rates, lr=slowmo_lr, momentum=slowmo_momentum)
+
+        super().__init__(optimizer, make_outer, OuterPolicy(sync_every=sync_every, **policy), group=group, model=model)
+
+    def _inner_rates(self) -> dict[torch.Tensor, float]:
+        """The inner learning rate of every global weight."""
+        rates = {parameter: float(group["lr"]) for group in self.param_groups for parameter in group["params"]}
+        return {copy: rates[parameter] for parameter, copy in self.synchronizer.copy.of.items()}
+
+
+class DiLoCo(OuterOptimizer):
+    """AdamW inside, Nesterov momentum outside, rare synchronisation (Douillard et al. 2023, arXiv 2311.08105).
+
+    Inner states stay with their replicas. With one replica it is Lookahead with momentum.
+
+    Args:
+        optimizer: The inner optimizer.
+        sync_every: Inner steps between outer steps, H.
+        outer_lr: Outer learning rate.
+        outer_momentum: Outer momentum.
+        nesterov: Whether the outer momentum is Nesterov's.
+        group: See OuterOptimizer.
+        model: See OuterOptimizer.
+        fragments: See OuterOptimizer.
+        policy: Further fields of OuterPolicy.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sync_every: int = 500,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        *,
+        nesterov: bool = True,
+        group: Group = None,
+        model: nn.Module | None = None,
+        fragments: int | Sequence[Sequence[torch.Tensor]] = 1,
+        **policy: Any,
+    ) -> None:
+        number = fragments if isinstance(fragments, int) else len(fragments)
+        super().__init__(
+            optimizer,
+            momentum_sgd(outer_lr, outer_momentum, nesterov),
+            OuterPolicy(sync_every=sync_every, fragments=number, **policy),
+            group=group,
+            model=model,
+            fragments=None if isinstance(fragments, int) else fragments,
+        )
+
+
+class StreamingDiLoCo(DiLoCo):
+    """:class:`DiLoCo` in fragments, overlapped and in few bits (Douillard et al. 2025, arXiv 2501.18512).
+
+    Fragments are synchronised in turn, one every ``sync_every / fragments`` steps, so a link carries a fraction of the
+    model at a time; the result arrives ``delay`` steps later, while training goes on, and is merged into the weights
+    that the replica has by then.
+
+    Args:
+        optimizer: The inner optimizer.
+        sync_every: Inner steps between two outer steps of a fragment, H.
+        fragments: Their number P, which divides H, or the parameters of each.
+        delay: Steps between sending and taking, τ; below H / P.
+        merge_alpha: Share of the replica's own weights in the merge, α.
+        quantise: ``"int8"``, ``"int4"`` or None: the bits of pseudo-gradients on the wire.
+        options: Further arguments of DiLoCo and fields of OuterPolicy.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sync_every: int = 100,
+        fragments: int | Sequence[Sequence[torch.Tensor]] = 4,
+        delay: int = 1,
+        merge_alpha: float = 0.5,
+        quantise: str | None = "int4",
+        **options: Any,
+    ) -> None:
+        options |= {"delay": delay, "merge_alpha": merge_alpha, "quantise": quantise}
+        super().__init__(optimizer, sync_every, fragments=fragments, **options)

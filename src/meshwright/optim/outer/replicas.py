@@ -1,0 +1,202 @@
+"""The replicas of a model: whom a rank synchronises with, and what is said when one of them is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import ConfigError, LaunchError, join_names
+from meshwright.runtime import gather_objects, world_size
+
+_PATIENCE_S = 3.0  # for marks of ranks that are alive but slow to notice
+
+
+class Replicas:
+    """The ranks that hold this rank's part of the model in every replica. Making it is collective over the world.
+
+    Args:
+        group: Their process group, or a mesh of one axis; None takes the world: every rank is a replica.
+
+    Raises:
+        ConfigError: When a mesh has several axes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ConfigError(
+                    "Replicas lie along one mesh axis",
+                    expected="a mesh of one axis, such as mesh['replica']",
+                    got=f"a mesh with the axes {group.mesh_dim_names}",
+                    fix="slice the mesh by the name of the axis",
+                )
+            group = group.get_group()
+        self.group = group
+        in_world = world_size() > 1
+        self.ranks: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD) if in_world else [0]
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(dist.get_rank()) if in_world else 0
+        self.inside, self.num_inside = _inside(self.rank) if in_world else (None, 1)
+        on_cuda = in_world and "nccl" in dist.get_backend_config(group or dist.group.WORLD)
+        self.device = torch.device("cuda" if on_cuda else "cpu")
+        """Where single numbers meet."""
+        self.bytes_sent = 0
+        """By this rank, as ring algorithms send them."""
+        self._meetings = 0
+
+    def all_reduce(self, flat: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> dist.Work | None:
+        """Starts an all-reduce in place; None where there is nobody else."""
+        if self.size == 1:
+            return None
+        self.bytes_sent += 2 * (self.size - 1) * flat.nbytes // self.size
+        with self.watched():
+            return dist.all_reduce(flat, operation, group=self.group, async_op=True)
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, into: list[int] | None = None, out_of: list[int] | None = None
+    ) -> dist.Work:
+        """Starts an all-to-all of the rows (or of pieces of the given sizes) of a tensor."""
+        own = out_of[self.rank] if out_of is not None else sent.shape[0] // self.size
+        self.bytes_sent += (sent.shape[0] - own) * sent[:1].nbytes
+        with self.watched():
+            work: dist.Work = dist.all_to_all_single(received, sent, into, out_of, group=self.group, async_op=True)
+        return work
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
+        """Starts gathering equal pieces."""
+        self.bytes_sent += (self.size - 1) * sent.nbytes
+        with self.watched():
+            work: dist.Work = dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True)
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, replica: int) -> dist.Work | None:
+        """Starts sending one replica's tensor to all."""
+        if self.size == 1 or tensor.numel() == 0:
+            return None
+        self.bytes_sent += tensor.nbytes if replica == self.rank else 0
+        with self.watched():
+            return dist.broadcast(tensor, src=self.ranks[replica], group=self.group, async_op=True)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One picklable object per replica, in their order."""
+        if self.size == 1:
+            return [value]
+        every: list[Any] = [None] * self.size
+        with self.watched():
+            dist.all_gather_object(every, value, group=self.group)
+        return every
+
+    def check_alike(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuses parameters that are not the same, or that the replicas' ranks hold shards of; collective.
+
+        Raises:
+            ConfigError: On every rank of the world.
+        """
+        every = self.gather_objects([(tuple(p.shape), str(p.dtype)) for p in parameters])
+        problem = _difference(every) or self._crossing(parameters)
+        found = next((text for text in gather_objects(problem) if text), None)
+        if found:
+            raise ConfigError(
+                "Replicas that are to synchronise hold different parameters",
+                expected="the same parameters, in the same order and cut alike, in every replica",
+                got=found,
+                fix="build the same model in every replica; shard it over axes other than the replicas'",
+            )
+
+    def _crossing(self, parameters: Sequence[torch.Tensor]) -> str | None:
+        others = set(self.ranks) - {self.ranks[self.rank]}
+        for parameter in parameters:
+            if isinstance(parameter, DTensor) and others.intersection(parameter.device_mesh.mesh.flatten().tolist()):
+                return f"a parameter of shape {tuple(parameter.shape)} that is sharded over the replicas {self.ranks}"
+        return None
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Around the collectives of one synchronisation: tells the others that this rank has come."""
+        self._meetings += 1
+        store = _store() if self.size > 1 else None
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(self._mark(self.ranks[self.rank]), str(self._meetings))
+        yield
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Names who is missing when a collective inside fails.
+
+        Raises:
+            LaunchError: With the ranks that did not come to this synchronisation.
+        """
+        try:
+            yield
+        except LaunchError:
+            raise
+        except RuntimeError as error:
+            raise LaunchError(
+                "Synchronising the replicas failed",
+                expected=f"ranks {join_names(map(str, self.ranks))} to meet",
+                got=f"{self._missing()}; {str(error).splitlines()[0][:200]}",
+                fix="see why that rank ended, and resume from the last checkpoint (with fewer replicas, if need be)",
+            ) from error
+
+    def _missing(self) -> str:
+        deadline = time.monotonic() + _PATIENCE_S
+        late = self._late()
+        while late and time.monotonic() < deadline:
+            time.sleep(0.1)
+            late = self._late()
+        if late is None:
+            return "no answer from the rank that holds the store (rank 0, or the launcher)"
+        return f"nothing from rank {join_names(map(str, late))}" if late else "an error although all ranks had come"
+
+    def _late(self) -> list[int] | None:
+        """Ranks that have not come to the present meeting; None where the store is gone."""
+        store = _store()
+        try:
+            if store is None:
+                return None
+            return [
+                rank
+                for rank in self.ranks
+                if not store.check([self._mark(rank)]) or int(store.get(self._mark(rank))) < self._meetings
+            ]
+        except RuntimeError:
+            return None
+
+    def _mark(self, rank: int) -> str:
+        return f"meshwright/replicas/{'-'.join(map(str, self.ranks[:2]))}/{rank}"
+
+
+def _difference(every: list[Any]) -> str | None:
+    for replica, other in enumerate(every):
+        if len(other) != len(every[0]):
+            return f"{len(every[0])} parameters in replica 0, {len(other)} in replica {replica}"
+        for place, (one, two) in enumerate(zip(every[0], other, strict=True)):
+            if one != two:
+                return f"parameter {place}: {one[0]} {one[1]} in replica 0, {two[0]} {two[1]} in replica {replica}"
+    return None
+
+
+def _inside(place: int) -> tuple[dist.ProcessGroup | None, int]:
+    """The group of the ranks of this replica: those at the same place in their replica groups. None for one rank."""
+    places = gather_objects(place)
+    ranks = [rank for rank, other in enumerate(places) if other == place]
+    if len(ranks) == 1:
+        return None, 1
+    if len(ranks) == len(places):
+        return dist.group.WORLD, len(ranks)
+    return dist.new_group(ranks, use_local_synchronization=True), len(ranks)
+
+
+def _store() -> Any:
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except (RuntimeError, ValueError):
+        return None
