@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from meshwright.batches import call_model, first_loss, micro_batches
 from meshwright.errors import ConfigError
 from meshwright.methods import Job
-from meshwright.optim import GuardedOptimizer, clip_grad_norm_
+from meshwright.optim import GuardedOptimizer, OuterOptimizer, clip_gradients, guard_of
 from meshwright.planner import Plan, measured_state, record_saved
 from meshwright.runtime import peak_memory_bytes, preserved_rng, synchronize_device
 from meshwright.strategy import Strategy
@@ -105,7 +105,8 @@ class Accelerated:
             batch: This rank's part of the global batch, as the dataloader yields it; cut into ``num_micro_batches``.
 
         Returns:
-            Loss and gradient norm, equal on every rank, and whether the update was skipped.
+            Loss and gradient norm, equal on every rank (under ``outer``: of a replica), and whether the update was
+            skipped.
 
         Raises:
             ConfigError: When there is no optimizer or no loss.
@@ -122,10 +123,11 @@ class Accelerated:
         loss = self._forward_backward(micro_batches(batch, self.num_micro_batches))
         grad_norm = self.clip_grad_norm(self.max_grad_norm if self.max_grad_norm is not None else float("inf"))
         self.optim.step()
-        skipped = isinstance(self.optim, GuardedOptimizer) and self.optim.step_was_skipped
-        if self.lr_scheduler is not None and not skipped:
+        skipped = self._guard is not None and self._guard.step_was_skipped
+        # Replicas skip steps of their own, and their learning rates must not drift apart for it.
+        if self.lr_scheduler is not None and not (skipped and not isinstance(self.optim, OuterOptimizer)):
             self.lr_scheduler.step()
-        return StepResult(self._mean_over_replicas(loss), grad_norm, skipped)
+        return StepResult(self._mean(loss, ("data", "zero")), grad_norm, skipped)
 
     def measured_step(self, batch: Any) -> tuple[StepResult, dict[str, int]]:
         """A :meth:`step` that also measures: bytes this rank really holds, by the classes of ``plan.memory``.
@@ -163,18 +165,22 @@ class Accelerated:
     def _loss_func(self, inputs: Any, output: Any) -> Any:
         """The job's loss; its backward multiplies by the loss scale where there is one."""
         loss = self._job.loss_func(inputs, output)
-        if not isinstance(self.optim, GuardedOptimizer):
+        if self._guard is None:
             return loss
         if isinstance(loss, list | tuple):
-            return [self.optim.scaled(loss[0]), *loss[1:]]
-        return self.optim.scaled(loss)
+            return [self._guard.scaled(loss[0]), *loss[1:]]
+        return self._guard.scaled(loss)
+
+    @property
+    def _guard(self) -> GuardedOptimizer | None:
+        return guard_of(self.optim)
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The mean loss over the global batch, without gradients; 0-dim, equal on every rank."""
         inputs = self.prepare_input(batch, self.device)
         output = call_model(self.model, inputs, self._model_input_format)
-        loss = self._mean_over_replicas(first_loss(self._job.loss_func(inputs, output)))
+        loss = self._mean(first_loss(self._job.loss_func(inputs, output)), ("replica", "data", "zero"))
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # else weights gathered here would outlive a change of the shards
@@ -182,9 +188,7 @@ class Accelerated:
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients of the whole model, sharded or not; returns their norm before clipping (0-dim)."""
-        if isinstance(self.optim, GuardedOptimizer):
-            return self.optim.clip_grad_norm(max_norm, norm_type)
-        return clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+        return clip_gradients(self.model, self.optim, max_norm, norm_type)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -205,12 +209,13 @@ class Accelerated:
             buffer.copy_(before)
         return DryRun(elapsed, peak_memory_bytes(self.device))
 
-    def _mean_over_replicas(self, value: torch.Tensor) -> torch.Tensor:
+    def _mean(self, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         mean = value.detach().clone()
-        for axis in ("data", "zero"):
+        for axis in axes:
             if self._job.size(axis) > 1:
                 dist.all_reduce(mean, group=self._job.require_mesh().get_group(axis))
-        return mean / self.num_replicas
+                mean /= self._job.size(axis)
+        return mean
 
     def __repr__(self) -> str:
         return f"Accelerated({self.strategy}, {type(self.optim).__name__}, {self.device})"

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from meshwright.accelerated import Accelerated
 from meshwright.errors import ModelError
 from meshwright.methods import Job, apply_strategy
-from meshwright.optim import GuardedOptimizer, clip_grad_norm_
+from meshwright.optim import clip_gradients
 from meshwright.planner import Plan, plan_table
 from meshwright.request import Request
 from meshwright.runtime import (
@@ -200,6 +200,4 @@ def clip_grad_norm(
     """
     if optimizer is None and model in _MODELS:
         optimizer = _MODELS[model].optim
-    if isinstance(optimizer, GuardedOptimizer):
-        return optimizer.clip_grad_norm(max_norm, norm_type)
-    return clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    return clip_gradients(model, optimizer, max_norm, norm_type)

@@ -1,6 +1,6 @@
 """The simulated step: pure functions on plain data. Never imports torch."""
 
-from meshwright.cost.memory import Memory, element_bytes, local_shape, memory, padded_bytes
+from meshwright.cost.memory import Memory, element_bytes, local_shape, memory, padded_bytes, shape_on
 from meshwright.cost.names import names_class
 from meshwright.cost.owners import balanced_owners
 from meshwright.cost.step import (
@@ -8,6 +8,7 @@ from meshwright.cost.step import (
     Block,
     Boundary,
     Buffer,
+    OuterState,
     Parameter,
     Placement,
     RecomputePart,
@@ -22,6 +23,7 @@ __all__ = [
     "Boundary",
     "Buffer",
     "Memory",
+    "OuterState",
     "Parameter",
     "Placement",
     "RecomputePart",
@@ -34,4 +36,5 @@ __all__ = [
     "memory",
     "names_class",
     "padded_bytes",
+    "shape_on",
 ]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
+from meshwright.cost.owners import balanced_owners
 from meshwright.cost.step import Block, Buffer, Parameter, Placement, StateTensor, Step
 
 _FP32_BYTES = 4
@@ -22,6 +23,7 @@ class Memory:
     buffers: int
     gathered: int  # whole copies of sharded parameters and gradients while a step runs
     activations: int | None  # saved by forward for backward, for one micro-batch; None: unknown
+    outer: int = 0  # global weights and outer momentum of replicas that synchronise rarely
     recomputation: int = 0  # saved again while the largest recomputed part runs backward
 
     @property
@@ -44,6 +46,7 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
         buffers=sum(buffer.numel * element_bytes(buffer, step.buffers_itemsize) for buffer in step.buffers),
         gathered=_gathered_bytes(step),
         activations=step.activations.saved_bytes if step.activations is not None else None,
+        outer=_outer_bytes(step, where),
         recomputation=step.activations.working_bytes if step.activations is not None else 0,
     )
 
@@ -73,31 +76,59 @@ def _sum(step: Step, bytes_of: Callable[[Parameter], int]) -> int:
     return sum(count * bytes_of(parameter) for count, parameter in step.every_parameter())
 
 
-def _shape_on(step: Step, parameter: Parameter, axis: str | None, where: Mapping[str, int]) -> tuple[int, ...]:
+def shape_on(
+    step: Step, parameter: Parameter, axis: str | None, where: Mapping[str, int] | None = None
+) -> tuple[int, ...]:
+    """Shape of the part of a parameter that the rank at ``where`` holds, when an axis shards it (None: whole)."""
+    where = where or {}
     if axis is None or not parameter.sharded:
         return parameter.shape
     return local_shape(parameter.shape, step.size(axis), where.get(axis, 0))
 
 
 def _local_bytes(step: Step, parameter: Parameter, placement: Placement, where: Mapping[str, int]) -> int:
-    shape = _shape_on(step, parameter, placement.axis, where)
+    shape = shape_on(step, parameter, placement.axis, where)
     return math.prod(shape) * element_bytes(parameter, placement.itemsize)
 
 
 def _master_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) -> int:
     if step.master is None or not parameter.trainable or not parameter.floating:
         return 0
-    return math.prod(_shape_on(step, parameter, step.master.axis, where)) * _FP32_BYTES
+    return math.prod(shape_on(step, parameter, step.master.axis, where)) * _FP32_BYTES
 
 
 def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Mapping[str, int]) -> int:
-    shape = _shape_on(step, parameter, step.optimizer.axis, where)
+    shape = shape_on(step, parameter, step.optimizer.axis, where)
     half_itemsize = step.optimizer.itemsize  # None: parameters and states are as the optimizer was given them
     if state.only_for_half and half_itemsize is None:
         return 0
     follows = half_itemsize is not None and state.dims and not state.own_type
     itemsize = half_itemsize if half_itemsize is not None and follows else state.itemsize
     return math.prod(shape[dim] for dim in state.dims) * state.numel_apart * itemsize
+
+
+def _outer_bytes(step: Step, where: Mapping[str, int]) -> int:
+    outer = step.outer
+    if outer is None or outer.on_host:
+        return 0
+    # Dealt out by the sizes of whole tensors, on which all ranks of a replica agree.
+    held = [
+        (parameter.numel * _tensor_parts(step, parameter), _wide_bytes(step, parameter, where))
+        for count, parameter in step.every_parameter()
+        for _ in range(count)
+        if parameter.trainable and parameter.floating
+    ]
+    owners = balanced_owners([numel for numel, _ in held], step.size(outer.split_axis))
+    own = where.get(outer.split_axis or "", 0)
+    return outer.num_tensors * sum(size for (_, size), owner in zip(held, owners, strict=True) if owner == own)
+
+
+def _tensor_parts(step: Step, parameter: Parameter) -> int:
+    return step.size("tensor") if parameter.tensor_dim is not None else 1
+
+
+def _wide_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) -> int:
+    return math.prod(shape_on(step, parameter, step.parameters.axis, where)) * max(parameter.itemsize, _FP32_BYTES)
 
 
 def _gathered_bytes(step: Step) -> int:

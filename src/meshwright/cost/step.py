@@ -103,6 +103,15 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class OuterState:
+    """What replicas keep to synchronise: tensors in fp32 (fp64 beside fp64) as large as what trains."""
+
+    num_tensors: int  # global weights, and the outer momentum
+    split_axis: str | None = None  # dealt out over this axis, parameter by parameter; None: all on every rank
+    on_host: bool = False  # in host memory, beside a device with memory of its own
+
+
+@dataclass(frozen=True)
 class Traffic:
     """One kind of collective in a step.
 
@@ -110,10 +119,11 @@ class Traffic:
     the buffer of an all-reduce, padding included.
     """
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
     axis: str
     bytes_per_step: int
     moment: Literal["forward", "backward", "update"]
+    every: int = 1  # only in every so many steps
 
 
 @dataclass(frozen=True)
@@ -133,6 +143,8 @@ class Step:
     gradients: Placement = Placement()
     optimizer: Placement = Placement()
     master: Placement | None = None  # fp32 copies beside half parameters
+    outer: OuterState | None = None
+    on_cpu: bool = False  # the device's memory is host memory
     compute_itemsize: int | None = None  # bytes per element of gathered parameters; None: as given
     reduce_itemsize: int | None = None  # bytes per element of gradients on the wire; None: as the gradient
     gathered: Literal["nothing", "unit", "model"] = "nothing"  # how much is whole at once while sharded

@@ -7,6 +7,7 @@ from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in
 from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
 from meshwright.methods.job import Job
+from meshwright.methods.outer import Outer
 from meshwright.methods.parallel_mode import ParallelMode
 from meshwright.methods.tensor_parallel import TensorParallel
 from meshwright.methods.zero1 import Zero1
@@ -19,6 +20,7 @@ __all__ = [
     "Half",
     "Job",
     "Method",
+    "Outer",
     "ParallelMode",
     "Phase",
     "Resolved",

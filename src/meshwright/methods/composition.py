@@ -13,7 +13,12 @@ from meshwright.runtime import Axes, fit_axes, same_on_every_rank
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 
 _ZERO_LEVELS = {1: "zero1", 2: "zero2", 3: "fsdp"}
-_METHOD_OF_AXIS = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel", "sequence": "sequence_parallel"}
+_METHOD_OF_AXIS = {
+    "tensor": "tensor_parallel",
+    "pipeline": "pipeline_parallel",
+    "sequence": "sequence_parallel",
+    "replica": "outer",
+}
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
                 f"The mesh has an axis {name!r} and no method works on it",
                 expected=f"the method {method}" + ("" if known else ", which this version does not have"),
                 got=f"{name}={size}",
-                fix=f"add {method} to the strategy" if known else "use the axes data, zero and tensor",
+                fix=f"add {method} to the strategy" if known else "use the axes data, zero, tensor and replica",
             )
     for name, method in _METHOD_OF_AXIS.items():
         if method in strategy and name not in dict(axes):
@@ -71,7 +76,9 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
 def _with_mesh(strategy: Strategy, world: int) -> tuple[Strategy, Axes]:
     mode = strategy.get("parallel_mode") or ParallelMode()
     assert isinstance(mode, ParallelMode)
-    axes = fit_axes(mode.axes, world, adjustable=mode.rank_order is None)
+    # Without a mesh every rank is a replica of an outer method, as it is of data parallelism otherwise.
+    asked = mode.axes or ((("replica", world),) if "outer" in strategy else ())
+    axes = fit_axes(asked, world, adjustable=mode.rank_order is None)
     fitted = ParallelMode(axes=axes, rank_order=mode.rank_order)
     return Strategy([fitted, *(method for method in strategy.methods if method.method_name != "parallel_mode")]), axes
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -22,6 +24,10 @@ MicroBatchContext = Callable[[bool], contextlib.AbstractContextManager[None]]
 
 def _no_context(is_last: bool) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
+
+
+def _as_it_is(optimizer: Optimizer) -> Optimizer:
+    return optimizer
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Job:
     loss_scale: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of LossScaler
     skip_nonfinite: bool = False
     master_weights: bool = False
+    finish_optimizer: Callable[[Optimizer], Optimizer] = _as_it_is  # last change of the optimizer that was built
     micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
     notices: list[str] = field(default_factory=list)  # what the user is told once, on rank 0
 
@@ -75,20 +82,36 @@ class Job:
     @property
     def num_replicas(self) -> int:
         """How many ranks, or groups of ranks, train on different samples."""
+        return self.size("replica") * self.num_averaged
+
+    @property
+    def num_averaged(self) -> int:
+        """How many of them average their gradients in every step: all but those of other places along ``replica``."""
         return self.size("data") * self.size("zero")
+
+    @property
+    def averaging_group(self) -> dist.ProcessGroup | None:
+        """The ranks that average gradients in every step; None for the world. Collective."""
+        if self.num_averaged == math.prod(size for _, size in self.axes):
+            return None
+        axes = tuple(axis for axis in ("data", "zero") if self.size(axis) > 1)
+        mesh = self.require_mesh()
+        return (mesh[axes]._flatten() if len(axes) > 1 else mesh[axes]).get_group()
 
     @property
     def replica(self) -> int:
         """Which of them this rank belongs to."""
-        return self.index("data") * self.size("zero") + self.index("zero")
+        inside = self.index("data") * self.size("zero") + self.index("zero")
+        return self.index("replica") * self.num_averaged + inside
 
     def build_optimizer(self) -> Optimizer | None:
-        """Builds the optimizer over the model as it is now, with the guards that the methods asked for."""
-        if self.optim_func is None:
-            return None
+        """Builds the optimizer over the model as it is now, with what the methods asked for around it."""
+        return None if self.optim_func is None else self.finish_optimizer(self._guarded_optimizer(self.optim_func))
+
+    def _guarded_optimizer(self, optim_func: OptimizerFactory) -> Optimizer:
         params = self.model.parameters() if self.optim_param_func is None else self.optim_param_func(self.model)
         master = MasterWeights(self.model.parameters()) if self.master_weights else None
-        inner = self.optim_func(params) if master is None else master.optimizer(self.optim_func, params)
+        inner = optim_func(params) if master is None else master.optimizer(optim_func, params)
         if self.is_split:
             separate_layouts(inner)
         if not (self.loss_scaling or self.skip_nonfinite or master):

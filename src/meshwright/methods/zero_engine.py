@@ -43,7 +43,8 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     if config.forward_prefetch and reshard_after_forward is not False:
         _prefetch_forward(units)
     _move_ignored(units.ignored, job.device)
-    average_gradients(units.ignored, job.num_replicas)  # FSDP2 leaves them different on every rank
+    # FSDP2 leaves them different on every rank.
+    average_gradients(units.ignored, job.num_averaged, job.averaging_group if units.ignored else None)
     job.micro_batch = _micro_batch_context(job.model, reduce_once=reduce_once, keep=reshard_after_forward is False)
 
 

@@ -11,12 +11,15 @@ from torch import nn
 _AVERAGED = "_meshwright_averaged"
 
 
-def average_gradients(parameters: Iterable[nn.Parameter], num_ranks: int) -> list[nn.Parameter]:
-    """Averages gradients over all ranks as backward accumulates them, from now on; twice for none.
+def average_gradients(
+    parameters: Iterable[nn.Parameter], num_ranks: int, group: dist.ProcessGroup | None = None
+) -> list[nn.Parameter]:
+    """Averages gradients over ranks as backward accumulates them, from now on; twice for none.
 
     Args:
         parameters: Equal on all ranks, and used by all of them.
-        num_ranks: Ranks in the world; 1 averages nothing.
+        num_ranks: Ranks in the group; 1 averages nothing.
+        group: None for the world.
 
     Returns:
         The frozen ones among them: a hook needs a parameter that trains.
@@ -26,7 +29,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], num_ranks: int) -> lis
         # Averaging what is already an average changes nothing, so accumulated gradients stay right.
         assert parameter.grad is not None
         parameter.grad /= num_ranks
-        dist.all_reduce(parameter.grad)
+        dist.all_reduce(parameter.grad, group=group)
 
     if num_ranks == 1:
         return []

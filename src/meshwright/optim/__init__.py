@@ -32,6 +32,7 @@ from meshwright.optim.outer import (
     StreamingDiLoCo,
 )
 from meshwright.optim.sharded import ShardedOptimizer
+from meshwright.optim.wrappers import clip_gradients, guard_of, inner_optimizer
 
 __all__ = [
     "BMUF",
@@ -64,7 +65,10 @@ __all__ = [
     "StreamingDiLoCo",
     "cast_to_distributed",
     "clip_grad_norm_",
+    "clip_gradients",
     "get_galore_param_groups",
+    "guard_of",
+    "inner_optimizer",
     "local_tensor",
     "muon_param_groups",
     "separate_layouts",

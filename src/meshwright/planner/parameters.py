@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Block, Parameter
 from meshwright.nn import class_name, class_names, find_blocks
-from meshwright.optim import local_tensor
+from meshwright.optim import OuterOptimizer, local_tensor
 from meshwright.planner.states import StatesOf
 
 
@@ -88,7 +88,16 @@ def measured_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, i
         "gradients": _bytes(gradients),
         "optimizer": _bytes(value for value in states if isinstance(value, torch.Tensor)),
         "buffers": _bytes(model.buffers()),
+        "outer": _outer_bytes(optimizer),
     }
+
+
+def _outer_bytes(optimizer: Optimizer | None) -> int:
+    if not isinstance(optimizer, OuterOptimizer):
+        return 0
+    values = [value for state in optimizer.outer.state.values() for value in state.values()]
+    states = [value for value in values if isinstance(value, torch.Tensor)]
+    return _bytes([*optimizer.synchronizer.copy.of.values(), *states])
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

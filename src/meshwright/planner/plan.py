@@ -89,6 +89,7 @@ class Workload:
             shard_axis=resolved.shard_axis,
             buffers=tuple(Buffer(b.numel(), b.element_size(), b.is_floating_point()) for b in self.model.buffers()),
             num_micro_batches=self.num_micro_batches,
+            on_cpu=self.device.type == "cpu",
             activations=activations,
             flops=flops,
             boundaries=boundaries,
@@ -183,4 +184,4 @@ def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:
 
 def _replicas(resolved: Resolved) -> int:
     sizes = dict(resolved.axes)
-    return sizes.get("data", 1) * sizes.get("zero", 1)
+    return sizes.get("replica", 1) * sizes.get("data", 1) * sizes.get("zero", 1)

@@ -14,6 +14,7 @@ _ROWS = (
     ("master", "fp32 master weights"),
     ("gradients", "gradients"),
     ("optimizer", "optimizer state"),
+    ("outer", "global weights and outer state"),
     ("buffers", "buffers"),
     ("activations", "activations"),
     ("recomputation", "activations recomputed"),
@@ -58,7 +59,8 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
     if plan.step.traffic:
         table.add_section()
         for traffic in plan.step.traffic:
-            what = f"{traffic.kind} over {traffic.axis} in {traffic.moment}, per step"
+            when = "per step" if traffic.every == 1 else f"every {traffic.every} steps"
+            what = f"{traffic.kind} over {traffic.axis} in {traffic.moment}, {when}"
             table.add_row(what, readable_bytes(traffic.bytes_per_step), *(() if measured is None else ("",)))
     return table
 

@@ -40,7 +40,9 @@ CASES = {
     ),
     "bmuf warm-up broadcast": (_bmuf(warmup_iterations=4), sim.cbm(0.8, 0.5), "broadcast", sim.adamw),
     "bmuf warm-up single": (_bmuf(warmup_iterations=4, warmup="single"), sim.cbm(0.8, 0.5), "single", sim.adamw),
-    "split over replicas": (lambda inner, net: DiLoCo(inner, H, model=net, split=True), sim.nbm(0.7, 0.9), None, sim.sgd),
+    "split over replicas": (
+        lambda inner, net: DiLoCo(inner, H, model=net, split=True), sim.nbm(0.7, 0.9), None, sim.sgd,
+    ),
     "in host memory, in small buckets": (
         lambda inner, net: DiLoCo(inner, H, model=net, offload=True, bucket_mb=1e-4), sim.nbm(0.7, 0.9), None, sim.sgd,
     ),

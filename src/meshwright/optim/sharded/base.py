@@ -42,7 +42,7 @@ class ShardedOptimizer(ShardedStateDict):
     """So many elements of weights are worked on together on a CPU: what stays in the cache with states and temporaries.
     An update that goes through its chunk in blocks takes more."""
     states_can_be_averaged: ClassVar[bool] = True
-    """Whether means over replicas of the states are states: not where they are quantised, or in a basis of their own."""
+    """Whether means of the states over replicas are states: not if quantised, or each in a basis of its own."""
     takes_half_gradients: ClassVar[bool] = False
     """Whether :meth:`update` gets gradients in the parameters' types: then no fp32 copies exist while it waits."""
 

@@ -1,0 +1,180 @@
+"""``outer``: replicas train on their own and synchronise every so many steps. Seed: fairseq's BMUF."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from dataclasses import fields
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from torch.optim import Optimizer
+
+from meshwright.cost import OuterState, Step, Traffic, shape_on
+from meshwright.errors import StrategyError
+from meshwright.methods.base import Method, Phase
+from meshwright.methods.job import Job
+from meshwright.optim import BMUF, DiLoCo, LocalSGD, OuterOptimizer, OuterPolicy, PostLocalSGD, SlowMo, StreamingDiLoCo
+from meshwright.optim.outer.policy import Buffers, InnerState, Quantise, Warmup
+from meshwright.optim.outer.quantised import BLOCK, message_bytes
+
+
+class _Rule(NamedTuple):
+    """A preset, and what it calls the keys of the method; None: it does not take that key."""
+
+    build: type[OuterOptimizer]
+    lr: str | None
+    momentum: str | None
+    nesterov: str | None = None
+    sync_every: str = "sync_every"
+    warmup_steps: str = "warmup_steps"
+
+
+_RULES = {
+    "bmuf": _Rule(BMUF, "block_lr", "block_momentum", "use_nbm", "global_sync_iter", "warmup_iterations"),
+    "local_sgd": _Rule(LocalSGD, None, None),
+    "post_local_sgd": _Rule(PostLocalSGD, None, None),
+    "slowmo": _Rule(SlowMo, "slowmo_lr", "slowmo_momentum"),
+    "diloco": _Rule(DiLoCo, "outer_lr", "outer_momentum", "nesterov"),
+    "streaming_diloco": _Rule(StreamingDiLoCo, "outer_lr", "outer_momentum", "nesterov"),
+}
+_WIDE_BYTES = 4  # pseudo-gradients travel in fp32 at least
+_RENAMED = ("lr", "momentum", "nesterov", "sync_every", "warmup_steps")
+
+
+class Outer(Method):
+    """Every place along the ``replica`` axis is a replica with its own weights; inside it any other methods work.
+
+    Config: ``{"rule": "diloco", "sync_every": 50}``, or the rule alone. A key left out has the default of the rule's
+    class (see :mod:`meshwright.optim.outer`); all others are fields of ``OuterPolicy``.
+    """
+
+    method_name: ClassVar[str] = "outer"
+    phase: ClassVar[Phase] = Phase.OPTIMIZER
+    summary: ClassVar[str] = "replicas synchronise every H steps: BMUF, local SGD, SlowMo, DiLoCo"
+
+    rule: Literal["bmuf", "local_sgd", "post_local_sgd", "slowmo", "diloco", "streaming_diloco"] = "diloco"
+    sync_every: int | None = None
+    lr: float | None = None
+    """Of the outer step."""
+    momentum: float | None = None
+    """Of the outer step."""
+    nesterov: bool | None = None
+    warmup_steps: int | None = None
+    warmup: Warmup | None = None
+    inner_state: InnerState | None = None
+    buffers: Buffers | None = None
+    fragments: int | None = None
+    delay: int | None = None
+    merge_alpha: float | None = None
+    quantise: Quantise | Literal["none"] | None = None
+    """``none`` switches off what the rule does by default."""
+    clip_pseudo_grad: float | None = None
+    anomaly_threshold: float | None = None
+    offload: bool | None = None
+    split: bool | None = None
+
+    @classmethod
+    def from_short(cls, raw: Any) -> dict[str, Any]:
+        """Reads the name of a rule."""
+        return {"rule": raw} if isinstance(raw, str) else dict(super().from_short(raw))
+
+    @classmethod
+    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Refuses keys that the rule has no use for."""
+        rule = _RULES.get(keys.get("rule", "diloco"))
+        for key in ("lr", "momentum", "nesterov"):
+            if rule is not None and key in keys and getattr(rule, key) is None:
+                raise StrategyError(
+                    f"outer: the rule {keys['rule']!r} has no {key!r}",
+                    expected=f"a rule with one, such as diloco, or no {key}",
+                    got=f"{key}={keys[key]!r}",
+                    fix="leave the key out",
+                )
+        if rule is _RULES["post_local_sgd"] and "warmup_steps" not in keys:
+            raise StrategyError(
+                "outer: post_local_sgd needs the number of its synchronous steps",
+                expected="warmup_steps",
+                got="none",
+                fix='give it, or use the rule "local_sgd"',
+            )
+        return keys
+
+    def check(self, job: Job) -> None:
+        """Refuses numbers that do not fit together, and a job without an optimizer."""
+        assert self._policy is not None  # made here, with its own checks
+        if job.optim_func is None:
+            raise StrategyError(
+                "outer has no optimizer to work with",
+                expected="optim_func",
+                got="None",
+                fix="pass the class of the inner optimizer, such as torch.optim.AdamW",
+            )
+
+    def apply(self, job: Job) -> None:
+        """The optimizer will be built as before, and then taken for the inner one."""
+        if self._policy.offload and job.device.type == "cpu":
+            job.notices.append("outer: offload changes nothing, the model is in host memory already")
+        job.finish_optimizer = lambda inner: self._built(inner, job)
+
+    def _built(self, inner: Optimizer, job: Job) -> OuterOptimizer:
+        return _RULES[self.rule].build(
+            inner, **self._arguments, model=job.model, group=job.require_mesh().get_group("replica")
+        )
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        """The keys that are set, under the names of the rule's class."""
+        rule, given = _RULES[self.rule], self.model_dump(exclude={"rule"}, exclude_none=True)
+        if given.get("quantise") == "none":
+            given["quantise"] = None
+        return {(getattr(rule, key) if key in _RENAMED else key): value for key, value in given.items()}
+
+    @property
+    def _policy(self) -> OuterPolicy:
+        """What the rule's class will make of the keys."""
+        values = {field.name: self._value(field.name, field.default) for field in fields(OuterPolicy)}
+        return OuterPolicy(**values)
+
+    def _value(self, key: str, otherwise: Any) -> Any:
+        """A key as it was given, or the default of the rule's class, or another."""
+        name = getattr(_RULES[self.rule], key) if key in _RENAMED else key
+        if name in self._arguments:
+            return self._arguments[name]
+        for kind in _RULES[self.rule].build.__mro__:
+            own = inspect.signature(kind).parameters.get(name)
+            if own is not None and own.default is not own.empty:
+                return own.default
+        return otherwise
+
+    def cost(self, step: Step) -> Step:
+        """Global weights and momentum beside the model, and a reduction every ``sync_every`` steps."""
+        policy = self._policy
+        keeps_momentum = self.rule == "slowmo" or float(self._value("momentum", 0.0)) > 0
+        step = step.replace(
+            outer=OuterState(
+                num_tensors=2 if keeps_momentum else 1,
+                split_axis="replica" if policy.split else None,
+                on_host=policy.offload and not step.on_cpu,
+            )
+        )
+        return step.send(*_traffic(step, policy))
+
+
+def _traffic(step: Step, policy: OuterPolicy) -> list[Traffic]:
+    """What a rank sends in a block, on average over its steps in warm-up's absence."""
+    sizes = [
+        (count * math.prod(shape_on(step, parameter, step.parameters.axis)), max(parameter.itemsize, _WIDE_BYTES))
+        for count, parameter in step.every_parameter()
+        if parameter.trainable
+    ]
+
+    def traffic(kind: Literal["all_reduce", "all_to_all", "all_gather", "broadcast"], num_bytes: int) -> Traffic:
+        return Traffic(kind, "replica", num_bytes, "update", every=policy.sync_every)
+
+    if policy.quantise is not None:
+        num_bytes = message_bytes(sum(size for size, _ in sizes) // BLOCK * BLOCK, policy.quantise)
+        return [traffic("all_to_all", num_bytes), traffic("all_gather", num_bytes)]
+    num_bytes = sum(size * itemsize for size, itemsize in sizes)
+    if policy.split:
+        return [traffic("all_to_all", num_bytes), traffic("broadcast", num_bytes)]
+    return [traffic("all_reduce", num_bytes)]

@@ -1,0 +1,36 @@
+"""Through the wrappers of an optimizer: its guards, and clipping as they want it."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.optim.clip import clip_grad_norm_
+from meshwright.optim.guarded import GuardedOptimizer
+from meshwright.optim.outer import OuterOptimizer
+
+
+def guard_of(optimizer: Optimizer | None) -> GuardedOptimizer | None:
+    """The guards of an optimizer, also inside an outer one; None where there are none."""
+    inner = optimizer.inner if isinstance(optimizer, OuterOptimizer) else optimizer
+    return inner if isinstance(inner, GuardedOptimizer) else None
+
+
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that holds the states, inside all wrappers."""
+    while isinstance(optimizer, OuterOptimizer | GuardedOptimizer):
+        optimizer = optimizer.inner
+    return optimizer
+
+
+def clip_gradients(
+    model: nn.Module, optimizer: Optimizer | None, max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Clips the gradients of a model, prepared as its optimizer wants them; returns their norm before (0-dim)."""
+    if isinstance(optimizer, OuterOptimizer):
+        optimizer.prepare_gradients()
+    guard = guard_of(optimizer)
+    if guard is not None:
+        return guard.clip_grad_norm(max_norm, norm_type)
+    return clip_grad_norm_(model.parameters(), max_norm, norm_type)
