@@ -31,6 +31,7 @@ from meshwright.store.manifest import (
     write_manifest,
 )
 from meshwright.store.record import RECORD, Record, read_record
+from meshwright.store.replicas import begin, completed, load_means
 from meshwright.store.shards import file_prefix, load_shards, save_shards
 from meshwright.store.snapshot import capture, plan_restore
 from meshwright.store.state import CheckpointInfo, TrainingState
@@ -103,15 +104,17 @@ class CheckpointStore:
 
     def _write(self, state: TrainingState, directory: Path) -> None:
         rank = runtime.rank()
+        begin(state, to_load=False)
         with runtime.same_on_every_rank():
             snapshot = capture(state, runtime.world_size())
+        record = snapshot.record if snapshot.replica is None else completed(snapshot.record, snapshot.replica)
         save_shards(snapshot.tensors, directory / _TENSORS)
         with runtime.same_on_every_rank(), storage_errors(f"Writing {directory} failed", _DISK):
             own = {path.name: path for path in (directory / _TENSORS).glob(file_prefix(rank) + "*")}
             write_durably(directory / _rng_name(rank), safetensors.torch.save(generator_tensors()))
             names = [_rng_name(rank), *(f"{_TENSORS}/{name}" for name in own)]
             if rank == 0:
-                write_durably(directory / RECORD, snapshot.record.to_json().encode())
+                write_durably(directory / RECORD, record.to_json().encode())
                 sync_directory(directory / _TENSORS)
                 names.append(RECORD)
             # Hashed by who wrote them, while they are still in that machine's memory.
@@ -176,14 +179,19 @@ class CheckpointStore:
                 raise self._nothing_here()
             _verify(path)
         assert path is not None
+        begin(state, to_load=True)
         with runtime.same_on_every_rank():
             record = read_record(path)
             restoration = plan_restore(state, record)
             generators = _read_generators(path, record)
         load_shards(restoration.targets, path / _TENSORS)
+        if record.outer is not None and any(runtime.gather_objects(bool(restoration.averaged))):
+            load_means(restoration.averaged, len(record.outer.replicas), path / _TENSORS)
         with runtime.same_on_every_rank():
             restoration.commit()
             rng_restored = generators is not None and set_generators(generators)
+        if restoration.outer is not None:
+            restoration.outer.finish()
         return CheckpointInfo(
             path, state.step, state.samples_seen, record.strategy, state.extra, record.world_size, rng_restored
         )

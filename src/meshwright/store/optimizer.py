@@ -18,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError, join_names
-from meshwright.optim import GuardedOptimizer
+from meshwright.optim import guard_of
 from meshwright.store.plain import dtype_named, from_plain, to_plain
 from meshwright.store.record import GroupRecord, OptimizerRecord, TensorRecord
 
@@ -27,16 +27,12 @@ _JOB_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_VALUES = _JOB_CHOICES | {"params", "param_names"}
 
 
-def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that holds the state: what a GuardedOptimizer wraps, any other itself."""
-    return optimizer.inner if isinstance(optimizer, GuardedOptimizer) else optimizer
-
-
 def masters_by_name(optimizer: Optimizer | None, model: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The fp32 master weights among the parameters, by model name."""
-    if not isinstance(optimizer, GuardedOptimizer) or optimizer.master is None:
+    guard = guard_of(optimizer)
+    if guard is None or guard.master is None:
         return {}
-    masters = {id(parameter): master for parameter, master in optimizer.master.of.items()}
+    masters = {id(parameter): master for parameter, master in guard.master.of.items()}
     return {name: masters[id(tensor)] for name, tensor in model.items() if id(tensor) in masters}
 
 
@@ -74,7 +70,7 @@ def capture_optimizer(
     """Names all states and hyperparameters of an optimizer.
 
     Args:
-        optimizer: The one that holds the state (see :func:`inner_optimizer`).
+        optimizer: The one that holds the state (inside all wrappers).
         weights: The tensors it may update, by model name: parameters, or the masters of those that have one.
 
     Returns:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError
-from meshwright.optim import GuardedOptimizer
+from meshwright.optim import GuardedOptimizer, inner_optimizer
 from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
 from meshwright.store.entries import model_entries
 from meshwright.store.file_format import make_folder, write_file
@@ -20,7 +20,6 @@ from meshwright.store.folder import write_folder
 from meshwright.store.optimizer import (
     OptimizerPlan,
     capture_optimizer,
-    inner_optimizer,
     masters_by_name,
     plan_optimizer,
 )

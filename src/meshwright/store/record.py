@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,10 @@ class GroupRecord:
     parameters: list[str]
     values: dict[str, Any]
 
+    def of(self, names: Container[str]) -> GroupRecord:
+        """The same group with some of its parameters."""
+        return GroupRecord([name for name in self.parameters if name in names], self.values)
+
 
 @dataclass(frozen=True)
 class OptimizerRecord:
@@ -44,6 +48,29 @@ class OptimizerRecord:
     """Per parameter name, the states that are stored as tensors."""
     values: dict[str, dict[str, Any]]
     """Per parameter name, the states that are not tensors, in JSON types."""
+
+
+@dataclass(frozen=True)
+class ReplicaRecord:
+    """What one of several replicas has of its own."""
+
+    optimizer: OptimizerRecord
+    """The inner one."""
+    scaler: Any
+    flags: dict[str, Any]
+    tensors: dict[str, TensorRecord]
+    """By stored name."""
+
+
+@dataclass(frozen=True)
+class OuterRecord:
+    """Replicas that synchronise every so many steps."""
+
+    num_updates: int
+    flags: dict[str, Any]
+    optimizer: OptimizerRecord
+    """The outer one; its parameters are the global weights."""
+    replicas: list[ReplicaRecord]
 
 
 @dataclass(frozen=True)
@@ -60,6 +87,11 @@ class Record:
     optimizer: OptimizerRecord | None
     lr_scheduler: Any
     scaler: Any
+    outer: OuterRecord | None = None
+
+    def replaced(self, **changes: Any) -> Record:
+        """The same record with some fields changed."""
+        return dataclasses.replace(self, **changes)
 
     def to_json(self) -> str:
         """JSON text, with the versions that wrote it."""
@@ -107,10 +139,31 @@ def read_record(directory: Path) -> Record:
 
 
 def _parsed(found: dict[str, Any]) -> Record:
-    fields = {field.name: found[field.name] for field in dataclasses.fields(Record)}
-    fields["tensors"] = {name: TensorRecord(tuple(shape), dtype) for name, (shape, dtype) in found["tensors"].items()}
-    if found["optimizer"] is not None:
-        optimizer = dict(found["optimizer"])
-        optimizer["groups"] = [GroupRecord(**group) for group in optimizer["groups"]]
-        fields["optimizer"] = OptimizerRecord(**optimizer)
+    fields = {field.name: found[field.name] for field in dataclasses.fields(Record) if field.name != "outer"}
+    fields["tensors"] = _parsed_tensors(found["tensors"])
+    fields["optimizer"] = _parsed_optimizer(found["optimizer"])
+    outer = found.get("outer")  # absent in what earlier versions wrote
+    if outer is not None:
+        replicas = [
+            ReplicaRecord(
+                _parsed_optimizer(each["optimizer"]),  # type: ignore[arg-type]
+                each["scaler"],
+                each["flags"],
+                _parsed_tensors(each["tensors"]),
+            )
+            for each in outer["replicas"]
+        ]
+        optimizer = _parsed_optimizer(outer["optimizer"])
+        assert optimizer is not None
+        fields["outer"] = OuterRecord(outer["num_updates"], outer["flags"], optimizer, replicas)
     return Record(**fields)
+
+
+def _parsed_tensors(found: dict[str, Any]) -> dict[str, TensorRecord]:
+    return {name: TensorRecord(tuple(shape), dtype) for name, (shape, dtype) in found.items()}
+
+
+def _parsed_optimizer(found: dict[str, Any] | None) -> OptimizerRecord | None:
+    if found is None:
+        return None
+    return OptimizerRecord(**{**found, "groups": [GroupRecord(**group) for group in found["groups"]]})

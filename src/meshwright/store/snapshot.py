@@ -9,17 +9,17 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.errors import CheckpointError, join_names
-from meshwright.optim import GuardedOptimizer
+from meshwright.optim import OuterOptimizer, guard_of, inner_optimizer
 from meshwright.store.entries import ModelEntries, model_entries
 from meshwright.store.optimizer import (
     OptimizerPlan,
     capture_optimizer,
-    inner_optimizer,
     masters_by_name,
     plan_optimizer,
 )
 from meshwright.store.plain import dtype_named, from_plain, to_plain
 from meshwright.store.record import Record, TensorRecord, tensor_records
+from meshwright.store.replicas import OuterPlan, ReplicaParts, ReplicaView, capture_replicas, plan_outer
 from meshwright.store.state import TrainingState
 
 
@@ -29,6 +29,8 @@ class Snapshot:
 
     tensors: dict[str, torch.Tensor]
     record: Record
+    replica: ReplicaParts | None = None
+    """Where there are replicas: what this rank holds; :func:`meshwright.store.replicas.completed` adds the others'."""
 
 
 def capture(state: TrainingState, world_size: int) -> Snapshot:
@@ -57,7 +59,11 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
         lr_scheduler=_scheduler_record(scheduler) if scheduler is not None else None,
         scaler=to_plain(scaler.state_dict(), "The loss scaler's state") if scaler is not None else None,
     )
-    return Snapshot(tensors, record)
+    if not isinstance(state.optim, OuterOptimizer):
+        return Snapshot(tensors, record)
+    assert optimizer is not None, "there is an optimizer"
+    tensors, parts = capture_replicas(state.optim, weights, tensors, optimizer, record.scaler)
+    return Snapshot(tensors, record, parts)
 
 
 def _scheduler_record(scheduler: LRScheduler) -> dict[str, Any]:
@@ -66,7 +72,8 @@ def _scheduler_record(scheduler: LRScheduler) -> dict[str, Any]:
 
 
 def _scaler(state: TrainingState) -> torch.amp.GradScaler | None:
-    scaler = state.optim.scaler if isinstance(state.optim, GuardedOptimizer) else None
+    guard = guard_of(state.optim)
+    scaler = guard.scaler if guard is not None else None
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
@@ -80,20 +87,27 @@ class Restoration:
     targets: dict[str, torch.Tensor]
     """Tensors to fill before :meth:`commit`, by stored name."""
     optimizer: OptimizerPlan | None
+    view: ReplicaView
+    outer: OuterPlan | None
+    averaged: dict[str, torch.Tensor]
+    """Tensors to fill with means over the checkpoint's replicas, by the names they have without replicas."""
 
     def commit(self) -> None:
         """Hands over everything that is not in the targets themselves."""
         state, record = self.state, self.record
-        if isinstance(state.optim, GuardedOptimizer) and state.optim.master is not None:
-            state.optim.master.write_back()
+        guard = guard_of(state.optim)
+        if guard is not None and guard.master is not None:
+            guard.master.write_back()
         self.entries.load(record.model_values)
         if self.optimizer is not None:
             self.optimizer.commit()
+        if self.outer is not None:
+            self.outer.commit()
         if state.lr_scheduler is not None:
             state.lr_scheduler.load_state_dict(from_plain(record.lr_scheduler["state"]))
         scaler = _scaler(state)
-        if scaler is not None and record.scaler is not None:  # a run that starts to scale keeps its first scale
-            scaler.load_state_dict(from_plain(record.scaler))
+        if scaler is not None and self.view.scaler is not None:  # a run that starts to scale keeps its first scale
+            scaler.load_state_dict(from_plain(self.view.scaler))
         state.step, state.samples_seen, state.extra = record.step, record.samples_seen, from_plain(record.extra)
 
 
@@ -108,11 +122,19 @@ def plan_restore(state: TrainingState, record: Record) -> Restoration:
     targets = {f"model.{name}": tensor for name, tensor in weights.items()}
     _check_model(entries, record)
     _check_parts(state, record)
-    optimizer = None
-    if state.optim is not None and record.optimizer is not None:
-        optimizer = plan_optimizer(inner_optimizer(state.optim), weights, record.optimizer, record.tensors)
+    outer_optimizer = state.optim if isinstance(state.optim, OuterOptimizer) else None
+    replicas = outer_optimizer.replicas if outer_optimizer is not None else None
+    view = ReplicaView(record, replicas.rank if replicas else 0, replicas.size if replicas else 1)
+    optimizer, outer = None, None
+    if state.optim is not None and view.optimizer is not None:
+        optimizer = plan_optimizer(inner_optimizer(state.optim), weights, view.optimizer, view.tensors)
         targets |= optimizer.targets
-    return Restoration(state, record, entries, targets, optimizer)
+    averaged = {name: tensor for name, tensor in targets.items() if view.is_averaged(name)}
+    own = {view.stored_name(name): tensor for name, tensor in targets.items() if name not in averaged}
+    if outer_optimizer is not None:
+        outer = plan_outer(outer_optimizer, weights, view)
+        own |= outer.targets  # in place of weights that are the global ones: these are taken over from there
+    return Restoration(state, record, entries, own, optimizer, view, outer, averaged)
 
 
 def _check_model(entries: ModelEntries, record: Record) -> None:

@@ -113,6 +113,11 @@ def weights(net: nn.Module):
     return [parameter.detach().clone() for parameter in net.parameters()]
 
 
+def weights_of_copies(optimizer):
+    """The global weights of an outer optimizer."""
+    return [copy.detach().clone() for copy in optimizer.synchronizer.copy.of.values()]
+
+
 def averaging(sim):
     """Local SGD: W ← mean."""
     sim.world = [world + g for world, g in zip(sim.world, sim.gradient, strict=True)]

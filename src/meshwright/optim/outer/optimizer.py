@@ -85,6 +85,11 @@ class OuterOptimizer(WrappedOptimizer):
         return self.inner if isinstance(self.inner, GuardedOptimizer) else None
 
     @property
+    def in_warmup(self) -> bool:
+        """Whether the next step belongs to warm-up."""
+        return self._rhythm.in_warmup(self.num_updates)
+
+    @property
     def num_syncs(self) -> int:
         """Outer steps (of fragments) so far."""
         return self.synchronizer.num_syncs
@@ -92,7 +97,7 @@ class OuterOptimizer(WrappedOptimizer):
     @property
     def _averages_gradients(self) -> bool:
         """Whether the next step belongs to a synchronous warm-up."""
-        return self._rhythm.in_warmup(self.num_updates) and self.policy.warmup == "synchronous"
+        return self.in_warmup and self.policy.warmup == "synchronous"
 
     def prepare_gradients(self) -> None:
         """In a synchronous warm-up: averages gradients over replicas. ``step`` does so; call it before clipping."""
@@ -179,7 +184,7 @@ class OuterOptimizer(WrappedOptimizer):
         does nothing.
         """
         self.synchronizer.start()
-        if not self._rhythm.in_warmup(self.num_updates):
+        if not self.in_warmup:
             self.synchronizer.synchronize()
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright.distributed.transport import all_gather_flat
 from meshwright.errors import ConfigError, LaunchError, join_names
 from meshwright.runtime import gather_objects, world_size
 
@@ -73,7 +74,7 @@ class Replicas:
         """Starts gathering equal pieces."""
         self.bytes_sent += (self.size - 1) * sent.nbytes
         with self.watched():
-            work: dist.Work = dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True)
+            work: dist.Work = all_gather_flat(received, sent, group=self.group, async_op=True)
         return work
 
     def broadcast(self, tensor: torch.Tensor, replica: int) -> dist.Work | None:

@@ -83,7 +83,7 @@ def load_state(shared: Synchronizer, saved: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: When it is no such state, or of other parameters; nothing is changed then.
     """
-    shared.start()
+    shared.start(from_checkpoint=True)
     copies = _copies(shared)
     missing = {"inner", "outer", "num_updates", "global", "landed", "flags", "own_flags"} - saved.keys()
     given = {} if missing else {key: tuple(value.shape) for key, value in saved["global"].items()}

@@ -72,8 +72,11 @@ class Synchronizer:
         assert self._copy is not None
         return self._copy
 
-    def start(self) -> None:
+    def start(self, *, from_checkpoint: bool = False) -> None:
         """Compares the replicas and makes the global copy; collective over the world, once.
+
+        Args:
+            from_checkpoint: Replicas may hold weights of their own, and global ones will be loaded.
 
         Raises:
             ConfigError: On every rank, when replicas hold other parameters.
@@ -82,9 +85,10 @@ class Synchronizer:
             return
         parameters = self.weights.parameters
         self.replicas.check_alike(parameters)
-        # Buffers may differ already: the first forward has moved them.
-        made_equal(list(map(self.weights.read, parameters)), self.replicas, self._bucket_bytes)
-        self.weights.finish()
+        if not from_checkpoint:
+            # Buffers may differ already: the first forward has moved them.
+            made_equal(list(map(self.weights.read, parameters)), self.replicas, self._bucket_bytes)
+            self.weights.finish()
         kind = SplitCopy if self.policy.split else GlobalCopy
         self._copy = kind(self.weights, self.replicas, self._make_outer, self.policy)
         every = divided(parameters, self.policy.fragments, self._given_fragments)
@@ -215,13 +219,17 @@ class Synchronizer:
                 self._apply(fragment, alpha=0.0)
         self.replicas_are_equal = True
 
+    @torch.no_grad()
+    def take_global(self) -> None:
+        """Goes on from the global weights; collective."""
+        self._take_global(self.copy.ordered(self.weights.parameters), 0.0)
+
     @contextlib.contextmanager
     def global_weights(self) -> Iterator[None]:
         """Lends the model the global weights, for instance to evaluate or export them; collective."""
         parameters = self.weights.parameters
         kept = [self.weights.read(parameter).clone() for parameter in parameters]
-        with torch.no_grad():
-            self._take_global(self.copy.ordered(parameters), 0.0)
+        self.take_global()
         try:
             yield
         finally:
