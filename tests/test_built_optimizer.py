@@ -13,7 +13,7 @@ ARGS = {"lr": 0.1, "momentum": 0.9}
 
 def losses(optim, strategy, model, **changes):
     result = mw.accelerate(
-        model, optim, tiny.Tokens(), tiny.loss_func, strategy=strategy, dataloader_args={"batch_size": 8}, **changes
+        model, optim, tiny.Tokens(32), tiny.loss_func, strategy=strategy, dataloader_args={"batch_size": 8}, **changes
     )
     return [result.step(batch).loss.item() for batch in result.dataloader], result
 

@@ -47,7 +47,7 @@ HSDP = ["fsdp", ("parallel_mode", {"zero": 2, "data": 2})]
     ("name", "before", "after", "optimizer"),
     [
         pytest.param("plain", (4, ["fsdp"]), (2, []), "sgd", marks=pytest.mark.long),
-        ("plain", (4, ["fsdp"]), (2, []), "adamw"),
+        pytest.param("plain", (4, ["fsdp"]), (2, []), "adamw", marks=pytest.mark.long),
         ("gpt2", (4, ["fsdp"]), (2, ["zero2", "checkpoint"]), "adamw"),
         ("llama", (4, HSDP), (1, []), "sgd"),
         pytest.param("bert", (2, []), (4, ["fsdp"]), "adamw", marks=pytest.mark.long),

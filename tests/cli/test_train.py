@@ -1,14 +1,20 @@
 """Whole runs of the program: its own ranks, a launcher's, resumed and failing."""
 
+import contextlib
+import io
 import json
 import shutil
 import sys
 import time
+from unittest import mock
 
 import pytest
+from typer.testing import CliRunner
 
 from meshwright import Strategy
+from meshwright.cli import app, training
 from meshwright.cli.config_file import parse_config
+from meshwright.cli.request import Options
 from tests.cli.helpers import losses, meshwright, metrics, project
 
 KEYS = ["step", "loss", "lr", "grad_norm", "tokens_per_s", "step_time_s", "peak_memory_bytes"]
@@ -50,25 +56,51 @@ def test_a_run_writes_and_shows_everything(run):
         assert words in shown
 
 
-def test_an_existing_run_is_refused(run):
+def test_an_existing_run_is_refused(run, monkeypatch):
     folder, _ = run
+    monkeypatch.chdir(folder)
     before = (folder / "first" / "metrics.jsonl").read_bytes()
-    result = meshwright("train", "tiny.toml", "--nproc", 2, "--out", "first", folder=folder)
-    assert result.returncode == 1
+    result = CliRunner().invoke(app, ["train", "tiny.toml", "--nproc", "2", "--out", "first"])
+    assert result.exit_code == 1
     assert "holds a run already; nothing was overwritten" in result.stderr
     assert (folder / "first" / "metrics.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("nproc", [2, pytest.param(1, marks=pytest.mark.long)])
+def _resumes(file, out):
+    """What a rank of the program does. Ranks of a pool live on afterwards, and forget what the file imported."""
+    path, said = list(sys.path), io.StringIO()
+    try:
+        with mock.patch.object(training, "shutdown_distributed"), contextlib.redirect_stderr(said):
+            training.train(Options(file, out=out, resume=True))
+    finally:
+        sys.path[:] = path
+        sys.modules.pop("tiny", None)
+    return said.getvalue()
+
+
+def _check_resumed(out, said, expected):
+    assert "resuming after step 3" in said
+    assert [record["step"] for record in metrics(out)] == [1, 2, 3, 4, 5, 6]
+    assert losses(out) == pytest.approx(expected, rel=1e-5)
+    assert (out / "checkpoints" / "step-00000006").is_dir()
+
+
+@pytest.mark.parametrize("world", [2, 1])
+def test_resumed_ranks_repeat_the_uninterrupted_run(run, ranks, world):
+    folder, _ = run
+    out = _stopped_after_step_3(folder, f"ranks-{world}")
+    said = ranks(world).run(_resumes, folder / "tiny.toml", out)
+    _check_resumed(out, said[0], losses(folder / "first"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nproc", [2, 1])
 def test_a_resumed_run_repeats_the_uninterrupted_one(run, nproc):
     folder, _ = run
     out = _stopped_after_step_3(folder, f"resumed-{nproc}")
     result = meshwright("train", "tiny.toml", "--nproc", nproc, "--out", out, "--resume", folder=folder)
     assert result.returncode == 0, result.stderr
-    assert "resuming after step 3" in result.stderr
-    assert [record["step"] for record in metrics(out)] == [1, 2, 3, 4, 5, 6]
-    assert losses(out) == pytest.approx(losses(folder / "first"), rel=1e-5)
-    assert (out / "checkpoints" / "step-00000006").is_dir()
+    _check_resumed(out, result.stderr, losses(folder / "first"))
 
 
 @pytest.mark.parametrize(
@@ -87,6 +119,7 @@ def test_a_failing_rank_ends_the_others(tmp_path, change, word):
     assert "rank 1" in result.stderr
 
 
+@pytest.mark.long  # the ranks that the program starts itself are torchrun's too
 def test_under_torchrun_it_joins(tmp_path):
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
     project(tmp_path)

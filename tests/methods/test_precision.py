@@ -81,16 +81,28 @@ def losses(strategy, lr):
     return [step.loss.item() for step in found], dtypes, found[0].loss.dtype
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.fixture(scope="module")
+def fp32_losses(ranks):
+    return ranks(1).run(losses, [], 3e-3)[0][0]
+
+
 @pytest.mark.parametrize(
-    "precision",
-    [("half", "bf16"), pytest.param(("half", "fp16"), marks=pytest.mark.long), ("amp_native", "fp16")],
+    ("precision", "layout"),
+    [
+        # Every layout once; every precision on all of them in the long run.
+        pytest.param(precision, layout, marks=[] if layout in short else [pytest.mark.long])
+        for precision, short in (
+            (("half", "bf16"), ([], ["zero2"])),
+            (("half", "fp16"), ()),
+            (("amp_native", "fp16"), (["zero1"], ["fsdp"])),
+        )
+        for layout in LAYOUTS
+    ],
     ids=str,
 )
-def test_half_precision_follows_the_loss_curve_of_fp32(ranks, layout, precision):
-    expected = ranks(1).run(losses, [], 3e-3)[0][0]
+def test_half_precision_follows_the_loss_curve_of_fp32(ranks, fp32_losses, layout, precision):
     for found, dtypes, loss_dtype in ranks(2).run(losses, [*layout, precision], 3e-3):
-        assert found == pytest.approx(expected, rel=1e-2)
+        assert found == pytest.approx(fp32_losses, rel=1e-2)
         assert loss_dtype == torch.float32
         half = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision[1]]
         assert dtypes == {half if precision[0] == "half" and not layout else "torch.float32"}

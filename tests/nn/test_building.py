@@ -7,7 +7,7 @@ from meshwright.store import load, save
 from tests.live_bytes import peak_bytes
 from tests.nn.seed_models import Layer
 
-DIM, BLOCKS = 64, 24
+DIM, BLOCKS = 64, 12
 
 
 class Deep(DistributedModule):

@@ -73,10 +73,9 @@ def test_initial_values_are_those_of_one_process(ranks, world):
 _LONG = ("zero1", "zero2", "sqrt", "kept")
 TRAINED = [
     *((2, form) for form in ALL_FORMS if form not in _LONG),
-    (4, "list"),
     *(
-        pytest.param(world, form, marks=pytest.mark.long)
-        for world, form in (*((2, form) for form in _LONG), (4, "wrapped"))
+        pytest.param(world, form, marks=pytest.mark.long)  # a list on 4 ranks trains in test_bmtrain
+        for world, form in (*((2, form) for form in _LONG), (4, "list"), (4, "wrapped"))
     ),
 ]
 
@@ -103,11 +102,11 @@ def _gradients_and_training(form, steps):
 
 @pytest.mark.parametrize(("world", "form"), TRAINED)
 def test_trains_as_one_process(ranks, world, form):
-    ranks(world).run(_gradients_and_training, form, 12)
+    ranks(world).run(_gradients_and_training, form, 10)
 
 
 def test_one_rank_trains_as_plain_torch(ranks):
-    ranks(1).run(_gradients_and_training, "list", 12)
+    ranks(1).run(_gradients_and_training, "list", 10)
 
 
 def _accumulation():

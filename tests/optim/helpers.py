@@ -59,7 +59,8 @@ def give_gradients(model, step):
     for parameter in model.parameters():
         gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         if isinstance(parameter, DTensor):
-            gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            mesh, placements = parameter.device_mesh, parameter.placements
+            gradient = distribute_tensor(gradient, mesh, placements, src_data_rank=None)  # equal everywhere
         parameter.grad = gradient
 
 

@@ -19,7 +19,7 @@ STEPS = 20
 LIMIT = 1e-5
 
 
-def worst_by_layout(kinds=tuple(BUILD)):
+def worst_by_layout(kinds=tuple(BUILD), steps=STEPS):
     """For every layout of this world and optimizer: the largest difference, of weights and of states.
 
     Weights relative to the distance they moved, states relative to their norm.
@@ -27,9 +27,9 @@ def worst_by_layout(kinds=tuple(BUILD)):
     start, cells = start_values(), {}
     for name in kinds:
         build = BUILD[name]
-        expected, _ = trained(build, plain, steps=STEPS)
+        expected, _ = trained(build, plain, steps=steps)
         for layout, place in layouts_of(dist.get_world_size()).items():
-            result, _ = trained(build, place, steps=STEPS)
+            result, _ = trained(build, place, steps=steps)
             cells[layout, name] = max(relative_differences(result, expected, start).values())
     return cells
 

@@ -49,12 +49,12 @@ def hash_of(name):
     return sum(ord(letter) * (index + 1) for index, letter in enumerate(name)) * 100
 
 
-def on_one_device(build):
+def on_one_device(build, steps):
     single = model()
     parameters = dict(single.named_parameters())
     start = {name: full(parameter) for name, parameter in parameters.items()}
     optimizer = build(parameters)
-    for step in range(STEPS):
+    for step in range(steps):
         for name, parameter in parameters.items():
             parameter.grad = gradient(name, parameter.shape, step)
         optimizer.step()
@@ -69,13 +69,13 @@ def whole(parameters, optimizer):
     return found
 
 
-def under_plugin(make_plugin, build):
+def under_plugin(make_plugin, build, steps):
     plain_model = model()
     names = list(dict(plain_model.named_parameters()))
     optimizer = build(dict(plain_model.named_parameters()))
     boosted, wrapped, *_ = Booster(plugin=make_plugin()).boost(plain_model, optimizer)
     parameters = dict(zip(names, boosted.unwrap().parameters(), strict=True))
-    for step in range(STEPS):
+    for step in range(steps):
         for name, parameter in parameters.items():
             parameter.grad = laid_out(gradient(name, parameter.shape, step), parameter)
         wrapped.step()
@@ -88,12 +88,12 @@ def laid_out(value, parameter):
     return placed(value, parameter.device_mesh, parameter.placements)
 
 
-def worst_by_plugin(kinds=tuple(BUILD), plugins=tuple(PLUGINS)):
+def worst_by_plugin(kinds=tuple(BUILD), plugins=tuple(PLUGINS), steps=STEPS):
     """For every plugin and optimizer the largest relative difference of weights and states."""
     cells = {}
     for name in kinds:
-        start, expected = on_one_device(BUILD[name])
+        start, expected = on_one_device(BUILD[name], steps)
         for plugin in plugins:
-            found = under_plugin(PLUGINS[plugin], BUILD[name])
+            found = under_plugin(PLUGINS[plugin], BUILD[name], steps)
             cells[plugin, name] = max(relative_differences(found, expected, start).values())
     return cells

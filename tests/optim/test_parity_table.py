@@ -1,13 +1,13 @@
 """The tables of docs/optimizers.md hold: cells are measured again (see parity_table.py).
 
 ``--parity=all`` (``make parity``) measures all of them. Without it LAMB is, on every layout (the other optimizers' own
-tests have theirs), and two under three plugins.
+tests have theirs), and two under three plugins, over half as many steps.
 """
 
 import pytest
 
 from tests.optim.contestants import BUILD
-from tests.optim.parity_table import LIMIT, PAGE, headings_of, over_ranks, section, worst_by_layout
+from tests.optim.parity_table import LIMIT, PAGE, STEPS, headings_of, over_ranks, section, worst_by_layout
 from tests.optim.plugin_parity import PLUGINS, worst_by_plugin
 
 SOME_PLUGINS = ("HybridParallel, tp 2, zero 2", "LowLevelZero, stage 2", "Gemini (ZeRO-3)")
@@ -15,8 +15,9 @@ SOME_PLUGINS = ("HybridParallel, tp 2, zero 2", "LowLevelZero, stage 2", "Gemini
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_layouts(ranks, request, world):
-    kinds = tuple(BUILD) if request.config.getoption("--parity") == "all" else ("Lamb",)
-    cells = over_ranks(ranks(world).run(worst_by_layout, kinds))
+    everything = request.config.getoption("--parity") == "all"
+    kinds = tuple(BUILD) if everything else ("Lamb",)
+    cells = over_ranks(ranks(world).run(worst_by_layout, kinds, STEPS if everything else STEPS // 2))
     assert {cell: value for cell, value in cells.items() if not value <= LIMIT} == {}
     assert {name for _, name in cells} == set(kinds)
     rows, columns = headings_of(section(PAGE.read_text(), "layouts").group(1))
@@ -27,8 +28,9 @@ def test_layouts(ranks, request, world):
 def test_plugins(ranks, request):
     everything = request.config.getoption("--parity") == "all"
     kinds = tuple(BUILD) if everything else ("GaLore", "Adafactor")
-    cells = over_ranks(ranks(4).run(worst_by_plugin, kinds, tuple(PLUGINS) if everything else SOME_PLUGINS))
-    assert len(cells) == len(kinds) * (len(PLUGINS) if everything else len(SOME_PLUGINS))
+    plugins = tuple(PLUGINS) if everything else SOME_PLUGINS
+    cells = over_ranks(ranks(4).run(worst_by_plugin, kinds, plugins, STEPS if everything else STEPS // 2))
+    assert len(cells) == len(kinds) * len(plugins)
     assert {cell: value for cell, value in cells.items() if not value <= LIMIT} == {}
     rows, columns = headings_of(section(PAGE.read_text(), "plugins").group(1))
     assert rows == list(PLUGINS)

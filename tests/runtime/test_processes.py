@@ -103,7 +103,9 @@ os.write(1, (line + chr(10)).encode())  # whole: the ranks share one pipe
     ("starter", "size"),
     [
         ([], 1),
-        (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 2),
+        pytest.param(
+            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 2, marks=pytest.mark.long
+        ),
         pytest.param(
             ["-m", "torch.distributed.launch", "--nproc_per_node", "2", "--master_port", str(free_port())],
             2,

@@ -149,8 +149,12 @@ def test_the_update_log_is_as_in_plain_torch(ranks, world):
     ranks(world).run(_pipeline)
 
 
+@pytest.mark.long
 def test_the_launch_command_starts_it():
-    """``torchrun`` as the README has it; its other command starts ``examples/gpt2/train.py``, in the tests of that."""
+    """``torchrun`` as the README has it; its other command starts ``examples/gpt2/train.py``, in the tests of that.
+
+    That one is part of every run, and the file itself has run on two ranks above.
+    """
     options = f"--nnodes=1 --nproc_per_node=2 --rdzv_id=1 --rdzv_backend=c10d --rdzv_endpoint=localhost:{free_port()}"
     command = [sys.executable, "-m", "torch.distributed.run", *options.split(), str(FOLDER / "readme_gpt2.py")]
     done = subprocess.run(
