@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -140,7 +141,8 @@ class Outer(Method):
         name = getattr(_RULES[self.rule], key) if key in _RENAMED else key
         if name in self._arguments:
             return self._arguments[name]
-        for kind in _RULES[self.rule].build.__mro__:
+        presets = itertools.takewhile(lambda kind: kind is not OuterOptimizer, _RULES[self.rule].build.__mro__)
+        for kind in presets:
             own = inspect.signature(kind).parameters.get(name)
             if own is not None and own.default is not own.empty:
                 return own.default

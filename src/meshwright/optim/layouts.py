@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,15 +36,28 @@ def wrapped_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
 
 
-def num_replicas(tensor: torch.Tensor) -> int:
-    """How many ranks hold the same shard: all of them for a plain tensor.
+class Peers(NamedTuple):
+    """The ranks that train one model together: the world, or those of one replica."""
+
+    group: dist.ProcessGroup | None
+    """None for the world, and for one rank alone."""
+    size: int
+
+    @classmethod
+    def of_world(cls) -> Peers:
+        """All ranks."""
+        return cls(None, world_size())
+
+
+def num_replicas(tensor: torch.Tensor, peers: Peers | None = None) -> int:
+    """How many ranks (of the world, or of some peers) hold the same shard: all of them for a plain tensor.
 
     Raises:
         ModelError: When the tensor is an unreduced partial sum.
     """
     layout = layout_of(tensor)
     if layout is None:
-        return world_size()
+        return (peers or Peers.of_world()).size
     mesh, split_dims = layout
     replicas = mesh.size()
     for dim in split_dims:
@@ -61,17 +74,18 @@ def by_kind(tensors: Iterable[torch.Tensor]) -> Sequence[list[torch.Tensor]]:
     return list(kinds.values())
 
 
-def reduced(values: torch.Tensor, operation: dist.ReduceOp.RedOpType) -> torch.Tensor:
-    """A small tensor reduced over the world, in one all-reduce; the tensor itself in a world of one.
+def reduced(values: torch.Tensor, operation: dist.ReduceOp.RedOpType, peers: Peers | None = None) -> torch.Tensor:
+    """A small tensor reduced over the world (or over some peers), in one all-reduce; the tensor itself for one rank.
 
     It goes through the device on which the world's ranks meet: a rank that holds no part of a model has nothing else to
     tell it where its peers' numbers are.
     """
-    if world_size() == 1:
+    peers = peers or Peers.of_world()
+    if peers.size == 1:
         return values
     on_cuda = "nccl" in dist.get_backend_config(dist.group.WORLD)
     values = values.to("cuda" if on_cuda else "cpu")
-    dist.all_reduce(values, operation)
+    dist.all_reduce(values, operation, group=peers.group)
     return values
 
 

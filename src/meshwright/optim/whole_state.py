@@ -24,7 +24,14 @@ def gathered_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     At most one whole tensor is on a device at a time. Only rank 0 keeps them: its dict can be saved, and loaded by
     plain torch or by :func:`laid_out_like` on any number of ranks. The others' have no states, and say so.
     """
-    local, keeps = optimizer.state_dict(), rank() == 0
+    own = getattr(optimizer, "gathered_state_dict", None)
+    return own() if own is not None else gathered(optimizer.state_dict())
+
+
+@torch.no_grad()
+def gathered(local: dict[str, Any]) -> dict[str, Any]:
+    """The same for a state dict of this rank's shards."""
+    keeps = rank() == 0
     states = {
         index: tree_map_only(torch.Tensor, lambda value: _whole(value, keeps), state)
         for index, state in local["state"].items()
@@ -45,7 +52,7 @@ def laid_out_like(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
 
     Args:
         optimizer: Any torch optimizer; its states are not touched. One with ``empty_state(parameter)`` is asked for the
-            layout of states that are not like their parameter.
+            layout of states that are not like their parameter; one with ``laid_out(state_dict)`` does it itself.
         state_dict: Local (DTensors, of this or another layout), or whole: on every rank, or on rank 0 alone, which then
             sends it to the others tensor by tensor.
 
@@ -55,6 +62,10 @@ def laid_out_like(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     Raises:
         CheckpointError: When parameters or shapes do not fit, on every rank.
     """
+    own = getattr(optimizer, "laid_out", None)
+    if own is not None:
+        laid_out: dict[str, Any] = own(state_dict)
+        return laid_out
     received = _agreed_source(optimizer, state_dict)
     parameters = parameters_by_key(optimizer, state_dict)
     result: dict[Any, Any] = {}

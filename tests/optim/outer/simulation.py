@@ -115,7 +115,11 @@ def weights(net: nn.Module):
 
 def weights_of_copies(optimizer):
     """The global weights of an outer optimizer."""
-    return [copy.detach().clone() for copy in optimizer.synchronizer.copy.of.values()]
+    return [weight.detach().clone() for weight in copies(optimizer)]
+
+
+def copies(optimizer):
+    return list(optimizer.synchronizer.copy.of.values())
 
 
 def averaging(sim):

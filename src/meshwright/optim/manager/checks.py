@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from meshwright.errors import ConfigError, ModelError
 from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.manager.loss_scale import LossScale
+from meshwright.optim.outer import OuterOptimizer
 
 _POLICIES = ("skip", "raise", "ignore")
 
@@ -58,6 +59,20 @@ def check_optimizer(optimizer: Optimizer, others: Sequence[Optimizer]) -> None:
             expected="an optimizer whose step() can be called without arguments",
             got=f"step{inspect.signature(optimizer.step)}",
             fix=f"step {name} by itself",
+        )
+    if others and isinstance(optimizer, OuterOptimizer) != isinstance(others[0], OuterOptimizer):
+        raise ConfigError(
+            "Some of the optimizers synchronise replicas and others do not",
+            expected="outer optimizers, such as DiLoCo, for all parameters or for none",
+            got=f"{name} beside {type(others[0]).__name__}",
+            fix="wrap each of them: replicas must agree on every parameter that trains",
+        )
+    if isinstance(optimizer, OuterOptimizer) and optimizer.guard is not None:
+        raise ConfigError(
+            "A GuardedOptimizer decides about its steps and its loss scale itself",
+            expected=f"a {name} around an optimizer that steps when it is told to",
+            got=repr(optimizer.guard),
+            fix=f"wrap AdamOptimizer, which has fp32 master weights too, or any torch optimizer into {name}",
         )
     taken = {id(p) for other in others for group in other.param_groups for p in group["params"]}
     shared = [p for group in optimizer.param_groups for p in group["params"] if id(p) in taken]

@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 
 from meshwright.optim.clip import local_norms, local_tensor
-from meshwright.optim.layouts import by_kind, num_replicas, reduced
+from meshwright.optim.layouts import Peers, by_kind, num_replicas, reduced
 
 
-def norm_and_count(tensors: Iterable[torch.Tensor], norm_type: float, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_and_count(
+    tensors: Iterable[torch.Tensor], norm_type: float, count: int, peers: Peers | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of all gradients in the world as if they were one vector, in one all-reduce; every rank calls it.
 
     Each rank adds what it holds, divided by how many ranks hold the same: tensors of any meshes share one reduction,
@@ -21,6 +23,7 @@ def norm_and_count(tensors: Iterable[torch.Tensor], norm_type: float, count: int
         tensors: This rank's gradients: plain ones, equal on all ranks, and DTensors.
         norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
         count: Any number of this rank's own; travels along.
+        peers: The ranks of one replica, whose gradients count; None for the world.
 
     Returns:
         0-dim fp64 norm, and the count of the rank that has most (a sum over ranks when ``norm_type`` is finite).
@@ -31,7 +34,7 @@ def norm_and_count(tensors: Iterable[torch.Tensor], norm_type: float, count: int
     infinite = norm_type == float("inf")
     by_replicas: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        by_replicas.setdefault(num_replicas(tensor), []).append(local_tensor(tensor))
+        by_replicas.setdefault(num_replicas(tensor, peers), []).append(local_tensor(tensor))
     parts = []
     for replicas, group in by_replicas.items():
         for kind in by_kind(group):
@@ -43,7 +46,7 @@ def norm_and_count(tensors: Iterable[torch.Tensor], norm_type: float, count: int
     # A maximum over ranks may lose a nan, but not an infinity.
     own = every.nan_to_num(nan=float("inf")).max() if infinite else every.sum()
     vector = torch.stack([own, torch.full((), float(count), dtype=torch.float64, device=device)])
-    norm, total = reduced(vector, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM).unbind()
+    norm, total = reduced(vector, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, peers).unbind()
     return (norm if infinite else norm.pow(1.0 / norm_type)), total
 
 

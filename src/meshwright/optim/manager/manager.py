@@ -11,12 +11,13 @@ from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, NonFiniteError
 from meshwright.optim.clip import local_tensor, multiply_
-from meshwright.optim.layouts import reduced
+from meshwright.optim.layouts import Peers, reduced
 from meshwright.optim.manager.checks import check_gradients, check_optimizer, check_policy, check_scheduler
 from meshwright.optim.manager.gradient_watch import GradientWatch, local_gradients
 from meshwright.optim.manager.gradients import norm_and_count
 from meshwright.optim.manager.loss_scale import LossScale
 from meshwright.optim.manager.state import load_manager_state, manager_state
+from meshwright.optim.outer import OuterOptimizer
 from meshwright.runtime import print_rank
 
 OnNonFinite = Literal["skip", "raise", "ignore"]
@@ -40,7 +41,8 @@ class OptimManager:
     until then they are scaled, and ``clip_grad_norm`` accounts for it. Every rank calls ``clip_grad_norm``, ``step``,
     ``state_dict(gather_opt=True)`` and ``load_state_dict`` alike.
 
-    Gradients must be averaged over ranks already, as FSDP2 and DDP do; nothing is divided by the world size.
+    Gradients must be averaged over ranks already, as FSDP2 and DDP do; nothing is divided by the world size. With outer
+    optimizers (DiLoCo, BMUF and others; then all must be such) every replica measures, scales and skips for itself.
 
     Args:
         loss_scale: Scale to begin with; None for no scaling (fp32, bf16).
@@ -158,10 +160,11 @@ class OptimManager:
                 got=f"max_norm={max_norm!r}, norm_type={norm_type!r}",
                 fix="use norm_type=2",
             )
+        self._prepare_gradients()
         parameters = _parameters(param_groups)
         check_gradients(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        scaled_norm, num_parameters = norm_and_count(gradients, power, len(parameters))
+        scaled_norm, num_parameters = norm_and_count(gradients, power, len(parameters), self._peers)
         if not parameters and not num_parameters.item():  # only a rank without parameters waits for the answer
             raise ConfigError(
                 "There is nothing to clip",
@@ -185,6 +188,7 @@ class OptimManager:
             ConfigError: On every rank, when there is a loss scale and no rank's loss was scaled.
             ModelError: When a gradient is sparse; nothing is updated then.
         """
+        self._prepare_gradients()
         parameters = [[p for group in o.param_groups for p in group["params"]] for o in self.optimizers]
         check_gradients([parameter for group in parameters for parameter in group])
         self.step_was_skipped = False
@@ -197,6 +201,17 @@ class OptimManager:
         self._scaled = False
         self._watch.forget()
 
+    def _prepare_gradients(self) -> None:
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, OuterOptimizer):
+                optimizer.prepare_gradients()
+
+    @property
+    def _peers(self) -> Peers | None:
+        """The ranks that decide together: those of one replica where there are replicas, None for the world."""
+        outer = next((each for each in self.optimizers if isinstance(each, OuterOptimizer)), None)
+        return None if outer is None else Peers(outer.replicas.inside, outer.replicas.num_inside)
+
     def _found_nonfinite(self, parameters: list[list[torch.Tensor]]) -> bool:
         """Whether any rank has inf or nan; gradients of optimizers that do not unscale are unscaled in passing."""
         plain: list[torch.Tensor] = []
@@ -208,7 +223,9 @@ class OptimManager:
         has_gradients = any(parameter.grad is not None for group in parameters for parameter in group)
         host = torch.tensor([float(self._scaled), float(has_gradients)]).to(found.device, non_blocking=True)
         # Pipeline stages: only the last one sees a loss, and a stage need not have trainable parameters.
-        nonfinite, scaled, present = reduced(torch.cat([found.reshape(1), host]), dist.ReduceOp.MAX).tolist()
+        nonfinite, scaled, present = reduced(
+            torch.cat([found.reshape(1), host]), dist.ReduceOp.MAX, self._peers
+        ).tolist()
         if self._scale.enabled and present and not scaled:
             raise ConfigError(
                 "The gradients were not scaled, but would be divided by the loss scale",
@@ -233,8 +250,13 @@ class OptimManager:
         if self._skips >= self.max_skips:
             what = f"Gradients were not finite in {self._skips} steps in a row, with a loss scale of {before}"
             raise self._nonfinite_error(what, "weights are those of the last good step")
-        for optimizer in self.optimizers:
+        for optimizer, scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
             optimizer.zero_grad(set_to_none=True)  # kept, they would spoil what accumulates next
+            if isinstance(optimizer, OuterOptimizer):
+                # The other replicas have taken this step: counts and learning rates must not drift apart.
+                optimizer.count_step()
+                if scheduler is not None:
+                    scheduler.step()
 
     def _nonfinite_error(self, what: str, left: str) -> NonFiniteError:
         return NonFiniteError(

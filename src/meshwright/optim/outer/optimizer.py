@@ -17,8 +17,9 @@ from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.outer.global_copy import OuterFactory
 from meshwright.optim.outer.policy import OuterPolicy
 from meshwright.optim.outer.replicas import Replicas
-from meshwright.optim.outer.state import load_state, state_of
+from meshwright.optim.outer.state import laid_out_state, load_state, state_of, whole_state_of
 from meshwright.optim.outer.synchronizer import Synchronizer
+from meshwright.optim.whole_state import gathered_state_dict, laid_out_like, load_laid_out
 from meshwright.optim.wrapped import WrappedOptimizer
 
 
@@ -83,6 +84,11 @@ class OuterOptimizer(WrappedOptimizer):
     def guard(self) -> GuardedOptimizer | None:
         """The inner optimizer's guards, where it has some."""
         return self.inner if isinstance(self.inner, GuardedOptimizer) else None
+
+    @property
+    def step_takes_scale(self) -> bool:
+        """Whether the inner optimizer divides gradients by ``scale`` itself."""
+        return bool(getattr(self.inner, "step_takes_scale", False))
 
     @property
     def in_warmup(self) -> bool:
@@ -201,15 +207,34 @@ class OuterOptimizer(WrappedOptimizer):
         own = {"inner": self.inner.state_dict(), "outer": self.outer.state_dict(), "num_updates": self.num_updates}
         return own | state_of(self.synchronizer)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned on this rank; collective. The model's weights are loaded apart.
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """The same with whole tensors on the CPU of rank 0 (its replica's inner states); collective.
 
         Raises:
-            CheckpointError: When it is of other parameters or fragments.
+            ConfigError: On every rank, with ``split``, and while fragments are under way.
         """
+        inner, outer = gathered_state_dict(self.inner), gathered_state_dict(self.outer)
+        return {"inner": inner, "outer": outer, "num_updates": self.num_updates} | whole_state_of(self.synchronizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what either of the two returned; collective. The model's weights are loaded apart.
+
+        Raises:
+            CheckpointError: On every rank, when it is of other parameters or fragments; nothing is changed then.
+        """
+        self.take_laid_out(self.laid_out(state_dict))
+
+    def laid_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state dict of any layout on the layout here; collective."""
+        laid_out = laid_out_state(self.synchronizer, state_dict)
+        inner, outer = laid_out_like(self.inner, state_dict["inner"]), laid_out_like(self.outer, state_dict["outer"])
+        return {**laid_out, "inner": inner, "outer": outer}
+
+    def take_laid_out(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what :meth:`laid_out` returned."""
         load_state(self.synchronizer, state_dict)
-        self.inner.load_state_dict(state_dict["inner"])
-        self.outer.load_state_dict(state_dict["outer"])
+        load_laid_out(self.inner, state_dict["inner"])
+        load_laid_out(self.outer, state_dict["outer"])
         self.num_updates = int(state_dict["num_updates"])
 
     def __repr__(self) -> str:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, ConfigError
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.outer.exchange import Landed
 from meshwright.optim.outer.synchronizer import Synchronizer
+from meshwright.optim.whole_state import gathered, laid_out_like
 
 
 def flags_of(shared: Synchronizer) -> dict[str, Any]:
@@ -73,35 +74,67 @@ def check_flags(shared: Synchronizer, saved: Mapping[str, Any]) -> None:
 def state_of(shared: Synchronizer) -> dict[str, Any]:
     """This rank's part of global weights and of what is under way, and all flags."""
     landed = {str(fragment): list(views) for fragment, (views, *_) in shared.settle().items()}
-    return {"global": _copies(shared), "landed": landed, "flags": flags_of(shared), "own_flags": own_flags_of(shared)}
+    return {
+        "global": _copies_as_state(shared),
+        "landed": landed,
+        "flags": flags_of(shared),
+        "own_flags": own_flags_of(shared),
+    }
+
+
+def whole_state_of(shared: Synchronizer) -> dict[str, Any]:
+    """The same with whole tensors on rank 0; collective.
+
+    Raises:
+        ConfigError: On every rank, where rank 0's replica does not have everything.
+    """
+    if shared.policy.split or shared.settle():
+        raise ConfigError(
+            "The outer optimizer's state cannot be gathered on rank 0 now",
+            expected="global weights in every replica, and no fragment under way",
+            got="split=True" if shared.policy.split else f"{len(shared.settle())} fragments under way",
+            fix="save with a CheckpointStore, or every rank's own state_dict()",
+        )
+    return state_of(shared) | {"global": gathered(_copies_as_state(shared))}
+
+
+def laid_out_state(shared: Synchronizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A state of either kind with global weights laid out as they are here; collective.
+
+    Raises:
+        CheckpointError: On every rank, when it is no such state, or of other parameters.
+    """
+    shared.start(from_checkpoint=True)
+    missing = {"inner", "outer", "num_updates", "global", "landed", "flags", "own_flags"} - saved.keys()
+    if missing:
+        raise CheckpointError(
+            "The saved state is not one of this outer optimizer",
+            expected="inner and outer states, global weights and counts",
+            got=f"entries missing: {sorted(missing)}",
+            fix="build the optimizer as when it was saved; a plain optimizer's state goes into the inner one",
+        )
+    check_flags(shared, saved["flags"])
+    return {**saved, "global": laid_out_like(shared.copy.outer, saved["global"])}
 
 
 @torch.no_grad()
 def load_state(shared: Synchronizer, saved: Mapping[str, Any]) -> None:
-    """Takes over what :func:`state_of` returned, with as many replicas.
-
-    Raises:
-        CheckpointError: When it is no such state, or of other parameters; nothing is changed then.
-    """
-    shared.start(from_checkpoint=True)
-    copies = _copies(shared)
-    missing = {"inner", "outer", "num_updates", "global", "landed", "flags", "own_flags"} - saved.keys()
-    given = {} if missing else {key: tuple(value.shape) for key, value in saved["global"].items()}
-    if missing or given != {key: tuple(copy.shape) for key, copy in copies.items()}:
-        raise CheckpointError(
-            "The saved state is not one of this outer optimizer",
-            expected=f"inner and outer states and the global weights of {len(copies)} parameters",
-            got=f"entries missing: {sorted(missing)}" if missing else f"{len(given)} global weights, or other shapes",
-            fix="build model, optimizer and replicas as when it was saved; a CheckpointStore loads into other numbers",
-        )
-    check_flags(shared, saved["flags"])
-    for key, copy in copies.items():
-        local_tensor(copy).copy_(local_tensor(saved["global"][key]))
+    """Takes over what :func:`laid_out_state` returned."""
+    for key, copy in _copies(shared).items():
+        local_tensor(copy).copy_(local_tensor(saved["global"]["state"][key]["weight"]))
     landed = {int(key): [view.clone() for view in views] for key, views in saved["landed"].items()}
     load_flags(shared, saved["flags"], saved["own_flags"], landed)
 
 
-def _copies(shared: Synchronizer) -> dict[str, torch.Tensor]:
-    """Global weights by the place of their parameter."""
-    places = {parameter: str(place) for place, parameter in enumerate(shared.weights.parameters)}
-    return {places[parameter]: copy.detach() for parameter, copy in shared.copy.of.items()}
+def _copies_as_state(shared: Synchronizer) -> dict[str, Any]:
+    """Global weights in the form of an optimizer's state dict, which whole tensors and other layouts can be made of."""
+    groups = shared.copy.outer.state_dict()["param_groups"]
+    return {"state": {key: {"weight": copy} for key, copy in _copies(shared).items()}, "param_groups": groups}
+
+
+def _copies(shared: Synchronizer) -> dict[Any, torch.Tensor]:
+    """Global weights by what the outer optimizer's state dict calls them."""
+    outer = shared.copy.outer
+    copies = [copy.detach() for group in outer.param_groups for copy in group["params"]]
+    names = [name for group in outer.state_dict()["param_groups"] for name in group["params"]]
+    return dict(zip(names, copies, strict=True))
