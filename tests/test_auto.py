@@ -1,5 +1,7 @@
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -289,3 +291,11 @@ def test_schedules_parameter_groups_and_evaluation(ranks, strategy):
     for same_before, same_after in ranks(2).run(schedules_groups_and_evaluation, strategy):
         assert same_before
         assert same_after
+
+
+def test_a_model_is_freed_with_its_last_reference():
+    result = mw.accelerate(tiny.build("plain"), torch.optim.SGD, strategy=[], optim_args={"lr": 0.1})
+    gone = weakref.ref(result.model)
+    del result
+    gc.collect()
+    assert gone() is None

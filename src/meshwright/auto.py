@@ -30,7 +30,8 @@ from meshwright.runtime import (
     settings,
 )
 
-_MODELS: weakref.WeakKeyDictionary[nn.Module, Accelerated] = weakref.WeakKeyDictionary()  # for clip_grad_norm
+# For clip_grad_norm; a strong reference would keep every model alive for ever.
+_OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 _TAKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that methods have changed
 
 
@@ -129,7 +130,8 @@ def accelerate(
     if dry_run:
         _dry_run(request, accelerated)
     seed_replica(world.seed, job.replica)
-    _MODELS[accelerated.model] = accelerated
+    if accelerated.optim is not None:
+        _OPTIMIZERS[accelerated.model] = weakref.ref(accelerated.optim)
     return accelerated
 
 
@@ -198,6 +200,6 @@ def clip_grad_norm(
     Returns:
         The norm before clipping, 0-dim, equal on every rank.
     """
-    if optimizer is None and model in _MODELS:
-        optimizer = _MODELS[model].optim
+    if optimizer is None and model in _OPTIMIZERS:
+        optimizer = _OPTIMIZERS[model]()
     return clip_gradients(model, optimizer, max_norm, norm_type)

@@ -118,6 +118,9 @@ def test_a_strategy_with_outer_names_its_axis():
     alone = resolve(Strategy(["outer"]), world=4)
     assert alone.axes == (("replica", 4),)
     assert str(resolve(Strategy([("outer", "slowmo")]), 2).strategy).endswith("outer(rule='slowmo')")
+    for config in ({"rule": "local_sgd"}, {"rule": "post_local_sgd", "warmup_steps": 3}, "streaming_diloco"):
+        written = Strategy([("outer", config)])
+        assert Strategy(written.to_json()) == written == Strategy(str(written))
     with pytest.raises(StrategyError, match="outer has no mesh axis to work on"):
         resolve(Strategy([("parallel_mode", {"data": 4}), "outer"]), world=4)
     with pytest.raises(StrategyError, match="no method works on it"):

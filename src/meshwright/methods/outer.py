@@ -84,14 +84,14 @@ class Outer(Method):
         """Refuses keys that the rule has no use for."""
         rule = _RULES.get(keys.get("rule", "diloco"))
         for key in ("lr", "momentum", "nesterov"):
-            if rule is not None and key in keys and getattr(rule, key) is None:
+            if rule is not None and keys.get(key) is not None and getattr(rule, key) is None:
                 raise StrategyError(
                     f"outer: the rule {keys['rule']!r} has no {key!r}",
                     expected=f"a rule with one, such as diloco, or no {key}",
                     got=f"{key}={keys[key]!r}",
                     fix="leave the key out",
                 )
-        if rule is _RULES["post_local_sgd"] and "warmup_steps" not in keys:
+        if rule is _RULES["post_local_sgd"] and keys.get("warmup_steps") is None:
             raise StrategyError(
                 "outer: post_local_sgd needs the number of its synchronous steps",
                 expected="warmup_steps",
