@@ -14,6 +14,7 @@ TIMEOUT_S = 200  # a busy machine takes a minute to start three processes
 MODEL = '''
 """A tiny language model, and some that misbehave."""
 import os
+import signal
 import time
 
 import torch
@@ -28,20 +29,22 @@ def fail(error):
 
 
 class Tiny(nn.Module):
-    def __init__(self, vocab_size, seq_len, dim=16, dropout=0.0, fails_at_step=None):
+    def __init__(self, vocab_size, seq_len, dim=16, dropout=0.0, fails_at_step=None, dies_at_step=None):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, dim)
         self.position = nn.Embedding(seq_len, dim)
         self.mix = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(dim, vocab_size)
-        self.calls, self.fails_at_step = 0, fails_at_step
+        self.calls, self.fails_at_step, self.dies_at_step = 0, fails_at_step, dies_at_step
 
     def forward(self, ids):
         if torch.is_grad_enabled() and not torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE):
             self.calls += 1
             if self.calls == self.fails_at_step and RANK == 1:
                 fail(RuntimeError("a bad day at step 3"))
+            if self.calls == self.dies_at_step and RANK == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
         hidden = self.embedding(ids) + self.position(torch.arange(ids.shape[1]))
         return self.head(self.dropout(torch.tanh(self.mix(hidden))))
 

@@ -12,6 +12,7 @@ from meshwright.cli.observer import Observer
 from meshwright.cli.report import print_report
 from meshwright.cli.request import Options
 from meshwright.cli.session import Session, open_session
+from meshwright.optim import OuterOptimizer
 from meshwright.runtime import gather_objects, peak_memory_bytes, print_rank, rank, shutdown_distributed
 
 
@@ -33,6 +34,8 @@ def train(options: Options) -> None:
         batches = iter(session.accelerated.dataloader)
         for step in range(start + 1, run.steps + 1):
             _step(session, observer, batches, is_first=step == start + 1)
+            if step == run.steps and isinstance(session.accelerated.optim, OuterOptimizer):
+                session.accelerated.optim.synchronize()  # else the end of the last block would be in no weights
             if step == run.steps or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
                 session.store.save(session.state)
     peak_bytes = max(gather_objects(peak_memory_bytes(session.accelerated.device)))
