@@ -7,6 +7,11 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from meshwright.distributed.members import members_of
+from meshwright.distributed.transport import reduced
+from meshwright.runtime import tensor_mesh
 
 _AVERAGED = "_meshwright_averaged"
 
@@ -15,7 +20,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], num_ranks: int) -> lis
     """Averages gradients over all ranks as backward accumulates them, from now on; twice for none.
 
     Args:
-        parameters: Equal on all ranks, and used by all of them.
+        parameters: Equal on all ranks, and used by all of them: plain, or sharded and alike on all tensor ranks, over
+            which they are averaged then.
         num_ranks: Ranks in the world; 1 averages nothing.
 
     Returns:
@@ -25,6 +31,11 @@ def average_gradients(parameters: Iterable[nn.Parameter], num_ranks: int) -> lis
     def average(parameter: torch.Tensor) -> None:
         # Averaging what is already an average changes nothing, so accumulated gradients stay right.
         assert parameter.grad is not None
+        if is_alike_on_tensor_ranks(parameter):
+            assert isinstance(parameter.grad, DTensor)
+            local = parameter.grad.to_local()
+            local.copy_(reduced(local, "avg", members_of(tensor_mesh())))
+            return
         parameter.grad /= num_ranks
         dist.all_reduce(parameter.grad)
 
@@ -38,3 +49,8 @@ def average_gradients(parameters: Iterable[nn.Parameter], num_ranks: int) -> lis
             parameter.register_post_accumulate_grad_hook(average)
             setattr(parameter, _AVERAGED, True)
     return frozen
+
+
+def is_alike_on_tensor_ranks(parameter: torch.Tensor) -> bool:
+    """Whether a sharded parameter exists once per tensor rank: FSDP2 reduces its gradient along the other axis only."""
+    return isinstance(parameter, DTensor) and parameter.placements[1:] == (Replicate(),)
