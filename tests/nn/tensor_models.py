@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright import runtime
 from meshwright.nn import (
+    Block,
     ColumnParallelLinear,
     DistributedModule,
     DistributedParameter,
@@ -77,12 +78,12 @@ class Layer(DistributedModule):
 class Gpt(DistributedModule):
     """Takes the token ids (B, T) of a tensor group; returns logits (B, T, words of this rank)."""
 
-    def __init__(self, layout):
+    def __init__(self, layout, zero_level):
         super().__init__()
         self.layout = layout
         self.word_emb = VPEmbedding(VOCABULARY, DIM, dtype=torch.float32, init_std=0.3, gather_input=layout == "split")
         self.pos_emb = DistributedParameter(torch.empty(LENGTH, DIM), init_method=nn.init.normal_)
-        self.layers = TransformerBlockList([Layer(layout) for _ in range(LAYERS)])
+        self.layers = TransformerBlockList([Block(Layer(layout), zero_level=zero_level) for _ in range(LAYERS)])
         self.norm = nn.LayerNorm(DIM)
 
     def forward(self, ids):
@@ -128,9 +129,9 @@ class PlainGpt(nn.Module):
         return F.linear(self.norm(x), self.word_emb.weight)
 
 
-def build(layout):
+def build(layout, zero_level=3):
     torch.manual_seed(3)
-    model = Gpt(layout)
+    model = Gpt(layout, zero_level)
     init_parameters(model)
     return model
 

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 import meshwright as bmt
 from meshwright import runtime
 from meshwright.distributed import all_gather
+from meshwright.nn import roots
 from tests.nn.seed_models import gradients, largest_difference, weights
 from tests.nn.tensor_models import LENGTH, VOCABULARY, build, build_plain, tensor_groups
 
@@ -105,8 +106,11 @@ def assert_saved(model, plain, folder):
 
 def _trains(layouts, folder):
     with tensor_groups(2):
+        roots._seeded = None  # as in a new process
         for layout in layouts:
             model, plain = assert_trains_as_one_process(layout)
+        states = runtime.gather_objects(torch.get_rng_state().tolist())
+        assert len({str(state) for state in states}) == runtime.config["tp_zero_size"]  # a group's ranks draw alike
         assert_inspected(model, plain)
         assert_saved(model, plain, folder)
         parameters = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
@@ -115,6 +119,75 @@ def _trains(layouts, folder):
 
 def test_two_tensor_ranks_train_as_one_process(ranks, tmp_path):
     ranks(2).run(_trains, ("split", "whole"), tmp_path)
+
+
+def _other_ways():
+    """What training did not do: accumulate, freeze and thaw, other levels and optimizers; models of whole layers."""
+    with tensor_groups(2):
+        ids, target = batches(1)[0, 0, :, :-1], target_of(batches(1)[0, 0])
+        loss_func = bmt.loss.FusedCrossEntropy(parallel=True)
+
+        def backward(model):
+            loss_func(model(ids).flatten(0, 1), target).backward()
+
+        plain = build_plain()
+        F.cross_entropy(plain(ids).flatten(0, 1), target).backward()
+        expected = gradients(plain)
+        for layout, level in (("split", 2), ("whole", 1)):
+            model = build(layout, level)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_("ln_attn" not in name and "project_k" not in name)
+            backward(model)
+            found = gradients(model)
+            assert set(expected) - set(found) == {name for name in expected if "ln_attn" in name or "project_k" in name}
+            assert largest_difference(found, {name: expected[name] for name in found}) < 1e-5
+            model.requires_grad_(True)
+            model.zero_grad()
+            with bmt.no_sync(model):
+                backward(model)
+            backward(model)
+            assert largest_difference(gradients(model), {name: 2 * value for name, value in expected.items()}) < 1e-5
+        _assert_optimizers()
+        _assert_wrapped(ids, target)
+
+
+def _assert_optimizers():
+    """Half precision, an offloaded state, a loss scale; then on from the state of rank 0."""
+    data, loss_func = batches(1)[:3], bmt.loss.FusedCrossEntropy(parallel=True)
+    runs = []
+    for kind in (bmt.optim.AdamOptimizer, bmt.optim.AdamOffloadOptimizer):
+        model = build("split").bfloat16()
+        manager = bmt.optim.OptimManager(loss_scale=64.0)
+        manager.add_optimizer(kind(model.parameters(), lr=1e-2))
+        for step in data:
+            loss = loss_func(model(step[0, :, :-1]).flatten(0, 1), target_of(step[0]))
+            manager.zero_grad()
+            manager.backward(loss)
+            manager.step()
+        runs.append((model, manager))
+    for name, value in weights(runs[0][0]).items():
+        torch.testing.assert_close(weights(runs[1][0])[name], value, rtol=1e-2, atol=1e-3)
+    other = bmt.optim.OptimManager(loss_scale=1.0)
+    other.add_optimizer(bmt.optim.AdamOffloadOptimizer(runs[1][0].parameters(), lr=1.0))
+    other.load_state_dict(runs[1][1].state_dict(gather_opt=True))
+    before, after = (each.state_dict(gather_opt=True)["optimizers"][0]["state"] for each in (runs[1][1], other))
+    assert before.keys() == after.keys()
+    assert len(before) > 0 or runtime.rank() > 0
+    for key, state in before.items():
+        assert all(torch.equal(value, after[key][name]) for name, value in state.items() if torch.is_tensor(value))
+
+
+def _assert_wrapped(ids, target):
+    """A model of ordinary layers, whose ranks have samples of their own: the mean over all of them."""
+    plain, model = build_plain(), bmt.BMTrainModelWrapper(build_plain())
+    F.cross_entropy(plain(ids).flatten(0, 1), target, reduction="sum").backward()
+    mine = ids.chunk(2)[runtime.rank()], target.chunk(2)[runtime.rank()]
+    F.cross_entropy(model(mine[0]).flatten(0, 1), mine[1], reduction="sum").mul(2).backward()
+    assert largest_difference(gradients(model), gradients(plain)) < 1e-5
+
+
+def test_other_ways_to_train_on_tensor_groups(ranks):
+    ranks(2).run(_other_ways)
 
 
 def test_two_groups_of_two_train_as_one_process(ranks, tmp_path):

@@ -105,10 +105,11 @@ class _GatherLinear(Function):
         ctx.save_for_backward(input, weight)
         ctx.members, ctx.has_bias = members, bias is not None
         rows = input.flatten(0, -2)
-        output = rows.new_empty(members.size, rows.shape[0], weight.shape[0])
+        output = rows.new_empty(members.size * input.shape[0], *input.shape[1:-1], weight.shape[0])
+        by_rank = output.view(members.size, rows.shape[0], weight.shape[0])
         for some, gathered in _arriving(rows, chunks, members):
-            output[:, some] = F.linear(gathered, weight, bias)
-        return output.view(members.size * input.shape[0], *input.shape[1:-1], -1)
+            by_rank[:, some] = F.linear(gathered, weight, bias)
+        return output
 
     @staticmethod
     @once_differentiable
@@ -142,7 +143,9 @@ class _LinearReduce(Function):
         else:
             sent = [reduce_async(F.linear(rows[some], weight), members) for some in _parts(rows.shape[0], chunks)]
             lead = input.shape[:-1]
-        return torch.cat([part.wait() for part in sent]).view(*lead, -1)
+        output = rows.new_empty(*lead, weight.shape[0])  # not a view of what it is made of: FSDP2 warns of views
+        torch.cat([part.wait() for part in sent], out=output.view(-1, weight.shape[0]))
+        return output
 
     @staticmethod
     @once_differentiable
