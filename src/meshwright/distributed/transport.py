@@ -56,6 +56,13 @@ def reduce_scattered(x: torch.Tensor, op: str, members: Members) -> torch.Tensor
     return _finished(own, op, x, members).view(x.shape[0] // members.size, *x.shape[1:])
 
 
+def exchanged(x: torch.Tensor, members: Members) -> torch.Tensor:
+    """All-to-all along dim 0, of one entry per rank: the r-th goes to rank r, and rank r's comes r-th."""
+    arrived = _like(x)
+    dist.all_to_all_single(arrived, x.contiguous(), group=members.group)
+    return arrived
+
+
 def broadcasted(x: torch.Tensor, root: int, members: Members) -> torch.Tensor:
     """The root's ``x``, as a new contiguous tensor on every rank."""
     copy = x.clone(memory_format=torch.contiguous_format) if members.rank == root else _like(x)

@@ -17,13 +17,14 @@ import torch
 from torch import nn
 from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.runtime import parameter_mesh, settings, tensor_mesh, tensor_size, zero_mesh
 
-_TENSOR, _ZERO = 1, 0  # mesh dims of a parameter with tensor parallelism
+_AXES = ("zero", "tensor")  # of the mesh of parameters with tensor parallelism
+_ZERO, _TENSOR = 0, 1
 
 
 def sharded(full: torch.Tensor) -> DTensor:
@@ -57,11 +58,14 @@ def sharded_piece(piece: torch.Tensor, dim: int) -> DTensor:
 
 def laid_out_like(parameter: DTensor, full: torch.Tensor) -> DTensor:
     """Keeps of a full tensor, equal on all ranks, what this rank holds of ``parameter``; without communication."""
-    return _placed(local_part(full, parameter), full.shape, parameter.device_mesh, parameter.placements)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if placements == (Shard(0),) or mesh.mesh_dim_names == _AXES:
+        return _placed(local_part(full, parameter), full.shape, mesh, placements)
+    return distribute_tensor(full, mesh, placements, src_data_rank=None)  # of a wrapper that is not ours
 
 
 def local_part(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    """The elements of a full tensor that this rank holds of ``parameter``, as a view."""
+    """The elements of a full tensor that this rank holds of a distributed parameter, as a view."""
     dim = tensor_dim(parameter)
     mesh = parameter.device_mesh
     if dim is not None:
@@ -72,7 +76,7 @@ def local_part(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
 
 def tensor_dim(parameter: torch.Tensor) -> int | None:
     """The dim along which tensor ranks hold pieces of a parameter; None where each has the whole."""
-    if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim != 2:
+    if not isinstance(parameter, DTensor) or parameter.device_mesh.mesh_dim_names != _AXES:
         return None
     placement = parameter.placements[_TENSOR]
     return placement.dim if isinstance(placement, Shard) else None

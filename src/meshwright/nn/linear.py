@@ -16,11 +16,28 @@ from torch import Tensor, nn
 from meshwright.errors import ModelError
 from meshwright.nn.module import DistributedModule
 from meshwright.nn.parallel_linear import OpParallelLinear, ReduceType
-from meshwright.nn.parameter import DistributedParameter
+from meshwright.nn.parameter import DistributedParameter, InitMethod
 from meshwright.runtime import tensor_size
 
 
-class Linear(DistributedModule):
+class _LinearLayer(DistributedModule):
+    """What the layers have in common: the sizes of the whole layer, its weight and perhaps a bias."""
+
+    bias: Tensor | None
+
+    def __init__(self, in_features: int, out_features: int, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def extra_repr(self) -> str:
+        """The sizes of the whole layer."""
+        bias = self._parameters["bias"] is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
+
+
+class Linear(_LinearLayer):
     """``torch.nn.Linear`` with distributed parameters: Xavier-normal weight (Glorot & Bengio 2010), zero bias.
 
     Args:
@@ -30,27 +47,18 @@ class Linear(DistributedModule):
         dtype: Of the parameters; None for torch's default.
     """
 
-    bias: Tensor | None
-
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, dtype: torch.dtype | None = None
     ) -> None:
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self.weight = _parameter((out_features, in_features), dtype, nn.init.xavier_normal_)
-        self.register_parameter("bias", _parameter((out_features,), dtype, nn.init.zeros_) if bias else None)
+        weight = _weight((out_features, in_features), dtype)
+        super().__init__(in_features, out_features, weight, _bias(out_features, dtype) if bias else None)
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, I) to (…, O)."""
         return F.linear(input, self.weight, self.bias)
 
-    def extra_repr(self) -> str:
-        """The sizes of the whole layer."""
-        bias = self._parameters.get("bias") is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
 
-
-class ColumnParallelLinear(Linear):
+class ColumnParallelLinear(_LinearLayer):
     """A linear layer of which every tensor rank computes a part of the output features.
 
     Args:
@@ -76,13 +84,11 @@ class ColumnParallelLinear(Linear):
         gather_input: bool = True,
         async_gather_chunks: int = 2,
     ) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = in_features, out_features
+        part = tensor_part("out_features", out_features)
+        weight = _weight((part, in_features), dtype, split_dim=0)
+        super().__init__(in_features, out_features, weight, _bias(part, dtype, split_dim=0) if bias else None)
         self.gather_output, self.gather_input = gather_output, gather_input
         self.async_gather_chunks = async_gather_chunks
-        part = tensor_part("out_features", out_features)
-        self.weight = _parameter((part, in_features), dtype, nn.init.xavier_normal_, split_dim=0)
-        self.register_parameter("bias", _parameter((part,), dtype, nn.init.zeros_, split_dim=0) if bias else None)
 
     def forward(self, input: Tensor) -> Tensor:
         """(rows…, I) to (rows…, O / tp_size), or (rows…, O) with ``gather_output``; gathered rows are rows of all."""
@@ -96,7 +102,7 @@ class ColumnParallelLinear(Linear):
         )
 
 
-class RowParallelLinear(Linear):
+class RowParallelLinear(_LinearLayer):
     """A linear layer of which every tensor rank computes with a part of the input features; the products are summed.
 
     Args:
@@ -122,13 +128,10 @@ class RowParallelLinear(Linear):
         all_reduce_output: bool = False,
         async_chunks: int = 2,
     ) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = in_features, out_features
+        weight = _weight((out_features, tensor_part("in_features", in_features)), dtype, split_dim=1)
+        super().__init__(in_features, out_features, weight, _bias(out_features, dtype) if bias else None)
         self.split_input, self.all_reduce_output = split_input, all_reduce_output
         self.async_chunks = async_chunks
-        part = tensor_part("in_features", in_features)
-        self.weight = _parameter((out_features, part), dtype, nn.init.xavier_normal_, split_dim=1)
-        self.register_parameter("bias", _parameter((out_features,), dtype, nn.init.zeros_) if bias else None)
 
     def forward(self, input: Tensor) -> Tensor:
         """(rows…, I / tp_size), or (rows…, I) with ``split_input``, to (rows…, O); dim 0 is divided by ``tp_size``
@@ -161,10 +164,13 @@ def tensor_part(name: str, size: int) -> int:
     return size // tensor_size()
 
 
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype | None, init: object, split_dim: int = -1) -> nn.Parameter:
-    return DistributedParameter(
-        torch.empty(shape, dtype=dtype or torch.get_default_dtype(), device="meta"),
-        init_method=init,  # type: ignore[arg-type]
-        tp_mode=split_dim >= 0,
-        tp_split_dim=split_dim,
-    )
+def _weight(shape: tuple[int, int], dtype: torch.dtype | None, split_dim: int = -1) -> nn.Parameter:
+    return _parameter(torch.empty(shape, dtype=dtype, device="meta"), nn.init.xavier_normal_, split_dim)
+
+
+def _bias(size: int, dtype: torch.dtype | None, split_dim: int = -1) -> nn.Parameter:
+    return _parameter(torch.empty(size, dtype=dtype, device="meta"), nn.init.zeros_, split_dim)
+
+
+def _parameter(data: Tensor, init_method: InitMethod, split_dim: int) -> nn.Parameter:
+    return DistributedParameter(data, init_method=init_method, tp_mode=split_dim >= 0, tp_split_dim=split_dim)

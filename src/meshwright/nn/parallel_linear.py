@@ -21,7 +21,7 @@ from torch.autograd.function import Function, once_differentiable
 
 from meshwright.distributed import all_gather
 from meshwright.distributed.members import Members, members_of
-from meshwright.distributed.transport import Pending, gather_async, reduce_async, reduce_scatter_async
+from meshwright.distributed.transport import Pending, exchanged, gather_async, reduce_async, reduce_scatter_async
 from meshwright.errors import ConfigError
 from meshwright.runtime import tensor_mesh, tensor_size
 
@@ -72,11 +72,12 @@ class OpParallelLinear:
             return F.linear(input, weight, bias)
         members = members_of(tensor_mesh())
         _check(input, gather_input, split_input, kind, async_gather_chunks, members)
-        if gather_input and (split_input or kind is not None):
-            input = all_gather(input, members.group).flatten(0, 1)
-            gather_input = False
-        if split_input:
+        if gather_input and split_input:
+            input, gather_input = _RowsForFeatures.apply(input, members), False
+        elif split_input:
             input = input.chunk(members.size, dim=-1)[members.rank]
+        if gather_input and kind is not None:
+            input, gather_input = all_gather(input, members.group).flatten(0, 1), False
         if kind is not None:
             output = _LinearReduce.apply(*_cast(input, weight), kind, async_gather_chunks, members)
             return output if bias is None else output + bias.to(output.dtype)
@@ -95,6 +96,21 @@ def _cast(*tensors: Tensor | None) -> Any:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
+
+
+class _RowsForFeatures(Function):
+    """Parts of the rows with all features (n, I) to all rows with a part of the features (N, I / T)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, members: Members) -> Tensor:
+        ctx.members = members
+        return exchanged(torch.stack(input.chunk(members.size, -1)), members).flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        by_rank = grads[0].unflatten(0, (ctx.members.size, -1))
+        return torch.cat(exchanged(by_rank, ctx.members).unbind(), -1), None
 
 
 class _GatherLinear(Function):
