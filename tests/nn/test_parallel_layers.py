@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright import runtime
 from meshwright.errors import ConfigError, LaunchError, ModelError
@@ -181,11 +182,21 @@ def _misfits():
         runtime.init_distributed(backend="gloo", timeout_s=120.0)
 
 
+def _other_wrappers():
+    """Full tensors load into parameters that somebody else has laid out."""
+    module = DistributedModule()
+    full_weight = torch.arange(12.0).view(3, 4)
+    module.weight = nn.Parameter(distribute_tensor(torch.zeros(3, 4), runtime.world_mesh(), [Shard(1)]))
+    module.load_state_dict({"weight": full_weight})
+    assert torch.equal(full(module._parameters["weight"]), full_weight)
+
+
 def _all():
     with tensor_groups(2):
         _layers()
         _embeddings()
         _halves()
+        _other_wrappers()
         _misfits()
 
 
