@@ -66,6 +66,7 @@ class OpParallelLinear:
 
         Raises:
             ConfigError: When dim 0 cannot be scattered, features cannot be split, or ``async_gather_chunks`` is none.
+            ValueError: When ``reduce_output_type`` is no :class:`ReduceType`.
         """
         kind = None if reduce_output_type is None else ReduceType(reduce_output_type)
         if tensor_size() == 1:
