@@ -28,7 +28,7 @@ class DistributedModule(nn.Module):
     """
 
     takes_pieces = True
-    """In a Block, FSDP2 leaves a DTensor where tensor ranks have pieces; this class takes the rank's piece out of it."""
+    """In a Block, FSDP2 leaves a DTensor where tensor ranks have pieces: this class takes the piece out of it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; the outermost one prepares what is below it on its first call."""
