@@ -73,7 +73,7 @@ def test_a_second_call_must_agree_with_the_first(ranks):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"zero_level": 4}, {"pipe_size": 2}, {"tp_size": 0}, {"num_micro_batches": 0}, {"timeout_s": 0}],
+    [{"zero_level": 4}, {"pipe_size": 2}, {"tp_size": 0}, {"tp_size": 2}, {"num_micro_batches": 0}, {"timeout_s": 0}],
     ids=str,
 )
 def test_arguments_that_cannot_be(arguments):

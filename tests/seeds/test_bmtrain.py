@@ -4,6 +4,8 @@ Each file in ``bmtrain/`` is a code block of one of the two as it stands there: 
 ``import meshwright``, sizes are small, and lines under "supplied" fill in what the document leaves open.
 """
 
+import contextlib
+import io
 import re
 import runpy
 import subprocess
@@ -16,6 +18,7 @@ import torch
 
 import meshwright as bmt
 from tests.cli.helpers import ROOT, environment
+from tests.nn.tensor_models import tensor_groups
 from tests.pool import free_port
 from tests.seeds.supplied import DIM, DistributedTransformerBlock, PlainTransformerBlock
 
@@ -147,6 +150,25 @@ def test_the_gpt2_of_the_readme_learns(ranks, world):
 def test_the_update_log_is_as_in_plain_torch(ranks, world):
     ranks(world).run(_optim_manager)
     ranks(world).run(_pipeline)
+
+
+def _parallel_layers(code):
+    printed = io.StringIO()
+    with (
+        tensor_groups(2),
+        mock.patch("torch.cuda.is_available", return_value=False),
+        contextlib.redirect_stdout(printed),
+    ):
+        exec(code, {})
+    return [float(loss) for loss in re.findall(r"loss (\S+)", printed.getvalue())]
+
+
+def test_the_parallel_layers_of_the_documentation_learn(ranks):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "bmtrain.md").read_text(), re.DOTALL)
+    losses, silent = ranks(2).run(_parallel_layers, code)
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 1.0
+    assert silent == []
 
 
 @pytest.mark.long

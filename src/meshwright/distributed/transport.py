@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -53,6 +56,13 @@ def reduce_scattered(x: torch.Tensor, op: str, members: Members) -> torch.Tensor
     return _finished(own, op, x, members).view(x.shape[0] // members.size, *x.shape[1:])
 
 
+def exchanged(x: torch.Tensor, members: Members) -> torch.Tensor:
+    """All-to-all along dim 0, of one entry per rank: the r-th goes to rank r, and rank r's comes r-th."""
+    arrived = _like(x)
+    dist.all_to_all_single(arrived, x.contiguous(), group=members.group)
+    return arrived
+
+
 def broadcasted(x: torch.Tensor, root: int, members: Members) -> torch.Tensor:
     """The root's ``x``, as a new contiguous tensor on every rank."""
     copy = x.clone(memory_format=torch.contiguous_format) if members.rank == root else _like(x)
@@ -79,3 +89,42 @@ def _finished(total: torch.Tensor, op: str, x: torch.Tensor, members: Members) -
     if op == "avg" and members.backend(x.device) != "nccl":
         total /= members.size
     return total.to(x.dtype)
+
+
+class Pending:
+    """A collective under way; torch keeps what it reads alive.
+
+    Args:
+        work: What to wait for.
+        finish: Gives the result, once ``work`` is done.
+    """
+
+    def __init__(self, work: Any, finish: Callable[[], torch.Tensor]) -> None:
+        self._work, self._finish = work, finish
+
+    def wait(self) -> torch.Tensor:
+        """The result; on CUDA the stream waits, not the host."""
+        self._work.wait()
+        return self._finish()
+
+
+def gather_async(x: torch.Tensor, members: Members) -> Pending:
+    """:func:`gathered`, under way."""
+    every = x.new_empty(members.size * x.numel())
+    work = all_gather_flat(every, x.contiguous().view(-1), group=members.group, async_op=True)
+    return Pending(work, lambda: every.view(members.size, *x.shape))
+
+
+def reduce_async(x: torch.Tensor, members: Members) -> Pending:
+    """:func:`reduced` with ``op="sum"``, under way."""
+    total = _summand(x, "sum", members)
+    work = dist.all_reduce(total, group=members.group, async_op=True)
+    return Pending(work, lambda: total.to(x.dtype))
+
+
+def reduce_scatter_async(x: torch.Tensor, members: Members) -> Pending:
+    """:func:`reduce_scattered` with ``op="sum"``, under way."""
+    parts = _summand(x, "sum", members)
+    own = parts.new_empty(x.numel() // members.size)
+    work = reduce_scatter_flat(own, parts.view(-1), group=members.group, async_op=True)
+    return Pending(work, lambda: own.to(x.dtype).view(x.shape[0] // members.size, *x.shape[1:]))

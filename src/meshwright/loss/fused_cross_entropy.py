@@ -10,10 +10,19 @@ from torch import Tensor, nn
 from meshwright.errors import ModelError
 from meshwright.loss.checks import check_class_weight, check_floating, check_options, check_plain, check_target
 from meshwright.loss.once import once
-from meshwright.loss.rows import Rows, Softmax, make_rows, mean, row_gradients_, row_losses, slices, without_autocast
-
-# Elements worked on at a time: about what stays in a core's cache, or what fills a GPU (64 MiB in fp32).
-_CPU_ELEMENTS, _GPU_ELEMENTS = 2**18, 2**24
+from meshwright.loss.parallel_cross_entropy import parallel_row_losses
+from meshwright.loss.rows import (
+    Rows,
+    Softmax,
+    make_rows,
+    mean,
+    row_gradients_,
+    row_losses,
+    rows_at_a_time,
+    slices,
+    without_autocast,
+)
+from meshwright.runtime import tensor_size
 
 
 def fused_cross_entropy(
@@ -24,6 +33,7 @@ def fused_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    parallel: bool = False,
 ) -> Tensor:
     """``F.cross_entropy(input.float(), target, …)`` in the memory of ``input`` (BMTrain's ``FusedCrossEntropy``).
 
@@ -37,6 +47,9 @@ def fused_cross_entropy(
         ignore_index: Rows with this target count for nothing.
         reduction: ``"mean"`` (over the weights of the targets that count), ``"sum"`` or ``"none"``.
         label_smoothing: Part of the target spread over all classes (Szegedy et al. 2016), 0 to 1.
+        parallel: The ranks of a tensor group (``init_distributed``'s ``tp_size``) hold a part of the classes each, in
+            the order of the ranks: C is ``input``'s times ``tp_size`` then, and logits are never gathered. Target,
+            weight and result are equal on all of them.
 
     Returns:
         fp32 (fp64 for fp64): 0-dim, or of ``target``'s shape for ``"none"``. A mean over no rows is nan with a gradient
@@ -50,16 +63,17 @@ def fused_cross_entropy(
         ConfigError: For an unknown reduction or a smoothing that is not a fraction.
     """
     check_options(reduction, label_smoothing)
-    _check(input, target, weight)
+    groups = tensor_size() if parallel else 1
+    _check(input, target, weight, groups)
     logits_NC = input.unsqueeze(0) if input.dim() == 1 else input.movedim(1, -1).reshape(-1, input.shape[1])
     rows = make_rows(target.reshape(-1), input.dtype, weight, ignore_index, label_smoothing)
-    loss_N = _RowLosses.apply(logits_NC, *rows)
+    loss_N = _RowLosses.apply(logits_NC, *rows) if groups == 1 else parallel_row_losses(logits_NC, rows)
     if reduction == "none":
         return loss_N.view(target.shape)
     return loss_N.sum() if reduction == "sum" else mean(loss_N.sum(), rows)
 
 
-def _check(input: Tensor, target: Tensor, weight: Tensor | None) -> None:
+def _check(input: Tensor, target: Tensor, weight: Tensor | None, groups: int) -> None:
     check_plain("input", input)
     check_plain("target", target)
     check_floating("logits", input)
@@ -68,14 +82,7 @@ def _check(input: Tensor, target: Tensor, weight: Tensor | None) -> None:
             "The loss needs logits", expected="shape (C,), (N, C) or (N, C, d1, …)", got="shape ()", fix="add classes"
         )
     check_target(target, tuple(input.shape[:1] + input.shape[2:]) if input.dim() > 1 else ())
-    check_class_weight(weight, input.shape[0] if input.dim() == 1 else input.shape[1], "weight")
-
-
-def _rows_at_a_time(logits_NC: Tensor) -> int:
-    num_rows, num_classes = logits_NC.shape
-    if torch.compiler.is_compiling():  # a compiler fuses the whole thing into one pass
-        return max(num_rows, 1)
-    return max(1, (_CPU_ELEMENTS if logits_NC.device.type == "cpu" else _GPU_ELEMENTS) // max(num_classes, 1))
+    check_class_weight(weight, groups * (input.shape[0] if input.dim() == 1 else input.shape[1]), "weight")
 
 
 class _RowLosses(torch.autograd.Function):
@@ -88,7 +95,7 @@ class _RowLosses(torch.autograd.Function):
         # using their memory again, and the process would grow by an fp32 copy after all.
         loss_N, max_N1, sum_N1 = (torch.empty_like(every.weight_n.unsqueeze(1)) for _ in range(3))
         with without_autocast(logits_NC.device):
-            for some in slices(logits_NC.shape[0], _rows_at_a_time(logits_NC)):
+            for some in slices(logits_NC.shape[0], rows_at_a_time(logits_NC)):
                 loss_n, softmax = row_losses(logits_NC[some], every.part(some))
                 loss_N[some, 0], max_N1[some], sum_N1[some] = loss_n, softmax.max_n1, softmax.sum_n1
                 del softmax  # frees its exponentials before the next ones are made
@@ -104,7 +111,7 @@ class _RowLosses(torch.autograd.Function):
         every = Rows._make([*row_tensors, ctx.label_smoothing])
         gradient_NC = torch.empty_like(logits_NC, memory_format=torch.contiguous_format)
         with without_autocast(logits_NC.device):
-            for some in slices(logits_NC.shape[0], _rows_at_a_time(logits_NC)):
+            for some in slices(logits_NC.shape[0], rows_at_a_time(logits_NC)):
                 exps_nC = (logits_NC[some] - max_N1[some]).exp_()
                 softmax = Softmax(exps_nC, max_N1[some], sum_N1[some])
                 row_gradients_(softmax, every.part(some), upstream_N[some], gradient_NC[some])
@@ -120,6 +127,7 @@ class FusedCrossEntropy(nn.Module):
         ignore_index: Target of rows that do not count.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
         label_smoothing: 0 to 1.
+        parallel: The input is this tensor rank's part of the classes.
     """
 
     weight: Tensor | None
@@ -130,6 +138,7 @@ class FusedCrossEntropy(nn.Module):
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
+        parallel: bool = False,
     ) -> None:
         super().__init__()
         check_options(reduction, label_smoothing)
@@ -137,6 +146,7 @@ class FusedCrossEntropy(nn.Module):
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.label_smoothing = label_smoothing
+        self.parallel = parallel
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """The loss in fp32; see :func:`fused_cross_entropy` for the shapes."""
@@ -147,8 +157,10 @@ class FusedCrossEntropy(nn.Module):
             ignore_index=self.ignore_index,
             reduction=self.reduction,
             label_smoothing=self.label_smoothing,
+            parallel=self.parallel,
         )
 
     def extra_repr(self) -> str:
         """The options."""
-        return f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
+        options = f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
+        return f"{options}, label_smoothing={self.label_smoothing}, parallel={self.parallel}"

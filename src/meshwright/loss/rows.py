@@ -18,6 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Elements worked on at a time: about what stays in a core's cache, or what fills a GPU (64 MiB in fp32).
+_CPU_ELEMENTS, _GPU_ELEMENTS = 2**18, 2**24
+
 
 class Rows(NamedTuple):
     """What each row is to predict."""
@@ -75,7 +78,7 @@ def row_losses(logits_nC: Tensor, rows: Rows, *, overwrite: bool = False) -> tup
     loss_n = (1.0 - rows.label_smoothing) * rows.weight_n * (log_n - at_target_n)
     if smooth_n is not None:
         num_classes = logits_nC.shape[1]
-        loss_n += rows.label_smoothing / num_classes * (_sum_of_weights(rows, num_classes) * log_n - smooth_n)
+        loss_n += rows.label_smoothing / num_classes * (sum_of_weights(rows, num_classes) * log_n - smooth_n)
     return torch.where(rows.kept_n, loss_n, 0.0), Softmax(exps_nC, max_n1, sum_n1)
 
 
@@ -89,7 +92,7 @@ def row_gradients_(softmax: Softmax, rows: Rows, upstream_n: Tensor, out_nC: Ten
     upstream_n1 = torch.where(rows.kept_n, upstream_n, 0.0).unsqueeze(1)
     hard_n1 = upstream_n1 * (1.0 - rows.label_smoothing) * rows.weight_n.unsqueeze(1)
     soft_n1 = upstream_n1 * (rows.label_smoothing / num_classes)
-    scale_n1 = (hard_n1 + soft_n1 * _sum_of_weights(rows, num_classes)) / softmax.sum_n1
+    scale_n1 = (hard_n1 + soft_n1 * sum_of_weights(rows, num_classes)) / softmax.sum_n1
     at_target_n1 = exps_nC.gather(1, rows.target_n1) * scale_n1 - hard_n1
     if rows.label_smoothing == 0:
         torch.mul(exps_nC, scale_n1, out=out_nC)
@@ -106,7 +109,8 @@ def _weighted_sum(values_nC: Tensor, rows: Rows) -> Tensor:
     return values_nC.sum(1) if rows.class_weight_C is None else values_nC.mv(rows.class_weight_C)
 
 
-def _sum_of_weights(rows: Rows, num_classes: int) -> Tensor | float:
+def sum_of_weights(rows: Rows, num_classes: int) -> Tensor | float:
+    """The weights of all classes, added up."""
     return float(num_classes) if rows.class_weight_C is None else rows.class_weight_C.sum()
 
 
@@ -115,6 +119,14 @@ def mean(total: Tensor, rows: Rows) -> Tensor:
     some_count = rows.kept_n.any()
     # Not 0/0: its gradient would be nan too, and torch's is 0.
     return torch.where(some_count, total, torch.nan) / torch.where(some_count, rows.weight_n.sum(), 1.0)
+
+
+def rows_at_a_time(logits_NC: Tensor) -> int:
+    """How many rows to work on together."""
+    num_rows, num_classes = logits_NC.shape
+    if torch.compiler.is_compiling():  # a compiler fuses the whole thing into one pass
+        return max(num_rows, 1)
+    return max(1, (_CPU_ELEMENTS if logits_NC.device.type == "cpu" else _GPU_ELEMENTS) // max(num_classes, 1))
 
 
 def slices(num_rows: int, rows_at_a_time: int) -> Iterator[slice]:

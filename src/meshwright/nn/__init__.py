@@ -1,7 +1,8 @@
 """Models for many ranks: wrappers that shard, and what methods need to know of modules.
 
 A model is written with :class:`DistributedModule`, :class:`DistributedParameter` and :class:`Block` (BMTrain's way), or
-wrapped whole with :func:`BMTrainModelWrapper`.
+wrapped whole with :func:`BMTrainModelWrapper`. Of layers made for tensor parallelism (``init_distributed(tp_size=)``)
+every rank of a tensor group computes a part.
 """
 
 from meshwright.nn.averaging import average_gradients
@@ -11,9 +12,12 @@ from meshwright.nn.blocks import find_blocks, require_blocks
 from meshwright.nn.classes import class_name, class_names, modules_of, outermost
 from meshwright.nn.forward import wrap_method
 from meshwright.nn.initialization import grouped_parameters, init_parameters
+from meshwright.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from meshwright.nn.model_wrapper import BMTrainModelWrapper
 from meshwright.nn.module import DistributedModule
+from meshwright.nn.parallel_linear import OpParallelLinear, ReduceType
 from meshwright.nn.parameter import DistributedParameter, ParameterInitializer
+from meshwright.nn.vocabulary import VPEmbedding
 
 CheckpointBlock = Block
 """BMTrain 0.2.0's name."""
@@ -22,11 +26,17 @@ __all__ = [
     "BMTrainModelWrapper",
     "Block",
     "CheckpointBlock",
+    "ColumnParallelLinear",
     "DistributedModule",
     "DistributedParameter",
+    "Linear",
+    "OpParallelLinear",
     "ParameterInitializer",
     "PipelineTransformerBlockList",
+    "ReduceType",
+    "RowParallelLinear",
     "TransformerBlockList",
+    "VPEmbedding",
     "average_gradients",
     "class_name",
     "class_names",

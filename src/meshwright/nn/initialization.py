@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from meshwright.nn.parameter import dim0_part, record_of
+from meshwright.nn.layout import local_part
+from meshwright.nn.parameter import record_of
 from meshwright.runtime import gather_objects, require_distributed, settings
 
 
@@ -39,7 +40,7 @@ def init_parameters(model: nn.Module) -> None:
             assert isinstance(parameter, DTensor)
             full = torch.empty(parameter.shape, dtype=parameter.dtype, device=settings().device)
             record.init_method(full)
-            parameter.to_local().copy_(dim0_part(full, parameter.device_mesh))
+            parameter.to_local().copy_(local_part(full, parameter))
 
 
 @contextlib.contextmanager

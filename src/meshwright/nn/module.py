@@ -9,9 +9,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.nn.classes import subclass_like
-from meshwright.nn.parameter import gather_parameter, keeping_records, record_of
+from meshwright.nn.layout import gather_parameter, gathered_piece
+from meshwright.nn.parameter import keeping_records, record_of
 from meshwright.nn.roots import prepare_root
-from meshwright.nn.sharding import accept_full_tensors
+from meshwright.nn.sharding import accept_full_tensors, is_piece
 
 
 class DistributedModule(nn.Module):
@@ -19,11 +20,15 @@ class DistributedModule(nn.Module):
 
     Outside a :class:`Block`, every access of a ``DistributedParameter`` gathers it (one all-gather; its backward
     averages the gradient over the ranks and splits it), so read it once per forward. Inside a Block the parameters are
-    gathered together when the Block runs. Gradients of ordinary parameters are averaged over the ranks.
+    gathered together when the Block runs. Gradients of ordinary parameters are averaged over the ranks. Of a parameter
+    that is split over tensor ranks (``tp_split_dim``) it is the rank's piece.
 
     ``state_dict()`` holds the shards (DTensors, under ordinary names) without communication; ``load_state_dict`` takes
     these and full tensors. :func:`meshwright.save` writes full tensors.
     """
+
+    takes_pieces = True
+    """In a Block, FSDP2 leaves a DTensor where tensor ranks have pieces: this class takes the piece out of it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; the outermost one prepares what is below it on its first call."""
@@ -37,6 +42,8 @@ class DistributedModule(nn.Module):
             record = record_of(value)
             if record is not None and record.gather_on_use:
                 return gather_parameter(value)
+            if record is None and is_piece(self, name):
+                return gathered_piece(value)
         return value
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ModelError
-from meshwright.runtime import require_distributed, settings, world_mesh
+from meshwright.nn.layout import sharded, sharded_piece
+from meshwright.runtime import require_distributed, tensor_size
 
 InitMethod = Callable[[torch.Tensor], Any]
 """Fills a full tensor in place, as the functions of ``torch.nn.init`` do."""
@@ -49,10 +49,15 @@ class DistributedParameter(nn.Parameter, metaclass=_DistributedParameterType):
         init_method: Called by :func:`init_parameters` with a full-shape tensor: the result does not depend on the
             number of ranks.
         group: A name by which :func:`grouped_parameters` collects parameters.
+        tp_mode: Whether tensor ranks may hold pieces of it; see ``tp_split_dim``.
+        tp_split_dim: With ``tp_mode``, the dim along which the pieces of a tensor group (``init_distributed``'s
+            ``tp_size`` ranks) make the whole: ``data`` is this rank's piece then, and the parameter has the shape of
+            the whole, which ``init_method`` fills. -1 for a parameter that every tensor rank has whole. In a
+            :class:`DistributedModule` the attribute is the rank's piece.
 
     Raises:
         LaunchError: Before ``init_distributed``.
-        ModelError: For scalars and for tensors that are distributed already.
+        ModelError: For scalars, for tensors that are distributed already, and for a ``tp_split_dim`` that is no dim.
     """
 
     def __new__(  # type: ignore[misc]
@@ -61,19 +66,17 @@ class DistributedParameter(nn.Parameter, metaclass=_DistributedParameterType):
         requires_grad: bool = True,
         init_method: InitMethod | None = None,
         group: str | None = None,
+        tp_mode: bool = False,
+        tp_split_dim: int = -1,
     ) -> nn.Parameter:
         """Makes the DTensor parameter; its class is torch's, and ``isinstance`` knows it as a DistributedParameter."""
         require_distributed("A DistributedParameter")
         _check_data(data)
+        _check_split(data, tp_mode, tp_split_dim)
         record = ParameterRecord(init_method, group, gather_on_use=True)
-        return recorded_parameter(sharded(data.detach()), requires_grad, record)
-
-
-def gather_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """The full tensor, equal on every rank; its gradient is averaged over the ranks and split again. Collective."""
-    assert isinstance(parameter, DTensor)
-    whole = parameter.redistribute(placements=[Replicate()] * parameter.device_mesh.ndim)
-    return whole.to_local(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
+        split = tp_split_dim >= 0 and tensor_size() > 1
+        tensor = sharded_piece(data.detach(), tp_split_dim) if split else sharded(data.detach())
+        return recorded_parameter(tensor, requires_grad, record)
 
 
 def _check_data(data: torch.Tensor) -> None:
@@ -90,6 +93,16 @@ def _check_data(data: torch.Tensor) -> None:
             expected="a tensor with at least one dimension",
             got="shape ()",
             fix="use a tensor of shape (1,)",
+        )
+
+
+def _check_split(data: torch.Tensor, tp_mode: bool, tp_split_dim: int) -> None:
+    if not -1 <= tp_split_dim < (data.dim() if tp_mode else 0):
+        raise ModelError(
+            "tp_split_dim is not a dim of the tensor" if tp_mode else "tp_split_dim is given without tp_mode",
+            expected=f"0..{data.dim() - 1}, or -1 for a parameter that is not split" if tp_mode else "tp_mode=True",
+            got=f"{tp_split_dim} for shape {tuple(data.shape)}",
+            fix="0 splits the output features of a linear layer, 1 its input features",
         )
 
 
@@ -125,35 +138,6 @@ def mark_moved(parameter: nn.Parameter) -> None:
 def was_moved(parameter: nn.Parameter) -> bool:
     """Whether a Block holds another parameter in this one's place: who still has this one would train it apart."""
     return hasattr(parameter, _MOVED)
-
-
-def sharded(full: torch.Tensor, mesh: DeviceMesh | None = None) -> DTensor:
-    """Keeps this rank's part of a full tensor, without communication.
-
-    Args:
-        full: Equal on all ranks.
-        mesh: One-dimensional; None for all ranks.
-
-    Returns:
-        A DTensor split along dim 0 as ``torch.chunk`` splits: the last ranks may hold less, or nothing.
-    """
-    mesh = mesh or world_mesh()
-    part = dim0_part(full, mesh)
-    if part.is_meta:
-        local = torch.empty(part.shape, dtype=part.dtype, device=settings().device)
-    else:
-        # A copy even on the same device: a view would keep the full storage alive.
-        local = part.to(settings().device, copy=True, memory_format=torch.contiguous_format)
-    stride = torch.empty(full.shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=stride)
-
-
-def dim0_part(full: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's rows of a full tensor on a one-dimensional mesh, as a view."""
-    rows, size = full.shape[0], mesh.size()
-    chunk = -(-rows // size)
-    start = min(mesh.get_local_rank() * chunk, rows)
-    return full[start : min(start + chunk, rows)]
 
 
 class ParameterInitializer:

@@ -8,9 +8,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ModelError, join_names
-from meshwright.nn.averaging import average_gradients
-from meshwright.nn.parameter import was_moved
-from meshwright.runtime import rank, seed_replica, settings, world_mesh, world_size
+from meshwright.nn.averaging import average_gradients, is_alike_on_tensor_ranks
+from meshwright.nn.parameter import record_of, was_moved
+from meshwright.runtime import replica_index, seed_replica, settings, world_size, zero_mesh
 
 # In a module's __dict__: plain parameters that were frozen so far. Its presence says that the module is prepared.
 _FROZEN = "_meshwright_frozen"
@@ -28,22 +28,31 @@ def prepare_root(module: nn.Module) -> None:
         for inner in module.modules():
             inner.__dict__[_FROZEN] = []
         # All units are sharded now, before the first forward: what is no DTensor is plain.
-        frozen = [parameter for parameter in module.parameters() if not isinstance(parameter, DTensor)]
+        frozen = [p for p in module.parameters() if not isinstance(p, DTensor) or _reduced_by_unit_only(p)]
         _share_root(module)
         _seed_this_rank()
     if frozen:
         module.__dict__[_FROZEN] = average_gradients(frozen, world_size())
 
 
+def _reduced_by_unit_only(parameter: nn.Parameter) -> bool:
+    """In a unit: outside, gathering reduces over all ranks."""
+    record = record_of(parameter)
+    return is_alike_on_tensor_ranks(parameter) and not (record is not None and record.gather_on_use)
+
+
 _seeded: object = None  # the world in which this rank has seeds of its own
 
 
 def _seed_this_rank() -> None:
-    """From the first forward of a world on, every rank draws its own dropout masks; models were made alike before."""
+    """From the first forward of a world on, every replica draws its own dropout masks; models were made alike before.
+
+    Ranks of a tensor group draw the same ones: some of what they drop from, all of them have.
+    """
     global _seeded
     if world_size() > 1 and _seeded is not dist.group.WORLD:
         _seeded = dist.group.WORLD
-        seed_replica(settings().seed, rank())
+        seed_replica(settings().seed, replica_index())
 
 
 def _refuse_left_behind(module: nn.Module) -> None:
@@ -64,7 +73,7 @@ def _share_root(module: nn.Module) -> None:
     if not units or module in units or any(has_run(unit) for unit in units):
         return
     # All parameters are ignored: those of the units are theirs, and the others gather on use.
-    fully_shard(module, mesh=world_mesh(), reshard_after_forward=False, ignored_params=set(module.parameters()))
+    fully_shard(module, mesh=zero_mesh(), reshard_after_forward=False, ignored_params=set(module.parameters()))
     for inner in module.modules():
         link = getattr(inner, "link_prefetch", None)
         if link is not None:

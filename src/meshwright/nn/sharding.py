@@ -12,15 +12,19 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ModelError, join_names
-from meshwright.nn.parameter import ParameterRecord, mark_moved, record_of, recorded_parameter, sharded, was_moved
-from meshwright.runtime import world_mesh
+from meshwright.nn.layout import laid_out_like, sharded, tensor_dim, without_memory
+from meshwright.nn.parameter import ParameterRecord, mark_moved, record_of, recorded_parameter, was_moved
+from meshwright.runtime import zero_mesh
+
+# In a module's __dict__: the names of its parameters of which a tensor rank computes with a piece.
+_PIECES = "_meshwright_pieces"
 
 _Place = tuple[str, nn.Module, str, nn.Parameter]
 """Where a parameter is: its full name, the module that owns it, its name there, itself."""
 
 
 def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool) -> None:
-    """Makes a module one FSDP2 unit over all ranks, in place; its sharded parameters are taken over as they are.
+    """Makes a module one FSDP2 unit over the ``zero`` axis, in place; sharded parameters are taken over as they are.
 
     FSDP2 wants whole parameters to shard. It gets ones without memory (``meta``), and afterwards the parts that this
     rank holds: nothing is ever gathered. Plain parameters are split here, of equal values on all ranks.
@@ -34,10 +38,14 @@ def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool) -> None:
     """
     places = list(_places(module))
     _check(module, places)
+    _check_owners(places)
     small_units = _units_of_rarer_dtypes(module, places)
-    _assign(places, _without_memory)
+    for _, owner, key, parameter in places:
+        if tensor_dim(parameter) is not None:
+            owner.__dict__.setdefault(_PIECES, set()).add(key)
+    _assign(places, without_memory)
     for unit in (*small_units, module):
-        fully_shard(unit, mesh=world_mesh(), reshard_after_forward=reshard_after_forward)
+        fully_shard(unit, mesh=zero_mesh(), reshard_after_forward=reshard_after_forward)
     _assign(places, _inside_unit)
     for _, _, _, parameter in places:
         mark_moved(parameter)
@@ -62,9 +70,9 @@ def _places(module: nn.Module) -> Iterator[_Place]:
                 yield f"{path}.{key}" if path else key, owner, key, parameter
 
 
-def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+def is_piece(owner: nn.Module, name: str) -> bool:
+    """Whether a Block's parameter is split over tensor ranks: gathered by FSDP2, it still is a DTensor."""
+    return name in owner.__dict__.get(_PIECES, ())
 
 
 def _inside_unit(parameter: nn.Parameter) -> nn.Parameter:
@@ -93,6 +101,18 @@ def _check(module: nn.Module, places: list[_Place]) -> None:
             expected="parameters of its own; Blocks do not nest and do not share single parameters",
             got=join_names(foreign) if foreign else "a Block inside it",
             fix="put shared parameters outside the Blocks, or use the whole module in several places",
+        )
+
+
+def _check_owners(places: list[_Place]) -> None:
+    """FSDP2 leaves a DTensor in the module where ranks have pieces; only a DistributedModule takes the piece out."""
+    foreign = [name for name, owner, _, p in places if tensor_dim(p) is not None and not hasattr(owner, "takes_pieces")]
+    if foreign:
+        raise ModelError(
+            "An ordinary module in a Block holds parameters that are split over tensor ranks",
+            expected="a DistributedModule around them",
+            got=join_names(foreign),
+            fix="derive the module that holds them from meshwright.DistributedModule",
         )
 
 
@@ -147,4 +167,4 @@ def accept_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: s
         if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
         if value.shape == parameter.shape:
-            state_dict[prefix + key] = sharded(value.detach(), parameter.device_mesh)
+            state_dict[prefix + key] = laid_out_like(parameter, value.detach())

@@ -1,7 +1,17 @@
 """Ground floor: processes, mesh, seeds, device. Knows nothing of models."""
 
 from meshwright.runtime.agreement import agreed, check_equal, gather_from, gather_objects, same_on_every_rank
+from meshwright.runtime.config_view import config
 from meshwright.runtime.device import measured_flops_per_s, memory_limit_bytes, peak_memory_bytes, synchronize_device
+from meshwright.runtime.grid import (
+    parameter_mesh,
+    process_grid,
+    replica_index,
+    tensor_mesh,
+    tensor_rank,
+    tensor_size,
+    zero_mesh,
+)
 from meshwright.runtime.mesh import (
     AXES,
     Axes,
@@ -36,6 +46,7 @@ __all__ = [
     "build_mesh",
     "check_axes",
     "check_equal",
+    "config",
     "coordinate_of",
     "fit_axes",
     "gather_from",
@@ -43,11 +54,14 @@ __all__ = [
     "init_distributed",
     "measured_flops_per_s",
     "memory_limit_bytes",
+    "parameter_mesh",
     "peak_memory_bytes",
     "preserved_rng",
     "print_rank",
+    "process_grid",
     "rank",
     "rank_grid",
+    "replica_index",
     "require_distributed",
     "same_on_every_rank",
     "seed_everything",
@@ -57,6 +71,10 @@ __all__ = [
     "sum_loss",
     "synchronize",
     "synchronize_device",
+    "tensor_mesh",
+    "tensor_rank",
+    "tensor_size",
     "world_mesh",
     "world_size",
+    "zero_mesh",
 ]

@@ -31,6 +31,7 @@ class Settings:
     num_micro_batches: int | None
     device: torch.device
     local_world_size: int
+    tp_size: int = 1
 
 
 _settings: Settings | None = None
@@ -55,7 +56,8 @@ def init_distributed(
         seed: Seed of the run.
         zero_level: ZeRO level (1, 2 or 3) of a ``zero`` mesh axis for which a strategy names no method.
         pipe_size: Pipeline stages; only 1 in this version.
-        tp_size: Tensor-parallel ranks; only 1 in this version.
+        tp_size: Ranks of a tensor group: neighbouring ones, that work on the same batch and split the layers of
+            :mod:`meshwright.nn` among themselves. See :func:`meshwright.runtime.process_grid`.
         num_micro_batches: Default of ``accelerate(num_micro_batches=)``; None means 1.
         backend: torch.distributed backend; None means NCCL with CUDA and gloo without. ``"gloo"`` trains on the CPU.
         timeout_s: Seconds a collective may take before its rank gives up.
@@ -68,7 +70,7 @@ def init_distributed(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(backend, local_rank)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    wanted = Settings(seed, zero_level, num_micro_batches, device, local_world_size)
+    wanted = Settings(seed, zero_level, num_micro_batches, device, local_world_size, tp_size)
     if _settings is not None and dist.is_initialized():
         if _settings != wanted:
             raise LaunchError(
@@ -97,14 +99,14 @@ def _check_arguments(
             got=repr(zero_level),
             fix="use 3 to shard everything",
         )
-    for name, size in (("pipe_size", pipe_size), ("tp_size", tp_size)):
-        if size != 1:
-            raise LaunchError(
-                f"{name} asks for model parallelism, which this version of Meshwright does not have",
-                expected="1",
-                got=repr(size),
-                fix=f"leave {name} at 1; shard with the methods zero1, zero2 or fsdp instead",
-            )
+    if pipe_size != 1:
+        raise LaunchError(
+            "pipe_size asks for pipeline stages, which this version of Meshwright does not have",
+            expected="1",
+            got=repr(pipe_size),
+            fix="leave pipe_size at 1; split layers with tp_size, and shard with zero_level",
+        )
+    _check_tensor_groups(tp_size)
     if num_micro_batches is not None and num_micro_batches < 1:
         raise LaunchError(
             "num_micro_batches is not a count",
@@ -118,6 +120,18 @@ def _check_arguments(
             expected="seconds above 0",
             got=repr(timeout_s),
             fix="leave it out for half an hour",
+        )
+
+
+def _check_tensor_groups(tp_size: int) -> None:
+    """Before anybody joins anything: on a misfit no process group is left behind."""
+    world = world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if tp_size < 1 or world % tp_size:
+        raise LaunchError(
+            "tp_size does not divide the ranks into tensor groups",
+            expected=f"a divisor of {world}, the number of ranks",
+            got=repr(tp_size),
+            fix=f"start a multiple of {max(tp_size, 1)} processes, or choose another tp_size",
         )
 
 

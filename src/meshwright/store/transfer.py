@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.runtime import rank, world_size
 
@@ -47,7 +48,8 @@ def spread(source: torch.Tensor | None, target: torch.Tensor) -> None:
         dist.scatter(part, parts, src=0)
         local.copy_(part[: local.shape[0]])
         return
-    if target.device_mesh.size() < world_size():  # rank 0 is on one of several such meshes only
+    # Rank 0 is on one of several smaller meshes only; and torch scatters interleaved shards only if they are even.
+    if target.device_mesh.size() < world_size() or any(isinstance(each, _StridedShard) for each in target.placements):
         full = local.new_empty(target.shape) if full is None else full.contiguous()
         dist.broadcast(full, src=0)
         local.copy_(distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None).to_local())

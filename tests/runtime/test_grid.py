@@ -1,0 +1,37 @@
+"""The process grid of ``init_distributed(tp_size=)``, and what ``config`` says of it."""
+
+import meshwright.runtime as runtime
+from tests.nn.tensor_models import tensor_groups
+
+
+def _grid():
+    with tensor_groups(2):
+        grid = runtime.process_grid()
+        assert runtime.process_grid() is grid
+        assert runtime.parameter_mesh() is runtime.parameter_mesh()
+        assert runtime.zero_mesh().mesh.tolist() == [runtime.tensor_rank(), runtime.tensor_rank() + 2]
+        config = {key: value for key, value in runtime.config.items() if not key.endswith("comm")}
+        comms = [runtime.config[key].get_group().size() for key in ("tp_comm", "tp_zero_comm")]
+        return grid.mesh_dim_names, grid.mesh.tolist(), grid.get_coordinate(), config, comms
+
+
+def test_tensor_ranks_are_neighbours(ranks):
+    for rank, (names, mesh, coordinate, config, comms) in enumerate(ranks(4).run(_grid)):
+        assert names == ("pipeline", "zero", "tensor")
+        assert mesh == [[[0, 1], [2, 3]]]
+        assert tuple(coordinate) == (0, rank // 2, rank % 2)
+        assert comms == [2, 2]
+        assert config == {
+            "initialized": True, "rank": rank, "world_size": 4, "local_rank": rank, "local_size": 4, "pipe_size": 1,
+            "micros": 1, "tp_size": 2, "tp_rank": rank % 2, "tp_zero_size": 2, "tp_zero_rank": rank // 2,
+        }  # fmt: skip
+
+
+def _without_groups():
+    assert runtime.parameter_mesh().mesh_dim_names == ("zero",)
+    assert runtime.process_grid().mesh.tolist() == [[[0], [1]]]
+    return runtime.config["tp_size"], runtime.config["tp_zero_rank"]
+
+
+def test_without_tensor_groups_every_rank_is_a_replica(ranks):
+    assert ranks(2).run(_without_groups) == [(1, 0), (1, 1)]
