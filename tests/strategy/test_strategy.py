@@ -37,6 +37,14 @@ CONFIGS = {
     "half": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "master_weights": st.booleans()}),
     "amp_native": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "skip_if_nonfinite": st.booleans()}),
     "checkpoint": st.fixed_dictionaries({}, optional={"wrap_class": CLASSES, "no_reentrant": st.booleans()}),
+    "outer": st.fixed_dictionaries(
+        {"rule": st.sampled_from(["bmuf", "slowmo", "diloco"])},
+        optional={
+            "sync_every": st.integers(1, 500),
+            "lr": st.floats(0, 2),
+            "quantise": st.sampled_from(["int8", "none"]),
+        },
+    ),
     "parallel_mode": st.fixed_dictionaries(
         {}, optional={"zero": st.integers(1, 64), "data": st.integers(1, 64), "tensor": st.integers(1, 64)}
     ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,3 +72,12 @@ def _any(flags: list[torch.Tensor]) -> torch.Tensor:
     if not flags:
         return torch.zeros(())
     return torch.stack([flag.to(flags[0].device) for flag in flags]).max()
+
+
+def parameters_in(param_groups: Iterable[Mapping[str, Any] | torch.Tensor]) -> list[torch.Tensor]:
+    """All parameters of groups, or listed by themselves, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for group in param_groups:
+        members = [group] if isinstance(group, torch.Tensor) else group["params"]
+        found.update({id(parameter): parameter for parameter in members})
+    return list(found.values())

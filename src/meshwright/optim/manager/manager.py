@@ -11,13 +11,13 @@ from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, NonFiniteError
 from meshwright.optim.clip import local_tensor, multiply_
-from meshwright.optim.layouts import Peers, reduced
+from meshwright.optim.layouts import reduced
 from meshwright.optim.manager.checks import check_gradients, check_optimizer, check_policy, check_scheduler
 from meshwright.optim.manager.gradient_watch import GradientWatch, local_gradients
-from meshwright.optim.manager.gradients import norm_and_count
+from meshwright.optim.manager.gradients import norm_and_count, parameters_in
 from meshwright.optim.manager.loss_scale import LossScale
+from meshwright.optim.manager.replicas import count_skipped, peers_of, prepare_gradients
 from meshwright.optim.manager.state import load_manager_state, manager_state
-from meshwright.optim.outer import OuterOptimizer
 from meshwright.runtime import print_rank
 
 OnNonFinite = Literal["skip", "raise", "ignore"]
@@ -160,11 +160,11 @@ class OptimManager:
                 got=f"max_norm={max_norm!r}, norm_type={norm_type!r}",
                 fix="use norm_type=2",
             )
-        self._prepare_gradients()
-        parameters = _parameters(param_groups)
+        prepare_gradients(self.optimizers)
+        parameters = parameters_in(param_groups)
         check_gradients(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        scaled_norm, num_parameters = norm_and_count(gradients, power, len(parameters), self._peers)
+        scaled_norm, num_parameters = norm_and_count(gradients, power, len(parameters), peers_of(self.optimizers))
         if not parameters and not num_parameters.item():  # only a rank without parameters waits for the answer
             raise ConfigError(
                 "There is nothing to clip",
@@ -188,7 +188,7 @@ class OptimManager:
             ConfigError: On every rank, when there is a loss scale and no rank's loss was scaled.
             ModelError: When a gradient is sparse; nothing is updated then.
         """
-        self._prepare_gradients()
+        prepare_gradients(self.optimizers)
         parameters = [[p for group in o.param_groups for p in group["params"]] for o in self.optimizers]
         check_gradients([parameter for group in parameters for parameter in group])
         self.step_was_skipped = False
@@ -200,17 +200,6 @@ class OptimManager:
             self._skips = 0
         self._scaled = False
         self._watch.forget()
-
-    def _prepare_gradients(self) -> None:
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, OuterOptimizer):
-                optimizer.prepare_gradients()
-
-    @property
-    def _peers(self) -> Peers | None:
-        """The ranks that decide together: those of one replica where there are replicas, None for the world."""
-        outer = next((each for each in self.optimizers if isinstance(each, OuterOptimizer)), None)
-        return None if outer is None else Peers(outer.replicas.inside, outer.replicas.num_inside)
 
     def _found_nonfinite(self, parameters: list[list[torch.Tensor]]) -> bool:
         """Whether any rank has inf or nan; gradients of optimizers that do not unscale are unscaled in passing."""
@@ -224,7 +213,7 @@ class OptimManager:
         host = torch.tensor([float(self._scaled), float(has_gradients)]).to(found.device, non_blocking=True)
         # Pipeline stages: only the last one sees a loss, and a stage need not have trainable parameters.
         nonfinite, scaled, present = reduced(
-            torch.cat([found.reshape(1), host]), dist.ReduceOp.MAX, self._peers
+            torch.cat([found.reshape(1), host]), dist.ReduceOp.MAX, peers_of(self.optimizers)
         ).tolist()
         if self._scale.enabled and present and not scaled:
             raise ConfigError(
@@ -252,11 +241,7 @@ class OptimManager:
             raise self._nonfinite_error(what, "weights are those of the last good step")
         for optimizer, scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
             optimizer.zero_grad(set_to_none=True)  # kept, they would spoil what accumulates next
-            if isinstance(optimizer, OuterOptimizer):
-                # The other replicas have taken this step: counts and learning rates must not drift apart.
-                optimizer.count_step()
-                if scheduler is not None:
-                    scheduler.step()
+            count_skipped(optimizer, scheduler)
 
     def _nonfinite_error(self, what: str, left: str) -> NonFiniteError:
         return NonFiniteError(
@@ -310,11 +295,3 @@ class OptimManager:
 
 def _takes_scale(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "step_takes_scale", False))
-
-
-def _parameters(param_groups: Iterable[Mapping[str, Any] | torch.Tensor]) -> list[torch.Tensor]:
-    found: dict[int, torch.Tensor] = {}
-    for group in param_groups:
-        members = [group] if isinstance(group, torch.Tensor) else group["params"]
-        found.update({id(parameter): parameter for parameter in members})
-    return list(found.values())
