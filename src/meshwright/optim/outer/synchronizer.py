@@ -154,7 +154,8 @@ class Synchronizer:
                     self._apply(fragment)
                 elif fragment in self._flights:
                     self._flights[fragment][0].advance()
-        self.replicas_are_equal = self.policy.fragments == 1 and self.policy.delay == 0
+        policy = self.policy
+        self.replicas_are_equal = policy.fragments == 1 and policy.delay == 0 and policy.merge_alpha == 0
 
     def _send(self, fragment: int) -> None:
         parameters = self._fragments[fragment]
