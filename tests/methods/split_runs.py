@@ -11,7 +11,7 @@ from meshwright.methods import replicas
 from meshwright.planner import measured_state
 from meshwright.store import CheckpointStore, TrainingState
 from tests import tiny
-from tests.methods.test_parity import BATCH, OPTIMIZERS, STEPS, full_weights
+from tests.methods.test_parity import BATCH, OPTIMIZERS, STEPS
 from tests.methods.test_traffic import Counter
 
 SIZES = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 52, "num_hidden_layers": 2,
@@ -19,6 +19,54 @@ SIZES = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 52, "num_hidd
 
 
 def build(name):
+    """A tiny model; its weights depend on nothing but its name."""
+    torch.manual_seed(3)
+    model = FLOWING[name]() if name in FLOWING else with_a_plan(name)
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases of zero and norms of one would hide what is lost
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model
+
+
+def plain(**keys):
+    return tiny.gpt2.GPT2(vocab_size=64, seq_len=tiny.SEQ_LEN, dim=20, num_layers=2, num_heads=2, **keys)
+
+
+def hf_gpt2():
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=20, n_layer=2, n_head=2, n_positions=tiny.SEQ_LEN, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0, use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def hf_bert():
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=20, intermediate_size=50, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=tiny.SEQ_LEN, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def hf_t5():
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=64, d_model=24, d_kv=6, d_ff=52, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
+        dropout_rate=0.0,
+    )  # fmt: skip
+    return transformers.T5EncoderModel(config)
+
+
+FLOWING = {"plain": plain, "odd": lambda: tiny.plain(), "gpt2": hf_gpt2, "bert": hf_bert, "t5": hf_t5}
+"""Models that bring no plan."""
+
+
+def with_a_plan(name):
     import transformers
 
     kind, size, keys = {
@@ -28,17 +76,19 @@ def build(name):
         "qwen3": ("Qwen3", "ForCausalLM", {"head_dim": 6}),
         "phi3": ("Phi3", "ForCausalLM", {"pad_token_id": 0}),
     }[name]
-    torch.manual_seed(3)
-    model = getattr(transformers, kind + size)(getattr(transformers, kind + "Config")(**SIZES, **keys, use_cache=False))
-    with torch.no_grad():
-        for parameter in model.parameters():  # biases of zero and norms of one would hide what is lost
-            parameter.add_(torch.randn_like(parameter), alpha=0.02)
-    return model
+    return getattr(transformers, kind + size)(getattr(transformers, kind + "Config")(**SIZES, **keys, use_cache=False))
+
+
+BARE = ("plain", "odd")  # are called with token ids alone
+
+
+def prepare_for(name):
+    return tiny.prepare_for("plain" if name in BARE else "llama")
 
 
 def loss_func(inputs, output):
     """Next token where there are logits, else a mean that moves all features differently."""
-    if hasattr(output, "logits"):
+    if isinstance(output, torch.Tensor) or hasattr(output, "logits"):
         return tiny.loss_func(inputs, output)
     features = output.last_hidden_state
     return (features * torch.linspace(-1, 1, features.shape[-1]).to(features)).square().mean()
@@ -55,7 +105,8 @@ def reference(name, mode):
     losses, norms = [], []
     for ids in torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=order):
         optim.zero_grad()
-        loss = loss_func({"input_ids": ids}, model(input_ids=ids))
+        inputs = prepare_for(name)(ids, "cpu")
+        loss = loss_func(inputs, model(inputs) if name in BARE else model(**inputs))
         loss.backward()
         norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
         optim.step()
@@ -70,7 +121,7 @@ def accelerated(name, methods, mode, micro=1, **keys):
     with mock.patch.object(replicas, "_BUCKET_BYTES", 4096):  # several of them, small as the models are
         return mw.accelerate(
             build(name), optim_class, tiny.Tokens(), loss_func, strategy=methods, optim_args=args,
-            prepare_input=tiny.prepare_for("llama"), model_input_format="unpack_dict",
+            prepare_input=prepare_for(name), model_input_format=None if name in BARE else "unpack_dict",
             dataloader_args={"batch_size": BATCH}, num_micro_batches=micro, **keys,
         )  # fmt: skip
 
@@ -86,9 +137,19 @@ def train(name, methods, mode, micro=1):
     predicted = memory(result.plan.step, result._job.coordinate)
     for kind, size in measured_state(result.model, result.optim).items():
         assert getattr(predicted, kind) == size, (kind, getattr(predicted, kind), size, methods)
-    weights = full_weights(result.model)
+    weights = whole_weights(result.model)
     _check_wire_and_activations(result, batch, predicted)
     return losses, norms, weights if mw.rank() == 0 else None
+
+
+def whole_weights(model):
+    """As a state dict has them: fused projections in the model's own order."""
+    names = {name for name, _ in model.named_parameters()}
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in model.state_dict().items()
+        if name in names
+    }
 
 
 def _check_wire_and_activations(result, batch, predicted):
@@ -110,21 +171,21 @@ def train_several(cases):
 STATE = {"mode": "adamw"}
 
 
-def save_and_go_on(directory, methods):
+def save_and_go_on(directory, name, methods):
     """Three steps, a checkpoint, three more: their losses."""
-    result = accelerated("tied", methods, **STATE)
+    result = accelerated(name, methods, **STATE)
     batches = list(result.dataloader)
     for batch in batches[:3]:
         result.step(batch)
     CheckpointStore(directory).save(TrainingState(result.model, result.optim, step=3))
-    shapes = {name: tuple(value.shape) for name, value in result.model.state_dict().items()}
-    assert shapes == {name: tuple(value.shape) for name, value in build("tied").state_dict().items()}
+    shapes = {key: tuple(value.shape) for key, value in result.model.state_dict().items()}
+    assert shapes == {key: tuple(value.shape) for key, value in build(name).state_dict().items()}
     return [result.step(batch).loss.item() for batch in batches[3:6]]
 
 
-def load_and_go_on(directory, methods):
+def load_and_go_on(directory, name, methods):
     """The same three steps after loading into another layout."""
-    result = accelerated("tied", methods, **STATE)
+    result = accelerated(name, methods, **STATE)
     batches = list(result.dataloader)
     result.step(batches[0])  # what is loaded replaces weights and states that have moved
     CheckpointStore(directory).load(TrainingState(result.model, result.optim))

@@ -14,6 +14,10 @@ from tests.methods.test_parity import check_weights
 MESH = ("parallel_mode", {"tensor": 2})
 BOTH = ("parallel_mode", {"tensor": 2, "data": 2})
 TWO_RANKS = [
+    ("gpt2", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
+    ("plain", ["tensor_parallel", MESH], "sgd", 1),
+    ("bert", ["tensor_parallel", MESH], "adamw", 1),
+    ("t5", ["tensor_parallel", MESH], "sgd", 1),
     ("llama", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
     ("headless", ["tensor_parallel", MESH, ("checkpoint", {"no_reentrant": False})], "adamw", 1),
     ("qwen3", ["tensor_parallel", MESH], "sgd", 1),
@@ -24,6 +28,7 @@ TWO_RANKS = [
     ("llama", ["tensor_parallel", MESH, ("amp_native", "bf16")], "bf16", 1),
 ]
 FOUR_RANKS = [
+    ("gpt2", ["tensor_parallel", BOTH, "fsdp"], "sgd", 1),
     ("tied", ["tensor_parallel", BOTH], "sgd", 1),
     ("llama", ["tensor_parallel", BOTH, "fsdp"], "adamw", 1),
     ("tied", ["tensor_parallel", BOTH, "fsdp", "checkpoint"], "sgd", 2),
@@ -50,10 +55,11 @@ def test_parity(ranks, request, world, cases, first):
             check_weights(weights, before, expected)
 
 
-def test_a_checkpoint_of_two_axes_loads_into_one(ranks, tmp_path):
-    expected = ranks(4).run(split_runs.save_and_go_on, tmp_path, ["tensor_parallel", BOTH, "fsdp"])[0]
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("tied", marks=pytest.mark.long)])
+def test_a_checkpoint_of_two_axes_loads_into_one(ranks, tmp_path, name):
+    expected = ranks(4).run(split_runs.save_and_go_on, tmp_path, name, ["tensor_parallel", BOTH, "fsdp"])[0]
     for methods in (["fsdp"], ["tensor_parallel", MESH]):
-        losses = ranks(2).run(split_runs.load_and_go_on, tmp_path, methods)[0]
+        losses = ranks(2).run(split_runs.load_and_go_on, tmp_path, name, methods)[0]
         assert losses == pytest.approx(expected, rel=1e-5)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.methods.dtypes import DType
+from meshwright.methods.tensor_calls import SampleRun
 from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, separate_layouts
 from meshwright.strategy import Strategy
 
@@ -50,6 +51,7 @@ class Job:
     optim_func: OptimizerFactory | None = None  # builds the optimizer from parameters or groups
     optim_param_func: Callable[[nn.Module], Any] | None = None
 
+    sample: SampleRun | None = None  # runs the model once, for methods that must see its data flow
     is_split: bool = False  # tensor_parallel: some parameters are DTensors already, all values are rank 0's
     precision: Precision | None = None  # set by a precision method for the method that shards
     loss_scaling: bool = False  # fp16: gradients would underflow

@@ -35,7 +35,10 @@ LINEAR = {
         "rowwise_split_input", (("weight", 1),), gradient="all_gather", output="all_reduce", splits_input=True
     ),
 }
-EMBEDDING = {"embedding_rowwise": Style("embedding_rowwise", (("weight", 0),), output="all_reduce")}
+EMBEDDING = {
+    "embedding_rowwise": Style("embedding_rowwise", (("weight", 0),), output="all_reduce"),
+    "embedding_colwise": Style("embedding_colwise", (("weight", 1),)),
+}
 ANY = {
     "replicated_with_grad_allreduce": Style("replicated_with_grad_allreduce"),
     "replicate": Style("replicate"),
@@ -66,9 +69,26 @@ def style_of(path: str, module: nn.Module, name: str) -> Style:
     return STYLES[name]
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: torch's, or transformers' Conv1D, which keeps its weight transposed."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer's weight is (in, out): GPT-2's Conv1D in transformers."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Input and output features of a linear layer."""
+    weight = module.get_parameter("weight")
+    rows, columns = weight.shape
+    return (rows, columns) if is_transposed(module) else (columns, rows)
+
+
 def _check_kind(path: str, module: nn.Module, name: str) -> None:
     wanted = nn.Linear if name in LINEAR else nn.Embedding if name in EMBEDDING else nn.Module
-    if not isinstance(module, wanted):
+    if not isinstance(module, wanted) and not (name in LINEAR and is_linear(module)):
         raise ModelError(
             f"tensor_parallel: {path} is no layer that the style {name} can split",
             expected=f"a torch.nn.{wanted.__name__}",

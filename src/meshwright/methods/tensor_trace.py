@@ -11,6 +11,8 @@ from torch import nn
 
 from meshwright.cost import Boundary
 from meshwright.methods.tensor_plan import PlannedLayer
+from meshwright.methods.tensor_split import Split
+from meshwright.methods.tensor_trial import adjusted
 from meshwright.nn import class_names
 
 SaveLog = list[tuple[nn.Module, ...]]
@@ -23,13 +25,17 @@ class SplitTrace:
     """Lets a plain model, with parameters of one rank's shapes, run as one of the ranks of a tensor axis would.
 
     Args:
-        layers: What is split; every divided dim is a multiple of ``ranks``.
+        model: The model.
+        split: What is split; every divided dim is a multiple of ``ranks``.
         ranks: Size of the axis.
     """
 
-    def __init__(self, layers: list[PlannedLayer], ranks: int) -> None:
-        self._layers, self._ranks = layers, ranks
-        self.dims = {parameter: dim for layer in layers for _, parameter, dim in layer.parameters() if dim is not None}
+    def __init__(self, model: nn.Module, split: Split, ranks: int) -> None:
+        self._model, self._adjustments = model, split.adjustments
+        self._layers, self._ranks = split.layers, ranks
+        self.dims = {
+            parameter: dim for layer in self._layers for _, parameter, dim in layer.parameters() if dim is not None
+        }
         """The dim of each parameter that the axis divides."""
         self._sent: list[_Sent] = []
         self._inputs: dict[str, list[torch.Tensor]] = {}  # of each group: those whose gradient is accounted for
@@ -52,7 +58,8 @@ class SplitTrace:
             hooks.append(layer.module.register_forward_pre_hook(self._entering(layer, log), prepend=True))
             hooks.append(layer.module.register_forward_hook(self._leaving(layer, log)))
         try:
-            yield
+            with adjusted(self._model, self._adjustments):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()

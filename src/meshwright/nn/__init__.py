@@ -14,6 +14,7 @@ from meshwright.nn.initialization import grouped_parameters, init_parameters
 from meshwright.nn.model_wrapper import BMTrainModelWrapper
 from meshwright.nn.module import DistributedModule
 from meshwright.nn.parameter import DistributedParameter, ParameterInitializer
+from meshwright.nn.rank_order import RankOrder, keep_rank_order, rank_orders
 
 CheckpointBlock = Block
 """BMTrain 0.2.0's name."""
@@ -26,6 +27,7 @@ __all__ = [
     "DistributedParameter",
     "ParameterInitializer",
     "PipelineTransformerBlockList",
+    "RankOrder",
     "TransformerBlockList",
     "average_gradients",
     "class_name",
@@ -33,9 +35,11 @@ __all__ = [
     "find_blocks",
     "grouped_parameters",
     "init_parameters",
+    "keep_rank_order",
     "modules_of",
     "no_sync",
     "outermost",
+    "rank_orders",
     "require_blocks",
     "wrap_method",
 ]

@@ -1,4 +1,4 @@
-"""A training state as named tensors plus a record, and the way back; nothing here communicates or touches files."""
+"""A training state as named tensors plus a record, and the way back; nothing here touches files."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from meshwright.store.optimizer import (
     plan_optimizer,
 )
 from meshwright.store.plain import dtype_named, from_plain, to_plain
+from meshwright.store.rank_order import in_model_order, to_rank_order_
 from meshwright.store.record import Record, TensorRecord, tensor_records
 from meshwright.store.state import TrainingState
 
@@ -44,6 +45,7 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
     if state.optim is not None:
         states, optimizer = capture_optimizer(inner_optimizer(state.optim), weights)
         tensors |= states
+    tensors = in_model_order(entries, tensors)
     scheduler, scaler = state.lr_scheduler, _scaler(state)
     record = Record(
         step=state.step,
@@ -84,6 +86,7 @@ class Restoration:
     def commit(self) -> None:
         """Hands over everything that is not in the targets themselves."""
         state, record = self.state, self.record
+        to_rank_order_(self.entries, self.targets)
         if isinstance(state.optim, GuardedOptimizer) and state.optim.master is not None:
             state.optim.master.write_back()
         self.entries.load(record.model_values)

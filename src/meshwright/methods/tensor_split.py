@@ -1,0 +1,73 @@
+"""What a tensor axis does to one model: the layers it splits, where that was read, and what is said about it."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwright.methods.tensor_calls import SampleRun
+from meshwright.methods.tensor_checks import check_layers
+from meshwright.methods.tensor_plan import PlannedLayer, own_plan, planned, planned_layers
+from meshwright.methods.tensor_search import FoundPlan, find_plan
+from meshwright.methods.tensor_trial import Adjustment
+
+_FOUND: weakref.WeakKeyDictionary[nn.Module, dict[int, FoundPlan]] = weakref.WeakKeyDictionary()
+"""Plans found so far, by model and number of ranks: prediction, check and application ask for the same one."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model is divided."""
+
+    layers: tuple[PlannedLayer, ...]
+    source: str
+    adjustments: tuple[Adjustment, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+    def adjust(self, model: nn.Module) -> None:
+        """Sets the attributes that count what a rank has a part of."""
+        for adjustment in self.adjustments:
+            setattr(model.get_submodule(adjustment.path), adjustment.name, adjustment.value)
+
+    def summary(self, model: nn.Module, ranks: int) -> str:
+        """One line: what is split and how, layers of the same name in different blocks once."""
+        styles: dict[str, list[str]] = {}
+        for layer in self.layers:
+            name = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", layer.path)
+            label = layer.style.name + (f" in {len(layer.parts)} parts" if layer.parts else "")
+            if name not in styles.setdefault(label, []):
+                styles[label].append(name)
+        what = "; ".join(f"{label}: {', '.join(names)}" for label, names in styles.items())
+        split = {p for layer in self.layers for _, p, dim in layer.parameters() if dim is not None}
+        share = sum(p.numel() for p in split) / max(sum(p.numel() for p in model.parameters()), 1)
+        remarks = "".join(f"; {remark}" for remark in self.remarks)
+        return (
+            f"tensor_parallel splits {share:.0%} of the parameters over {ranks} ranks by {self.source}: {what}{remarks}"
+        )
+
+
+def split_of(model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None) -> Split:
+    """The split of a model: by the user's entries and the model's own plan, else by its data flow.
+
+    Raises:
+        ModelError: When the model cannot be split, with the reason.
+        StrategyError: When an entry of ``given`` names nothing in the model.
+    """
+    if own_plan(model) or given:
+        layers = planned_layers(model, given)
+        check_layers(model, layers, ranks, proved=False)
+        return Split(tuple(layers), "the plan that was given" if given else "the model's own plan")
+    known = _FOUND.setdefault(model, {})
+    if ranks not in known:
+        known[ranks] = find_plan(model, sample, ranks)
+    found = known[ranks]
+    split = []
+    for path, entry in found.entries.items():
+        layer = planned(model, path, entry.style)
+        split.append(PlannedLayer(layer.path, layer.module, layer.style, layer.parent, entry.parts))
+    check_layers(model, split, ranks, proved=True)
+    return Split(tuple(split), "the data flow of its blocks", found.adjustments, found.remarks)
