@@ -38,7 +38,7 @@ def test_what_is_tied_to_a_planned_layer_is_split_alike():
     model.tp_plan = {key: value for key, value in model.tp_plan.items() if key != "model.embed_tokens"}
     assert styles(model)["model.embed_tokens"] == "embedding_rowwise"
     model.tp_plan = {"model.embed_tokens": "rowwise", "model.layers.*.mlp.down_proj": "rowwise_rep"}
-    assert styles(model)["lm_head"] == "colwise_gather_output"
+    assert styles(model)["lm_head"] == "vocabulary_head"
 
 
 def test_a_strategy_with_a_plan_is_a_value():

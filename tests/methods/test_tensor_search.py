@@ -1,4 +1,4 @@
-"""Plans found in the data flow of blocks: what is split in attentions and MLPs as people write them, and what is not."""
+"""Plans found in the data flow of blocks: attentions and MLPs as people write them, and what cannot be split."""
 
 import pytest
 import torch
@@ -118,7 +118,7 @@ def described(found):
 
 
 def test_attentions_and_mlps_as_people_write_them():
-    vocabulary = {"embedding": ("embedding_rowwise", ()), "head": ("colwise_gather_output", ())}
+    vocabulary = {"embedding": ("embedding_rowwise", ()), "head": ("vocabulary_head", ())}
     model = Model(Grouped)
     model.train()
     assert described(split(model)) == {

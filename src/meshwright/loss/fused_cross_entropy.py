@@ -10,10 +10,18 @@ from torch import Tensor, nn
 from meshwright.errors import ModelError
 from meshwright.loss.checks import check_class_weight, check_floating, check_options, check_plain, check_target
 from meshwright.loss.once import once
-from meshwright.loss.rows import Rows, Softmax, make_rows, mean, row_gradients_, row_losses, slices, without_autocast
-
-# Elements worked on at a time: about what stays in a core's cache, or what fills a GPU (64 MiB in fp32).
-_CPU_ELEMENTS, _GPU_ELEMENTS = 2**18, 2**24
+from meshwright.loss.rows import (
+    Rows,
+    Softmax,
+    make_rows,
+    mean,
+    row_gradients_,
+    row_losses,
+    rows_at_a_time,
+    slices,
+    without_autocast,
+)
+from meshwright.loss.vocabulary_shards import VocabularyShards
 
 
 def fused_cross_entropy(
@@ -50,6 +58,10 @@ def fused_cross_entropy(
         ConfigError: For an unknown reduction or a smoothing that is not a fraction.
     """
     check_options(reduction, label_smoothing)
+    if isinstance(input, VocabularyShards):
+        if input.are_rows:
+            return input.cross_entropy(target, weight, ignore_index, reduction, label_smoothing)
+        input = input.gathered()
     _check(input, target, weight)
     logits_NC = input.unsqueeze(0) if input.dim() == 1 else input.movedim(1, -1).reshape(-1, input.shape[1])
     rows = make_rows(target.reshape(-1), input.dtype, weight, ignore_index, label_smoothing)
@@ -71,13 +83,6 @@ def _check(input: Tensor, target: Tensor, weight: Tensor | None) -> None:
     check_class_weight(weight, input.shape[0] if input.dim() == 1 else input.shape[1], "weight")
 
 
-def _rows_at_a_time(logits_NC: Tensor) -> int:
-    num_rows, num_classes = logits_NC.shape
-    if torch.compiler.is_compiling():  # a compiler fuses the whole thing into one pass
-        return max(num_rows, 1)
-    return max(1, (_CPU_ELEMENTS if logits_NC.device.type == "cpu" else _GPU_ELEMENTS) // max(num_classes, 1))
-
-
 class _RowLosses(torch.autograd.Function):
     """Losses (N,) of logits (N, C)."""
 
@@ -88,7 +93,7 @@ class _RowLosses(torch.autograd.Function):
         # using their memory again, and the process would grow by an fp32 copy after all.
         loss_N, max_N1, sum_N1 = (torch.empty_like(every.weight_n.unsqueeze(1)) for _ in range(3))
         with without_autocast(logits_NC.device):
-            for some in slices(logits_NC.shape[0], _rows_at_a_time(logits_NC)):
+            for some in slices(logits_NC.shape[0], rows_at_a_time(logits_NC)):
                 loss_n, softmax = row_losses(logits_NC[some], every.part(some))
                 loss_N[some, 0], max_N1[some], sum_N1[some] = loss_n, softmax.max_n1, softmax.sum_n1
                 del softmax  # frees its exponentials before the next ones are made
@@ -104,7 +109,7 @@ class _RowLosses(torch.autograd.Function):
         every = Rows._make([*row_tensors, ctx.label_smoothing])
         gradient_NC = torch.empty_like(logits_NC, memory_format=torch.contiguous_format)
         with without_autocast(logits_NC.device):
-            for some in slices(logits_NC.shape[0], _rows_at_a_time(logits_NC)):
+            for some in slices(logits_NC.shape[0], rows_at_a_time(logits_NC)):
                 exps_nC = (logits_NC[some] - max_N1[some]).exp_()
                 softmax = Softmax(exps_nC, max_N1[some], sum_N1[some])
                 row_gradients_(softmax, every.part(some), upstream_N[some], gradient_NC[some])

@@ -18,6 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Elements worked on at a time: about what stays in a core's cache, or what fills a GPU (64 MiB in fp32).
+_CPU_ELEMENTS, _GPU_ELEMENTS = 2**18, 2**24
+
 
 class Rows(NamedTuple):
     """What each row is to predict."""
@@ -115,6 +118,14 @@ def mean(total: Tensor, rows: Rows) -> Tensor:
     some_count = rows.kept_n.any()
     # Not 0/0: its gradient would be nan too, and torch's is 0.
     return torch.where(some_count, total, torch.nan) / torch.where(some_count, rows.weight_n.sum(), 1.0)
+
+
+def rows_at_a_time(logits_NC: Tensor) -> int:
+    """How many rows of logits to work on at once."""
+    num_rows, num_classes = logits_NC.shape
+    if torch.compiler.is_compiling():  # a compiler fuses the whole thing into one pass
+        return max(num_rows, 1)
+    return max(1, (_CPU_ELEMENTS if logits_NC.device.type == "cpu" else _GPU_ELEMENTS) // max(num_classes, 1))
 
 
 def slices(num_rows: int, rows_at_a_time: int) -> Iterator[slice]:

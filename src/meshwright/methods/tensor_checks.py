@@ -41,7 +41,7 @@ def check_layers(model: nn.Module, layers: list[PlannedLayer], ranks: int, *, pr
 def _check_sizes(layer: PlannedLayer, ranks: int) -> None:
     for name, parameter, dim in layer.parameters():
         if dim is not None and parameter.shape[dim] % ranks:
-            words = isinstance(layer.module, nn.Embedding) or layer.style.output == "all_gather"
+            words = isinstance(layer.module, nn.Embedding) or layer.style.output in ("all_gather", "logits")
             pad = "pad the vocabulary with model.resize_token_embeddings(pad_to_multiple_of=…), " if words else ""
             raise ModelError(
                 f"tensor_parallel: the tensor axis does not divide {layer.path}",

@@ -8,6 +8,7 @@ tied weights stay tied.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.replicas import broadcast_states
 from meshwright.methods.tensor_exchange import TensorAxis
 from meshwright.methods.tensor_parts import part_of
@@ -67,16 +69,20 @@ def _let_exchange(layer: PlannedLayer, axis: TensorAxis) -> None:
     elif style.output == "all_reduce":
         wrap_method(module, "forward", _adding_up(module, style.splits_input, axis))
     elif style.dims:
-        wrap_method(module, "forward", _of_local_parts(module, style.output == "all_gather", axis))
+        wrap_method(module, "forward", _of_local_parts(module, style.output, axis))
 
 
-def _of_local_parts(module: nn.Module, gathers: bool, axis: TensorAxis) -> Callable[..., Any]:
+def _of_local_parts(module: nn.Module, wanted: str, axis: TensorAxis) -> Callable[..., Any]:
     """A layer split by columns: its output is this rank's part, put together where the whole is wanted."""
+    whole = functools.partial(axis.gather, dim=-1)
 
     def around(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
         with _lent(module, {name: local(p) for name, p in module.named_parameters(recurse=False)}):
             output = forward(*args, **kwargs)
-        return axis.gather(output, -1) if gathers else output
+        if wanted == "logits" and torch.is_grad_enabled():
+            part = output.shape[-1]
+            return VocabularyShards(output, Vocabulary(part * axis.index, part * axis.size, axis.sum, axis.max, whole))
+        return output if wanted == "as computed" else whole(output)
 
     return around
 

@@ -101,6 +101,11 @@ def planned_layers(model: nn.Module, given: Mapping[str, str]) -> list[PlannedLa
     return layers
 
 
+def matches(entries: Mapping[str, str], path: str) -> bool:
+    """Whether an entry's pattern names a layer."""
+    return any(re.fullmatch(_regex(pattern), path) for pattern in entries)
+
+
 def _regex(pattern: str) -> str:
     return r"[^.]+".join(map(re.escape, pattern.split("*")))
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from meshwright.methods.tensor_calls import SampleRun
 from meshwright.methods.tensor_checks import check_layers
-from meshwright.methods.tensor_plan import PlannedLayer, own_plan, planned, planned_layers
+from meshwright.methods.tensor_plan import PlannedLayer, matches, own_plan, planned, planned_layers
 from meshwright.methods.tensor_search import FoundPlan, find_plan
+from meshwright.methods.tensor_styles import LINEAR
 from meshwright.methods.tensor_trial import Adjustment
+from meshwright.methods.tensor_vocabulary import heads_of, vocabulary_embedding
 
 _FOUND: weakref.WeakKeyDictionary[nn.Module, dict[int, FoundPlan]] = weakref.WeakKeyDictionary()
 """Plans found so far, by model and number of ranks: prediction, check and application ask for the same one."""
@@ -50,6 +52,18 @@ class Split:
         )
 
 
+def _with_heads(model: nn.Module, layers: list[PlannedLayer], given: Mapping[str, str]) -> list[PlannedLayer]:
+    """Lets heads over the vocabulary return logits in parts, unless the user's entries want them gathered."""
+    embedding = vocabulary_embedding(model)
+    heads = heads_of(model, embedding[1]) if embedding is not None else []
+
+    def changed(layer: PlannedLayer) -> PlannedLayer:
+        is_head = layer.path in heads and layer.style.name == "colwise_gather_output"
+        return replace(layer, style=LINEAR["vocabulary_head"]) if is_head and not matches(given, layer.path) else layer
+
+    return [changed(layer) for layer in layers]
+
+
 def split_of(model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None) -> Split:
     """The split of a model: by the user's entries and the model's own plan, else by its data flow.
 
@@ -58,7 +72,7 @@ def split_of(model: nn.Module, given: Mapping[str, str], ranks: int, sample: Sam
         StrategyError: When an entry of ``given`` names nothing in the model.
     """
     if own_plan(model) or given:
-        layers = planned_layers(model, given)
+        layers = _with_heads(model, planned_layers(model, given), given)
         check_layers(model, layers, ranks, proved=False)
         return Split(tuple(layers), "the plan that was given" if given else "the model's own plan")
     known = _FOUND.setdefault(model, {})
@@ -69,5 +83,6 @@ def split_of(model: nn.Module, given: Mapping[str, str], ranks: int, sample: Sam
     for path, entry in found.entries.items():
         layer = planned(model, path, entry.style)
         split.append(PlannedLayer(layer.path, layer.module, layer.style, layer.parent, entry.parts))
+    split = _with_heads(model, split, {})
     check_layers(model, split, ranks, proved=True)
     return Split(tuple(split), "the data flow of its blocks", found.adjustments, found.remarks)

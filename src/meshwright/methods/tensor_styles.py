@@ -21,7 +21,7 @@ class Style:
     name: str
     dims: tuple[tuple[str, int], ...] = ()  # the dim of each parameter that is divided; the others stay whole
     gradient: Literal["nothing", "all_reduce", "all_gather"] = "nothing"  # of the layer's input, in backward
-    output: Literal["as computed", "all_reduce", "all_gather"] = "as computed"
+    output: Literal["as computed", "all_reduce", "all_gather", "logits"] = "as computed"
     splits_input: bool = False  # a whole input is cut before the layer; else it comes in cut, if the layer needs it so
 
 
@@ -30,6 +30,7 @@ LINEAR = {
     "colwise_gather_output": Style(
         "colwise_gather_output", (("weight", 0), ("bias", 0)), gradient="all_reduce", output="all_gather"
     ),
+    "vocabulary_head": Style("vocabulary_head", (("weight", 0), ("bias", 0)), gradient="all_reduce", output="logits"),
     "rowwise": Style("rowwise", (("weight", 1),), output="all_reduce"),
     "rowwise_split_input": Style(
         "rowwise_split_input", (("weight", 1),), gradient="all_gather", output="all_reduce", splits_input=True

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.cost import Boundary
+from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.tensor_plan import PlannedLayer
 from meshwright.methods.tensor_split import Split
 from meshwright.methods.tensor_trial import adjusted
@@ -102,11 +103,27 @@ class SplitTrace:
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             if style.output == "as computed":
                 return output
+            if style.output == "logits":
+                return VocabularyShards(output, self._vocabulary(output))
             whole = torch.cat([output] * self._ranks, -1) if style.output == "all_gather" else output
             self._sent.append((style.output, "forward", _bytes(whole), layer.path, len(log)))
             return whole
 
         return leave
+
+    def _vocabulary(self, part: torch.Tensor) -> Vocabulary:
+        """What cross entropy, or whoever wants the whole logits, would send."""
+
+        def reduced(numbers: torch.Tensor) -> torch.Tensor:
+            self._sent.append(("all_reduce", "forward", _bytes(numbers), "", 0))
+            return numbers.clone()
+
+        def gathered(part: torch.Tensor) -> torch.Tensor:
+            whole = torch.cat([part] * self._ranks, -1)
+            self._sent.append(("all_gather", "forward", _bytes(whole), "", 0))
+            return whole
+
+        return Vocabulary(0, part.shape[-1] * self._ranks, reduced, reduced, gathered)
 
 
 def _bytes(tensor: torch.Tensor) -> int:
