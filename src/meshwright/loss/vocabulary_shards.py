@@ -22,12 +22,13 @@ from meshwright.loss.parallel_cross_entropy import Vocabulary, parallel_cross_en
 _T: Any = torch.Tensor
 _OF_THE_WHOLE = {
     _T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.ndim.__get__, _T.layout.__get__, _T.is_cuda.__get__,
-    _T.is_sparse.__get__, _T.requires_grad.__get__, _T.dim, _T.size, _T.numel, _T.is_floating_point, _T.is_complex,
-    _T.element_size, _T.__len__, torch.is_floating_point, torch.is_complex, torch.numel, _T.get_device,
+    _T.is_sparse.__get__, _T.requires_grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__, _T.dim, _T.size, _T.numel,
+    _T.is_floating_point, _T.is_complex, _T.element_size, _T.get_device, _T.__len__, torch.is_floating_point,
+    torch.is_complex, torch.numel, _T._base.__get__, _T._version.__get__, _T._is_view, _T.is_meta.__get__,
 }  # fmt: skip
-"""What is answered without any logits."""
+"""What is answered without any logits: also what FSDP2 asks of the outputs of a module."""
 
-_OF_THE_PART = {_T.grad_fn.__get__, _T.is_leaf.__get__, _T.register_hook, _T.untyped_storage}
+_OF_THE_PART = {_T.register_hook, _T.untyped_storage}
 """What is about this rank's part of the graph or of memory."""
 
 _ELEMENTWISE = {
@@ -40,7 +41,7 @@ _ELEMENTWISE = {
 class VocabularyShards(torch.Tensor):
     """A tensor of logits (…, C) that lies on the ranks in parts of (…, c).
 
-    Its gradients are those of the part. Once gathered, it is the whole to everything, so changes in place are kept.
+    Made by :meth:`of`. Once gathered, it is the whole to everything, so changes in place are kept.
 
     Args:
         part: This rank's logits.
@@ -56,15 +57,24 @@ class VocabularyShards(torch.Tensor):
         """Makes a tensor without memory of its own."""
         shape = (*part.shape[:-1], vocabulary.size)
         self: VocabularyShards = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=part.dtype, device=part.device, requires_grad=part.requires_grad
+            cls, shape, dtype=part.dtype, device=part.device
         )
         self.part, self.vocabulary, self.whole = part, vocabulary, None
         return self
 
+    @classmethod
+    def of(cls, part: Tensor, vocabulary: Vocabulary) -> VocabularyShards:
+        """Shards whose gradients reach the part, however they come."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shards: VocabularyShards = _Wrapped.apply(part, vocabulary)
+        shards.part = part  # inside the function it was cut off from its graph
+        return shards
+
     def gathered(self) -> Tensor:
         """The whole logits (…, C); collective over the ranks that hold parts."""
         if self.whole is None:
-            self.whole = self.vocabulary.gather(self.part)
+            with torch.enable_grad():  # it is kept for whoever comes later
+                self.whole = self.vocabulary.gather(self.part)
         return self.whole
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -82,9 +92,10 @@ class VocabularyShards(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
-        if isinstance(first, cls) and first.whole is None:
-            if func in _OF_THE_PART:
-                return func(first.part, *args[1:], **kwargs)
+        if isinstance(first, cls) and func in _OF_THE_PART:
+            return func(first.part if first.whole is None else first.whole, *args[1:], **kwargs)
+        # Without gradients, inside a function with a backward of its own, a part would be taken for the whole.
+        if isinstance(first, cls) and first.whole is None and torch.is_grad_enabled():
             done, result = first._of_part(func, args[1:], kwargs)
             if done:
                 return result
@@ -101,11 +112,11 @@ class VocabularyShards(torch.Tensor):
             or (func in (_T.flatten, torch.flatten) and self._is_above_classes(*args, **kwargs))
         )
         if keeps_classes:
-            return True, VocabularyShards(func(self.part, *args, **kwargs), self.vocabulary)
+            return True, VocabularyShards.of(func(self.part, *args, **kwargs), self.vocabulary)
         if func in (_T.view, _T.reshape, torch.reshape) and not kwargs:
             shape = self._viewed(args[0] if len(args) == 1 and not isinstance(args[0], int) else args)
             if shape is not None:
-                return True, VocabularyShards(func(self.part, shape), self.vocabulary)
+                return True, VocabularyShards.of(func(self.part, shape), self.vocabulary)
         return False, None
 
     def _cross_entropy(
@@ -170,14 +181,33 @@ class VocabularyShards(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Refuses what torch does not show to subclasses: functions with a backward of their own, extensions."""
-        raise ModelError(
-            "Logits that are split over the tensor axis came into a function that cannot work on parts",
-            expected="torch's cross entropy or meshwright's, or torch operations",
-            got=f"{func} (of an autograd.Function or an extension)",
-            fix="pass logits.gathered(), or let tensor_parallel gather them: plan={'lm_head': 'colwise_gather_output'} "
-            "with the name of the head",
-        )
+        """For extensions, which torch does not show to subclasses before: they see the whole."""
+        if func._schema.is_mutable:
+            raise ModelError(
+                "An extension wants to change logits in place that are split over the tensor axis",
+                expected="torch operations, or functions that return something new",
+                got=str(func),
+                fix="pass it logits.gathered()",
+            )
+
+        def whole(leaf: Any) -> Any:
+            return leaf.vocabulary.gather(leaf.part.detach()) if isinstance(leaf, cls) else leaf
+
+        args, kwargs = tree_map(whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Wrapped(torch.autograd.Function):
+    """Shards of a part. Functions with a backward of their own give a gradient of the whole back."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, vocabulary: Vocabulary) -> VocabularyShards:
+        ctx.classes = slice(vocabulary.first, vocabulary.first + part.shape[-1])
+        return VocabularyShards(part, vocabulary)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient[..., ctx.classes], None
 
 
 def _is_everything(entry: Any) -> bool:

@@ -81,7 +81,8 @@ def _of_local_parts(module: nn.Module, wanted: str, axis: TensorAxis) -> Callabl
             output = forward(*args, **kwargs)
         if wanted == "logits" and torch.is_grad_enabled():
             part = output.shape[-1]
-            return VocabularyShards(output, Vocabulary(part * axis.index, part * axis.size, axis.sum, axis.max, whole))
+            vocabulary = Vocabulary(part * axis.index, part * axis.size, axis.sum, axis.max, whole)
+            return VocabularyShards.of(output, vocabulary)
         return output if wanted == "as computed" else whole(output)
 
     return around

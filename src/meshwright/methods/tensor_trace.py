@@ -104,7 +104,7 @@ class SplitTrace:
             if style.output == "as computed":
                 return output
             if style.output == "logits":
-                return VocabularyShards(output, self._vocabulary(output))
+                return VocabularyShards.of(output, self._vocabulary(output))
             whole = torch.cat([output] * self._ranks, -1) if style.output == "all_gather" else output
             self._sent.append((style.output, "forward", _bytes(whole), layer.path, len(log)))
             return whole
