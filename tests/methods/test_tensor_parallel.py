@@ -13,7 +13,10 @@ from tests.methods.test_parity import check_weights
 
 MESH = ("parallel_mode", {"tensor": 2})
 BOTH = ("parallel_mode", {"tensor": 2, "data": 2})
+SEQUENCE = ("tensor_parallel", {"sequence": True})
 TWO_RANKS = [
+    ("plain", [SEQUENCE, MESH, "checkpoint"], "sgd", 2),
+    ("llama", [SEQUENCE, MESH], "sgd", 1),
     ("gpt2", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
     ("plain", ["tensor_parallel", MESH], "sgd", 1),
     ("bert", ["tensor_parallel", MESH], "adamw", 1),

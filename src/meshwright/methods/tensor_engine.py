@@ -22,30 +22,42 @@ from meshwright.methods.replicas import broadcast_states
 from meshwright.methods.tensor_exchange import TensorAxis
 from meshwright.methods.tensor_parts import part_of
 from meshwright.methods.tensor_plan import PlannedLayer
+from meshwright.methods.tensor_split import Split
 from meshwright.methods.tensor_styles import is_transposed
+from meshwright.methods.tensor_tokens import let_exchange_tokens
 from meshwright.nn import RankOrder, keep_rank_order, wrap_method
 
 
-def split_layers(model: nn.Module, layers: list[PlannedLayer], axis: TensorAxis, device: torch.device) -> None:
+def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch.device) -> None:
     """Makes DTensors of the planned parameters, in place, and lets the layers exchange what they must.
 
     Args:
         model: A plain module, on ``device`` or the CPU.
-        layers: What to split.
+        split: What to split.
         axis: The tensor axis.
         device: Where shards go; a layer is whole there only while it is being split.
     """
     broadcast_states(model)
     tied = _tied_names(model)
-    for layer in layers:
+    scattered = _scattered_rows(split)
+    for layer in split.layers:
         layer.module.to(device)
         for name, parameter, dim in layer.parameters():
             if dim is not None:
                 _cut(layer, name, parameter, dim, axis)
-        _let_exchange(layer, axis)
+        _let_exchange(layer, axis, scatters=layer.path in scattered)
     for names in tied:
         _tie(model, names)
-    _share_inputs(layers, axis)
+    _share_inputs(model, split, axis)
+    if split.sequence is not None:
+        let_exchange_tokens(model, split.sequence, axis)
+
+
+def _scattered_rows(split: Split) -> set[str]:
+    """Row layers whose sums are scattered over the tokens: those inside blocks that work on parts of them."""
+    if split.sequence is None:
+        return set()
+    return {layer.path for layer in split.layers if layer.style.name == "rowwise" and split.sequence.covers(layer.path)}
 
 
 def _cut(layer: PlannedLayer, name: str, parameter: nn.Parameter, dim: int, axis: TensorAxis) -> None:
@@ -59,7 +71,7 @@ def _cut(layer: PlannedLayer, name: str, parameter: nn.Parameter, dim: int, axis
         keep_rank_order(layer.module, name, RankOrder(dim, layer.parts, axis.size))
 
 
-def _let_exchange(layer: PlannedLayer, axis: TensorAxis) -> None:
+def _let_exchange(layer: PlannedLayer, axis: TensorAxis, *, scatters: bool) -> None:
     module, style = layer.module, layer.style
     if style.name == "embedding_rowwise":
         assert isinstance(module, nn.Embedding)
@@ -67,7 +79,7 @@ def _let_exchange(layer: PlannedLayer, axis: TensorAxis) -> None:
     elif style.name == "replicated_with_grad_allreduce":
         wrap_method(module, "forward", _with_summed_gradients(module, axis))
     elif style.output == "all_reduce":
-        wrap_method(module, "forward", _adding_up(module, style.splits_input, axis))
+        wrap_method(module, "forward", _adding_up(module, style.splits_input, scatters, axis))
     elif style.dims:
         wrap_method(module, "forward", _of_local_parts(module, style.output, axis))
 
@@ -88,8 +100,9 @@ def _of_local_parts(module: nn.Module, wanted: str, axis: TensorAxis) -> Callabl
     return around
 
 
-def _adding_up(module: nn.Module, splits_input: bool, axis: TensorAxis) -> Callable[..., Any]:
+def _adding_up(module: nn.Module, splits_input: bool, scatters: bool, axis: TensorAxis) -> Callable[..., Any]:
     """A layer split by rows: the ranks' outputs are added up, and its bias once."""
+    add = axis.scatter_tokens if scatters else axis.add
 
     def around(forward: Callable[..., torch.Tensor], features: torch.Tensor) -> torch.Tensor:
         bias = module._parameters["bias"]
@@ -97,8 +110,10 @@ def _adding_up(module: nn.Module, splits_input: bool, axis: TensorAxis) -> Calla
         if bias is not None:
             parts["bias"] = torch.zeros_like(bias) if is_transposed(module) else None
         with _lent(module, parts):
-            output = axis.add(forward(axis.cut(features, -1) if splits_input else features))
-        return output if bias is None else output + bias.to(output.dtype)
+            output = add(forward(axis.cut(features, -1) if splits_input else features))
+        if bias is None:
+            return output
+        return output + (axis.copy(bias) if scatters else bias).to(output.dtype)
 
     return around
 
@@ -162,14 +177,16 @@ def _tie(model: nn.Module, names: list[str]) -> None:
         model.get_submodule(path).register_parameter(own, one)
 
 
-def _share_inputs(layers: list[PlannedLayer], axis: TensorAxis) -> None:
+def _share_inputs(model: nn.Module, split: Split, axis: TensorAxis) -> None:
     """Lets inputs of layers split by columns be copies whose gradients are summed, one copy for each input."""
     groups: dict[str, list[PlannedLayer]] = {}
-    for layer in layers:
-        if layer.style.gradient == "all_reduce":
+    for layer in split.layers:
+        inside = split.sequence is not None and split.sequence.gathers_above(layer.path)
+        if layer.style.gradient == "all_reduce" and not inside:
             groups.setdefault(layer.group, []).append(layer)
     for group in groups.values():
-        shared = _SharedInput(axis)
+        tokens = split.sequence is not None and group[0].path in split.sequence.scopes
+        shared = _SharedInput(axis.gather_tokens if tokens else axis.copy)
         for layer in group:
             layer.module.register_forward_pre_hook(shared.enter, prepend=True)
         holder = group[0].parent if len(group) > 1 else group[0].module
@@ -177,10 +194,14 @@ def _share_inputs(layers: list[PlannedLayer], axis: TensorAxis) -> None:
 
 
 class _SharedInput:
-    """Makes one copy of an input that several layers take, so that its gradient is summed over the ranks once."""
+    """Makes one copy of an input that several layers take, so that its gradient is summed over the ranks once.
 
-    def __init__(self, axis: TensorAxis) -> None:
-        self._axis = axis
+    Args:
+        copied: Makes the copy: of the whole, or of all ranks' tokens.
+    """
+
+    def __init__(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._copied = copied
         self._seen: weakref.ref[torch.Tensor] | None = None  # the input that was copied last
         self._copy: torch.Tensor | None = None  # what became of it; dropped when the module they lie in is through
 
@@ -189,7 +210,7 @@ class _SharedInput:
         tensor, *others = args
         if self._copy is None or self._seen is None or self._seen() is not tensor:
             self._seen = weakref.ref(tensor)
-            self._copy = self._axis.copy(tensor)
+            self._copy = self._copied(tensor)
         return (self._copy, *others)
 
     def leave(self, *_: Any) -> None:

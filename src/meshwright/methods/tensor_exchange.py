@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.distributed.transport import all_gather_flat
+from meshwright.distributed.transport import all_gather_flat, reduce_scatter_flat
 
 
 class TensorAxis:
@@ -47,6 +47,16 @@ class TensorAxis:
         result: torch.Tensor = _Cut.apply(whole, dim, self)
         return result
 
+    def gather_tokens(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Puts tokens together for a split region; in backward gradients are summed, and every rank keeps its part."""
+        result: torch.Tensor = _GatherSum.apply(part, dim, self)
+        return result
+
+    def scatter_tokens(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Adds up what the ranks have computed, each keeping its part of the tokens; the way back of the former."""
+        result: torch.Tensor = _ScatterSum.apply(part, dim, self)
+        return result
+
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks, without gradients."""
         return self._reduced(tensor, dist.ReduceOp.SUM)
@@ -63,6 +73,13 @@ class TensorAxis:
     def part_of(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's part, in memory of its own."""
         return whole.detach().chunk(self.size, dim)[self.index].contiguous()
+
+    def summed_part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's part, along ``dim``, of the sum over the ranks."""
+        stacked = torch.cat(tensor.detach().chunk(self.size, dim)) if dim else tensor.detach().contiguous()
+        result = stacked.new_empty((stacked.shape[0] // self.size, *stacked.shape[1:]))
+        reduce_scatter_flat(result, stacked, group=self.group)
+        return result
 
     def whole_of(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """All parts, put together along ``dim``."""
@@ -109,6 +126,28 @@ class _Cut(torch.autograd.Function):
     def forward(ctx: Any, whole: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
         return axis.part_of(whole, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return ctx.axis.whole_of(gradient, ctx.dim), None, None
+
+
+class _GatherSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.whole_of(part, dim)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+        return ctx.axis.summed_part(gradient, ctx.dim), None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return axis.summed_part(part, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]

@@ -39,13 +39,16 @@ class TensorParallel(Method):
 
     Config: None, or ``{"plan": {name pattern: style}}`` to give a plan, or to override entries of the model's own.
     ``*`` in a pattern stands for one part of a name. Styles: ``colwise``, ``colwise_gather_output``, ``rowwise``,
-    ``rowwise_split_input``, ``embedding_rowwise``, ``replicated_with_grad_allreduce``, ``replicate``.
+    ``rowwise_split_input``, ``embedding_rowwise``, ``embedding_colwise``, ``vocabulary_head``,
+    ``replicated_with_grad_allreduce``, ``replicate``. ``"sequence": True`` lets each rank keep a part of the tokens
+    between the split layers of blocks (Korthikanti et al. 2022).
     """
 
     method_name: ClassVar[str] = "tensor_parallel"
     phase: ClassVar[Phase] = Phase.TENSOR
     summary: ClassVar[str] = "splits the layers themselves over the tensor axis"
 
+    sequence: bool = False
     plan: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()
 
     @classmethod
@@ -63,7 +66,8 @@ class TensorParallel(Method):
 
     def text_arguments(self) -> dict[str, Any]:
         """Prints the plan as a dictionary."""
-        return {"plan": dict(self.plan)} if self.plan else {}
+        plan = {"plan": dict(self.plan)} if self.plan else {}
+        return plan | ({"sequence": True} if self.sequence else {})
 
     def split(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> Split:
         """How it divides a model over ``ranks`` ranks; nothing is changed.
@@ -77,7 +81,7 @@ class TensorParallel(Method):
             ModelError: When the model cannot be split, with the reason.
             StrategyError: When the config's plan names nothing in the model.
         """
-        return split_of(model, dict(self.plan), ranks, sample)
+        return split_of(model, dict(self.plan), ranks, sample, sequence=self.sequence)
 
     def layers(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> list[PlannedLayer]:
         """The layers of :meth:`split`."""
@@ -98,7 +102,7 @@ class TensorParallel(Method):
             return
         split = self.split(job.model, job.size(AXIS), job.sample)
         job.notices.append(split.summary(job.model, job.size(AXIS)))
-        split_layers(job.model, list(split.layers), TensorAxis(job.require_mesh()[AXIS]), job.device)
+        split_layers(job.model, split, TensorAxis(job.require_mesh()[AXIS]), job.device)
         split.adjust(job.model)
         job.is_split = True
         if job.shard_axis is None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.methods.tensor_compare import Refuted, close, largest, split_dim, total
 from meshwright.methods.tensor_parts import part_of
 from meshwright.methods.tensor_plan import PlannedLayer
+from meshwright.methods.tensor_sequence_trial import SequenceTrial
 from meshwright.methods.tensor_trial import Adjustment, BlockCall, Exchanged, adjusted, evaluating, meeting
 
 _SEED = 7
@@ -50,9 +51,14 @@ class BlockProof:
         return len(self._run([], self.state, self.call.values(), None, []).outputs)
 
     def holds(
-        self, layers: list[PlannedLayer], adjustments: tuple[Adjustment, ...]
+        self, layers: list[PlannedLayer], adjustments: tuple[Adjustment, ...], sequence: SequenceTrial | None = None
     ) -> tuple[set[str], list[int | None]]:
         """Runs every rank of a split.
+
+        Args:
+            layers: What is split; paths within the block.
+            adjustments: Attributes that are divided with it.
+            sequence: Lets the ranks work on parts of the tokens between the layers.
 
         Returns:
             The parameters that stay whole and whose gradients must be summed over the ranks, and for every tensor that
@@ -61,12 +67,12 @@ class BlockProof:
         Raises:
             Refuted: When some rank does not compute its part of the whole.
         """
-        whole = self._run(layers, self.state, self.call.values(), None, [])
+        whole = self._run(layers, self.state, self.call.values(), None, [], sequence=sequence)
         dims: list[int | None] = [None] * len(whole.outputs)
         runs = []
         for rank in range(self.ranks):
             with adjusted(self.block, adjustments):
-                run = self._run(layers, self._parts(layers, rank), self._inputs(rank), whole, dims, rank)
+                run = self._run(layers, self._parts(layers, rank), self._inputs(rank), whole, dims, rank, sequence)
             runs.append(run)
         _check_exchanged(whole.exchanged, [run.exchanged for run in runs])
         self._check_inputs(whole, runs)
@@ -91,12 +97,17 @@ class BlockProof:
 
     def _run(
         self, layers: list[PlannedLayer], state: dict[str, torch.Tensor], leaves: list[Any], whole: _Run | None,
-        dims: list[int | None], rank: int = 0,
+        dims: list[int | None], rank: int = 0, sequence: SequenceTrial | None = None,
     ) -> _Run:  # fmt: skip
         exchanged = Exchanged()
         # Clones: a block may overwrite what it is given.
         args, kwargs = self.call.tree([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
-        with evaluating(self.block), meeting(layers, exchanged, whole.exchanged if whole else None):
+        of_whole = whole.exchanged if whole else None
+        if sequence is None:
+            context = meeting(layers, exchanged, of_whole)
+        else:
+            context = sequence.meeting(self.block, layers, exchanged, of_whole, rank)
+        with evaluating(self.block), context:
             try:
                 result = torch.func.functional_call(self.block, state, args, kwargs)
             except Exception as error:  # the code of a block may do anything with sizes

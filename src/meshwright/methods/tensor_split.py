@@ -6,6 +6,7 @@ import re
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -13,11 +14,13 @@ from meshwright.methods.tensor_calls import SampleRun
 from meshwright.methods.tensor_checks import check_layers
 from meshwright.methods.tensor_plan import PlannedLayer, matches, own_plan, planned, planned_layers
 from meshwright.methods.tensor_search import FoundPlan, find_plan
+from meshwright.methods.tensor_sequence import SequenceLayout, sequence_layout
 from meshwright.methods.tensor_styles import LINEAR
 from meshwright.methods.tensor_trial import Adjustment
 from meshwright.methods.tensor_vocabulary import heads_of, vocabulary_embedding
 
 _FOUND: weakref.WeakKeyDictionary[nn.Module, dict[int, FoundPlan]] = weakref.WeakKeyDictionary()
+_LAYOUTS: weakref.WeakKeyDictionary[nn.Module, dict[Any, SequenceLayout]] = weakref.WeakKeyDictionary()
 """Plans found so far, by model and number of ranks: prediction, check and application ask for the same one."""
 
 
@@ -29,6 +32,7 @@ class Split:
     source: str
     adjustments: tuple[Adjustment, ...] = ()
     remarks: tuple[str, ...] = ()
+    sequence: SequenceLayout | None = None  # where tokens are cut and put together; None: every rank has all
 
     def adjust(self, model: nn.Module) -> None:
         """Sets the attributes that count what a rank has a part of."""
@@ -41,6 +45,8 @@ class Split:
         for layer in self.layers:
             name = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", layer.path)
             label = layer.style.name + (f" in {len(layer.parts)} parts" if layer.parts else "")
+            if layer.style.name == "replicated_with_grad_allreduce":
+                continue
             if name not in styles.setdefault(label, []):
                 styles[label].append(name)
         what = "; ".join(f"{label}: {', '.join(names)}" for label, names in styles.items())
@@ -64,13 +70,33 @@ def _with_heads(model: nn.Module, layers: list[PlannedLayer], given: Mapping[str
     return [changed(layer) for layer in layers]
 
 
-def split_of(model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None) -> Split:
-    """The split of a model: by the user's entries and the model's own plan, else by its data flow.
+def split_of(
+    model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None, *, sequence: bool = False
+) -> Split:
+    """The split of a model, with parts of the tokens between its layers if ``sequence``.
 
     Raises:
         ModelError: When the model cannot be split, with the reason.
         StrategyError: When an entry of ``given`` names nothing in the model.
     """
+    split = _whole_tokens(model, given, ranks, sample)
+    return _with_sequence(model, split, ranks, sample) if sequence else split
+
+
+def _with_sequence(model: nn.Module, split: Split, ranks: int, sample: SampleRun | None) -> Split:
+    known = _LAYOUTS.setdefault(model, {})
+    key = ranks, tuple((layer.path, layer.style.name, layer.parts) for layer in split.layers)
+    if key not in known:
+        known[key] = sequence_layout(model, list(split.layers), split.adjustments, ranks, sample)
+    layout = known[key]
+    present = {layer.path for layer in split.layers}
+    summed = [planned(model, p, "replicated_with_grad_allreduce") for p in layout.summed if p not in present]
+    remarks = (*split.remarks, "tokens are split between them")
+    return replace(split, layers=(*split.layers, *summed), remarks=remarks, sequence=layout)
+
+
+def _whole_tokens(model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None) -> Split:
+    """By the user's entries and the model's own plan, else by its data flow."""
     if own_plan(model) or given:
         layers = _with_heads(model, planned_layers(model, given), given)
         check_layers(model, layers, ranks, proved=False)
