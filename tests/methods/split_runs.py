@@ -165,10 +165,6 @@ def _check_wire_and_activations(result, batch, predicted):
     )
 
 
-def train_several(cases):
-    return [train(*case) for case in cases]
-
-
 STATE = {"mode": "adamw"}
 
 

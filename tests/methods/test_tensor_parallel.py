@@ -1,6 +1,6 @@
 """tensor_parallel against one plain process, alone and with the other methods; see test_parity for the tolerances.
 
-``--parity=all`` (``make parity``) trains every case; without it the first two and the first.
+``--parity=all`` (``make parity``) trains every case.
 """
 
 import functools
@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 
+import meshwright as mw
 from tests.methods import split_runs
 from tests.methods.test_parity import check_weights
 
@@ -52,21 +53,25 @@ FOUR_RANKS = [
 reference = functools.cache(split_runs.reference)
 
 
-@pytest.mark.parametrize(("world", "cases", "first"), [(2, TWO_RANKS, 2), (4, FOUR_RANKS, 1)])
-def test_parity(ranks, request, world, cases, first):
-    cases = cases if request.config.getoption("--parity") == "all" else cases[:first]
-    results = ranks(world).run(split_runs.train_several, cases)
-    for (name, methods, mode, _), *every in zip(cases, *results, strict=True):
-        losses, norms, weights = every[0]
-        assert all((other[0], other[1]) == (losses, norms) for other in every), methods
-        expected_losses, expected_norms, before, expected = reference(name, "sgd" if mode == "sgd" else "adamw")
-        tolerance = 1e-2 if mode == "bf16" else 1e-4
-        assert losses == pytest.approx(expected_losses, rel=tolerance), methods
-        # Norms of AdamW's gradients: the weights themselves have drifted apart by rounding.
-        tolerance = {"bf16": 5e-2, "adamw": 1e-4, "sgd": 1e-5}[mode]
-        assert norms == pytest.approx(expected_norms, rel=tolerance), methods
-        if mode == "sgd":
-            check_weights(weights, before, expected)
+def cases():
+    """The first two on 2 ranks and the first on 4 always, the others with ``--parity=all``."""
+    for world, every, first in ((2, TWO_RANKS, 2), (4, FOUR_RANKS, 1)):
+        for index, (name, methods, mode, micro) in enumerate(every):
+            marks = [pytest.mark.long] if index >= first else []
+            label = f"{world}-{name}-{mw.Strategy(methods)}-{mode}-{micro}"
+            yield pytest.param(world, name, methods, mode, micro, marks=marks, id=label)
+
+
+@pytest.mark.parametrize(("world", "name", "methods", "mode", "micro"), cases())
+def test_parity(ranks, world, name, methods, mode, micro):
+    (losses, norms, weights), *others = ranks(world).run(split_runs.train, name, methods, mode, micro)
+    assert all(other[:2] == (losses, norms) for other in others)
+    expected_losses, expected_norms, before, expected = reference(name, "sgd" if mode == "sgd" else "adamw")
+    assert losses == pytest.approx(expected_losses, rel=1e-2 if mode == "bf16" else 1e-4)
+    # Norms of AdamW's gradients: the weights themselves have drifted apart by rounding.
+    assert norms == pytest.approx(expected_norms, rel={"bf16": 5e-2, "adamw": 1e-4, "sgd": 1e-5}[mode])
+    if mode == "sgd":
+        check_weights(weights, before, expected)
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("tied", marks=pytest.mark.long)])

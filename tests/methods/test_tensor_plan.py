@@ -45,6 +45,8 @@ def test_a_strategy_with_a_plan_is_a_value():
     strategy = mw.Strategy([MLP_PLAN])
     assert strategy == mw.Strategy(str(strategy)) == mw.Strategy(strategy.to_json())
     assert len({strategy, mw.Strategy(str(strategy))}) == 1
+    tokens = mw.Strategy([("tensor_parallel", {"sequence": True})])
+    assert tokens == mw.Strategy(str(tokens)) == mw.Strategy(tokens.to_json()) != mw.Strategy(["tensor_parallel"])
 
 
 class Attention(nn.Module):

@@ -19,6 +19,7 @@ from meshwright.methods.tensor_exchange import TensorAxis
 from meshwright.methods.tensor_plan import PlannedLayer
 from meshwright.methods.tensor_split import Split, split_of
 from meshwright.methods.tensor_trace import SplitTrace
+from meshwright.runtime import check_equal
 
 AXIS = "tensor"
 
@@ -93,7 +94,7 @@ class TensorParallel(Method):
 
     def check(self, job: Job) -> None:
         """Refuses models that cannot be split, and plans that the model or the axis cannot follow."""
-        if job.size(AXIS) > 1:
+        if job.size(AXIS) > 1 or self.plan:
             self.split(job.model, job.size(AXIS), job.sample)
 
     def apply(self, job: Job) -> None:
@@ -101,7 +102,9 @@ class TensorParallel(Method):
         if job.size(AXIS) == 1:
             return
         split = self.split(job.model, job.size(AXIS), job.sample)
-        job.notices.append(split.summary(job.model, job.size(AXIS)))
+        said = split.summary(job.model, job.size(AXIS))
+        check_equal("The split of the layers", said, "give every rank the same model and the same kind of samples")
+        job.notices.append(said)
         split_layers(job.model, split, TensorAxis(job.require_mesh()[AXIS]), job.device)
         split.adjust(job.model)
         job.is_split = True
