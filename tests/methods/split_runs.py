@@ -62,7 +62,24 @@ def hf_t5():
     return transformers.T5EncoderModel(config)
 
 
-FLOWING = {"plain": plain, "odd": lambda: tiny.plain(), "gpt2": hf_gpt2, "bert": hf_bert, "t5": hf_t5}
+def hf_t5_with_decoder():
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=64, d_model=24, d_kv=6, d_ff=52, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+FLOWING = {
+    "t5-decoder": hf_t5_with_decoder,
+    "plain": plain,
+    "odd": lambda: tiny.plain(),
+    "gpt2": hf_gpt2,
+    "bert": hf_bert,
+    "t5": hf_t5,
+}
 """Models that bring no plan."""
 
 
@@ -84,6 +101,8 @@ BARE = ("plain", "odd")  # are called with token ids alone
 
 
 def prepare_for(name):
+    if name == "t5-decoder":
+        return lambda data, device: {"input_ids": data.to(device), "labels": data.to(device)}
     return tiny.prepare_for("plain" if name in BARE else "llama")
 
 

@@ -22,6 +22,7 @@ TWO_RANKS = [
     ("odd", ["tensor_parallel", MESH], "sgd", 1),
     ("bert", ["tensor_parallel", MESH], "adamw", 1),
     ("t5", ["tensor_parallel", MESH], "sgd", 1),
+    ("t5-decoder", ["tensor_parallel", MESH], "sgd", 1),
     ("gpt2", [SEQUENCE, MESH], "sgd", 1),
     ("bert", [SEQUENCE, MESH, "checkpoint"], "sgd", 1),
     ("t5", [SEQUENCE, MESH], "sgd", 1),

@@ -17,7 +17,7 @@ from meshwright.errors import ModelError
 from meshwright.methods.tensor_trial import BlockCall
 from meshwright.nn import find_blocks
 
-_TOKENS = 16  # enough to tell positions apart
+_TOKENS = 16  # enough to tell positions apart; made a multiple of the ranks, which may cut them
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RecordedBlock:
     given: dict[int, tuple[int, int]] = field(default_factory=dict)  # input leaf -> (earlier block, its output leaf)
 
 
-def record_calls(model: nn.Module, sample: SampleRun | None) -> list[RecordedBlock]:
+def record_calls(model: nn.Module, sample: SampleRun | None, ranks: int) -> list[RecordedBlock]:
     """Runs the model once over fake tensors; the model itself is not touched.
 
     Raises:
@@ -54,7 +54,7 @@ def record_calls(model: nn.Module, sample: SampleRun | None) -> list[RecordedBlo
         children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children())
         raise _unknown("the model has no list of blocks to look into", "an nn.ModuleList of layers", children)
     reason = "there is no sample"
-    for inputs, forward in _tries(model, sample):
+    for inputs, forward in _tries(model, sample, ranks):
         for block in blocks:
             block.call, block.given = None, {}
         try:
@@ -81,22 +81,24 @@ def _unknown(what: str, expected: str, got: str) -> ModelError:
     )
 
 
-def _tries(model: nn.Module, sample: SampleRun | None) -> Iterator[tuple[Any, Callable[[nn.Module, Any], Any]]]:
+def _tries(
+    model: nn.Module, sample: SampleRun | None, ranks: int
+) -> Iterator[tuple[Any, Callable[[nn.Module, Any], Any]]]:
     inputs = sample.inputs_of(2) if sample is not None else None
     if sample is not None and inputs is not None:
-        yield _short(inputs), sample.forward
+        yield _short(inputs, -(-_TOKENS // ranks) * ranks), sample.forward
         yield inputs, sample.forward
     dummy = getattr(model, "dummy_inputs", None)  # transformers' models bring one
     if isinstance(dummy, Mapping) and "input_ids" in dummy:
         yield dummy["input_ids"], lambda model, ids: model(input_ids=ids)
 
 
-def _short(inputs: Any) -> Any:
+def _short(inputs: Any, tokens: int) -> Any:
     """Token ids, masks and labels cut to a few positions: a proof of a large block is a matter of seconds then."""
 
     def short(leaf: Any) -> Any:
         is_ids = isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and not leaf.is_floating_point()
-        return leaf[:, :_TOKENS] if is_ids else leaf
+        return leaf[:, :tokens] if is_ids else leaf
 
     return tree_map(short, inputs)
 

@@ -50,7 +50,7 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str) -> torch.Tensor:
         ctx.mark = name
-        return tensor.view_as(tensor)
+        return tensor.clone()  # a view could not be changed in place, which blocks do
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]

@@ -7,7 +7,7 @@ passes computes the same block, whatever its code does with sizes and heads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ class BlockProof:
     def num_outputs(self) -> int:
         """How many tensors the block returns."""
         return len(self._run([], self.state, self.call.values(), None, []).outputs)
+
+    def given(self, split: tuple[tuple[int, int], ...]) -> BlockProof:
+        """The same with other inputs split."""
+        return BlockProof(self.block, replace(self.call, split=split), self.ranks)
 
     def holds(
         self, layers: list[PlannedLayer], adjustments: tuple[Adjustment, ...], sequence: SequenceTrial | None = None
@@ -110,6 +114,8 @@ class BlockProof:
         with evaluating(self.block), context:
             try:
                 result = torch.func.functional_call(self.block, state, args, kwargs)
+            except Refuted:
+                raise
             except Exception as error:  # the code of a block may do anything with sizes
                 raise Refuted(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}") from error
             outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]

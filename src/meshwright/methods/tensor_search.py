@@ -55,7 +55,7 @@ def find_plan(model: nn.Module, sample: SampleRun | None, ranks: int) -> FoundPl
     Raises:
         ModelError: When a block cannot be split, with the reason.
     """
-    blocks = record_calls(model, sample)
+    blocks = record_calls(model, sample, ranks)
     known: dict[Any, _FoundBlock] = {}
     dims: list[tuple[int | None, ...]] = []
     entries: dict[str, Entry] = {}
@@ -108,7 +108,10 @@ def _find_in_block(block: RecordedBlock, ranks: int) -> _FoundBlock:
     adjustments: tuple[Adjustment, ...] = ()
     for region in candidates:
         layers, adjustments = _prove(block, proof, region, layers, adjustments, ranks)
-    summed, dims = proof.holds(layers, adjustments)
+    try:
+        summed, dims = proof.holds(layers, adjustments)
+    except Refuted as refuted:
+        raise _cannot(block.path, str(refuted)) from refuted
     entries = {layer.path: Entry(layer.style.name, layer.parts) for layer in layers}
     for name in summed:
         entries.setdefault(name.rpartition(".")[0], Entry("replicated_with_grad_allreduce"))
@@ -143,13 +146,20 @@ def _prove(
     _check_heads(block, region, ranks)
     reason = ""
     for more, changes in _hypotheses(block.module, region, ranks, adjustments):
-        try:
-            proof.holds([*layers, *more], changes)
-        except Refuted as refuted:
-            reason = reason or str(refuted)
-            continue
-        return [*layers, *more], changes
+        for split in _subsets(proof.call.split):
+            try:
+                proof.given(split).holds([*layers, *more], changes)
+            except Refuted as refuted:
+                reason = reason or str(refuted)
+                continue
+            return [*layers, *more], changes
     raise _cannot(f"{block.path} ({region.name})", reason or f"a tensor axis of {ranks} does not divide its features")
+
+
+def _subsets(split: tuple[tuple[int, int], ...]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Split inputs, of which some are for regions that have not had their turn yet."""
+    for size in range(len(split), -1, -1):
+        yield from itertools.combinations(split, size)
 
 
 def _cannot(path: str, reason: str) -> ModelError:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ModelError
 from meshwright.methods.tensor_calls import RecordedBlock, SampleRun, record_calls, signature
@@ -67,9 +68,9 @@ def sequence_layout(
     dims: list[tuple[int | None, ...]] = []
     scopes: list[str] = []
     summed: list[str] = []
-    blocks = record_calls(model, sample)
+    blocks = record_calls(model, sample, ranks)
     for block in blocks:
-        block = _with_parts(block, dims)
+        block = _with_parts(block, dims, ranks)
         inside = _within(block.path, layers)
         key = signature(block), tuple((layer.path, layer.style.name) for layer in inside)
         if key not in known:
@@ -87,12 +88,13 @@ def sequence_layout(
     )
 
 
-def _with_parts(block: RecordedBlock, dims: list[tuple[int | None, ...]]) -> RecordedBlock:
+def _with_parts(block: RecordedBlock, dims: list[tuple[int | None, ...]], ranks: int) -> RecordedBlock:
     """Marks the hidden state as cut along the tokens, and what earlier blocks give split as they give it."""
     assert block.call is not None
     hidden = first_hidden((block.call.args, block.call.kwargs))
     if hidden is None:
         raise _cannot(block.path, "it takes no tensor (batch, tokens, features)")
+    check_tokens(tree_leaves((block.call.args, block.call.kwargs))[hidden], ranks)
     split = {hidden: TOKENS_DIM}
     for leaf, (giver, place) in block.given.items():
         dim = dims[giver][place]

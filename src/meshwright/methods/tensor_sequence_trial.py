@@ -100,7 +100,7 @@ class SequenceTrial:
 
             def change(tensor: torch.Tensor) -> torch.Tensor:
                 if whole is None:
-                    self._inputs[key] = tensor.detach()
+                    self._inputs[key] = tensor.detach().clone()
                 elif not close(tensor, self._part(self._inputs[key], rank), 0.0):
                     raise Refuted(f"{path} does not get a part of the tokens")
                 return _Exchange.apply(tensor, self._inputs[key], note)
@@ -117,7 +117,7 @@ class SequenceTrial:
         def scatter(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
             nonlocal count
             key, count = (path, count), count + 1
-            own.values[key] = output.detach()
+            own.values[key] = output.detach().clone()
 
             def note(gradient: torch.Tensor) -> torch.Tensor:
                 if whole is None:

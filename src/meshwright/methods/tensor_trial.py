@@ -71,7 +71,7 @@ class _Meet(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, note: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         ctx.note = note
-        return tensor.view_as(tensor)
+        return tensor.clone()  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
@@ -123,7 +123,7 @@ def meeting(layers: list[PlannedLayer], own: Exchanged, whole: Exchanged | None)
 def _giving(path: str, own: Exchanged, whole: Exchanged | None) -> Callable[..., torch.Tensor]:
     def give(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         key = (path, sum(1 for known, _ in own.values if known == path))
-        own.values[key] = output.detach()
+        own.values[key] = output.detach().clone()  # it may be changed in place
         if whole is None:
             return output
         expected = whole.values.get(key)
