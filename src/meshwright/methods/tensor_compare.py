@@ -43,10 +43,10 @@ def close(value: torch.Tensor | None, expected: torch.Tensor, scale: float) -> b
         return False
     if not expected.is_floating_point():
         return torch.equal(value, expected)
-    apart = (value.detach().double() - expected.double()).norm()
-    return bool(apart <= _TOLERANCE * expected.double().norm() + _NOISE * scale)
+    apart = torch.linalg.vector_norm(value.detach() - expected)
+    return bool(apart <= _TOLERANCE * torch.linalg.vector_norm(expected) + _NOISE * scale)
 
 
 def largest(tensors: Iterable[torch.Tensor | None]) -> float:
     """The largest norm."""
-    return max((tensor.double().norm().item() for tensor in tensors if tensor is not None), default=0.0)
+    return max((torch.linalg.vector_norm(tensor).item() for tensor in tensors if tensor is not None), default=0.0)

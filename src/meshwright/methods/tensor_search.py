@@ -106,8 +106,9 @@ def _find_in_block(block: RecordedBlock, ranks: int) -> _FoundBlock:
         raise _cannot(block.path, "no linear layer of it is fed by linear layers alone")
     layers: list[PlannedLayer] = []
     adjustments: tuple[Adjustment, ...] = ()
+    trial = proof.of_values()
     for region in candidates:
-        layers, adjustments = _prove(block, proof, region, layers, adjustments, ranks)
+        layers, adjustments = _choose(block, trial, region, layers, adjustments, ranks)
     try:
         summed, dims = proof.holds(layers, adjustments)
     except Refuted as refuted:
@@ -134,7 +135,7 @@ def _regions(block: RecordedBlock, proof: BlockProof) -> list[Region]:
     return regions(block.module, flow)
 
 
-def _prove(
+def _choose(
     block: RecordedBlock,
     proof: BlockProof,
     region: Region,
@@ -142,7 +143,7 @@ def _prove(
     adjustments: tuple[Adjustment, ...],
     ranks: int,
 ) -> tuple[list[PlannedLayer], tuple[Adjustment, ...]]:
-    """The first hypothesis about a region that holds, beside what was proved before."""
+    """The first hypothesis about a region that gives the right values, beside what was chosen before."""
     _check_heads(block, region, ranks)
     reason = ""
     for more, changes in _hypotheses(block.module, region, ranks, adjustments):
