@@ -104,9 +104,18 @@ class Residual(nn.Module):
         return x + self.second(x)
 
 
-def split(model, ranks=2, tokens=TOKENS):
+class Pooling(Mixing):
+    """Looks at all tokens outside its linear layers."""
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu()) + x.mean(1, keepdim=True)
+
+
+def split(model, ranks=2, tokens=TOKENS, **keys):
     ids = torch.zeros(2, tokens, dtype=torch.long)
-    return TensorParallel().split(model, ranks, SampleRun(lambda samples: ids[:samples], lambda model, ids: model(ids)))
+    return TensorParallel(**keys).split(
+        model, ranks, SampleRun(lambda samples: ids[:samples], lambda model, ids: model(ids))
+    )
 
 
 def described(found):
@@ -171,6 +180,20 @@ def test_what_cannot_be_split_is_refused_with_the_reason(case):
     for name, parameter in model.named_parameters():
         assert before[name][0] == id(parameter)
         assert torch.equal(before[name][1], parameter)
+
+
+def test_where_tokens_are_gathered():
+    """At the layers themselves where norms are beside them; in a module of its own before that module."""
+    inline = split(Model(Grouped), sequence=True).sequence
+    assert inline.scopes == ("blocks.0.qkv", "blocks.0.gate_up", "blocks.1.qkv", "blocks.1.gate_up")
+    assert set(inline.summed) == {f"blocks.{i}.{name}" for i in (0, 1) for name in ("norm", "head_norm")}
+    apart = split(build("plain"), sequence=True).sequence
+    assert apart.scopes[:2] == ("blocks.0.attention", "blocks.0.mlp")
+    assert (apart.first, apart.last) == (("blocks.0",), ("blocks.1",))
+    with pytest.raises(mw.ModelError, match=r"blocks.0 cannot work on a part of the tokens"):
+        split(Model(Pooling), sequence=True)
+    with pytest.raises(mw.ModelError, match=r"multiple of 2 tokens. Got 5"):
+        split(Model(Grouped), tokens=5, sequence=True)
 
 
 def test_without_a_sample_there_is_nothing_to_read_off():
