@@ -29,7 +29,7 @@ from meshwright.batches import (
 from meshwright.built_optimizer import BuiltOptimizer
 from meshwright.data import GlobalBatchLoader, global_batch_loader
 from meshwright.errors import ConfigError, ModelError, did_you_mean
-from meshwright.methods import Job
+from meshwright.methods import Job, SampleRun
 from meshwright.planner import Plan, Workload, choose
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
 from meshwright.strategy import Strategy
@@ -201,6 +201,7 @@ class Request:
             ddp_options=self.ddp_options or {},
             optim_func=self.build_optimizer,
             optim_param_func=self.optim_param_func if self._built is None else self._built.groups,
+            sample=SampleRun(lambda samples: self._sample_inputs(device, samples), self._forward),
         )
 
     def dataloader(self, job: Job) -> GlobalBatchLoader | None:

@@ -9,9 +9,9 @@ import meshwright as mw
 from meshwright.cost import memory
 from meshwright.methods import replicas
 from meshwright.planner import measured_state
-from meshwright.store import CheckpointStore, TrainingState
+from meshwright.store import CheckpointStore, TrainingState, load_optimizer, save_optimizer
 from tests import tiny
-from tests.methods.test_parity import BATCH, OPTIMIZERS, STEPS, full_weights
+from tests.methods.test_parity import BATCH, OPTIMIZERS, STEPS
 from tests.methods.test_traffic import Counter
 
 SIZES = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 52, "num_hidden_layers": 2,
@@ -19,26 +19,96 @@ SIZES = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 52, "num_hidd
 
 
 def build(name):
-    import transformers
-
-    kind, size, keys = {
-        "llama": ("Llama", "ForCausalLM", {}),
-        "headless": ("Llama", "Model", {"pad_token_id": 3}),
-        "tied": ("Llama", "ForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
-        "qwen3": ("Qwen3", "ForCausalLM", {"head_dim": 6}),
-        "phi3": ("Phi3", "ForCausalLM", {"pad_token_id": 0}),
-    }[name]
+    """A tiny model; its weights depend on nothing but its name."""
     torch.manual_seed(3)
-    model = getattr(transformers, kind + size)(getattr(transformers, kind + "Config")(**SIZES, **keys, use_cache=False))
+    model = FLOWING[name]() if name in FLOWING else with_a_plan(name)
     with torch.no_grad():
         for parameter in model.parameters():  # biases of zero and norms of one would hide what is lost
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
     return model
 
 
+def plain(**keys):
+    return tiny.gpt2.GPT2(vocab_size=64, seq_len=tiny.SEQ_LEN, dim=20, num_layers=2, num_heads=2, **keys)
+
+
+def hf_gpt2():
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=64, n_embd=20, n_layer=2, n_head=2, n_positions=tiny.SEQ_LEN, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0, use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def hf_bert():
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=20, intermediate_size=50, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=tiny.SEQ_LEN, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def hf_t5():
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=64, d_model=24, d_kv=6, d_ff=52, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu",
+        dropout_rate=0.0,
+    )  # fmt: skip
+    return transformers.T5EncoderModel(config)
+
+
+def hf_t5_with_decoder():
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=64, d_model=24, d_kv=6, d_ff=52, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+FLOWING = {
+    "t5-decoder": hf_t5_with_decoder,
+    "plain": plain,
+    "odd": lambda: tiny.plain(),
+    "gpt2": hf_gpt2,
+    "bert": hf_bert,
+    "t5": hf_t5,
+}
+"""Models that bring no plan."""
+
+
+def with_a_plan(name):
+    import transformers
+
+    kind, size, keys = {
+        "llama": ("Llama", "ForCausalLM", {}),
+        "headless": ("Llama", "Model", {"pad_token_id": 3}),
+        "tied": ("Llama", "ForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+        "qwen2": ("Qwen2", "ForCausalLM", {"use_sliding_window": False}),
+        "qwen3": ("Qwen3", "ForCausalLM", {"head_dim": 6}),
+        "phi3": ("Phi3", "ForCausalLM", {"pad_token_id": 0}),
+    }[name]
+    return getattr(transformers, kind + size)(getattr(transformers, kind + "Config")(**SIZES, **keys, use_cache=False))
+
+
+BARE = ("plain", "odd")  # are called with token ids alone
+
+
+def prepare_for(name):
+    if name == "t5-decoder":
+        return lambda data, device: {"input_ids": data.to(device), "labels": data.to(device)}
+    return tiny.prepare_for("plain" if name in BARE else "llama")
+
+
 def loss_func(inputs, output):
     """Next token where there are logits, else a mean that moves all features differently."""
-    if hasattr(output, "logits"):
+    if isinstance(output, torch.Tensor) or hasattr(output, "logits"):
         return tiny.loss_func(inputs, output)
     features = output.last_hidden_state
     return (features * torch.linspace(-1, 1, features.shape[-1]).to(features)).square().mean()
@@ -55,7 +125,8 @@ def reference(name, mode):
     losses, norms = [], []
     for ids in torch.utils.data.DataLoader(data, batch_size=BATCH, sampler=order):
         optim.zero_grad()
-        loss = loss_func({"input_ids": ids}, model(input_ids=ids))
+        inputs = prepare_for(name)(ids, "cpu")
+        loss = loss_func(inputs, model(inputs) if name in BARE else model(**inputs))
         loss.backward()
         norms.append(nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())
         optim.step()
@@ -70,7 +141,7 @@ def accelerated(name, methods, mode, micro=1, **keys):
     with mock.patch.object(replicas, "_BUCKET_BYTES", 4096):  # several of them, small as the models are
         return mw.accelerate(
             build(name), optim_class, tiny.Tokens(), loss_func, strategy=methods, optim_args=args,
-            prepare_input=tiny.prepare_for("llama"), model_input_format="unpack_dict",
+            prepare_input=prepare_for(name), model_input_format=None if name in BARE else "unpack_dict",
             dataloader_args={"batch_size": BATCH}, num_micro_batches=micro, **keys,
         )  # fmt: skip
 
@@ -86,9 +157,19 @@ def train(name, methods, mode, micro=1):
     predicted = memory(result.plan.step, result._job.coordinate)
     for kind, size in measured_state(result.model, result.optim).items():
         assert getattr(predicted, kind) == size, (kind, getattr(predicted, kind), size, methods)
-    weights = full_weights(result.model)
+    weights = whole_weights(result.model)
     _check_wire_and_activations(result, batch, predicted)
     return losses, norms, weights if mw.rank() == 0 else None
+
+
+def whole_weights(model):
+    """As a state dict has them: fused projections in the model's own order."""
+    names = {name for name, _ in model.named_parameters()}
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in model.state_dict().items()
+        if name in names
+    }
 
 
 def _check_wire_and_activations(result, batch, predicted):
@@ -103,28 +184,24 @@ def _check_wire_and_activations(result, batch, predicted):
     )
 
 
-def train_several(cases):
-    return [train(*case) for case in cases]
-
-
 STATE = {"mode": "adamw"}
 
 
-def save_and_go_on(directory, methods):
+def save_and_go_on(directory, name, methods):
     """Three steps, a checkpoint, three more: their losses."""
-    result = accelerated("tied", methods, **STATE)
+    result = accelerated(name, methods, **STATE)
     batches = list(result.dataloader)
     for batch in batches[:3]:
         result.step(batch)
     CheckpointStore(directory).save(TrainingState(result.model, result.optim, step=3))
-    shapes = {name: tuple(value.shape) for name, value in result.model.state_dict().items()}
-    assert shapes == {name: tuple(value.shape) for name, value in build("tied").state_dict().items()}
+    shapes = {key: tuple(value.shape) for key, value in result.model.state_dict().items()}
+    assert shapes == {key: tuple(value.shape) for key, value in build(name).state_dict().items()}
     return [result.step(batch).loss.item() for batch in batches[3:6]]
 
 
-def load_and_go_on(directory, methods):
+def load_and_go_on(directory, name, methods):
     """The same three steps after loading into another layout."""
-    result = accelerated("tied", methods, **STATE)
+    result = accelerated(name, methods, **STATE)
     batches = list(result.dataloader)
     result.step(batches[0])  # what is loaded replaces weights and states that have moved
     CheckpointStore(directory).load(TrainingState(result.model, result.optim))
@@ -209,3 +286,51 @@ def mlp_with_replicas():
     except mw.ModelError as error:
         refused = str(error)
     return results, refused
+
+
+def one_plain_step(ids):
+    """A model, its optimizer after one step in one process."""
+    model = build("gpt2")
+    optim = torch.optim.AdamW(model.parameters(), **OPTIMIZERS["adamw"][1])
+    inputs = prepare_for("gpt2")(ids, "cpu")
+    loss_func(inputs, model(**inputs)).backward()
+    optim.step()
+    return model, optim
+
+
+def fused_projections_are_stored_in_order(folder):
+    """State dicts, files of weights and files of states have the model's own order and shapes; memory is halved."""
+    result = accelerated("gpt2", ["tensor_parallel", ("parallel_mode", {"tensor": 2})], **STATE)
+    plain, ids = build("gpt2"), next(iter(result.dataloader))
+    given = {name: value.clone() for name, value in plain.state_dict().items()}
+    split = [p for p in result.model.parameters() if hasattr(p, "to_local")]
+    assert sum(p.to_local().numel() for p in split) * 2 == sum(p.numel() for p in split)
+    weights = whole_weights(result.model)
+    assert all(torch.equal(weights[name], given[name]) for name in weights)
+    mw.save(result.model, folder / "model.safetensors")
+    result.step(ids)
+    stepped, optim = one_plain_step(ids)
+    save_optimizer(result.optim, result.model, folder / "optim.pt")
+    saved = torch.load(folder / "optim.pt", weights_only=True)["state"]
+    for name, parameter in stepped.named_parameters():
+        torch.testing.assert_close(saved[name]["exp_avg"], optim.state[parameter]["exp_avg"], rtol=1e-4, atol=1e-7)
+    lying = {p: s["exp_avg"].to_local().clone() for p, s in result.optim.state.items() if p in set(split)}
+    for state in result.optim.state.values():
+        state["exp_avg"].zero_()
+    load_optimizer(result.optim, result.model, folder / "optim.pt")
+    assert all(torch.equal(result.optim.state[p]["exp_avg"].to_local(), values) for p, values in lying.items())
+    mw.load(result.model, folder / "model.safetensors")
+    weights = whole_weights(result.model)
+    assert all(torch.equal(weights[name], given[name]) for name in weights)
+    return True
+
+
+def odd_tokens():
+    """What is said of a number of tokens that the axis does not divide."""
+    said = []
+    result = accelerated("plain", [("tensor_parallel", {"sequence": True}), ("parallel_mode", {"tensor": 2})], "sgd")
+    try:
+        result.step(torch.zeros(2, tiny.SEQ_LEN - 1, dtype=torch.long))
+    except mw.ModelError as error:
+        said.append(str(error))
+    return said

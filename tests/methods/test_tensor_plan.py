@@ -38,13 +38,15 @@ def test_what_is_tied_to_a_planned_layer_is_split_alike():
     model.tp_plan = {key: value for key, value in model.tp_plan.items() if key != "model.embed_tokens"}
     assert styles(model)["model.embed_tokens"] == "embedding_rowwise"
     model.tp_plan = {"model.embed_tokens": "rowwise", "model.layers.*.mlp.down_proj": "rowwise_rep"}
-    assert styles(model)["lm_head"] == "colwise_gather_output"
+    assert styles(model)["lm_head"] == "vocabulary_head"
 
 
 def test_a_strategy_with_a_plan_is_a_value():
     strategy = mw.Strategy([MLP_PLAN])
     assert strategy == mw.Strategy(str(strategy)) == mw.Strategy(strategy.to_json())
     assert len({strategy, mw.Strategy(str(strategy))}) == 1
+    tokens = mw.Strategy([("tensor_parallel", {"sequence": True})])
+    assert tokens == mw.Strategy(str(tokens)) == mw.Strategy(tokens.to_json()) != mw.Strategy(["tensor_parallel"])
 
 
 class Attention(nn.Module):
@@ -75,7 +77,7 @@ class Headed(Beside):
 PAIR = {"into": "colwise", "out": "rowwise"}
 ODD = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 50, "num_hidden_layers": 1}
 REFUSED = {
-    "no plan": (nn.Sequential(nn.Linear(2, 2)), {}, 2, "carries no plan.*fsdp, which needs no plan"),
+    "no plan": (nn.Sequential(nn.Linear(2, 2)), {}, 2, "no list of blocks.*fsdp, which needs no plan"),
     "unknown style": (Beside(), {"into": "diagonal"}, 2, "not known for into.*colwise.*'diagonal'"),
     "unknown module": (Beside(), {"inot": "colwise"}, 2, "did you mean 'into'"),
     "no linear layer": (Beside(), {"norm": "colwise"}, 2, "Expected a torch.nn.Linear. Got LayerNorm"),

@@ -87,7 +87,7 @@ class Activations:
 class Boundary:
     """A collective over the tensor axis where a divided part of the model begins or ends, in one micro-batch."""
 
-    kind: Literal["all_gather", "all_reduce"]
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
     moment: Literal["forward", "backward"]
     num_bytes: int  # payload of the whole tensor, as in Traffic
     inside: tuple[str, ...] = ()  # qualified names of the classes of the modules it happens in

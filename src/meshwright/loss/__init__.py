@@ -3,11 +3,16 @@
 from meshwright.loss.fused_cross_entropy import FusedCrossEntropy, fused_cross_entropy
 from meshwright.loss.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from meshwright.loss.next_token import next_token_loss
+from meshwright.loss.parallel_cross_entropy import Vocabulary, parallel_cross_entropy
+from meshwright.loss.vocabulary_shards import VocabularyShards
 
 __all__ = [
     "FusedCrossEntropy",
     "LinearCrossEntropy",
+    "Vocabulary",
+    "VocabularyShards",
     "fused_cross_entropy",
     "linear_cross_entropy",
     "next_token_loss",
+    "parallel_cross_entropy",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from meshwright.errors import ModelError
 from meshwright.loss.checks import check_class_weight, check_floating, check_options, check_plain, check_target
 from meshwright.loss.once import once
-from meshwright.loss.parallel_cross_entropy import parallel_row_losses
+from meshwright.loss.parallel_cross_entropy import Vocabulary, parallel_row_losses
 from meshwright.loss.rows import (
     Rows,
     Softmax,
@@ -22,6 +22,7 @@ from meshwright.loss.rows import (
     slices,
     without_autocast,
 )
+from meshwright.loss.vocabulary_shards import VocabularyShards
 from meshwright.runtime import tensor_size
 
 
@@ -63,11 +64,19 @@ def fused_cross_entropy(
         ConfigError: For an unknown reduction or a smoothing that is not a fraction.
     """
     check_options(reduction, label_smoothing)
+    if isinstance(input, VocabularyShards):
+        if input.are_rows:
+            return input.cross_entropy(target, weight, ignore_index, reduction, label_smoothing)
+        input = input.gathered()
     groups = tensor_size() if parallel else 1
     _check(input, target, weight, groups)
     logits_NC = input.unsqueeze(0) if input.dim() == 1 else input.movedim(1, -1).reshape(-1, input.shape[1])
     rows = make_rows(target.reshape(-1), input.dtype, weight, ignore_index, label_smoothing)
-    loss_N = _RowLosses.apply(logits_NC, *rows) if groups == 1 else parallel_row_losses(logits_NC, rows)
+    loss_N = (
+        _RowLosses.apply(logits_NC, *rows)
+        if groups == 1
+        else parallel_row_losses(logits_NC, rows, Vocabulary.of_tensor_group(logits_NC.shape[1]), sums_upstream=True)
+    )
     if reduction == "none":
         return loss_N.view(target.shape)
     return loss_N.sum() if reduction == "sum" else mean(loss_N.sum(), rows)

@@ -122,7 +122,7 @@ def mean(total: Tensor, rows: Rows) -> Tensor:
 
 
 def rows_at_a_time(logits_NC: Tensor) -> int:
-    """How many rows to work on together."""
+    """How many rows of logits to work on at once."""
     num_rows, num_classes = logits_NC.shape
     if torch.compiler.is_compiling():  # a compiler fuses the whole thing into one pass
         return max(num_rows, 1)

@@ -9,6 +9,7 @@ from meshwright.methods.half import Half
 from meshwright.methods.job import Job
 from meshwright.methods.outer import Outer
 from meshwright.methods.parallel_mode import ParallelMode
+from meshwright.methods.tensor_calls import SampleRun
 from meshwright.methods.tensor_parallel import TensorParallel
 from meshwright.methods.zero1 import Zero1
 from meshwright.methods.zero2 import Zero2
@@ -24,6 +25,7 @@ __all__ = [
     "ParallelMode",
     "Phase",
     "Resolved",
+    "SampleRun",
     "TensorParallel",
     "Zero1",
     "Zero2",

@@ -85,7 +85,7 @@ class Checkpoint(Method):
         torch stops it at the last saved tensor: what a module sends after that is not sent again. The reentrant
         implementation runs to the end.
         """
-        sent: dict[Literal["all_gather", "all_reduce"], int] = {}
+        sent: dict[Literal["all_gather", "reduce_scatter", "all_reduce"], int] = {}
         for boundary in step.boundaries:
             repeated_in = boundary.needed_in if self.no_reentrant else boundary.inside
             if boundary.moment == "forward" and _named(wanted, repeated_in):

@@ -14,7 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from meshwright.errors import ModelError
 from meshwright.methods.dtypes import DType
+from meshwright.methods.tensor_calls import SampleRun
+from meshwright.nn import rank_orders
 from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, separate_layouts
 from meshwright.strategy import Strategy
 
@@ -56,6 +59,7 @@ class Job:
     optim_func: OptimizerFactory | None = None  # builds the optimizer from parameters or groups
     optim_param_func: Callable[[nn.Module], Any] | None = None
 
+    sample: SampleRun | None = None  # runs the model once, for methods that must see its data flow
     is_split: bool = False  # tensor_parallel: some parameters are DTensors already, all values are rank 0's
     precision: Precision | None = None  # set by a precision method for the method that shards
     loss_scaling: bool = False  # fp16: gradients would underflow
@@ -113,8 +117,22 @@ class Job:
         master = MasterWeights(self.model.parameters()) if self.master_weights else None
         inner = optim_func(params) if master is None else master.optimizer(optim_func, params)
         if self.is_split:
+            _check_fused(self.model, inner)
             separate_layouts(inner)
         if not (self.loss_scaling or self.skip_nonfinite or master):
             return inner
         scaler = LossScaler(self.device.type, **self.loss_scale) if self.loss_scaling else None
         return GuardedOptimizer(inner, scaler=scaler, master=master, skip_nonfinite=self.skip_nonfinite)
+
+
+def _check_fused(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuses groups that are to treat the parts of fused projections apart: these lie in the order of ranks."""
+    fused = rank_orders(model)
+    for group in optimizer.param_groups:
+        if group.get("split", 1) not in (1, None) and any(id(parameter) in fused for parameter in group["params"]):
+            raise ModelError(
+                "An optimizer cannot tell the parts of a fused projection apart that tensor_parallel has split",
+                expected="split=1 for such parameters: whole matrices are updated as on one device",
+                got=f"split={group['split']!r}",
+                fix="leave split out for them, or use separate projections for queries, keys and values",
+            )

@@ -13,10 +13,13 @@ from meshwright.cost import Block, Parameter, Step, Traffic
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
-from meshwright.methods.tensor_checks import check_layers
+from meshwright.methods.tensor_calls import SampleRun
 from meshwright.methods.tensor_engine import split_layers
-from meshwright.methods.tensor_plan import PlannedLayer, planned_layers
+from meshwright.methods.tensor_exchange import TensorAxis
+from meshwright.methods.tensor_plan import PlannedLayer
+from meshwright.methods.tensor_split import Split, split_of
 from meshwright.methods.tensor_trace import SplitTrace
+from meshwright.runtime import check_equal
 
 AXIS = "tensor"
 
@@ -32,17 +35,21 @@ def _pairs(value: Any) -> Any:
 class TensorParallel(Method):
     """Splits linear layers in pairs, by columns and by rows, and the vocabulary (Shoeybi et al. 2019, §3).
 
-    A transformers model brings its own plan. The ranks of a tensor group take the same samples.
+    A plan says which layers: the model's own (transformers' ``base_model_tp_plan``), or one found in the data flow of
+    its blocks and proved on each kind of block. The ranks of a tensor group take the same samples.
 
-    Config: None, or ``{"plan": {name pattern: style}}`` for a model without a plan, or to override entries of its own.
+    Config: None, or ``{"plan": {name pattern: style}}`` to give a plan, or to override entries of the model's own.
     ``*`` in a pattern stands for one part of a name. Styles: ``colwise``, ``colwise_gather_output``, ``rowwise``,
-    ``rowwise_split_input``, ``embedding_rowwise``, ``replicated_with_grad_allreduce``, ``replicate``.
+    ``rowwise_split_input``, ``embedding_rowwise``, ``embedding_colwise``, ``vocabulary_head``,
+    ``replicated_with_grad_allreduce``, ``replicate``. ``"sequence": True`` lets each rank keep a part of the tokens
+    between the split layers of blocks (Korthikanti et al. 2022).
     """
 
     method_name: ClassVar[str] = "tensor_parallel"
     phase: ClassVar[Phase] = Phase.TENSOR
-    summary: ClassVar[str] = "splits the layers themselves over the tensor axis, by the model's own plan"
+    summary: ClassVar[str] = "splits the layers themselves over the tensor axis"
 
+    sequence: bool = False
     plan: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()
 
     @classmethod
@@ -60,33 +67,46 @@ class TensorParallel(Method):
 
     def text_arguments(self) -> dict[str, Any]:
         """Prints the plan as a dictionary."""
-        return {"plan": dict(self.plan)} if self.plan else {}
+        plan = {"plan": dict(self.plan)} if self.plan else {}
+        return plan | ({"sequence": True} if self.sequence else {})
 
-    def layers(self, model: nn.Module, ranks: int) -> list[PlannedLayer]:
-        """The layers that it splits over ``ranks`` ranks.
+    def split(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> Split:
+        """How it divides a model over ``ranks`` ranks; nothing is changed.
+
+        Args:
+            model: A plain module.
+            ranks: Size of the axis.
+            sample: Runs a model that brings no plan, to find one in its data flow.
 
         Raises:
-            ModelError: When there is no plan, or the model cannot be split by it.
+            ModelError: When the model cannot be split, with the reason.
             StrategyError: When the config's plan names nothing in the model.
         """
-        found = planned_layers(model, dict(self.plan))
-        check_layers(model, found, ranks)
-        return found
+        return split_of(model, dict(self.plan), ranks, sample, sequence=self.sequence)
 
-    def trace(self, model: nn.Module, ranks: int) -> SplitTrace | None:
+    def layers(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> list[PlannedLayer]:
+        """The layers of :meth:`split`."""
+        return list(self.split(model, ranks, sample).layers)
+
+    def trace(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> SplitTrace | None:
         """What predictions need to run the model as one of ``ranks`` ranks; None when nothing is split."""
-        return SplitTrace(self.layers(model, ranks), ranks) if ranks > 1 else None
+        return SplitTrace(model, self.split(model, ranks, sample), ranks) if ranks > 1 else None
 
     def check(self, job: Job) -> None:
-        """Refuses models without a plan, and plans that the model or the axis cannot follow."""
-        self.layers(job.model, job.size(AXIS))
+        """Refuses models that cannot be split, and plans that the model or the axis cannot follow."""
+        if job.size(AXIS) > 1 or self.plan:
+            self.split(job.model, job.size(AXIS), job.sample)
 
     def apply(self, job: Job) -> None:
         """Splits the layers; the rest of the model stays whole on every rank."""
         if job.size(AXIS) == 1:
             return
-        layers = self.layers(job.model, job.size(AXIS))
-        split_layers(job.model, layers, job.require_mesh()[AXIS], job.device)
+        split = self.split(job.model, job.size(AXIS), job.sample)
+        said = split.summary(job.model, job.size(AXIS))
+        check_equal("The split of the layers", said, "give every rank the same model and the same kind of samples")
+        job.notices.append(said)
+        split_layers(job.model, split, TensorAxis(job.require_mesh()[AXIS]), job.device)
+        split.adjust(job.model)
         job.is_split = True
         if job.shard_axis is None:
             job.model.to(job.device)

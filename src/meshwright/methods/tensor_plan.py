@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
-from meshwright.methods.tensor_styles import EMBEDDING, LINEAR, Style, style_of
+from meshwright.methods.tensor_styles import EMBEDDING, LINEAR, Style, is_transposed, style_of
 
 _FIX = "give plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', …} with the names of its layers"
 
@@ -22,6 +22,7 @@ class PlannedLayer:
     module: nn.Module
     style: Style
     parent: nn.Module  # the module it lies in
+    parts: tuple[int, ...] = ()  # output features of what is fused in it (queries, keys, values); empty: one part
 
     @property
     def parent_path(self) -> str:
@@ -37,7 +38,15 @@ class PlannedLayer:
     def parameters(self) -> list[tuple[str, nn.Parameter, int | None]]:
         """Its own parameters: name, parameter, and the dim that is divided (None: whole)."""
         dims = dict(self.style.dims)
+        if is_transposed(self.module) and "weight" in dims:
+            dims["weight"] = 1 - dims["weight"]
         return [(name, p, dims.get(name)) for name, p in self.module.named_parameters(recurse=False)]
+
+
+def planned(model: nn.Module, path: str, style: str) -> PlannedLayer:
+    """One layer of a module."""
+    module = model.get_submodule(path)
+    return PlannedLayer(path, module, style_of(path, module, style), model.get_submodule(path.rpartition(".")[0]))
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
@@ -90,6 +99,11 @@ def planned_layers(model: nn.Module, given: Mapping[str, str]) -> list[PlannedLa
             fix=_FIX,
         )
     return layers
+
+
+def matches(entries: Mapping[str, str], path: str) -> bool:
+    """Whether an entry's pattern names a layer."""
+    return any(re.fullmatch(_regex(pattern), path) for pattern in entries)
 
 
 def _regex(pattern: str) -> str:

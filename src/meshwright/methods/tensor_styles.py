@@ -21,7 +21,7 @@ class Style:
     name: str
     dims: tuple[tuple[str, int], ...] = ()  # the dim of each parameter that is divided; the others stay whole
     gradient: Literal["nothing", "all_reduce", "all_gather"] = "nothing"  # of the layer's input, in backward
-    output: Literal["as computed", "all_reduce", "all_gather"] = "as computed"
+    output: Literal["as computed", "all_reduce", "all_gather", "logits"] = "as computed"
     splits_input: bool = False  # a whole input is cut before the layer; else it comes in cut, if the layer needs it so
 
 
@@ -30,12 +30,16 @@ LINEAR = {
     "colwise_gather_output": Style(
         "colwise_gather_output", (("weight", 0), ("bias", 0)), gradient="all_reduce", output="all_gather"
     ),
+    "vocabulary_head": Style("vocabulary_head", (("weight", 0), ("bias", 0)), gradient="all_reduce", output="logits"),
     "rowwise": Style("rowwise", (("weight", 1),), output="all_reduce"),
     "rowwise_split_input": Style(
         "rowwise_split_input", (("weight", 1),), gradient="all_gather", output="all_reduce", splits_input=True
     ),
 }
-EMBEDDING = {"embedding_rowwise": Style("embedding_rowwise", (("weight", 0),), output="all_reduce")}
+EMBEDDING = {
+    "embedding_rowwise": Style("embedding_rowwise", (("weight", 0),), output="all_reduce"),
+    "embedding_colwise": Style("embedding_colwise", (("weight", 1),)),
+}
 ANY = {
     "replicated_with_grad_allreduce": Style("replicated_with_grad_allreduce"),
     "replicate": Style("replicate"),
@@ -66,9 +70,26 @@ def style_of(path: str, module: nn.Module, name: str) -> Style:
     return STYLES[name]
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: torch's, or transformers' Conv1D, which keeps its weight transposed."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer's weight is (in, out): GPT-2's Conv1D in transformers."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Input and output features of a linear layer."""
+    weight = module.get_parameter("weight")
+    rows, columns = weight.shape
+    return (rows, columns) if is_transposed(module) else (columns, rows)
+
+
 def _check_kind(path: str, module: nn.Module, name: str) -> None:
     wanted = nn.Linear if name in LINEAR else nn.Embedding if name in EMBEDDING else nn.Module
-    if not isinstance(module, wanted):
+    if not isinstance(module, wanted) and not (name in LINEAR and is_linear(module)):
         raise ModelError(
             f"tensor_parallel: {path} is no layer that the style {name} can split",
             expected=f"a torch.nn.{wanted.__name__}",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -10,26 +12,37 @@ import torch
 from torch import nn
 
 from meshwright.cost import Boundary
+from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.tensor_plan import PlannedLayer
+from meshwright.methods.tensor_sequence import check_tokens
+from meshwright.methods.tensor_sequence_trial import TOKENS_DIM
+from meshwright.methods.tensor_split import Split
+from meshwright.methods.tensor_styles import is_linear
+from meshwright.methods.tensor_tokens import change_hidden_input, change_hidden_output
+from meshwright.methods.tensor_trial import adjusted
 from meshwright.nn import class_names
 
 SaveLog = list[tuple[nn.Module, ...]]
 """For every tensor saved for backward so far: the modules that were running."""
 
-_Sent = tuple[Literal["all_reduce", "all_gather"], Literal["forward", "backward"], int, str, int]
+_Sent = tuple[Literal["all_reduce", "reduce_scatter", "all_gather"], Literal["forward", "backward"], int, str, int]
 
 
 class SplitTrace:
     """Lets a plain model, with parameters of one rank's shapes, run as one of the ranks of a tensor axis would.
 
     Args:
-        layers: What is split; every divided dim is a multiple of ``ranks``.
+        model: The model.
+        split: What is split; every divided dim is a multiple of ``ranks``.
         ranks: Size of the axis.
     """
 
-    def __init__(self, layers: list[PlannedLayer], ranks: int) -> None:
-        self._layers, self._ranks = layers, ranks
-        self.dims = {parameter: dim for layer in layers for _, parameter, dim in layer.parameters() if dim is not None}
+    def __init__(self, model: nn.Module, split: Split, ranks: int) -> None:
+        self._model, self._adjustments = model, split.adjustments
+        self._layers, self._ranks, self._sequence = split.layers, ranks, split.sequence
+        self.dims = {
+            parameter: dim for layer in self._layers for _, parameter, dim in layer.parameters() if dim is not None
+        }
         """The dim of each parameter that the axis divides."""
         self._sent: list[_Sent] = []
         self._inputs: dict[str, list[torch.Tensor]] = {}  # of each group: those whose gradient is accounted for
@@ -51,12 +64,53 @@ class SplitTrace:
         for layer in self._layers:
             hooks.append(layer.module.register_forward_pre_hook(self._entering(layer, log), prepend=True))
             hooks.append(layer.module.register_forward_hook(self._leaving(layer, log)))
+        hooks += self._token_hooks(log)
         try:
-            yield
+            with adjusted(self._model, self._adjustments):
+                yield
         finally:
             for hook in hooks:
                 hook.remove()
             self._inputs = {}
+
+    def _token_hooks(self, log: SaveLog) -> list[Any]:
+        """What ``tensor_tokens`` does, and counts it."""
+        if self._sequence is None:
+            return []
+        hooks = []
+        for path in self._sequence.first:
+            module, above = self._model.get_submodule(path), path.rpartition(".")[0]
+            hooks.append(change_hidden_input(module, functools.partial(self._cut, above, log)))
+        for path in self._sequence.last:
+            module, above = self._model.get_submodule(path), path.rpartition(".")[0]
+            hooks.append(change_hidden_output(module, functools.partial(self._gathered, above, log, summed=False)))
+        for path in self._sequence.scopes:
+            module, above = self._model.get_submodule(path), path.rpartition(".")[0]
+            if not is_linear(module):
+                hooks.append(change_hidden_input(module, functools.partial(self._gathered, above, log)))
+        return hooks
+
+    def _cut(self, path: str, log: SaveLog, hidden: torch.Tensor) -> torch.Tensor:
+        check_tokens(hidden, self._ranks)
+        if hidden.requires_grad:
+            self._sent.append(("all_gather", "backward", _bytes(hidden), path, len(log)))
+        # In memory of its own, as each rank keeps it.
+        return hidden.chunk(self._ranks, TOKENS_DIM)[0].clone()
+
+    def _gathered(self, path: str, log: SaveLog, hidden: torch.Tensor, *, summed: bool = True) -> torch.Tensor:
+        whole = torch.cat([hidden] * self._ranks, TOKENS_DIM)
+        self._sent.append(("all_gather", "forward", _bytes(whole), path, len(log)))
+        if summed and hidden.requires_grad:
+            self._sent.append(("reduce_scatter", "backward", _bytes(whole), path, len(log)))
+        return whole
+
+    def _scattered(self, layer: PlannedLayer, log: SaveLog, output: torch.Tensor) -> torch.Tensor:
+        for moment, kind in (("forward", "reduce_scatter"), ("backward", "all_gather")):
+            self._sent.append((kind, moment, _bytes(output), layer.path, len(log)))  # type: ignore[arg-type]
+        bias = layer.module._parameters["bias"]
+        if bias is not None and bias.requires_grad:
+            self._sent.append(("all_reduce", "backward", _bytes(bias), layer.path, len(log)))
+        return output.chunk(self._ranks, TOKENS_DIM)[0].clone()
 
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
         """What the last run sends in one micro-batch."""
@@ -80,7 +134,11 @@ class SplitTrace:
                         self._sent.append(("all_reduce", "backward", _bytes(parameter), layer.path, len(log)))
             if style.gradient == "nothing":
                 return args
+            if self._sequence is not None and self._sequence.gathers_above(layer.path):
+                return args
             tensor, *others = args
+            if self._sequence is not None and layer.path in self._sequence.scopes:
+                return (self._gathered_once(layer, log, tensor), *others)
             known = self._inputs.setdefault(layer.group, [])
             if tensor.requires_grad and not any(tensor is each for each in known):
                 known.append(tensor)
@@ -89,17 +147,45 @@ class SplitTrace:
 
         return enter
 
+    def _gathered_once(self, layer: PlannedLayer, log: SaveLog, tensor: torch.Tensor) -> torch.Tensor:
+        """All tokens of an input, gathered once for all layers that take it."""
+        known = self._inputs.setdefault(layer.group, [])
+        for before, whole in itertools.pairwise(known):
+            if before is tensor:
+                return whole
+        whole = self._gathered(layer.parent_path, log, tensor)
+        self._inputs[layer.group] = [tensor, whole]
+        return whole
+
     def _leaving(self, layer: PlannedLayer, log: SaveLog) -> Any:
         style = layer.style
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             if style.output == "as computed":
                 return output
+            if style.output == "logits":
+                return VocabularyShards.of(output, self._vocabulary(output))
+            if style.name == "rowwise" and self._sequence is not None and self._sequence.covers(layer.path):
+                return self._scattered(layer, log, output)
             whole = torch.cat([output] * self._ranks, -1) if style.output == "all_gather" else output
             self._sent.append((style.output, "forward", _bytes(whole), layer.path, len(log)))
             return whole
 
         return leave
+
+    def _vocabulary(self, part: torch.Tensor) -> Vocabulary:
+        """What cross entropy, or whoever wants the whole logits, would send."""
+
+        def reduced(numbers: torch.Tensor) -> torch.Tensor:
+            self._sent.append(("all_reduce", "forward", _bytes(numbers), "", 0))
+            return numbers.clone()
+
+        def gathered(part: torch.Tensor) -> torch.Tensor:
+            whole = torch.cat([part] * self._ranks, -1)
+            self._sent.append(("all_gather", "forward", _bytes(whole), "", 0))
+            return whole
+
+        return Vocabulary(0, part.shape[-1] * self._ranks, reduced, reduced, gathered)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

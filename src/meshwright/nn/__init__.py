@@ -17,6 +17,7 @@ from meshwright.nn.model_wrapper import BMTrainModelWrapper
 from meshwright.nn.module import DistributedModule
 from meshwright.nn.parallel_linear import OpParallelLinear, ReduceType
 from meshwright.nn.parameter import DistributedParameter, ParameterInitializer
+from meshwright.nn.rank_order import RankOrder, keep_rank_order, rank_orders
 from meshwright.nn.vocabulary import VPEmbedding
 
 CheckpointBlock = Block
@@ -33,6 +34,7 @@ __all__ = [
     "OpParallelLinear",
     "ParameterInitializer",
     "PipelineTransformerBlockList",
+    "RankOrder",
     "ReduceType",
     "RowParallelLinear",
     "TransformerBlockList",
@@ -43,9 +45,11 @@ __all__ = [
     "find_blocks",
     "grouped_parameters",
     "init_parameters",
+    "keep_rank_order",
     "modules_of",
     "no_sync",
     "outermost",
+    "rank_orders",
     "require_blocks",
     "wrap_method",
 ]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Activations, Block, Boundary, Buffer, Memory, Step, memory
 from meshwright.errors import ModelError
-from meshwright.methods import Resolved, TensorParallel, cost_of, resolve
+from meshwright.methods import Resolved, SampleRun, TensorParallel, cost_of, resolve
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.tensor_trace import SplitTrace
 from meshwright.planner.parameters import describe_blocks
@@ -103,7 +103,8 @@ class Workload:
         if not isinstance(method, TensorParallel):
             return None
         if (method, ranks) not in self._splits:
-            self._splits[method, ranks] = method.trace(self.model, ranks)
+            sample = SampleRun(self.inputs_of, self.forward)
+            self._splits[method, ranks] = method.trace(self.model, ranks, sample)
         return self._splits[method, ranks]
 
     def _blocks(self, split: SplitTrace | None) -> tuple[Block, ...]:

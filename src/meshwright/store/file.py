@@ -14,6 +14,7 @@ from meshwright.runtime import gather_objects, rank, require_distributed, same_o
 from meshwright.store.entries import ModelEntries, model_entries, stored_name
 from meshwright.store.file_format import check_tensors, make_folder, read_file, write_file
 from meshwright.store.folder import is_folder, read_folder, write_folder
+from meshwright.store.rank_order import in_model_order, to_rank_order_
 from meshwright.store.transfer import collect, spread
 from meshwright.store.writer import wait_for_saves, write_later
 
@@ -80,9 +81,9 @@ def save_folder(
     require_distributed("save_folder")
     with same_on_every_rank():
         wait_for_saves()
-        raw = model_entries(model).raw
-        check_tensors(Path(folder), raw)
-    tensors = {stored_name(name): value for name, value in raw.items()}
+        entries = model_entries(model)
+        check_tensors(Path(folder), entries.raw)
+    tensors = in_model_order(entries, {stored_name(name): value for name, value in entries.raw.items()})
     stem = f"{prefix}.model" if prefix else "model"
     write_folder(
         tensors,
@@ -98,7 +99,7 @@ def _gathered(entries: ModelEntries) -> dict[str, Any]:
     """Full copies on the host of rank 0; elsewhere empty. Holds one full tensor at a time on the other ranks."""
     state_dict: dict[str, Any] = {}
     copies: dict[int, torch.Tensor | None] = {}  # tied names share one copy
-    for name, value in entries.raw.items():
+    for name, value in (entries.raw | in_model_order(entries, _tensors(entries))).items():
         if not isinstance(value, torch.Tensor):
             state_dict[stored_name(name)] = value
             continue
@@ -106,6 +107,10 @@ def _gathered(entries: ModelEntries) -> dict[str, Any]:
             copies[id(value)] = collect(value)
         state_dict[stored_name(name)] = copies[id(value)]
     return state_dict if rank() == 0 else {}
+
+
+def _tensors(entries: ModelEntries) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in entries.raw.items() if isinstance(value, torch.Tensor)}
 
 
 def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) -> LoadedKeys:
@@ -184,6 +189,7 @@ def _fill(entries: ModelEntries, found: dict[str, Any], described: dict[str, Any
         if isinstance(target, torch.Tensor):
             done.add(id(target))
             spread(found.get(stored), target)
+            to_rank_order_(entries, {stored: target})
         else:
             extra[name] = gather_objects(found.get(stored))[0]
     if extra:

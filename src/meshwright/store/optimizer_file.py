@@ -25,6 +25,7 @@ from meshwright.store.optimizer import (
 )
 from meshwright.store.optimizer_format import INDEX_KEY, OptimizerContents, master_name, read_optimizer, to_torch_format
 from meshwright.store.plain import from_plain, to_plain
+from meshwright.store.rank_order import in_model_order, to_rank_order_
 from meshwright.store.record import TensorRecord, tensor_records
 from meshwright.store.transfer import collect, spread
 from meshwright.store.writer import wait_for_saves, write_later
@@ -82,6 +83,7 @@ def _capture(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, torch.Te
     weights = entries.tensors | masters
     tensors, record = capture_optimizer(inner_optimizer(optimizer), weights)
     tensors |= {master_name(name): master for name, master in masters.items()}
+    tensors = in_model_order(entries, tensors)
     updated = {name for group in record.groups for name in group.parameters}
     scaler = optimizer.scaler if isinstance(optimizer, GuardedOptimizer) else None
     return tensors, OptimizerContents(
@@ -114,6 +116,7 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, path: str | os.PathLi
     with torch.no_grad():
         for name, target in targets.items():
             spread(found.get(name), target)
+    to_rank_order_(model_entries(model), targets)
     _commit(optimizer, plan, contents)
 
 

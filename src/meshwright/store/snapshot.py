@@ -1,4 +1,4 @@
-"""A training state as named tensors plus a record, and the way back; nothing here communicates or touches files."""
+"""A training state as named tensors plus a record, and the way back; nothing here touches files."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from meshwright.store.optimizer import (
     plan_optimizer,
 )
 from meshwright.store.plain import dtype_named, from_plain, to_plain
+from meshwright.store.rank_order import in_model_order, to_rank_order_
 from meshwright.store.record import Record, TensorRecord, tensor_records
 from meshwright.store.replicas import OuterPlan, ReplicaParts, ReplicaView, capture_replicas, plan_outer
 from meshwright.store.state import TrainingState
@@ -60,10 +61,10 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
         scaler=to_plain(scaler.state_dict(), "The loss scaler's state") if scaler is not None else None,
     )
     if not isinstance(state.optim, OuterOptimizer):
-        return Snapshot(tensors, record)
+        return Snapshot(in_model_order(entries, tensors), record)
     assert optimizer is not None, "there is an optimizer"
     tensors, parts = capture_replicas(state.optim, weights, tensors, optimizer, record.scaler)
-    return Snapshot(tensors, record, parts)
+    return Snapshot(in_model_order(entries, tensors), record, parts)
 
 
 def _scheduler_record(scheduler: LRScheduler) -> dict[str, Any]:
@@ -95,6 +96,7 @@ class Restoration:
     def commit(self) -> None:
         """Hands over everything that is not in the targets themselves."""
         state, record = self.state, self.record
+        to_rank_order_(self.entries, self.targets | self.averaged)
         guard = guard_of(state.optim)
         if guard is not None and guard.master is not None:
             guard.master.write_back()

@@ -1,0 +1,260 @@
+"""A plan for a model that brings none: found in the data flow of its blocks, and proved on each kind of block."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import ModelError
+from meshwright.methods.tensor_calls import RecordedBlock, SampleRun, record_calls, signature
+from meshwright.methods.tensor_compare import Refuted
+from meshwright.methods.tensor_flow import Region, mark_input, record_flow, regions
+from meshwright.methods.tensor_plan import PlannedLayer, planned
+from meshwright.methods.tensor_proof import BlockProof
+from meshwright.methods.tensor_styles import features, is_linear, is_transposed
+from meshwright.methods.tensor_trial import Adjustment, evaluating
+from meshwright.methods.tensor_vocabulary import vocabulary_entries
+
+_SIZE_WORDS = ("dim", "size", "group", "mask")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One layer of a found plan."""
+
+    style: str
+    parts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """Plain data: what is split, by path."""
+
+    entries: dict[str, Entry]
+    adjustments: tuple[Adjustment, ...]
+    remarks: tuple[str, ...]  # what stays whole although one might expect otherwise
+
+
+@dataclass(frozen=True)
+class _FoundBlock:
+    entries: dict[str, Entry]
+    adjustments: tuple[Adjustment, ...]
+    output_dims: tuple[int | None, ...]
+    whole: tuple[str, ...]  # linear layers that are not split
+
+
+def find_plan(model: nn.Module, sample: SampleRun | None, ranks: int) -> FoundPlan:
+    """Finds how the blocks of a model can be split over ``ranks`` ranks; nothing is changed.
+
+    Raises:
+        ModelError: When a block cannot be split, with the reason.
+    """
+    blocks = record_calls(model, sample, ranks)
+    known: dict[Any, _FoundBlock] = {}
+    dims: list[tuple[int | None, ...]] = []
+    entries: dict[str, Entry] = {}
+    adjustments: list[Adjustment] = []
+    whole: dict[str, None] = {}
+    for block in blocks:
+        block = _with_split_inputs(block, dims)
+        key = signature(block)
+        if key not in known:
+            known[key] = _find_in_block(block, ranks)
+        found = known[key]
+        dims.append(found.output_dims)
+        entries |= {f"{block.path}.{path}": entry for path, entry in found.entries.items()}
+        adjustments += [dataclasses.replace(a, path=_joined(block.path, a.path)) for a in found.adjustments]
+        whole |= dict.fromkeys(found.whole)
+    vocabulary, remark = vocabulary_entries(model, ranks)
+    entries |= {path: Entry(style) for path, style in vocabulary.items()}
+    remarks = [remark] if remark else []
+    if whole:
+        remarks.append(f"{', '.join(whole)} of the blocks stay whole")
+    return FoundPlan(entries, tuple(adjustments), tuple(remarks))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if name else path
+
+
+def _with_split_inputs(block: RecordedBlock, dims: list[tuple[int | None, ...]]) -> RecordedBlock:
+    """Marks the inputs that earlier blocks give split, such as T5's bias of the scores."""
+    split = []
+    for leaf, (giver, place) in block.given.items():
+        dim = dims[giver][place]
+        if dim is not None:
+            split.append((leaf, dim))
+    assert block.call is not None
+    return dataclasses.replace(block, call=dataclasses.replace(block.call, split=tuple(split)))
+
+
+def _find_in_block(block: RecordedBlock, ranks: int) -> _FoundBlock:
+    module, call = block.module, block.call
+    assert call is not None
+    linear = [path for path, each in module.named_modules() if is_linear(each)]
+    proof = BlockProof(module, call, ranks)
+    if not linear:
+        return _FoundBlock({}, (), (None,) * proof.num_outputs(), ())
+    candidates = _regions(block, proof)
+    if not candidates:
+        raise _cannot(block.path, "no linear layer of it is fed by linear layers alone")
+    layers: list[PlannedLayer] = []
+    adjustments: tuple[Adjustment, ...] = ()
+    trial = proof.of_values()
+    for region in candidates:
+        layers, adjustments = _choose(block, trial, region, layers, adjustments, ranks)
+    try:
+        summed, dims = proof.holds(layers, adjustments)
+    except Refuted as refuted:
+        raise _cannot(block.path, str(refuted)) from refuted
+    entries = {layer.path: Entry(layer.style.name, layer.parts) for layer in layers}
+    for name in summed:
+        entries.setdefault(name.rpartition(".")[0], Entry("replicated_with_grad_allreduce"))
+    return _FoundBlock(entries, adjustments, tuple(dims), tuple(path for path in linear if path not in entries))
+
+
+def _regions(block: RecordedBlock, proof: BlockProof) -> list[Region]:
+    def run() -> Any:
+        split = dict(proof.call.split)
+        leaves = [leaf if i in split else mark_input(leaf) for i, leaf in enumerate(proof.call.values())]
+        args, kwargs = proof.call.tree(leaves)
+        return torch.func.functional_call(block.module, proof.state, args, kwargs)
+
+    with evaluating(block.module):
+        try:
+            flow = record_flow(block.module, run)
+        except Exception as error:
+            reason = f"it does not run by itself: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+            raise _cannot(block.path, reason) from error
+    return regions(block.module, flow)
+
+
+def _choose(
+    block: RecordedBlock,
+    proof: BlockProof,
+    region: Region,
+    layers: list[PlannedLayer],
+    adjustments: tuple[Adjustment, ...],
+    ranks: int,
+) -> tuple[list[PlannedLayer], tuple[Adjustment, ...]]:
+    """The first hypothesis about a region that gives the right values, beside what was chosen before."""
+    _check_heads(block, region, ranks)
+    reason = ""
+    for more, changes in _hypotheses(block.module, region, ranks, adjustments):
+        for split in _subsets(proof.call.split):
+            try:
+                proof.given(split).holds([*layers, *more], changes)
+            except Refuted as refuted:
+                reason = reason or str(refuted)
+                continue
+            return [*layers, *more], changes
+    raise _cannot(f"{block.path} ({region.name})", reason or f"a tensor axis of {ranks} does not divide its features")
+
+
+def _subsets(split: tuple[tuple[int, int], ...]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Split inputs, of which some are for regions that have not had their turn yet."""
+    for size in range(len(split), -1, -1):
+        yield from itertools.combinations(split, size)
+
+
+def _cannot(path: str, reason: str) -> ModelError:
+    return ModelError(
+        f"tensor_parallel: {path} cannot be split",
+        expected="linear layers that feed linear layers, in code that reads sizes and heads off its tensors, such as "
+        "view(…, -1, head_dim), or off attributes of its own module",
+        got=reason,
+        fix="change its code; or give a plan for the layers that can be split, such as plan={'layers.*.up': 'colwise', "
+        "'layers.*.down': 'rowwise'}; or use fsdp, which splits any model",
+    )
+
+
+def _check_heads(block: RecordedBlock, region: Region, ranks: int) -> None:
+    for path, name, value in _counts(block.module, region):
+        if value % ranks:
+            raise ModelError(
+                f"tensor_parallel: the tensor axis does not divide {name} of {_joined(block.path, path)}",
+                expected=f"a multiple of {ranks}, so that every rank has whole heads",
+                got=str(value),
+                fix="use a tensor axis that divides it",
+            )
+
+
+def _hypotheses(
+    module: nn.Module, region: Region, ranks: int, before: tuple[Adjustment, ...]
+) -> Iterator[tuple[list[PlannedLayer], tuple[Adjustment, ...]]]:
+    """How a region may be split: what is fused in its layers, and which attributes count a rank's share."""
+    row = planned(module, region.row, "rowwise")
+    if features(row.module)[0] % ranks:
+        return
+    for parts in itertools.product(*region.fused):
+        if any(size % ranks for sizes in parts for size in sizes):
+            continue
+        columns = [_column(module, path, sizes) for path, sizes in zip(region.columns, parts, strict=True)]
+        if any(layer.parameters()[0][1].shape[layer.parameters()[0][2] or 0] % ranks for layer in columns):
+            continue
+        for changes in _adjustments(module, region, parts, ranks):
+            known = {(change.path, change.name) for change in before}
+            yield [*columns, row], (*before, *(c for c in changes if (c.path, c.name) not in known))
+
+
+def _column(module: nn.Module, path: str, parts: tuple[int, ...]) -> PlannedLayer:
+    style = "embedding_colwise" if isinstance(module.get_submodule(path), nn.Embedding) else "colwise"
+    return dataclasses.replace(planned(module, path, style), parts=parts)
+
+
+def _adjustments(
+    module: nn.Module, region: Region, parts: tuple[tuple[int, ...], ...], ranks: int
+) -> Iterator[tuple[Adjustment, ...]]:
+    """Sets of attributes to divide: those that a layer needs, then with counts of heads, with widths, with both."""
+    own = tuple(
+        Adjustment(path, "nf", features(module.get_submodule(path))[1] // ranks)
+        for path in region.columns
+        if is_transposed(module.get_submodule(path))
+    )
+    counts = tuple(Adjustment(path, name, value // ranks) for path, name, value in _counts(module, region))
+    widths = tuple(
+        Adjustment(path, name, value // ranks) for path, name, value in _widths(module, region, parts, ranks)
+    )
+    yield from dict.fromkeys([own, own + counts, own + widths, own + counts + widths])
+
+
+def _parents(module: nn.Module, region: Region) -> list[tuple[str, nn.Module]]:
+    paths = dict.fromkeys(path.rpartition(".")[0] for path in (*region.columns, region.row))
+    return [(path, module.get_submodule(path)) for path in paths]
+
+
+def _integers(module: nn.Module) -> list[tuple[str, int]]:
+    return [(name, value) for name, value in vars(module).items() if type(value) is int]
+
+
+def _counts(module: nn.Module, region: Region) -> list[tuple[str, str, int]]:
+    """Attributes that count heads, of the modules that the region's layers lie in."""
+    return [
+        (path, name, value)
+        for path, parent in _parents(module, region)
+        for name, value in _integers(parent)
+        if "head" in name and not any(word in name for word in _SIZE_WORDS)
+    ]
+
+
+def _widths(
+    module: nn.Module, region: Region, parts: tuple[tuple[int, ...], ...], ranks: int
+) -> list[tuple[str, str, int]]:
+    """Attributes as large as what a layer of the region puts out."""
+    sizes = {size for every in parts for size in every}
+    sizes |= {
+        features(module.get_submodule(path))[1] for path in region.columns if is_linear(module.get_submodule(path))
+    }
+    sizes.add(features(module.get_submodule(region.row))[0])
+    return [
+        (path, name, value)
+        for path, parent in _parents(module, region)
+        for name, value in _integers(parent)
+        if value in sizes and value % ranks == 0
+    ]

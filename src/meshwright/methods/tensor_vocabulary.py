@@ -1,0 +1,46 @@
+"""The embedding of a model's vocabulary and the head over it: which layers they are."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from meshwright.nn import find_blocks
+
+
+def vocabulary_entries(model: nn.Module, ranks: int) -> tuple[dict[str, str], str]:
+    """The layers over the vocabulary, with the style that splits each; nothing and a remark where they stay whole.
+
+    The vocabulary is that of the largest embedding outside the blocks. A head is a linear layer outside them that is
+    tied to it, or has as many outputs.
+    """
+    embedding = vocabulary_embedding(model)
+    if embedding is None:
+        return {}, ""
+    path, module = embedding
+    if any(getattr(module, key) for key in ("max_norm", "sparse", "scale_grad_by_freq")):
+        return {}, f"{path} does more than look up rows and stays whole"
+    heads = heads_of(model, module)
+    if module.num_embeddings % ranks:
+        names = ", ".join([path, *heads])
+        return {}, f"{names} stay whole: {ranks} ranks do not divide a vocabulary of {module.num_embeddings}"
+    tied = [p for p, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight is module.weight]
+    return dict.fromkeys(tied, "embedding_rowwise") | dict.fromkeys(heads, "colwise_gather_output"), ""
+
+
+def vocabulary_embedding(model: nn.Module) -> tuple[str, nn.Embedding] | None:
+    """The largest embedding outside the blocks."""
+    inside = {module for _, block in find_blocks(model) for module in block.modules()}
+    found = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Embedding) and m not in inside]
+    return max(found, key=lambda pair: pair[1].num_embeddings, default=None)
+
+
+def heads_of(model: nn.Module, embedding: nn.Embedding) -> list[str]:
+    """Paths of the linear layers that put out one logit for each word of an embedding."""
+    inside = {module for _, block in find_blocks(model) for module in block.modules()}
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module not in inside
+        and (module.weight is embedding.weight or module.out_features == embedding.num_embeddings)
+    ]
