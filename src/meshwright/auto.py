@@ -128,7 +128,8 @@ def accelerate(
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)
-    seed_replica(world.seed, job.replica)
+    # Pipeline stages draw masks of their own too; ranks of a tensor group share theirs.
+    seed_replica(world.seed, job.replica + job.num_replicas * job.index("pipeline"))
     _MODELS[accelerated.model] = accelerated
     return accelerated
 
@@ -162,7 +163,7 @@ def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelera
         has_loss_func=request.loss_func is not None,
         model_input_format=request.model_input_format,
         max_grad_norm=request.max_grad_norm,
-        num_micro_batches=request.num_micro_batches,
+        num_micro_batches=job.num_micro_batches,
     )
 
 
@@ -199,7 +200,9 @@ def clip_grad_norm(
         The norm before clipping, 0-dim, equal on every rank.
     """
     if optimizer is None and model in _MODELS:
-        optimizer = _MODELS[model].optim
+        return _MODELS[model].clip_grad_norm(max_norm, norm_type)
     if isinstance(optimizer, GuardedOptimizer):
         return optimizer.clip_grad_norm(max_norm, norm_type)
+    if model in _MODELS:
+        return _MODELS[model].clip_grad_norm(max_norm, norm_type)
     return clip_grad_norm_(model.parameters(), max_norm, norm_type)

@@ -8,6 +8,9 @@ from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
 from meshwright.methods.job import Job
 from meshwright.methods.parallel_mode import ParallelMode
+from meshwright.methods.pipeline_cut import Cut
+from meshwright.methods.pipeline_engine import PipelineEngine
+from meshwright.methods.pipeline_parallel import PipelineParallel
 from meshwright.methods.tensor_parallel import TensorParallel
 from meshwright.methods.zero1 import Zero1
 from meshwright.methods.zero2 import Zero2
@@ -15,12 +18,15 @@ from meshwright.methods.zero2 import Zero2
 __all__ = [
     "AmpNative",
     "Checkpoint",
+    "Cut",
     "Fsdp",
     "Half",
     "Job",
     "Method",
     "ParallelMode",
     "Phase",
+    "PipelineEngine",
+    "PipelineParallel",
     "Resolved",
     "TensorParallel",
     "Zero1",

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.methods.dtypes import DType
-from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, separate_layouts
+from meshwright.methods.pipeline_cut import Cut
+from meshwright.methods.pipeline_engine import PipelineEngine
+from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, Stages, separate_layouts
 from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -50,12 +52,17 @@ class Job:
     optim_func: OptimizerFactory | None = None  # builds the optimizer from parameters or groups
     optim_param_func: Callable[[nn.Module], Any] | None = None
 
+    num_micro_batches: int = 1
+    cut: Cut | None = None  # the plan's, where the mesh has a pipeline axis
+
+    pipeline: PipelineEngine | None = None  # pipeline_parallel: the model is one rank's part, and runs in stages
     is_split: bool = False  # tensor_parallel: some parameters are DTensors already, all values are rank 0's
     precision: Precision | None = None  # set by a precision method for the method that shards
     loss_scaling: bool = False  # fp16: gradients would underflow
     loss_scale: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of LossScaler
     skip_nonfinite: bool = False
     master_weights: bool = False
+    stages: Stages | None = None  # for norms, where the parameters are one pipeline rank's
     micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
     notices: list[str] = field(default_factory=list)  # what the user is told once, on rank 0
 
@@ -89,9 +96,13 @@ class Job:
         params = self.model.parameters() if self.optim_param_func is None else self.optim_param_func(self.model)
         master = MasterWeights(self.model.parameters()) if self.master_weights else None
         inner = self.optim_func(params) if master is None else master.optimizer(self.optim_func, params)
+        if self.stages is not None and master is not None:
+            self.stages = self.stages.with_masters(master.of)
         if self.is_split:
             separate_layouts(inner)
         if not (self.loss_scaling or self.skip_nonfinite or master):
             return inner
         scaler = LossScaler(self.device.type, **self.loss_scale) if self.loss_scaling else None
-        return GuardedOptimizer(inner, scaler=scaler, master=master, skip_nonfinite=self.skip_nonfinite)
+        return GuardedOptimizer(
+            inner, scaler=scaler, master=master, skip_nonfinite=self.skip_nonfinite, stages=self.stages
+        )

@@ -25,7 +25,9 @@ from meshwright.methods.tensor_styles import EMBEDDING, LINEAR
 from meshwright.nn import wrap_method
 
 
-def split_layers(model: nn.Module, layers: list[PlannedLayer], mesh: DeviceMesh, device: torch.device) -> None:
+def split_layers(
+    model: nn.Module, layers: list[PlannedLayer], mesh: DeviceMesh, device: torch.device, *, sync: bool = True
+) -> None:
     """Makes DTensors of the planned parameters, in place, and lets the layers exchange what they must.
 
     Args:
@@ -33,8 +35,10 @@ def split_layers(model: nn.Module, layers: list[PlannedLayer], mesh: DeviceMesh,
         layers: What to split.
         mesh: The tensor axis.
         device: Where shards go; a layer is whole there only while it is being split.
+        sync: Take rank 0's values over first; False where the model is one pipeline rank's part.
     """
-    broadcast_states(model)
+    if sync:
+        broadcast_states(model)
     tied = _tied_names(model)
     for layer in layers:
         layer.module.to(device)

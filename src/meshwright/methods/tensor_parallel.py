@@ -85,8 +85,9 @@ class TensorParallel(Method):
         """Splits the layers; the rest of the model stays whole on every rank."""
         if job.size(AXIS) == 1:
             return
-        layers = self.layers(job.model, job.size(AXIS))
-        split_layers(job.model, layers, job.require_mesh()[AXIS], job.device)
+        # One pipeline rank's part may lack what the plan names: check has seen the whole model.
+        layers = planned_layers(job.model, dict(self.plan), is_part=job.pipeline is not None)
+        split_layers(job.model, layers, job.require_mesh()[AXIS], job.device, sync=job.pipeline is None)
         job.is_split = True
         if job.shard_axis is None:
             job.model.to(job.device)

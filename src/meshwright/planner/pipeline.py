@@ -1,0 +1,66 @@
+"""Deciding where a pipeline axis cuts a model, and the simulated step of each of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from meshwright.cost import Stages, Step
+from meshwright.errors import MeshwrightError
+from meshwright.methods import Cut, PipelineParallel
+from meshwright.methods.pipeline_trace import Dataflow, trace_blocks
+from meshwright.strategy import Strategy
+
+
+def decide_cut(
+    method: PipelineParallel,
+    ranks: int,
+    model: nn.Module,
+    inputs_of: Callable[[int], Any],
+    forward: Callable[[nn.Module, Any], Any],
+) -> tuple[Cut, tuple[str, ...]]:
+    """Decides the cut, after a pass without data that tells which stage needs what outside the blocks.
+
+    Returns:
+        The cut, and what could not be found out.
+
+    Raises:
+        ModelError, StrategyError: When the model cannot be cut so.
+    """
+    blocks = method.blocks_of(model)
+    flow: Dataflow | None = None
+    gap: tuple[str, ...] = ()
+    try:
+        inputs = inputs_of(1)
+        flow = trace_blocks(model, blocks, inputs, forward) if inputs is not None else None
+        reason = "there is no sample to trace the model with; pass sample_batch"
+    except MeshwrightError:
+        raise
+    except Exception as error:  # a user's model may do anything; it trains without this too
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if flow is None:
+        gap = (f"every pipeline rank keeps all parameters outside the blocks: {reason}",)
+    return method.cut(model, ranks, flow), gap
+
+
+def by_pipeline_rank(step: Step, cut: Cut | None, samples: int) -> list[Step]:
+    """The step of every rank of the pipeline axis, before any method; the step itself where there is none.
+
+    Args:
+        step: Of the whole model.
+        cut: Where it is cut.
+        samples: In a micro-batch.
+    """
+    if cut is None:
+        return [step]
+    hidden = cut.boundary_bytes * samples if cut.boundary_bytes is not None else None
+    return [step.replace(stages=Stages(cut.ranks, cut.sizes, rank, hidden)) for rank in range(cut.num_ranks)]
+
+
+def num_micro_batches(strategy: Strategy, given: int) -> int:
+    """The method's own number, or what ``accelerate`` was given."""
+    method = strategy.get("pipeline_parallel")
+    own = method.num_micro_batches if isinstance(method, PipelineParallel) else None
+    return own or given
