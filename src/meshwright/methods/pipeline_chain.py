@@ -143,17 +143,21 @@ def _raise_together(line: Line, failure: Exception | None) -> None:
     dist.all_reduce(failed, dist.ReduceOp.MAX, group=line.group)
     if not failed.item():
         return
-    if failure is not None and not isinstance(failure, _Elsewhere):
-        raise failure
-    raise _failed_elsewhere("a stage")
+    here = failure if not isinstance(failure, _Elsewhere) else None
+    told: list[str | None] = [None] * line.group.size()
+    dist.all_gather_object(told, f"{type(here).__name__}: {here}" if here is not None else None, group=line.group)
+    if here is not None:
+        raise here
+    rank, error = next((rank, error) for rank, error in enumerate(told) if error is not None)
+    raise _failed_elsewhere("a stage", f"{error} (pipeline rank {rank})")
 
 
-def _failed_elsewhere(what: str) -> ModelError:
+def _failed_elsewhere(what: str, got: str) -> ModelError:
     return ModelError(
         f"pipeline_parallel: {what} failed on another rank",
         expected="a forward pass that ends on every stage",
-        got="an error on another rank of this pipeline",
-        fix="see the error of that rank",
+        got=got,
+        fix="correct the model or its input",
     )
 
 
@@ -258,6 +262,6 @@ def shared_loss(line: Line, token: torch.Tensor | None, loss: torch.Tensor | Non
     if token is None:
         return loss if loss is not None else told[0]
     if told[1].item():
-        raise _failed_elsewhere("the loss function")
+        raise _failed_elsewhere("the loss function", "an error on the rank of the last stage")
     known: torch.Tensor = _Known.apply(token, told[0])
     return known

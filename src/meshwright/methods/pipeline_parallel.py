@@ -108,7 +108,6 @@ class PipelineParallel(Method):
         """
         path, found = block_list(model, self.blocks)
         stages = stage_ranks(self.schedule, ranks, self.stages_per_rank)
-        check_enough(len(found), len(stages))
         bounds = self._bounds(model, list(found), len(stages), flow)
         cut = Cut(path, bounds, stages, ())
         owners = [cut.rank_of_block(index) for index in range(len(found))]
@@ -139,14 +138,21 @@ class PipelineParallel(Method):
         """The blocks that are cut."""
         return list(block_list(model, self.blocks)[1])
 
+    def check_numbers(self, blocks: int, ranks: int, micro_batches: int) -> None:
+        """Refuses fewer blocks than stages, and numbers of micro-batches that the schedule cannot run with.
+
+        Raises:
+            ModelError, StrategyError: Saying what it can.
+        """
+        check_enough(blocks, ranks * self.stages_per_rank)
+        check_micro_batches(self.schedule, ranks, ranks * self.stages_per_rank, micro_batches)
+
     def check(self, job: Job) -> None:
         """Refuses models that cannot be cut, and numbers of micro-batches that the schedule cannot run with."""
         ranks = job.size(AXIS)
         if ranks == 1:
             return
-        _, found = block_list(job.model, self.blocks)
-        check_enough(len(found), ranks * self.stages_per_rank)
-        check_micro_batches(self.schedule, ranks, ranks * self.stages_per_rank, job.num_micro_batches)
+        self.check_numbers(len(self.blocks_of(job.model)), ranks, job.num_micro_batches)
         for method in job.strategy.methods:
             if getattr(method, "atorch_ignored_cls", ()) or getattr(method, "wrap_trainable_outmost", False):
                 raise StrategyError(

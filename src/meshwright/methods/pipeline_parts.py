@@ -57,11 +57,10 @@ def _fates(model: nn.Module, parameter: nn.Parameter, late: frozenset[str]) -> I
 
 def keep_part(model: nn.Module, blocks: nn.ModuleList, cut: Cut, rank: int, splice: Splice) -> None:
     """Frees what other ranks hold, in place; the names of what stays are those of the whole model."""
-    for item in cut.outside:
-        if rank not in item.trained_on:
-            parameter = model.get_parameter(item.name)
-            for module, name, fate in list(_fates(model, parameter, cut.late)):
-                _release(module, name, parameter, fate, splice)
+    elsewhere = [model.get_parameter(item.name) for item in cut.outside if rank not in item.trained_on]
+    fates = [(parameter, *fate) for parameter in elsewhere for fate in _fates(model, parameter, cut.late)]
+    for parameter, module, name, fate in fates:  # all were told before: releasing changes modules
+        _release(module, name, parameter, fate, splice)
     for index, block in enumerate(blocks):
         if cut.rank_of_block(index) == rank:
             wrap_method(block, "__call__", splice.around_block(index))

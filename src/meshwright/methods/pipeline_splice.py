@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.methods.pipeline_cut import Cut
@@ -23,8 +23,8 @@ from meshwright.methods.pipeline_trace import carried_positions
 class Form:
     """What a block returns, around its tensors: travels to the next stage, whose model expects the same."""
 
-    spec: TreeSpec
-    values: tuple[Any, ...]  # per leaf: its value, if it is no tensor
+    outline: Any  # the output itself with its leaves numbered
+    values: tuple[Any, ...]  # per leaf: its value, if it is a plain one
     places: tuple[int, ...]  # of the leaves that the next block takes: the hidden state
 
     def filled(self, tensors: list[torch.Tensor]) -> Any:
@@ -32,7 +32,7 @@ class Form:
         leaves = list(self.values)
         for place, tensor in zip(self.places, tensors, strict=True):
             leaves[place] = tensor
-        return tree_unflatten(leaves, self.spec)
+        return tree_map(leaves.__getitem__, self.outline)
 
 
 class Handed(NamedTuple):
@@ -144,7 +144,8 @@ def _handed(running: _Running, args: Any, kwargs: Any) -> Handed:
     outputs, spec = tree_flatten(running.output)
     places = tuple(carried_positions(outputs, leaves))
     values = tuple(leaf if isinstance(leaf, int | float | str) else None for leaf in outputs)
-    return Handed([outputs[place] for place in places], Form(spec, values, places))
+    outline = tree_unflatten(list(range(len(outputs))), spec)
+    return Handed([outputs[place] for place in places], Form(outline, values, places))
 
 
 def _check_nothing_else(running: _Running, leaves: list[Any]) -> None:

@@ -89,7 +89,7 @@ class StageModule(nn.Module):
 
 
 class Stage(PipelineStage):
-    """torch's stage, which neither synchronises gradients nor fails in backward on its own."""
+    """torch's stage, which neither synchronises gradients nor leaves its peers waiting when it fails."""
 
     @classmethod
     def build(cls, module: StageModule, line: Line) -> Stage:
@@ -112,6 +112,22 @@ class Stage(PipelineStage):
         )
         stage.stage_index_to_group_rank = dict(enumerate(line.ranks))
         return stage
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+        """torch's, which goes on with zeros when it fails."""
+        module = self.submod
+        assert isinstance(module, StageModule)
+        try:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        except Exception as error:
+            module.error = module.error or error
+            inputs = bwd_kwargs.get("input_values", ())
+            zeros = tuple(
+                torch.zeros_like(t) if isinstance(t, torch.Tensor) and t.requires_grad else None for t in inputs
+            )
+            return zeros, []
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Nothing: the engine reduces once for all stages of a rank."""

@@ -20,6 +20,7 @@ def decide_cut(
     model: nn.Module,
     inputs_of: Callable[[int], Any],
     forward: Callable[[nn.Module, Any], Any],
+    micro_batches: int,
 ) -> tuple[Cut, tuple[str, ...]]:
     """Decides the cut, after a pass without data that tells which stage needs what outside the blocks.
 
@@ -30,6 +31,7 @@ def decide_cut(
         ModelError, StrategyError: When the model cannot be cut so.
     """
     blocks = method.blocks_of(model)
+    method.check_numbers(len(blocks), ranks, micro_batches)
     flow: Dataflow | None = None
     gap: tuple[str, ...] = ()
     try:

@@ -85,8 +85,8 @@ class Workload:
         """
         resolved = resolve(strategy, self.world, self.zero_level)
         split = self._split(resolved)
-        cut, gap = self._cut(resolved)
         micro_batches = num_micro_batches(resolved.strategy, self.num_micro_batches)
+        cut, gap = self._cut(resolved, micro_batches)
         samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
         activations, flops, boundaries, gaps = self._activations(*_precision_of(resolved), samples, split)
         step = Step(
@@ -112,13 +112,15 @@ class Workload:
             tuple(every) if cut is not None else (),
         )
 
-    def _cut(self, resolved: Resolved) -> tuple[Cut | None, tuple[str, ...]]:
+    def _cut(self, resolved: Resolved, micro_batches: int) -> tuple[Cut | None, tuple[str, ...]]:
         """Where a pipeline axis cuts the model; each method and size is decided once."""
         method, ranks = resolved.strategy.get("pipeline_parallel"), dict(resolved.axes).get("pipeline", 1)
         if not isinstance(method, PipelineParallel) or ranks == 1:
             return None, ()
         if (method, ranks) not in self._cuts:
-            self._cuts[method, ranks] = decide_cut(method, ranks, self.model, self.inputs_of, self.forward)
+            self._cuts[method, ranks] = decide_cut(
+                method, ranks, self.model, self.inputs_of, self.forward, micro_batches
+            )
         return self._cuts[method, ranks]
 
     @functools.cached_property

@@ -32,8 +32,9 @@ from meshwright.store.manifest import (
 )
 from meshwright.store.record import RECORD, Record, read_record
 from meshwright.store.shards import file_prefix, load_shards, save_shards
-from meshwright.store.snapshot import capture, plan_restore
+from meshwright.store.snapshot import capture, names_held, plan_restore
 from meshwright.store.state import CheckpointInfo, TrainingState
+from meshwright.store.union import names_of_others, united
 
 _TENSORS = "tensors"  # a folder of its own: DCP reads every safetensors file in it
 _STEP = re.compile(r"step-(\d{8,})")
@@ -105,13 +106,14 @@ class CheckpointStore:
         rank = runtime.rank()
         with runtime.same_on_every_rank():
             snapshot = capture(state, runtime.world_size())
+        record = united(snapshot.record)
         save_shards(snapshot.tensors, directory / _TENSORS)
         with runtime.same_on_every_rank(), storage_errors(f"Writing {directory} failed", _DISK):
             own = {path.name: path for path in (directory / _TENSORS).glob(file_prefix(rank) + "*")}
             write_durably(directory / _rng_name(rank), safetensors.torch.save(generator_tensors()))
             names = [_rng_name(rank), *(f"{_TENSORS}/{name}" for name in own)]
             if rank == 0:
-                write_durably(directory / RECORD, snapshot.record.to_json().encode())
+                write_durably(directory / RECORD, record.to_json().encode())
                 sync_directory(directory / _TENSORS)
                 names.append(RECORD)
             # Hashed by who wrote them, while they are still in that machine's memory.
@@ -178,7 +180,10 @@ class CheckpointStore:
         assert path is not None
         with runtime.same_on_every_rank():
             record = read_record(path)
-            restoration = plan_restore(state, record)
+            held = names_held(state)
+        others = names_of_others(*held)
+        with runtime.same_on_every_rank():
+            restoration = plan_restore(state, record, others)
             generators = _read_generators(path, record)
         load_shards(restoration.targets, path / _TENSORS)
         with runtime.same_on_every_rank():

@@ -17,10 +17,12 @@ from meshwright.store.optimizer import (
     inner_optimizer,
     masters_by_name,
     plan_optimizer,
+    updated_names,
 )
 from meshwright.store.plain import dtype_named, from_plain, to_plain
 from meshwright.store.record import Record, TensorRecord, tensor_records
 from meshwright.store.state import TrainingState
+from meshwright.store.union import Others
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,23 @@ class Restoration:
         state.step, state.samples_seen, state.extra = record.step, record.samples_seen, from_plain(record.extra)
 
 
-def plan_restore(state: TrainingState, record: Record) -> Restoration:
+def names_held(state: TrainingState) -> tuple[list[str], list[str]]:
+    """This rank's entries of the model, and the parameters that its optimizer updates."""
+    entries = model_entries(state.model)
+    names = [*entries.tensors, *entries.values]
+    if state.optim is None:
+        return names, []
+    weights = entries.tensors | masters_by_name(state.optim, entries.tensors)
+    return names, updated_names(inner_optimizer(state.optim), weights)
+
+
+def plan_restore(state: TrainingState, record: Record, others: Others | None = None) -> Restoration:
     """Checks that a checkpoint fits a training state, and lists the tensors to fill.
+
+    Args:
+        state: Live objects.
+        record: Of the checkpoint.
+        others: What other ranks hold of the model; None: all hold the same.
 
     Raises:
         CheckpointError: Naming every missing, unknown or misshapen entry; the state is untouched.
@@ -106,19 +123,22 @@ def plan_restore(state: TrainingState, record: Record) -> Restoration:
     entries = model_entries(state.model)
     weights = entries.tensors | masters_by_name(state.optim, entries.tensors)
     targets = {f"model.{name}": tensor for name, tensor in weights.items()}
-    _check_model(entries, record)
+    others = others or Others()
+    _check_model(entries, record, others)
     _check_parts(state, record)
     optimizer = None
     if state.optim is not None and record.optimizer is not None:
-        optimizer = plan_optimizer(inner_optimizer(state.optim), weights, record.optimizer, record.tensors)
+        optimizer = plan_optimizer(
+            inner_optimizer(state.optim), weights, record.optimizer, record.tensors, others.updated
+        )
         targets |= optimizer.targets
     return Restoration(state, record, entries, targets, optimizer)
 
 
-def _check_model(entries: ModelEntries, record: Record) -> None:
+def _check_model(entries: ModelEntries, record: Record, others: Others) -> None:
     stored = {name.removeprefix("model."): told for name, told in record.tensors.items() if name.startswith("model.")}
     wanted, given = entries.tensors.keys() | entries.values.keys(), stored.keys() | record.model_values.keys()
-    missing, unknown = sorted(wanted - given), sorted(given - wanted)
+    missing, unknown = sorted(wanted - given), sorted(given - wanted - others.entries)
     misshapen = [
         f"{name} ({_described(told)} instead of {_described(now)})"
         for name, now in tensor_records(entries.tensors).items()
