@@ -14,6 +14,7 @@ from tests.methods.test_parity import BATCH, OPTIMIZERS, STEPS
 from tests.methods.test_traffic import Counter
 
 LAYERS = 4
+TWO = ("parallel_mode", {"pipeline": 2})
 
 
 def build(name):
@@ -143,7 +144,7 @@ def square(inputs, output):
 def pairs(strategy, micro=2, sample=True, dropout=0.0, **keys):
     torch.manual_seed(4)
     return mw.accelerate(
-        Pairs(dropout=dropout), torch.optim.AdamW, None, square, strategy=[*strategy, ("parallel_mode", {"pipeline": 2})],
+        Pairs(dropout=dropout), torch.optim.AdamW, None, square, strategy=[*strategy, TWO],
         optim_args={"lr": 0.02}, num_micro_batches=micro, sample_batch=torch.ones(2, 6) if sample else None, **keys,
     )  # fmt: skip
 
@@ -198,6 +199,21 @@ def several():
     return every
 
 
+def with_built_optimizer():
+    """An optimizer built over the whole model goes on with this rank's part: losses, and its first group's size."""
+    torch.manual_seed(4)
+    model = Pairs()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    optim = torch.optim.AdamW([{"params": matrices}, {"params": others}], lr=0.02)
+    result = mw.accelerate(
+        model, optim, None, square, strategy=[TWO, "pipeline_parallel"], num_micro_batches=2, max_grad_norm=0.1,
+        sample_batch=torch.ones(2, 6),
+    )  # fmt: skip
+    losses = [result.step(ROWS[: 8 - 2 * (step % 2)]).loss.item() for step in range(3)]
+    return losses, [len(group["params"]) for group in optim.param_groups]
+
+
 def failing():
     """A stage fails: the error is everywhere, and training goes on."""
     result = pairs(["pipeline_parallel"], micro=2)
@@ -245,9 +261,6 @@ def load_plain(directory):
     """The checkpoint of the stages in one plain process."""
     result = accelerated("plain", [], "adamw", micro=1)
     return go_on(result, list(result.dataloader), directory, load=1)
-
-
-TWO = ("parallel_mode", {"pipeline": 2})
 
 
 def overflowing():

@@ -36,6 +36,12 @@ def test_a_stage_that_fails_fails_everywhere(ranks):
         assert loss == pytest.approx(0.2, abs=0.1)
 
 
+def test_an_optimizer_that_is_built_keeps_this_ranks_part(ranks):
+    for (losses, sizes), expected in zip(ranks(2).run(runs.with_built_optimizer), ([2, 6], [3, 4]), strict=True):
+        assert losses == pytest.approx(runs.pairs_reference(3)[0], rel=1e-5)
+        assert sizes == expected
+
+
 def test_overflow_skips_all_stages(ranks):
     assert ranks(2).run(runs.overflowing) == [([False, True, False], 2.0**15)] * 2
 
@@ -46,6 +52,27 @@ def test_checkpoints_hold_the_whole_model(ranks, tmp_path):
         assert into_stages == pytest.approx(by_shards, abs=1e-5)
     assert ranks(1).run(runs.load_plain, tmp_path)[0] == pytest.approx(by_stages, abs=1e-5)
     assert max(by_stages) - min(by_stages) > 1e-3
+
+
+def check_predictions(results):
+    for sent, predicted, kept, foreseen in (each for result in results for each in result):
+        assert sent == predicted
+        assert foreseen == pytest.approx(kept, rel=0.1)  # as without stages: see test_checkpoint
+
+
+def test_what_is_sent_and_kept_is_predicted(ranks):
+    schedules = ["gpipe", "1f1b", "interleaved", "zbv"]
+    cases = [("plain", [runs.TWO, ("pipeline_parallel", {"schedule": each})]) for each in schedules]
+    check_predictions(ranks(2).run(runs.sent_and_kept, cases))
+
+
+@pytest.mark.long
+def test_what_is_sent_beside_other_axes_is_predicted(ranks):
+    axes = [(["tensor_parallel"], "tensor"), ([], "data"), (["fsdp"], "zero")]
+    cases = [
+        ("llama", [*each, "pipeline_parallel", ("parallel_mode", {"pipeline": 2, axis: 2})]) for each, axis in axes
+    ]
+    check_predictions(ranks(4).run(runs.sent_and_kept, cases))
 
 
 @pytest.mark.long

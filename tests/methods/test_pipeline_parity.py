@@ -51,7 +51,7 @@ def test_every_schedule_on_two_ranks(ranks):
 FOUR = {
     "alone": ("plain", [("parallel_mode", {"pipeline": 4}), scheduled("1f1b")]),
     "fsdp": ("plain", [("parallel_mode", {"pipeline": 2, "zero": 2}), "fsdp", scheduled("zbv")]),
-    "tensor": ("tied", [("parallel_mode", ([("tensor", 2), ("pipeline", 2)], None)), "tensor_parallel", scheduled("1f1b")]),
+    "tensor": ("tied", [("parallel_mode", {"tensor": 2, "pipeline": 2}), "tensor_parallel", scheduled("1f1b")]),
 }  # fmt: skip
 
 

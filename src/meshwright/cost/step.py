@@ -106,6 +106,8 @@ class Boundary:
     num_bytes: int  # payload of the whole tensor, as in Traffic
     inside: tuple[str, ...] = ()  # qualified names of the classes of the modules it happens in
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
+    path: str = ""  # of the layer
+    on_ranks: tuple[int, ...] | None = None  # the pipeline ranks that run it; None: all
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
-from meshwright.cost import Activations, Block, Buffer, Parameter, Stages, Step, Traffic
+from meshwright.cost import Activations, Block, Buffer, Parameter, Stages, Step, Traffic, local_shape
 from meshwright.methods.pipeline_schedules import live_peaks
 
 
@@ -20,7 +21,7 @@ def stage_cost(schedule: str, step: Step) -> Step:
         buffers=(*(b for b in step.buffers if b.on_rank in (None, stages.here)), *lent),
         activations=_kept(schedule, step, stages) if step.activations is not None else None,
         flops=round(step.flops * share) if step.flops is not None else None,
-        boundaries=tuple(dataclasses.replace(b, num_bytes=round(b.num_bytes * share)) for b in step.boundaries),
+        boundaries=tuple(b for b in step.boundaries if b.on_ranks is None or stages.here in b.on_ranks),
     )
     return step.send(
         Traffic("send", "pipeline", _hidden_bytes(step, stages, forward=True), "forward"),
@@ -47,8 +48,9 @@ def _kept(schedule: str, step: Step, stages: Stages) -> Activations:
     """Activations of all micro-batches in flight: those of the blocks, and on the last rank those behind them."""
     known = step.activations
     assert known is not None
-    inside = sum(part.freed_bytes for part in known.parts if set(known.block_classes) & set(part.classes[:1]))
-    inside = min(inside, known.saved_bytes)
+    freed = sum(part.freed_bytes for part in known.parts if set(known.block_classes) & set(part.classes[:1]))
+    inputs = sum(stages.sizes) * (stages.boundary_bytes or 0)  # of the blocks: saved, and kept when they are recomputed
+    inside = min(freed + inputs, known.saved_bytes)
     ranks, stages_per_rank = max(stages.ranks) + 1, len(stages.ranks) // (max(stages.ranks) + 1)
     live = live_peaks(schedule, ranks, stages_per_rank, step.num_micro_batches, stages.sizes)[stages.here]
     factor = live / sum(stages.sizes)
@@ -71,12 +73,16 @@ def _hidden_bytes(step: Step, stages: Stages, *, forward: bool) -> int:
 
 def _shared_bytes(step: Step) -> int:
     """Gradients of parameters that several ranks train: this rank's shards, to each of the others."""
-    parts = step.size(step.shard_axis)
     return sum(
-        p.numel
-        * p.itemsize
-        // (parts * (step.size("tensor") if p.tensor_dim is not None else 1))
-        * (len(p.trained_on) - 1)
+        _largest_shard(step, p) * p.itemsize * (len(p.trained_on) - 1)
         for _, p in step.every_parameter()
         if p.trainable and p.trained_on is not None
     )
+
+
+def _largest_shard(step: Step, parameter: Parameter) -> int:
+    """Elements of the first rank's part of a parameter, which no other's exceeds."""
+    shape = [
+        size // step.size("tensor") if dim == parameter.tensor_dim else size for dim, size in enumerate(parameter.shape)
+    ]
+    return math.prod(local_shape(tuple(shape), step.size(step.shard_axis), 0))

@@ -70,6 +70,16 @@ class Cut:
         stage = self.stage_of(name)
         return self.ranks[stage] if stage is not None else None
 
+    def ranks_running(self, path: str) -> tuple[int, ...]:
+        """The pipeline ranks that run a module with parameters."""
+        rank = self.rank_of(path)
+        if rank is not None:
+            return (rank,)
+        if any(name.rpartition(".")[0] == path for name in self.late):
+            return (self.ranks[-1],)
+        own = next((item for item in self.outside if item.name.rpartition(".")[0] == path), None)
+        return tuple(range(self.num_ranks)) if own is None else own.trained_on + own.lent_to
+
     def rank_of_block(self, index: int) -> int:
         """The pipeline rank that holds a block."""
         return self.ranks[self.stage_of_block(index)]

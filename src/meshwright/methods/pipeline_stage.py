@@ -124,10 +124,8 @@ class Stage(PipelineStage):
         except Exception as error:
             module.error = module.error or error
             inputs = bwd_kwargs.get("input_values", ())
-            zeros = tuple(
-                torch.zeros_like(t) if isinstance(t, torch.Tensor) and t.requires_grad else None for t in inputs
-            )
-            return zeros, []
+            tensors = [t if isinstance(t, torch.Tensor) and t.requires_grad else None for t in inputs]
+            return tuple(torch.zeros_like(t) if t is not None else None for t in tensors), []
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Nothing: the engine reduces once for all stages of a rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -47,17 +48,20 @@ def decide_cut(
     return method.cut(model, ranks, flow), gap
 
 
-def by_pipeline_rank(step: Step, cut: Cut | None, samples: int) -> list[Step]:
+def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool) -> list[Step]:
     """The step of every rank of the pipeline axis, before any method; the step itself where there is none.
 
     Args:
         step: Of the whole model.
         cut: Where it is cut.
         samples: In a micro-batch.
+        in_half: Whether the model computes with parameters in half precision: its hidden states follow.
     """
     if cut is None:
         return [step]
-    hidden = cut.boundary_bytes * samples if cut.boundary_bytes is not None else None
+    placed = [dataclasses.replace(each, on_ranks=cut.ranks_running(each.path)) for each in step.boundaries]
+    step = step.replace(boundaries=tuple(placed))
+    hidden = cut.boundary_bytes * samples // (2 if in_half else 1) if cut.boundary_bytes is not None else None
     return [step.replace(stages=Stages(cut.ranks, cut.sizes, rank, hidden)) for rank in range(cut.num_ranks)]
 
 

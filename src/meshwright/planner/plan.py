@@ -88,7 +88,8 @@ class Workload:
         micro_batches = num_micro_batches(resolved.strategy, self.num_micro_batches)
         cut, gap = self._cut(resolved, micro_batches)
         samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
-        activations, flops, boundaries, gaps = self._activations(*_precision_of(resolved), samples, split)
+        param_dtype, autocast_dtype = _precision_of(resolved)
+        activations, flops, boundaries, gaps = self._activations(param_dtype, autocast_dtype, samples, split)
         step = Step(
             blocks=self._blocks(split, cut),
             axes=resolved.axes,
@@ -99,7 +100,10 @@ class Workload:
             flops=flops,
             boundaries=boundaries,
         )
-        every = [cost_of(resolved.strategy, each) for each in by_pipeline_rank(step, cut, samples)]
+        every = [
+            cost_of(resolved.strategy, each)
+            for each in by_pipeline_rank(step, cut, samples, in_half=param_dtype is not None)
+        ]
         most = max(every, key=lambda each: memory(each).total)
         return Plan(
             resolved.strategy,

@@ -128,9 +128,8 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
     _check_parts(state, record)
     optimizer = None
     if state.optim is not None and record.optimizer is not None:
-        optimizer = plan_optimizer(
-            inner_optimizer(state.optim), weights, record.optimizer, record.tensors, others.updated
-        )
+        inner = inner_optimizer(state.optim)
+        optimizer = plan_optimizer(inner, weights, record.optimizer, record.tensors, others.updated)
         targets |= optimizer.targets
     return Restoration(state, record, entries, targets, optimizer)
 
