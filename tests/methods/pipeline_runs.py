@@ -141,10 +141,11 @@ def square(inputs, output):
     return output.float().square().mean()
 
 
-def pairs(strategy, micro=2, sample=True, dropout=0.0, **keys):
+def pairs(strategy, micro=2, sample=True, dropout=0.0, mesh=None, **keys):
     torch.manual_seed(4)
     return mw.accelerate(
-        Pairs(dropout=dropout), torch.optim.AdamW, None, square, strategy=[*strategy, TWO],
+        Pairs(dropout=dropout), torch.optim.AdamW, None, square,
+        strategy=[*strategy, ("parallel_mode", {"pipeline": 2, **(mesh or {})})],
         optim_args={"lr": 0.02}, num_micro_batches=micro, sample_batch=torch.ones(2, 6) if sample else None, **keys,
     )  # fmt: skip
 

@@ -82,6 +82,9 @@ def test_half_precision(ranks):
             assert own == pytest.approx([4.11738, 4.10620, 4.09627], rel=1e-2)
 
 
+IGNORED = {"atorch_ignored_cls": "LayerNorm"}
+
+
 def refusals():
     """What each wrong configuration is answered with."""
     said = {}
@@ -97,6 +100,11 @@ def refusals():
     for case, (config, micro, keys) in cases.items():
         try:
             runs.pairs([("pipeline_parallel", config)], micro, **keys)
+        except mw.MeshwrightError as error:
+            said[case] = str(error)
+    for case, method in {"reentrant": ("checkpoint", {"no_reentrant": False}), "ignored": ("fsdp", IGNORED)}.items():
+        try:
+            runs.pairs([method, ("pipeline_parallel", {"schedule": "zbv"})], mesh={"zero": 1})
         except mw.MeshwrightError as error:
             said[case] = str(error)
     models = {"residual": Residual(), "listless": torch.nn.Linear(6, 3), "lists": Lists(), "skip": Skip(), "odd": Odd()}
@@ -175,6 +183,8 @@ def test_what_cannot_be_cut_is_refused_everywhere(ranks):
         "residual": "adding the residual",
         "listless": "0 that hold parameters (none)",
         "lists": "2 that hold parameters (layers, decoder)",
+        "reentrant": "leave no_reentrant out",
+        "ignored": "leave these keys out",
         "odd": "an output of type State",
         "skip": "calls every block once, in the order of the list",
     }

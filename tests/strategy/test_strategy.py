@@ -34,6 +34,15 @@ CONFIGS = {
         {},
         optional={"plan": st.dictionaries(st.sampled_from(["*.up", "head"]), st.sampled_from(["colwise", "rowwise"]))},
     ),
+    "pipeline_parallel": st.fixed_dictionaries(
+        {},
+        optional={
+            "schedule": st.sampled_from(["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]),
+            "num_micro_batches": st.integers(1, 64),
+            "split": st.lists(st.integers(1, 9), min_size=1, max_size=4),
+            "blocks": st.just("model.layers"),
+        },
+    ),
     "half": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "master_weights": st.booleans()}),
     "amp_native": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "skip_if_nonfinite": st.booleans()}),
     "checkpoint": st.fixed_dictionaries({}, optional={"wrap_class": CLASSES, "no_reentrant": st.booleans()}),

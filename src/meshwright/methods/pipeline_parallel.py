@@ -153,6 +153,16 @@ class PipelineParallel(Method):
         if ranks == 1:
             return
         self.check_numbers(len(self.blocks_of(job.model)), ranks, job.num_micro_batches)
+        if SCHEDULES[self.schedule].splits_backward and not getattr(
+            job.strategy.get("checkpoint"), "no_reentrant", True
+        ):
+            raise StrategyError(
+                f"pipeline_parallel: the schedule {self.schedule!r} computes gradients of inputs alone, and reentrant "
+                "recomputation cannot",
+                expected="checkpoint without no_reentrant=False, or the schedule gpipe, 1f1b or interleaved",
+                got="no_reentrant=False",
+                fix="leave no_reentrant out",
+            )
         for method in job.strategy.methods:
             if getattr(method, "atorch_ignored_cls", ()) or getattr(method, "wrap_trainable_outmost", False):
                 raise StrategyError(
