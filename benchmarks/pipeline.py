@@ -1,9 +1,9 @@
 """Bubble and memory of the pipeline schedules on 4 processes: measured, and as simulated.
 
-Bubble: blocks that wait instead of computing (one unit in forward, one for the gradient of the input and one for that of
-the weight), so that neither the number of cores nor other programs count: what is left is the order of the schedule,
-the hidden states on their way, and the engine. Memory: bytes that autograd keeps at once on the first rank of a GPT, and
-the same as a share of GPipe's.
+Bubble: blocks that wait instead of computing (one unit in forward, one for the gradient of the input and one for that
+of the weight), so that neither the number of cores nor other programs count: what is left is the order of the schedule,
+the hidden states on their way, and the engine. Memory: bytes that autograd keeps at once on the first rank of a GPT,
+and the same as a share of GPipe's.
 
     python benchmarks/pipeline.py [--micro-batches N] [--unit-ms MS] [--json FILE]
 """
@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,7 @@ def measured_bubble(schedule: str, micro_batches: int, unit_s: float) -> float:
 class Held:
     """A tensor that autograd keeps; the bytes of all of them are counted while they live, shared storages once."""
 
-    live: dict[int, tuple[int, int]] = {}  # storage -> holders, bytes
+    live: ClassVar[dict[int, tuple[int, int]]] = {}  # storage -> holders, bytes
     peak = 0
 
     def __init__(self, tensor: torch.Tensor) -> None:
