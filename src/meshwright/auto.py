@@ -199,8 +199,6 @@ def clip_grad_norm(
     Returns:
         The norm before clipping, 0-dim, equal on every rank.
     """
-    if optimizer is None and model in _MODELS:
-        return _MODELS[model].clip_grad_norm(max_norm, norm_type)
     if isinstance(optimizer, GuardedOptimizer):
         return optimizer.clip_grad_norm(max_norm, norm_type)
     if model in _MODELS:

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
+from meshwright import runtime
 from meshwright.cost import memory
 from meshwright.planner import measured_state
 from meshwright.store import CheckpointStore, TrainingState
@@ -190,12 +191,25 @@ def pairs_on(strategy, steps, by_hand=False, sample=True, **keys):
     return losses, own_weights(result.model), result.evaluate(ROWS).item(), calls
 
 
+def dropping(methods):
+    """Losses of one batch with dropout, the weights at rest."""
+    result = pairs(["pipeline_parallel", *methods], dropout=0.5)
+    for group in result.optim.param_groups:
+        group["lr"] = 0.0
+    return [result.step(ROWS).loss.item() for _ in range(3)]
+
+
 def several():
     """What two ranks show of the splice itself; see the test."""
     every = {"scheduled": pairs_on(["pipeline_parallel"], 3), "by hand": pairs_on(["pipeline_parallel"], 3, True)}
     every["untraced"] = pairs_on(["pipeline_parallel"], 3, sample=False)
     every["v by hand"] = pairs_on([("pipeline_parallel", {"schedule": "zbv"})], 3, True)
     every["v"] = pairs_on([("pipeline_parallel", {"schedule": "zbv"})], 3)
+    first, again = (dropping(methods) for methods in ([], ["checkpoint"]))
+    assert first == again  # recomputing draws the same masks
+    assert max(first) - min(first) > 1e-4  # and each step others
+    drawn = runtime.gather_objects(torch.rand(()).item())
+    assert drawn[0] != drawn[1]  # stages draw masks of their own
     every["recomputed"] = pairs_on(["pipeline_parallel", "checkpoint"], 3)
     return every
 
@@ -215,9 +229,9 @@ def with_built_optimizer():
     return losses, [len(group["params"]) for group in optim.param_groups]
 
 
-def failing():
+def failing(methods=(), mesh=None):
     """A stage fails: the error is everywhere, and training goes on."""
-    result = pairs(["pipeline_parallel"], micro=2)
+    result = pairs([*methods, "pipeline_parallel"], micro=2, mesh=mesh)
     result.step(ROWS)
     said = []
     result.model.fails = True

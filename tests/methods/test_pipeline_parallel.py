@@ -36,6 +36,14 @@ def test_a_stage_that_fails_fails_everywhere(ranks):
         assert loss == pytest.approx(0.2, abs=0.1)
 
 
+@pytest.mark.long
+def test_a_stage_that_fails_leaves_no_gradients_in_shards(ranks):
+    plain = ranks(2).run(runs.failing)[0]
+    for said, loss in ranks(4).run(runs.failing, ["fsdp"], {"zero": 2}):
+        assert said == plain[0]
+        assert loss == pytest.approx(plain[1], rel=1e-5)
+
+
 def test_an_optimizer_that_is_built_keeps_this_ranks_part(ranks):
     for (losses, sizes), expected in zip(ranks(2).run(runs.with_built_optimizer), ([2, 6], [3, 4]), strict=True):
         assert losses == pytest.approx(runs.pairs_reference(3)[0], rel=1e-5)
@@ -107,8 +115,8 @@ def refusals():
             runs.pairs([method, ("pipeline_parallel", {"schedule": "zbv"})], mesh={"zero": 1})
         except mw.MeshwrightError as error:
             said[case] = str(error)
-    models = {"residual": Residual(), "listless": torch.nn.Linear(6, 3), "lists": Lists(), "skip": Skip(), "odd": Odd()}
-    for case, model in models.items():
+    models = {"listless": torch.nn.Linear(6, 3), "residual": Residual(), "lists": Lists(), "skip": Skip()}
+    for case, model in {**models, "odd": Odd(), "shared": Shared()}.items():
         try:
             strategy = [("parallel_mode", {"pipeline": 2}), "pipeline_parallel"]
             sample = torch.ones(2, 6)
@@ -163,6 +171,17 @@ class Odd(Layers):
         return state.x
 
 
+class Shared(Layers):
+    def __init__(self):
+        super().__init__()
+        self.layers[1].weight = self.layers[0].weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Lists(Layers):
     def __init__(self):
         super().__init__()
@@ -183,6 +202,7 @@ def test_what_cannot_be_cut_is_refused_everywhere(ranks):
         "residual": "adding the residual",
         "listless": "0 that hold parameters (none)",
         "lists": "2 that hold parameters (layers, decoder)",
+        "shared": "layers.0.weight, which is also layers.1.weight",
         "reentrant": "leave no_reentrant out",
         "ignored": "leave these keys out",
         "odd": "an output of type State",

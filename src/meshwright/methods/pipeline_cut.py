@@ -125,6 +125,25 @@ def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]
     return next(iter(seen.items()))
 
 
+def check_apart(model: nn.Module, path: str) -> None:
+    """Refuses parameters that a block shares with another or with what lies outside: they would train apart.
+
+    Raises:
+        ModelError: Naming one.
+    """
+    homes: dict[nn.Parameter, tuple[str, int | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        index = _index_in(path, name)
+        first, home = homes.setdefault(parameter, (name, index))
+        if home != index:
+            raise ModelError(
+                "pipeline_parallel: a parameter is shared between blocks, or with the model around them",
+                expected="parameters that are shared within one block, or outside all blocks",
+                got=f"{first}, which is also {name}",
+                fix="give every block parameters of its own, or train this model with fsdp",
+            )
+
+
 def given_bounds(split: Sequence[int], blocks: int, stages: int) -> tuple[int, ...]:
     """The bounds of stages with so many blocks each, as the user gives them.
 

@@ -26,6 +26,8 @@ from meshwright.methods.pipeline_splice import Handed, Splice
 from meshwright.methods.pipeline_stage import Stage, StageModule
 from meshwright.runtime import preserved_rng, same_on_every_rank
 
+_SHAPES_KEPT = 4  # schedules of as many batch shapes stay: each holds room for the hidden states of its micro-batches
+
 Call = Callable[[Any], Any]
 """Calls the model on its input."""
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -166,6 +168,8 @@ class PipelineEngine:
         key = (len(inputs), _shapes(inputs[0]), self._model.training)
         if key not in self._schedules:
             self._learn(inputs[0], run)
+            while len(self._schedules) >= _SHAPES_KEPT:
+                del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = self._build(len(inputs))
         return self._schedules[key]
 
@@ -207,7 +211,7 @@ class PipelineEngine:
         failed = torch.tensor(float(bool(errors)), device=flag_device(self.line))
         dist.all_reduce(failed, dist.ReduceOp.MAX)
         if failed.item():
-            self._model.zero_grad()
+            self._gradients.abandon(self._model)
             with same_on_every_rank():
                 for error in errors:
                     raise error

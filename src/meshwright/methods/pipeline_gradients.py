@@ -40,6 +40,19 @@ class StageGradients:
             model.set_reshard_after_backward(False)
             model.set_requires_gradient_sync(False)
 
+    def abandon(self, model: nn.Module) -> None:
+        """After a step that failed: no gradient of it stays, and plain calls are as before."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        if isinstance(model, FSDPModule):
+            if hasattr(model, "reset_iter_state"):  # since torch 2.13
+                model.reset_iter_state()
+            model.set_is_last_backward(True)
+            model.set_reshard_after_backward(True)
+            model.set_requires_gradient_sync(True)
+        model.zero_grad()
+
     def reduce(self, model: nn.Module) -> None:
         """After them: FSDP2 averages over the replicas, once."""
         if isinstance(model, FSDPModule):

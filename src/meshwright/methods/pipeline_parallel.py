@@ -15,7 +15,7 @@ from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.pipeline_chain import Line
 from meshwright.methods.pipeline_cost import stage_cost
-from meshwright.methods.pipeline_cut import Cut, balanced_bounds, block_list, check_enough, given_bounds
+from meshwright.methods.pipeline_cut import Cut, balanced_bounds, block_list, check_apart, check_enough, given_bounds
 from meshwright.methods.pipeline_engine import PipelineEngine
 from meshwright.methods.pipeline_parts import keep_part, place_outside
 from meshwright.methods.pipeline_schedules import (
@@ -107,6 +107,7 @@ class PipelineParallel(Method):
             ModelError, StrategyError: When the model cannot be cut so.
         """
         path, found = block_list(model, self.blocks)
+        check_apart(model, path)
         stages = stage_ranks(self.schedule, ranks, self.stages_per_rank)
         bounds = self._bounds(model, list(found), len(stages), flow)
         cut = Cut(path, bounds, stages, ())

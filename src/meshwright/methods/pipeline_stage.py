@@ -74,7 +74,7 @@ class StageModule(nn.Module):
         if self.after is None:
             return result.reshape(1)
         self.after.check(result)
-        return tuple(result.tensors)
+        return tuple(tensor.contiguous() for tensor in result.tensors)  # as it travels
 
     def _zeros(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Zeros that depend on all inputs, so that backward runs as it would."""

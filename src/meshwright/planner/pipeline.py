@@ -14,6 +14,8 @@ from meshwright.methods import Cut, PipelineParallel
 from meshwright.methods.pipeline_trace import Dataflow, trace_blocks
 from meshwright.strategy import Strategy
 
+_SAMPLES = 2  # that a model is traced with: one alone is no batch for a BatchNorm
+
 
 def decide_cut(
     method: PipelineParallel,
@@ -36,7 +38,7 @@ def decide_cut(
     flow: Dataflow | None = None
     gap: tuple[str, ...] = ()
     try:
-        inputs = inputs_of(1)
+        inputs = inputs_of(_SAMPLES)
         flow = trace_blocks(model, blocks, inputs, forward) if inputs is not None else None
         reason = "there is no sample to trace the model with; pass sample_batch"
     except MeshwrightError:
@@ -45,6 +47,8 @@ def decide_cut(
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     if flow is None:
         gap = (f"every pipeline rank keeps all parameters outside the blocks: {reason}",)
+    else:
+        flow.boundary_bytes //= _SAMPLES
     return method.cut(model, ranks, flow), gap
 
 
@@ -61,7 +65,9 @@ def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool
         return [step]
     placed = [dataclasses.replace(each, on_ranks=cut.ranks_running(each.path)) for each in step.boundaries]
     step = step.replace(boundaries=tuple(placed))
-    hidden = cut.boundary_bytes * samples // (2 if in_half else 1) if cut.boundary_bytes is not None else None
+    hidden = None
+    if cut.boundary_bytes is not None:
+        hidden = cut.boundary_bytes * samples // (2 if in_half else 1)
     return [step.replace(stages=Stages(cut.ranks, cut.sizes, rank, hidden)) for rank in range(cut.num_ranks)]
 
 
