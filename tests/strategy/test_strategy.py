@@ -26,7 +26,17 @@ ZERO_KEYS = st.fixed_dictionaries(
         "mixed_precision": st.fixed_dictionaries({}, optional={"param_dtype": DTYPES, "reduce_dtype": DTYPES}),
     },
 )
+MIXED_KEYS = st.fixed_dictionaries(
+    {},
+    optional={
+        "parallel_mode": st.just(([("tensor", 2), ("pipeline", 2)], None)),
+        "pipe_config": st.fixed_dictionaries({"schedule": st.sampled_from(["gpipe", "zbv"])}),
+        "tensor_config": st.just({"plan": {"up": "colwise"}}),
+    },
+)
 CONFIGS = {
+    "mixed_parallel": MIXED_KEYS,
+    "ds_3d_parallel": MIXED_KEYS,
     "zero1": ZERO_KEYS,
     "zero2": ZERO_KEYS,
     "fsdp": ZERO_KEYS,

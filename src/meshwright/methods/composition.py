@@ -8,6 +8,7 @@ from meshwright.cost import Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
+from meshwright.methods.mixed_parallel import without_mixed
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
 from meshwright.methods.pipeline_finish import finish_pipeline
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
@@ -38,6 +39,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
     Raises:
         StrategyError: Naming the methods.
     """
+    strategy = without_mixed(strategy)
     notices = [notice for method in strategy.methods for notice in method.notices()]
     strategy, axes = _with_mesh(strategy, world)
     strategy = _with_zero_method(strategy, axes, zero_level, notices)
