@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from meshwright.batches import call_model, first_loss, micro_batches
 from meshwright.errors import ConfigError
-from meshwright.methods import Job
+from meshwright.methods import Job, PipelineEngine
 from meshwright.optim import GuardedOptimizer, OuterOptimizer, clip_gradients, guard_of
 from meshwright.planner import Plan, measured_state, record_saved
 from meshwright.runtime import peak_memory_bytes, preserved_rng, synchronize_device
@@ -140,6 +141,8 @@ class Accelerated:
 
     def _forward_backward(self, parts: list[Any]) -> torch.Tensor:
         """Runs all micro-batches; returns this rank's mean loss."""
+        if self._job.pipeline is not None:
+            return self._in_stages(self._job.pipeline, parts)
         total: torch.Tensor | None = None
         for index, part in enumerate(parts):
             with self._job.micro_batch(index == len(parts) - 1):
@@ -148,6 +151,21 @@ class Accelerated:
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
+
+    def _in_stages(self, pipeline: PipelineEngine, parts: list[Any]) -> torch.Tensor:
+        if self._guard is not None:
+            self._guard.expect_scaled()
+        inputs = [self.prepare_input(part, self.device) for part in parts]
+        measure = functools.partial(record_saved, self.model) if self._saved_bytes == _MEASURE_NEXT else None
+        loss = pipeline.step(
+            inputs,
+            call=lambda given: call_model(self.model, given, self._model_input_format),
+            loss=lambda given, output: first_loss(self._loss_func(given, output)) / len(parts),
+            measure=measure,
+        )
+        if measure is not None:
+            self._saved_bytes = pipeline.saved_bytes
+        return loss
 
     def _forward(self, part: Any) -> torch.Tensor:
         if self._saved_bytes != _MEASURE_NEXT:
@@ -188,7 +206,7 @@ class Accelerated:
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clips the gradients of the whole model, sharded or not; returns their norm before clipping (0-dim)."""
-        return clip_gradients(self.model, self.optim, max_norm, norm_type)
+        return clip_gradients(self.model, self.optim, max_norm, norm_type, self._job.stages)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

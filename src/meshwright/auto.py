@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from meshwright.accelerated import Accelerated
 from meshwright.errors import ModelError
 from meshwright.methods import Job, apply_strategy
-from meshwright.optim import clip_gradients
+from meshwright.optim import Stages, clip_gradients
 from meshwright.planner import Plan, plan_table
 from meshwright.request import Request
 from meshwright.runtime import (
@@ -31,7 +31,8 @@ from meshwright.runtime import (
 )
 
 # For clip_grad_norm; a strong reference would keep every model alive for ever.
-_OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
+_OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Optimizer], Stages | None]]
+_OPTIMIZERS = weakref.WeakKeyDictionary()
 _TAKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that methods have changed
 
 
@@ -129,9 +130,10 @@ def accelerate(
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)
-    seed_replica(world.seed, job.replica)
+    # Pipeline stages draw masks of their own too; ranks of a tensor group share theirs.
+    seed_replica(world.seed, job.replica + job.num_replicas * job.index("pipeline"))
     if accelerated.optim is not None:
-        _OPTIMIZERS[accelerated.model] = weakref.ref(accelerated.optim)
+        _OPTIMIZERS[accelerated.model] = (weakref.ref(accelerated.optim), job.stages)
     return accelerated
 
 
@@ -164,7 +166,7 @@ def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelera
         has_loss_func=request.loss_func is not None,
         model_input_format=request.model_input_format,
         max_grad_norm=request.max_grad_norm,
-        num_micro_batches=request.num_micro_batches,
+        num_micro_batches=job.num_micro_batches,
     )
 
 
@@ -200,6 +202,7 @@ def clip_grad_norm(
     Returns:
         The norm before clipping, 0-dim, equal on every rank.
     """
-    if optimizer is None and model in _OPTIMIZERS:
-        optimizer = _OPTIMIZERS[model]()
-    return clip_gradients(model, optimizer, max_norm, norm_type)
+    known, stages = _OPTIMIZERS.get(model, (None, None))
+    if optimizer is None and known is not None:
+        optimizer = known()
+    return clip_gradients(model, optimizer, max_norm, norm_type, stages)

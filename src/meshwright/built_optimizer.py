@@ -41,10 +41,22 @@ class BuiltOptimizer:
         self._names = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """The model's parameters as they are now, in the optimizer's groups with their hyperparameters."""
+        """The model's parameters as they are now, in the optimizer's groups with their hyperparameters.
+
+        Those that another pipeline rank holds are left out.
+        """
         named = _named(model)
+        self._drop([{name for name in names if name not in named} for names in self._names])
         own = zip(self.optimizer.param_groups, self._names, strict=True)
         return [{**_values(group), "params": [named[name] for name in names]} for group, names in own]
+
+    def _drop(self, gone: list[set[str]]) -> None:
+        for group, names, dropped in zip(self.optimizer.param_groups, self._names, gone, strict=True):
+            kept = [index for index, name in enumerate(names) if name not in dropped]
+            for index in set(range(len(names))).difference(kept):
+                self.optimizer.state.pop(group["params"][index], None)
+            group["params"] = [group["params"][index] for index in kept]
+            names[:] = [names[index] for index in kept]
 
     def take(self, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
         """Hands the optimizer new parameters, group by group; returns it. Hyperparameters stay, states are laid out."""

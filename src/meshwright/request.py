@@ -197,6 +197,8 @@ class Request:
             axes=plan.step.axes,
             coordinate=coordinate_of(rank(), plan.step.axes, mode.rank_order),  # type: ignore[union-attr]
             shard_axis=plan.step.shard_axis,
+            num_micro_batches=plan.step.num_micro_batches,
+            cut=plan.cut,
             find_unused_parameters=self.find_unused_parameters,
             ddp_options=self.ddp_options or {},
             optim_func=self.build_optimizer,

@@ -3,6 +3,7 @@ import pytest
 from meshwright import Strategy, StrategyError
 from meshwright.methods import Phase, in_phase_order, resolve
 from meshwright.methods.base import Method
+from meshwright.methods.mixed_parallel import MixedParallel
 from meshwright.strategy import METHOD_CONFIGS
 
 
@@ -54,7 +55,22 @@ def test_phases_decide_the_order_whatever_is_listed():
 
 def test_every_method_has_both_twins_a_phase_and_a_summary():
     for config in METHOD_CONFIGS.values():
+        if issubclass(config, MixedParallel):
+            continue  # stands for methods
         assert issubclass(config, Method)
         assert isinstance(config.phase, Phase)
         assert config.summary
         assert not config.__abstractmethods__
+
+
+@pytest.mark.parametrize("name", ["mixed_parallel", "ds_3d_parallel"])
+def test_one_name_stands_for_the_methods_of_all_axes(name):
+    mesh = ([("tensor", 2), ("pipeline", 2), ("data", 2)], None)
+    inside = resolve(Strategy([(name, {"parallel_mode": mesh, "pipe_config": {"chunks": 4}})]), 8)
+    assert set(inside.strategy.names) == {"parallel_mode", "tensor_parallel", "pipeline_parallel"}
+    assert inside.strategy.get("pipeline_parallel").num_micro_batches == 4
+    beside = resolve(Strategy([("parallel_mode", ([("pipeline", 2), ("zero", 2)], None)), name, "fsdp"]), 4)
+    assert set(beside.strategy.names) == {"parallel_mode", "pipeline_parallel", "fsdp"}
+    for strategy in ([name], [("parallel_mode", mesh), (name, {"parallel_mode": mesh})]):
+        with pytest.raises(StrategyError, match=f"{name} needs one mesh"):
+            resolve(Strategy(strategy), 8)

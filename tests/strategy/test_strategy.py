@@ -26,13 +26,32 @@ ZERO_KEYS = st.fixed_dictionaries(
         "mixed_precision": st.fixed_dictionaries({}, optional={"param_dtype": DTYPES, "reduce_dtype": DTYPES}),
     },
 )
+MIXED_KEYS = st.fixed_dictionaries(
+    {},
+    optional={
+        "parallel_mode": st.just(([("tensor", 2), ("pipeline", 2)], None)),
+        "pipe_config": st.fixed_dictionaries({"schedule": st.sampled_from(["gpipe", "zbv"])}),
+        "tensor_config": st.just({"plan": {"up": "colwise"}}),
+    },
+)
 CONFIGS = {
+    "mixed_parallel": MIXED_KEYS,
+    "ds_3d_parallel": MIXED_KEYS,
     "zero1": ZERO_KEYS,
     "zero2": ZERO_KEYS,
     "fsdp": ZERO_KEYS,
     "tensor_parallel": st.fixed_dictionaries(
         {},
         optional={"plan": st.dictionaries(st.sampled_from(["*.up", "head"]), st.sampled_from(["colwise", "rowwise"]))},
+    ),
+    "pipeline_parallel": st.fixed_dictionaries(
+        {},
+        optional={
+            "schedule": st.sampled_from(["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]),
+            "num_micro_batches": st.integers(1, 64),
+            "split": st.lists(st.integers(1, 9), min_size=1, max_size=4),
+            "blocks": st.just("model.layers"),
+        },
     ),
     "half": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "master_weights": st.booleans()}),
     "amp_native": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "skip_if_nonfinite": st.booleans()}),

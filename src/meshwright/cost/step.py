@@ -38,6 +38,8 @@ class Parameter:
     states: tuple[StateTensor, ...] = ()  # what the optimizer will keep for it
     sharded: bool = True  # False: left whole on every rank although others are sharded
     tensor_dim: int | None = None  # the dim that a tensor axis divides; None: none
+    trained_on: tuple[int, ...] | None = None  # outside the blocks of a pipeline: the ranks that train it; None: all
+    lent_to: tuple[int, ...] = ()  # the ranks that hold its first value as a buffer
 
     @property
     def numel(self) -> int:
@@ -52,6 +54,7 @@ class Buffer:
     numel: int
     itemsize: int
     floating: bool = True
+    on_rank: int | None = None  # of a block of a pipeline: the rank that holds it; None: all
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,17 @@ class Block:
     name: str
     count: int
     parameters: tuple[Parameter, ...]
+    on_ranks: tuple[int, ...] = ()  # of a pipeline's blocks: how many of them each rank holds
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A pipeline as one of its ranks sees it."""
+
+    ranks: tuple[int, ...]  # the rank of every stage
+    sizes: tuple[int, ...]  # blocks of every stage
+    here: int  # the rank whose step this is
+    boundary_bytes: int | None = None  # what one block hands to the next in one micro-batch; None: unknown
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,8 @@ class Boundary:
     num_bytes: int  # payload of the whole tensor, as in Traffic
     inside: tuple[str, ...] = ()  # qualified names of the classes of the modules it happens in
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
+    path: str = ""  # of the layer
+    on_ranks: tuple[int, ...] | None = None  # the pipeline ranks that run it; None: all
 
 
 @dataclass(frozen=True)
@@ -116,10 +132,10 @@ class Traffic:
     """One kind of collective in a step.
 
     ``bytes_per_step`` is the payload of the whole tensor: the output of an all-gather, the input of a reduce-scatter,
-    the buffer of an all-reduce, padding included.
+    the buffer of an all-reduce, padding included. A ``send`` counts what this rank sends to its neighbours.
     """
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
     axis: str
     bytes_per_step: int
     moment: Literal["forward", "backward", "update"]
@@ -137,6 +153,7 @@ class Step:
     buffers_itemsize: int | None = None  # bytes per element of floating buffers; None: as given
     num_micro_batches: int = 1
     activations: Activations | None = None  # None: unknown (no sample batch, or the model could not be traced)
+    stages: Stages | None = None  # where the mesh has a pipeline axis
     flops: int | None = None  # of one micro-batch, forward and backward; recomputation not counted
     boundaries: tuple[Boundary, ...] = ()  # as one rank of the tensor axis meets them; so are activations and flops
     parameters: Placement = Placement()

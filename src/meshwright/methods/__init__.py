@@ -9,6 +9,9 @@ from meshwright.methods.half import Half
 from meshwright.methods.job import Job
 from meshwright.methods.outer import Outer
 from meshwright.methods.parallel_mode import ParallelMode
+from meshwright.methods.pipeline_cut import Cut
+from meshwright.methods.pipeline_engine import PipelineEngine
+from meshwright.methods.pipeline_parallel import PipelineParallel
 from meshwright.methods.tensor_calls import SampleRun
 from meshwright.methods.tensor_parallel import TensorParallel
 from meshwright.methods.zero1 import Zero1
@@ -17,6 +20,7 @@ from meshwright.methods.zero2 import Zero2
 __all__ = [
     "AmpNative",
     "Checkpoint",
+    "Cut",
     "Fsdp",
     "Half",
     "Job",
@@ -24,6 +28,8 @@ __all__ = [
     "Outer",
     "ParallelMode",
     "Phase",
+    "PipelineEngine",
+    "PipelineParallel",
     "Resolved",
     "SampleRun",
     "TensorParallel",

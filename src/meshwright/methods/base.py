@@ -15,16 +15,16 @@ class Phase(IntEnum):
     """The order in which methods are applied, whatever order a strategy lists them in."""
 
     MESH = 0
-    REPLACE = 1  # modules are exchanged while they are whole and on one device
-    TENSOR = 2
-    SEQUENCE = 3
-    RECOMPUTE = 4  # inside the sharding hooks, so that recomputation finds gathered parameters
-    COMPILE = 5
-    PRECISION = 6  # before sharding, which must know the precision it gathers in
-    SHARD = 7
-    REPLICATE = 8
-    OPTIMIZER = 9
-    PIPELINE = 10
+    PIPELINE = 1  # the model is cut first: all that follows sees one rank's part
+    REPLACE = 2  # modules are exchanged while they are whole and on one device
+    TENSOR = 3
+    SEQUENCE = 4
+    RECOMPUTE = 5  # inside the sharding hooks, so that recomputation finds gathered parameters
+    COMPILE = 6
+    PRECISION = 7  # before sharding, which must know the precision it gathers in
+    SHARD = 8
+    REPLICATE = 9
+    OPTIMIZER = 10
 
 
 class Method(MethodConfig):

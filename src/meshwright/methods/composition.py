@@ -8,7 +8,9 @@ from meshwright.cost import Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
+from meshwright.methods.mixed_parallel import without_mixed
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
+from meshwright.methods.pipeline_finish import finish_pipeline
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 
@@ -42,6 +44,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
     Raises:
         StrategyError: Naming the methods.
     """
+    strategy = without_mixed(strategy)
     notices = [notice for method in strategy.methods for notice in method.notices()]
     strategy, axes = _with_mesh(strategy, world)
     strategy = _with_zero_method(strategy, axes, zero_level, notices)
@@ -56,7 +59,9 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
                 f"The mesh has an axis {name!r} and no method works on it",
                 expected=f"the method {method}" + ("" if known else ", which this version does not have"),
                 got=f"{name}={size}",
-                fix=f"add {method} to the strategy" if known else "use the axes data, zero, tensor and replica",
+                fix=f"add {method} to the strategy"
+                if known
+                else "use the axes data, zero, tensor, pipeline and replica",
             )
     for name, method in _METHOD_OF_AXIS.items():
         if method in strategy and name not in dict(axes):
@@ -133,12 +138,15 @@ def apply_strategy(job: Job) -> None:
     with same_on_every_rank():
         for method in methods:
             method.check(job)
-    if job.shard_axis is None and job.size("tensor") == 1:
+    if job.shard_axis is None and job.size("tensor") == job.size("pipeline") == 1:
         job.model.to(job.device)  # a method that splits moves it part by part: whole, it may not fit
     for method in methods:
         if method.phase < Phase.REPLICATE:
             method.apply(job)
-    replicate(job)
+    if job.pipeline is None:
+        replicate(job)
+    else:
+        finish_pipeline(job, job.pipeline)
     for method in methods:
         if method.phase > Phase.REPLICATE:
             method.apply(job)

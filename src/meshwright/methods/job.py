@@ -16,9 +16,12 @@ from torch.optim import Optimizer
 
 from meshwright.errors import ModelError
 from meshwright.methods.dtypes import DType
+from meshwright.methods.pipeline_cut import Cut
+from meshwright.methods.pipeline_engine import PipelineEngine
 from meshwright.methods.tensor_calls import SampleRun
+from meshwright.methods.tensor_split import Split
 from meshwright.nn import rank_orders
-from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, separate_layouts
+from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, Stages, separate_layouts
 from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -60,6 +63,11 @@ class Job:
     optim_param_func: Callable[[nn.Module], Any] | None = None
 
     sample: SampleRun | None = None  # runs the model once, for methods that must see its data flow
+    num_micro_batches: int = 1
+    cut: Cut | None = None  # the plan's, where the mesh has a pipeline axis
+
+    pipeline: PipelineEngine | None = None  # pipeline_parallel: the model is one rank's part, and runs in stages
+    split: tuple[Split, str] | None = None  # of tensor_parallel's check, over the whole model, and what is said of it
     is_split: bool = False  # tensor_parallel: some parameters are DTensors already, all values are rank 0's
     precision: Precision | None = None  # set by a precision method for the method that shards
     loss_scaling: bool = False  # fp16: gradients would underflow
@@ -67,6 +75,7 @@ class Job:
     skip_nonfinite: bool = False
     master_weights: bool = False
     finish_optimizer: Callable[[Optimizer], Optimizer] = _as_it_is  # last change of the optimizer that was built
+    stages: Stages | None = None  # for norms, where the parameters are one pipeline rank's
     micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
     notices: list[str] = field(default_factory=list)  # what the user is told once, on rank 0
 
@@ -116,13 +125,17 @@ class Job:
         params = self.model.parameters() if self.optim_param_func is None else self.optim_param_func(self.model)
         master = MasterWeights(self.model.parameters()) if self.master_weights else None
         inner = optim_func(params) if master is None else master.optimizer(optim_func, params)
+        if self.stages is not None and master is not None:
+            self.stages = self.stages.with_masters(master.of)
         if self.is_split:
             _check_fused(self.model, inner)
             separate_layouts(inner)
         if not (self.loss_scaling or self.skip_nonfinite or master):
             return inner
         scaler = LossScaler(self.device.type, **self.loss_scale) if self.loss_scaling else None
-        return GuardedOptimizer(inner, scaler=scaler, master=master, skip_nonfinite=self.skip_nonfinite)
+        return GuardedOptimizer(
+            inner, scaler=scaler, master=master, skip_nonfinite=self.skip_nonfinite, stages=self.stages
+        )
 
 
 def _check_fused(model: nn.Module, optimizer: Optimizer) -> None:

@@ -103,6 +103,13 @@ class Outer(Method):
     def check(self, job: Job) -> None:
         """Refuses numbers that do not fit together, and a job without an optimizer."""
         assert self._policy is not None  # made here, with its own checks
+        if job.size("pipeline") > 1:
+            raise StrategyError(
+                "outer does not go together with a pipeline axis in this version",
+                expected="replicas over the axes data, zero and tensor",
+                got=f"pipeline={job.size('pipeline')}",
+                fix="leave pipeline_parallel out; fsdp and tensor_parallel lower a rank's memory, too",
+            )
         if job.optim_func is None:
             raise StrategyError(
                 "outer has no optimizer to work with",

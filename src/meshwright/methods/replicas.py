@@ -37,9 +37,12 @@ class GradientAverager:
             starts averaging; its output must lead to the loss.
         group: The ranks to average over.
         allow_unused: Whether parameters may get no gradient in a step; such a parameter keeps none if no rank has one.
+        in_backward: False averages only when :meth:`average` is called.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, allow_unused: bool) -> None:
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup, *, allow_unused: bool, in_backward: bool = True
+    ) -> None:
         self._group, self._allow_unused = group, allow_unused
         self._names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._buckets = _cut(list(self._names))
@@ -48,9 +51,15 @@ class GradientAverager:
         self._running = False  # between the start of a backward pass and its end
         self._missing: list[int] = []  # how many parameters of each bucket have no gradient yet in this pass
         self._works: list[tuple[dist.Work, torch.Tensor, list[nn.Parameter]]] = []  # sent, in order of the buckets
-        for parameter in self._names:
-            parameter.register_post_accumulate_grad_hook(self._ready)
-        model.register_forward_hook(self._after_forward)
+        if in_backward:
+            for parameter in self._names:
+                parameter.register_post_accumulate_grad_hook(self._ready)
+            model.register_forward_hook(self._after_forward)
+
+    def average(self) -> None:
+        """Averages the gradients as they are now."""
+        self._works = []
+        self._end()
 
     @contextlib.contextmanager
     def accumulating(self, is_last: bool) -> Iterator[None]:

@@ -28,7 +28,7 @@ from meshwright.methods.tensor_tokens import let_exchange_tokens
 from meshwright.nn import RankOrder, keep_rank_order, wrap_method
 
 
-def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch.device) -> None:
+def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch.device, *, sync: bool = True) -> None:
     """Makes DTensors of the planned parameters, in place, and lets the layers exchange what they must.
 
     Args:
@@ -36,8 +36,10 @@ def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch
         split: What to split.
         axis: The tensor axis.
         device: Where shards go; a layer is whole there only while it is being split.
+        sync: Take rank 0's values over first; False where the model is one pipeline rank's part.
     """
-    broadcast_states(model)
+    if sync:
+        broadcast_states(model)
     tied = _tied_names(model)
     scattered = _scattered_rows(split)
     for layer in split.layers:

@@ -95,17 +95,29 @@ class TensorParallel(Method):
     def check(self, job: Job) -> None:
         """Refuses models that cannot be split, and plans that the model or the axis cannot follow."""
         if job.size(AXIS) > 1 or self.plan:
-            self.split(job.model, job.size(AXIS), job.sample)
+            split = self.split(job.model, job.size(AXIS), job.sample)
+            # Kept, since a pipeline will leave this rank with a part of the model.
+            job.split = split, split.summary(job.model, job.size(AXIS))
+        if self.sequence and job.size("pipeline") > 1:
+            raise StrategyError(
+                "tensor_parallel: sequence does not go together with a pipeline axis",
+                expected="one of the two",
+                got=f"sequence=True and pipeline={job.size('pipeline')}",
+                fix="leave sequence out, or use the axes tensor, data and zero",
+            )
 
     def apply(self, job: Job) -> None:
         """Splits the layers; the rest of the model stays whole on every rank."""
         if job.size(AXIS) == 1:
             return
-        split = self.split(job.model, job.size(AXIS), job.sample)
-        said = split.summary(job.model, job.size(AXIS))
+        assert job.split is not None, "check has found it"
+        split, said = job.split
+        if job.pipeline is not None:
+            split = split.of_part()
         check_equal("The split of the layers", said, "give every rank the same model and the same kind of samples")
         job.notices.append(said)
-        split_layers(job.model, split, TensorAxis(job.require_mesh()[AXIS]), job.device)
+        axis = TensorAxis(job.require_mesh()[AXIS])
+        split_layers(job.model, split, axis, job.device, sync=job.pipeline is None)
         split.adjust(job.model)
         job.is_split = True
         if job.shard_axis is None:

@@ -58,13 +58,14 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     return {}
 
 
-def planned_layers(model: nn.Module, given: Mapping[str, str]) -> list[PlannedLayer]:
+def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool = False) -> list[PlannedLayer]:
     """Finds the layers of a plan in a model, in the model's order; tied weights are split alike.
 
     Args:
         model: A plain module.
         given: The user's entries ``{name pattern: style}``; they override the model's own. ``*`` stands for one part of
             a name, such as a layer's number.
+        is_part: The model lacks the parameters of other pipeline ranks: layers without any are passed over.
 
     Raises:
         ModelError: When there is no plan, a style is unknown, or a style does not go with its module.
@@ -78,12 +79,14 @@ def planned_layers(model: nn.Module, given: Mapping[str, str]) -> list[PlannedLa
             got=type(model).__name__,
             fix=f"{_FIX}; or shard it with fsdp, which needs no plan",
         )
-    _check_named(model, given)
+    if not is_part:
+        _check_named(model, given)
     entries = [(re.compile(_regex(pattern)), style) for pattern, style in (*given.items(), *own.items())]
     chosen = {}
     for path, module in model.named_modules():
         style = next((style for regex, style in entries if regex.fullmatch(path)), None)
-        if path and style is not None:
+        emptied = is_part and next(module.parameters(recurse=False), None) is None
+        if path and style is not None and not emptied:
             chosen[path] = (module, style_of(path, module, style))
     _check_bare_parameters(model, entries)
     _with_tied(model, chosen)
@@ -91,7 +94,7 @@ def planned_layers(model: nn.Module, given: Mapping[str, str]) -> list[PlannedLa
         PlannedLayer(path, module, style, model.get_submodule(path.rpartition(".")[0]))
         for path, (module, style) in chosen.items()
     ]
-    if not any(layer.style.dims for layer in layers):
+    if not is_part and not any(layer.style.dims for layer in layers):
         raise ModelError(
             "tensor_parallel: the plan splits no layer of this model",
             expected="at least one layer that is split by columns or rows",

@@ -34,6 +34,11 @@ class Split:
     remarks: tuple[str, ...] = ()
     sequence: SequenceLayout | None = None  # where tokens are cut and put together; None: every rank has all
 
+    def of_part(self) -> Split:
+        """The same for one pipeline rank's part of the model: without layers whose parameters it does not have."""
+        held = (layer for layer in self.layers if next(layer.module.parameters(recurse=False), None) is not None)
+        return replace(self, layers=tuple(held))
+
     def adjust(self, model: nn.Module) -> None:
         """Sets the attributes that count what a rank has a part of."""
         for adjustment in self.adjustments:

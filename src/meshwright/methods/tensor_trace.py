@@ -119,9 +119,8 @@ class SplitTrace:
             parts = path.split(".")
             around = [model.get_submodule(".".join(parts[: depth + 1])) for depth in range(len(parts))]
             needed = {module for stack in log[position:] for module in stack}
-            found.append(
-                Boundary(kind, moment, size, _names(around), _names([each for each in around if each in needed]))
-            )
+            needed_in = _names([each for each in around if each in needed])
+            found.append(Boundary(kind, moment, size, _names(around), needed_in, path))
         return tuple(found)
 
     def _entering(self, layer: PlannedLayer, log: SaveLog) -> Any:

@@ -22,6 +22,8 @@ def shard_cost(config: ZeroMethod, step: Step, *, gathers: Gathers, reduce_once:
         gathers: How often blocks are gathered.
         reduce_once: Whether gradients are reduced once per step instead of once per micro-batch.
     """
+    if step.stages is not None:
+        gathers, reduce_once = "once", True
     step = _with_precision(config, step)
     step = step.replace(
         blocks=tuple(_marked(config, block) for block in step.blocks),

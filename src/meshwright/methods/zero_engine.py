@@ -29,8 +29,10 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
             them sharded over that many ranks (within a node) in between.
         reduce_once: Whether gradients of several micro-batches accumulate whole and are reduced once.
     """
+    if job.pipeline is not None:  # torch's schedules reduce once, and split backward while weights are whole
+        reshard_after_forward, reduce_once = False, True
     units = choose_units(config, job.model)
-    if config.sync_module_states and not job.is_split:
+    if config.sync_module_states and not job.is_split and job.pipeline is None:
         broadcast_states(job.model)
     options = {"mesh": _mesh(job), "mp_policy": _precision(config, job), "ignored_params": units.ignored or None}
     if units.trainable:

@@ -3,7 +3,7 @@
 from meshwright.optim.adafactor import Adafactor, DistributedAdaFactor
 from meshwright.optim.adam import AdamOffloadOptimizer, AdamOptimizer
 from meshwright.optim.came import CAME, DistributedCAME
-from meshwright.optim.clip import clip_grad_norm_, local_tensor, total_norm
+from meshwright.optim.clip import Stages, clip_grad_norm_, local_tensor, total_norm
 from meshwright.optim.distributed_names import cast_to_distributed
 from meshwright.optim.eight_bit import AdamW8bit
 from meshwright.optim.galore import (
@@ -62,6 +62,7 @@ __all__ = [
     "PostLocalSGD",
     "ShardedOptimizer",
     "SlowMo",
+    "Stages",
     "StreamingDiLoCo",
     "cast_to_distributed",
     "clip_grad_norm_",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,20 @@ from meshwright.errors import ModelError
 Layout = tuple[DeviceMesh, tuple[int, ...]] | None
 
 
+@dataclass(frozen=True)
+class Stages:
+    """The ranks of a pipeline, each of which holds parameters of its own, and some that others hold too."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+    counted_elsewhere: frozenset[torch.Tensor]  # parameters that an earlier rank holds too: norms count them there
+
+    def with_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> Stages:
+        """The same, where the fp32 copies of parameters count in their place."""
+        copies = {masters[parameter] for parameter in self.counted_elsewhere if parameter in masters}
+        return Stages(self.group, self.device, self.counted_elsewhere | copies)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor: the local shard of a DTensor, a plain tensor itself. Not for autograd.
 
@@ -25,7 +40,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0, stages: Stages | None = None) -> torch.Tensor:
     """The norm of many tensors as if they were one vector, in fp32 and without waiting for the device.
 
     Local shards are summed first, so a world of any size costs one all-reduce of one number per mesh axis that shards.
@@ -34,6 +49,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     Args:
         tensors: Plain tensors (equal on all ranks) and DTensors (sharded or replicated).
         norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
+        stages: Adds the tensors of the other ranks of a pipeline; none may be named twice.
 
     Returns:
         0-dim fp32 tensor (fp64 for fp64 tensors), equal on every rank.
@@ -45,10 +61,22 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch
     for tensor in tensors:
         by_layout[layout_of(tensor)].append(local_tensor(tensor))
     norms = [_reduced(layout, parts, norm_type) for layout, parts in by_layout.items()]
+    infinite = norm_type == float("inf")
+    if stages is not None:
+        norms = [_over_stages(stages, norms, infinite)]
     if not norms:
         return torch.zeros(())
     every = torch.stack(norms)
-    return every.max() if norm_type == float("inf") else every.sum().pow(1.0 / norm_type)
+    return every.max() if infinite else every.sum().pow(1.0 / norm_type)
+
+
+def _over_stages(stages: Stages, norms: list[torch.Tensor], infinite: bool) -> torch.Tensor:
+    own = torch.zeros((), device=stages.device)  # of a rank without gradients too
+    if norms:
+        every = torch.stack([norm.to(stages.device) for norm in norms])
+        own = every.max() if infinite else every.sum()
+    dist.all_reduce(own, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=stages.group)
+    return own
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
@@ -97,13 +125,16 @@ def _norm_type_of(parts: list[torch.Tensor]) -> torch.dtype:
     return torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
 
 
-def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, stages: Stages | None = None
+) -> torch.Tensor:
     """Scales all gradients so that their norm is at most ``max_norm``; collective over the axes that shard them.
 
     Args:
         parameters: Parameters, plain or DTensor; those without a gradient are passed over.
         max_norm: Largest norm allowed, in the gradients' units; ``float("inf")`` only measures.
         norm_type: See :func:`total_norm`.
+        stages: Where the parameters are those of one rank of a pipeline: the norm is that of all of them.
 
     Returns:
         The norm before clipping, 0-dim fp32, equal on every rank.
@@ -113,8 +144,11 @@ def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float, norm_ty
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm is the largest gradient norm allowed. Expected a number above 0. Got {max_norm!r}.")
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = total_norm(gradients, norm_type)
+    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+    gradients = [parameter.grad for parameter in with_gradient if parameter.grad is not None]
+    elsewhere = stages.counted_elsewhere if stages is not None else frozenset()
+    counted = [p.grad for p in with_gradient if p.grad is not None and p not in elsewhere]
+    norm = total_norm(counted, norm_type, stages)
     if max_norm < float("inf"):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         multiply_([local_tensor(gradient) for gradient in gradients], scale)

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError
-from meshwright.optim.clip import clip_grad_norm_, total_norm
+from meshwright.optim.clip import Stages, clip_grad_norm_
 from meshwright.optim.master import MasterWeights
 from meshwright.optim.wrapped import WrappedOptimizer
 
@@ -38,6 +38,7 @@ class GuardedOptimizer(WrappedOptimizer):
         scaler: Dynamic loss scale for fp16; None scales nothing.
         master: fp32 master weights; None when the parameters are updated directly.
         skip_nonfinite: Skip a step whose gradients hold inf or nan (a ``scaler`` does so anyway).
+        stages: Where the parameters are those of one rank of a pipeline: norms are those of all of them.
     """
 
     def __init__(
@@ -47,11 +48,13 @@ class GuardedOptimizer(WrappedOptimizer):
         scaler: torch.amp.GradScaler | None = None,
         master: MasterWeights | None = None,
         skip_nonfinite: bool = False,
+        stages: Stages | None = None,
     ) -> None:
         super().__init__(inner)
         self.scaler = scaler
         self.master = master
         self.skip_nonfinite = skip_nonfinite
+        self.stages = stages
         self.step_was_skipped = False
         """Whether the last ``step`` left the weights as they were."""
         self._scaled = False  # a loss went through ``scaled`` since the last step
@@ -64,6 +67,10 @@ class GuardedOptimizer(WrappedOptimizer):
             return loss
         self._scaled = True
         return _ScaleGradient.apply(loss, self.scaler.scale(torch.ones((), device=loss.device)))
+
+    def expect_scaled(self) -> None:
+        """Tells that gradients of this step are scaled, where another pipeline stage computes the loss."""
+        self.scaled(torch.zeros((), device=self.stages.device if self.stages else None, requires_grad=True))
 
     def prepare_gradients(self) -> None:
         """Collects gradients into the master weights and removes the loss scale; once per step, repeats do nothing."""
@@ -85,7 +92,7 @@ class GuardedOptimizer(WrappedOptimizer):
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Prepares the gradients, clips them and returns their norm before clipping (0-dim, equal on all ranks)."""
         self.prepare_gradients()
-        norm = clip_grad_norm_(self._parameters(), max_norm, norm_type)
+        norm = clip_grad_norm_(self._parameters(), max_norm, norm_type, self.stages)
         self._norm = norm if max_norm == float("inf") or norm_type == 2.0 else None
         return norm
 
@@ -112,7 +119,9 @@ class GuardedOptimizer(WrappedOptimizer):
             self.scaler.update()
             return overflowed
         if self.skip_nonfinite:
-            norm = self._norm if self._norm is not None else total_norm(self._gradients())
+            norm = self._norm
+            if norm is None:
+                norm = clip_grad_norm_(self._parameters(), float("inf"), stages=self.stages)
             if not bool(torch.isfinite(norm)):
                 return True
         self.inner.step()

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.optim.clip import clip_grad_norm_
+from meshwright.optim.clip import Stages, clip_grad_norm_
 from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.outer import OuterOptimizer
 
@@ -25,12 +25,24 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def clip_gradients(
-    model: nn.Module, optimizer: Optimizer | None, max_norm: float, norm_type: float = 2.0
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    max_norm: float,
+    norm_type: float = 2.0,
+    stages: Stages | None = None,
 ) -> torch.Tensor:
-    """Clips the gradients of a model, prepared as its optimizer wants them; returns their norm before (0-dim)."""
+    """Clips the gradients of a model, prepared as its optimizer wants them; returns their norm before (0-dim).
+
+    Args:
+        model: As a strategy has changed it.
+        optimizer: Its optimizer, with guards and replicas around it or without.
+        max_norm: Largest norm allowed.
+        norm_type: p of the p-norm.
+        stages: Where the model is one pipeline rank's part: the norm is that of all of them.
+    """
     if isinstance(optimizer, OuterOptimizer):
         optimizer.prepare_gradients()
     guard = guard_of(optimizer)
     if guard is not None:
         return guard.clip_grad_norm(max_norm, norm_type)
-    return clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    return clip_grad_norm_(model.parameters(), max_norm, norm_type, stages)

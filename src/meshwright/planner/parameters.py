@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.cost import Block, Parameter
+from meshwright.cost import Block, Buffer, Parameter
+from meshwright.methods import Cut
+from meshwright.methods.pipeline_cut import Outside
 from meshwright.nn import class_name, class_names, find_blocks
 from meshwright.optim import OuterOptimizer, local_tensor
 from meshwright.planner.states import StatesOf
 
 
 def describe_blocks(
-    model: nn.Module, states_of: StatesOf, tensor_dims: Mapping[nn.Parameter, int] | None = None
+    model: nn.Module,
+    states_of: StatesOf,
+    tensor_dims: Mapping[nn.Parameter, int] | None = None,
+    cut: Cut | None = None,
 ) -> tuple[Block, ...]:
     """Lists the distinct blocks of a model; what lies in no repeated block is the block ``outside``.
 
@@ -24,17 +28,42 @@ def describe_blocks(
         model: A plain module, not wrapped or sharded.
         states_of: What the optimizer keeps for a parameter.
         tensor_dims: The dim of each parameter that a tensor axis divides.
+        cut: Where a pipeline axis cuts the model.
     """
     seen: set[nn.Parameter] = set()
     owners, dims = _owners(model), tensor_dims or {}
-    entries: Counter[Block] = Counter()
+    places = {item.name: item for item in cut.outside} if cut is not None else {}
+    entries: dict[Block, list[int]] = {}  # per distinct block, how many of them every pipeline rank holds
     for path, module in find_blocks(model):
-        parameters = _describe(module, path + ".", owners, seen, states_of, dims)
-        if parameters:
-            entries[Block(class_name(type(module)), 1, parameters)] += 1
-    outside = _describe(model, "", owners, seen, states_of, dims)
-    blocks = [Block(block.name, count, block.parameters) for block, count in entries.items()]
+        parameters = _describe(module, path + ".", owners, seen, states_of, dims, places)
+        rank = cut.rank_of(path) if cut is not None else 0
+        if parameters and rank is not None:
+            counts = entries.setdefault(Block(class_name(type(module)), 1, parameters), [0] * _ranks(cut))
+            counts[rank] += 1
+        elif parameters:
+            entries.setdefault(Block(class_name(type(module)), 1, parameters), []).append(1)
+    outside = _describe(model, "", owners, seen, states_of, dims, places)
+    blocks = [
+        Block(block.name, sum(counts), block.parameters, tuple(counts) if cut is not None and _in_list(block) else ())
+        for block, counts in entries.items()
+    ]
     return (*blocks, *([Block("outside", 1, outside)] if outside else []))
+
+
+def _ranks(cut: Cut | None) -> int:
+    return cut.num_ranks if cut is not None else 1
+
+
+def _in_list(block: Block) -> bool:
+    return all(parameter.trained_on is None for parameter in block.parameters)
+
+
+def describe_buffers(model: nn.Module, cut: Cut | None = None) -> tuple[Buffer, ...]:
+    """Lists the buffers of a model, with the pipeline rank of those that lie in a block."""
+    return tuple(
+        Buffer(b.numel(), b.element_size(), b.is_floating_point(), cut.rank_of(name) if cut is not None else None)
+        for name, b in model.named_buffers()
+    )
 
 
 def _owners(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -53,12 +82,14 @@ def _describe(
     seen: set[nn.Parameter],
     states_of: StatesOf,
     tensor_dims: Mapping[nn.Parameter, int],
+    places: Mapping[str, Outside],
 ) -> tuple[Parameter, ...]:
     described = []
     for name, parameter in module.named_parameters():
         if parameter in seen:  # tied, or already in a block
             continue
         seen.add(parameter)
+        place = places.get(prefix + name)
         described.append(
             Parameter(
                 name=name,
@@ -69,6 +100,8 @@ def _describe(
                 owners=owners.get((prefix + name).rpartition(".")[0], ()),
                 states=states_of(parameter) if parameter.requires_grad else (),
                 tensor_dim=tensor_dims.get(parameter),
+                trained_on=place.trained_on if place is not None else None,
+                lent_to=place.lent_to if place is not None else (),
             )
         )
     return tuple(described)

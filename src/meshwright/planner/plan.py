@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.cost import Activations, Block, Boundary, Buffer, Memory, Step, memory
+from meshwright.cost import Activations, Block, Boundary, Memory, Step, memory
 from meshwright.errors import ModelError
-from meshwright.methods import Resolved, SampleRun, TensorParallel, cost_of, resolve
+from meshwright.methods import Cut, PipelineParallel, Resolved, SampleRun, TensorParallel, cost_of, resolve
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.tensor_trace import SplitTrace
-from meshwright.planner.parameters import describe_blocks
+from meshwright.planner.parameters import describe_blocks, describe_buffers
+from meshwright.planner.pipeline import by_pipeline_rank, decide_cut, num_micro_batches
 from meshwright.planner.saved import predict_saved
 from meshwright.planner.states import StatesOf, probe_optimizer
 from meshwright.strategy import Strategy
@@ -36,6 +37,8 @@ class Plan:
     limit_bytes: int | None  # what one rank may hold; None: unknown
     notices: tuple[str, ...]
     gaps: tuple[str, ...] = ()  # what could not be predicted, and why: matters to whoever reads the predictions
+    cut: Cut | None = None  # where the mesh has a pipeline axis: which rank holds what
+    steps: tuple[Step, ...] = ()  # then: the step of each of its ranks; ``step`` is that of the one that holds most
 
     @property
     def fits(self) -> bool:
@@ -82,20 +85,52 @@ class Workload:
         """
         resolved = resolve(strategy, self.world, self.zero_level)
         split = self._split(resolved)
-        activations, flops, boundaries, gaps = self._activations(*_precision_of(resolved), _replicas(resolved), split)
+        micro_batches = num_micro_batches(resolved.strategy, self.num_micro_batches)
+        cut, gap = self._cut(resolved, micro_batches)
+        samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
+        param_dtype, autocast_dtype = _precision_of(resolved)
+        activations, flops, boundaries, gaps = self._activations(param_dtype, autocast_dtype, samples, split)
         step = Step(
-            blocks=self._blocks(split),
+            blocks=self._blocks(split, cut),
             axes=resolved.axes,
             shard_axis=resolved.shard_axis,
-            buffers=tuple(Buffer(b.numel(), b.element_size(), b.is_floating_point()) for b in self.model.buffers()),
-            num_micro_batches=self.num_micro_batches,
+            buffers=describe_buffers(self.model, cut),
+            num_micro_batches=micro_batches,
             on_cpu=self.device.type == "cpu",
             activations=activations,
             flops=flops,
             boundaries=boundaries,
         )
-        step = cost_of(resolved.strategy, step)
-        return Plan(resolved.strategy, step, memory(step), self.limit_bytes, resolved.notices, gaps)
+        every = [
+            cost_of(resolved.strategy, each)
+            for each in by_pipeline_rank(step, cut, samples, in_half=param_dtype is not None)
+        ]
+        most = max(every, key=lambda each: memory(each).total)
+        return Plan(
+            resolved.strategy,
+            most,
+            memory(most),
+            self.limit_bytes,
+            resolved.notices,
+            (*gaps, *gap),
+            cut,
+            tuple(every) if cut is not None else (),
+        )
+
+    def _cut(self, resolved: Resolved, micro_batches: int) -> tuple[Cut | None, tuple[str, ...]]:
+        """Where a pipeline axis cuts the model; each method and size is decided once."""
+        method, ranks = resolved.strategy.get("pipeline_parallel"), dict(resolved.axes).get("pipeline", 1)
+        if not isinstance(method, PipelineParallel) or ranks == 1:
+            return None, ()
+        if (method, ranks) not in self._cuts:
+            self._cuts[method, ranks] = decide_cut(
+                method, ranks, self.model, self.inputs_of, self.forward, micro_batches
+            )
+        return self._cuts[method, ranks]
+
+    @functools.cached_property
+    def _cuts(self) -> dict[tuple[PipelineParallel, int], tuple[Cut, tuple[str, ...]]]:
+        return {}
 
     def _split(self, resolved: Resolved) -> SplitTrace | None:
         """How a tensor axis divides the model; each plan and size is worked out once."""
@@ -107,10 +142,11 @@ class Workload:
             self._splits[method, ranks] = method.trace(self.model, ranks, sample)
         return self._splits[method, ranks]
 
-    def _blocks(self, split: SplitTrace | None) -> tuple[Block, ...]:
-        if split not in self._described:
-            self._described[split] = describe_blocks(self.model, self._states_of, split.dims if split else None)
-        return self._described[split]
+    def _blocks(self, split: SplitTrace | None, cut: Cut | None) -> tuple[Block, ...]:
+        if (split, cut) not in self._described:
+            dims = split.dims if split else None
+            self._described[split, cut] = describe_blocks(self.model, self._states_of, dims, cut)
+        return self._described[split, cut]
 
     @functools.cached_property
     def _states_of(self) -> StatesOf:
@@ -122,7 +158,7 @@ class Workload:
         return {}
 
     @functools.cached_property
-    def _described(self) -> dict[SplitTrace | None, tuple[Block, ...]]:
+    def _described(self) -> dict[tuple[SplitTrace | None, Cut | None], tuple[Block, ...]]:
         return {}
 
     @functools.cached_property
@@ -130,18 +166,17 @@ class Workload:
         return {}
 
     def _activations(
-        self, param_dtype: str | None, autocast_dtype: str | None, replicas: int, split: SplitTrace | None
+        self, param_dtype: str | None, autocast_dtype: str | None, samples: int, split: SplitTrace | None
     ) -> Traced:
         """Activations and FLOPs of a micro-batch; each precision and size is traced once."""
-        key = (param_dtype, autocast_dtype, replicas, split)
+        key = (param_dtype, autocast_dtype, samples, split)
         if key not in self._known:
             self._known[key] = self._trace(*key)
         return self._known[key]
 
     def _trace(
-        self, param_dtype: str | None, autocast_dtype: str | None, replicas: int, split: SplitTrace | None
+        self, param_dtype: str | None, autocast_dtype: str | None, samples: int, split: SplitTrace | None
     ) -> Traced:
-        samples = math.ceil((self.batch_size or replicas) / (replicas * self.num_micro_batches))
         try:
             inputs = self.inputs_of(samples)
             if inputs is None:
@@ -156,7 +191,7 @@ class Workload:
             )
         except Exception as error:  # a user's model may do anything; training does not depend on this prediction
             reason = (str(error).splitlines() or [""])[0][:160]
-            if split is not None and self._trace(param_dtype, autocast_dtype, replicas, None)[0] is not None:
+            if split is not None and self._trace(param_dtype, autocast_dtype, samples, None)[0] is not None:
                 raise _does_not_fit(f"{type(error).__name__} while tracing ({reason})") from error
             return None, None, (), (f"activations are not predicted: {type(error).__name__} while tracing ({reason})",)
         return activations, flops, boundaries, ()

@@ -33,8 +33,9 @@ from meshwright.store.manifest import (
 from meshwright.store.record import RECORD, Record, read_record
 from meshwright.store.replicas import begin, completed, load_means
 from meshwright.store.shards import file_prefix, load_shards, save_shards
-from meshwright.store.snapshot import capture, plan_restore
+from meshwright.store.snapshot import capture, names_held, plan_restore
 from meshwright.store.state import CheckpointInfo, TrainingState
+from meshwright.store.union import names_of_others, united
 
 _TENSORS = "tensors"  # a folder of its own: DCP reads every safetensors file in it
 _STEP = re.compile(r"step-(\d{8,})")
@@ -107,7 +108,7 @@ class CheckpointStore:
         begin(state, to_load=False)
         with runtime.same_on_every_rank():
             snapshot = capture(state, runtime.world_size())
-        record = snapshot.record if snapshot.replica is None else completed(snapshot.record, snapshot.replica)
+        record = united(snapshot.record) if snapshot.replica is None else completed(snapshot.record, snapshot.replica)
         save_shards(snapshot.tensors, directory / _TENSORS)
         with runtime.same_on_every_rank(), storage_errors(f"Writing {directory} failed", _DISK):
             own = {path.name: path for path in (directory / _TENSORS).glob(file_prefix(rank) + "*")}
@@ -182,7 +183,10 @@ class CheckpointStore:
         begin(state, to_load=True)
         with runtime.same_on_every_rank():
             record = read_record(path)
-            restoration = plan_restore(state, record)
+            held = names_held(state)
+        others = names_of_others(*held)
+        with runtime.same_on_every_rank():
+            restoration = plan_restore(state, record, others)
             generators = _read_generators(path, record)
         load_shards(restoration.targets, path / _TENSORS)
         if record.outer is not None and any(runtime.gather_objects(bool(restoration.averaged))):

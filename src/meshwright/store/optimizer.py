@@ -64,6 +64,16 @@ def _names(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> dict[in
     return names
 
 
+def updated_names(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """The parameters that an optimizer updates, by model name; arguments as for :func:`capture_optimizer`.
+
+    Raises:
+        CheckpointError: When it updates what is not in ``weights``.
+    """
+    names = _names(optimizer, weights)
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
 def capture_optimizer(
     optimizer: Optimizer, weights: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
@@ -135,6 +145,7 @@ def plan_optimizer(
     weights: Mapping[str, torch.Tensor],
     record: OptimizerRecord,
     tensors: Mapping[str, TensorRecord],
+    elsewhere: frozenset[str] = frozenset(),
 ) -> OptimizerPlan:
     """Checks that a stored optimizer fits this one, and makes the tensors that its states will be read into.
 
@@ -143,13 +154,15 @@ def plan_optimizer(
         weights: As for :func:`capture_optimizer`.
         record: The stored optimizer.
         tensors: Shapes and types of all stored tensors.
+        elsewhere: Parameters that optimizers of other ranks update, and this one does not.
 
     Raises:
         CheckpointError: When kinds or parameters differ, or a group would mix hyperparameters of several.
     """
     names = _names(optimizer, weights)
     stored = {name: group.values for group in record.groups for name in group.parameters}
-    _check_fits(optimizer, record, set(stored), {names[id(p)] for g in optimizer.param_groups for p in g["params"]})
+    updated = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
+    _check_fits(optimizer, record, set(stored) - elsewhere, updated)
     plan = OptimizerPlan(optimizer, {}, [], [])
     for group in optimizer.param_groups:
         plan.values.append(_common_values([names[id(p)] for p in group["params"]], stored))

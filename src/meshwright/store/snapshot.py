@@ -16,12 +16,14 @@ from meshwright.store.optimizer import (
     capture_optimizer,
     masters_by_name,
     plan_optimizer,
+    updated_names,
 )
 from meshwright.store.plain import dtype_named, from_plain, to_plain
 from meshwright.store.rank_order import in_model_order, to_rank_order_
 from meshwright.store.record import Record, TensorRecord, tensor_records
 from meshwright.store.replicas import OuterPlan, ReplicaParts, ReplicaView, capture_replicas, plan_outer
 from meshwright.store.state import TrainingState
+from meshwright.store.union import Others
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,23 @@ class Restoration:
         state.step, state.samples_seen, state.extra = record.step, record.samples_seen, from_plain(record.extra)
 
 
-def plan_restore(state: TrainingState, record: Record) -> Restoration:
+def names_held(state: TrainingState) -> tuple[list[str], list[str]]:
+    """This rank's entries of the model, and the parameters that its optimizer updates."""
+    entries = model_entries(state.model)
+    names = [*entries.tensors, *entries.values]
+    if state.optim is None:
+        return names, []
+    weights = entries.tensors | masters_by_name(state.optim, entries.tensors)
+    return names, updated_names(inner_optimizer(state.optim), weights)
+
+
+def plan_restore(state: TrainingState, record: Record, others: Others | None = None) -> Restoration:
     """Checks that a checkpoint fits a training state, and lists the tensors to fill.
+
+    Args:
+        state: Live objects.
+        record: Of the checkpoint.
+        others: What other ranks hold of the model; None: all hold the same.
 
     Raises:
         CheckpointError: Naming every missing, unknown or misshapen entry; the state is untouched.
@@ -122,14 +139,15 @@ def plan_restore(state: TrainingState, record: Record) -> Restoration:
     entries = model_entries(state.model)
     weights = entries.tensors | masters_by_name(state.optim, entries.tensors)
     targets = {f"model.{name}": tensor for name, tensor in weights.items()}
-    _check_model(entries, record)
+    others = others or Others()
+    _check_model(entries, record, others)
     _check_parts(state, record)
     outer_optimizer = state.optim if isinstance(state.optim, OuterOptimizer) else None
     replicas = outer_optimizer.replicas if outer_optimizer is not None else None
     view = ReplicaView(record, replicas.rank if replicas else 0, replicas.size if replicas else 1)
     optimizer, outer = None, None
     if state.optim is not None and view.optimizer is not None:
-        optimizer = plan_optimizer(inner_optimizer(state.optim), weights, view.optimizer, view.tensors)
+        optimizer = plan_optimizer(inner_optimizer(state.optim), weights, view.optimizer, view.tensors, others.updated)
         targets |= optimizer.targets
     averaged = {name: tensor for name, tensor in targets.items() if view.is_averaged(name)}
     own = {view.stored_name(name): tensor for name, tensor in targets.items() if name not in averaged}
@@ -139,10 +157,10 @@ def plan_restore(state: TrainingState, record: Record) -> Restoration:
     return Restoration(state, record, entries, own, optimizer, view, outer, averaged)
 
 
-def _check_model(entries: ModelEntries, record: Record) -> None:
+def _check_model(entries: ModelEntries, record: Record, others: Others) -> None:
     stored = {name.removeprefix("model."): told for name, told in record.tensors.items() if name.startswith("model.")}
     wanted, given = entries.tensors.keys() | entries.values.keys(), stored.keys() | record.model_values.keys()
-    missing, unknown = sorted(wanted - given), sorted(given - wanted)
+    missing, unknown = sorted(wanted - given), sorted(given - wanted - others.entries)
     misshapen = [
         f"{name} ({_described(told)} instead of {_described(now)})"
         for name, now in tensor_records(entries.tensors).items()

@@ -1,0 +1,88 @@
+"""What one rank of a pipeline holds and sends: the ``cost`` of ``pipeline_parallel``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from meshwright.cost import Activations, Block, Buffer, Parameter, Stages, Step, Traffic, local_shape
+from meshwright.methods.pipeline_schedules import live_peaks
+
+
+def stage_cost(schedule: str, step: Step) -> Step:
+    """The step of the rank ``step.stages.here``: its blocks, its share of what is kept for backward, what it sends."""
+    stages = step.stages
+    assert stages is not None
+    blocks = [_held(block, stages.here) for block in step.blocks]
+    share = sum(size for size, rank in _of_ranks(stages) if rank == stages.here) / sum(stages.sizes)
+    lent = [_as_buffer(p) for block in step.blocks for p in block.parameters if stages.here in p.lent_to]
+    step = step.replace(
+        blocks=tuple(block for block in blocks if block is not None),
+        buffers=(*(b for b in step.buffers if b.on_rank in (None, stages.here)), *lent),
+        activations=_kept(schedule, step, stages) if step.activations is not None else None,
+        flops=round(step.flops * share) if step.flops is not None else None,
+        boundaries=tuple(b for b in step.boundaries if b.on_ranks is None or stages.here in b.on_ranks),
+    )
+    return step.send(
+        Traffic("send", "pipeline", _hidden_bytes(step, stages, forward=True), "forward"),
+        Traffic("send", "pipeline", _hidden_bytes(step, stages, forward=False), "backward"),
+        Traffic("send", "pipeline", _shared_bytes(step), "backward"),
+    )
+
+
+def _of_ranks(stages: Stages) -> list[tuple[int, int]]:
+    return list(zip(stages.sizes, stages.ranks, strict=True))
+
+
+def _held(block: Block, rank: int) -> Block | None:
+    count = block.on_ranks[rank] if block.on_ranks else block.count
+    parameters = tuple(p for p in block.parameters if p.trained_on is None or rank in p.trained_on)
+    return dataclasses.replace(block, count=count, parameters=parameters) if count and parameters else None
+
+
+def _as_buffer(parameter: Parameter) -> Buffer:
+    return Buffer(parameter.numel, parameter.itemsize, parameter.floating)
+
+
+def _kept(schedule: str, step: Step, stages: Stages) -> Activations:
+    """Activations of all micro-batches in flight: those of the blocks, and on the last rank those behind them."""
+    known = step.activations
+    assert known is not None
+    freed = sum(part.freed_bytes for part in known.parts if set(known.block_classes) & set(part.classes[:1]))
+    inputs = sum(stages.sizes) * (stages.boundary_bytes or 0)  # of the blocks: saved, and kept when they are recomputed
+    inside = min(freed + inputs, known.saved_bytes)
+    ranks, stages_per_rank = max(stages.ranks) + 1, len(stages.ranks) // (max(stages.ranks) + 1)
+    live = live_peaks(schedule, ranks, stages_per_rank, step.num_micro_batches, stages.sizes)[stages.here]
+    factor = live / sum(stages.sizes)
+    only_last = [0] * (len(stages.ranks) - 1) + [1]
+    behind = live_peaks(schedule, ranks, stages_per_rank, step.num_micro_batches, only_last)[stages.here]
+    parts = tuple(dataclasses.replace(part, freed_bytes=round(part.freed_bytes * factor)) for part in known.parts)
+    saved = round(inside * factor) + (known.saved_bytes - inside) * behind
+    return dataclasses.replace(known, saved_bytes=saved, parts=parts)
+
+
+def _hidden_bytes(step: Step, stages: Stages, *, forward: bool) -> int:
+    """Hidden states, or their gradients, to the ranks of the neighbouring stages."""
+    sent = 0
+    for stage, rank in enumerate(stages.ranks):
+        to = stage + 1 if forward else stage - 1
+        if rank == stages.here and 0 <= to < len(stages.ranks) and stages.ranks[to] != rank:
+            sent += (stages.boundary_bytes or 0) * step.num_micro_batches
+    return sent
+
+
+def _shared_bytes(step: Step) -> int:
+    """Gradients of parameters that several ranks train: this rank's shards, to each of the others."""
+    return sum(
+        _largest_shard(step, p) * p.itemsize * (len(p.trained_on) - 1)
+        for _, p in step.every_parameter()
+        if p.trainable and p.trained_on is not None
+    )
+
+
+def _largest_shard(step: Step, parameter: Parameter) -> int:
+    """Elements of the first rank's part of a parameter, which no other's exceeds."""
+    shape = [
+        size // step.size("tensor") if dim == parameter.tensor_dim else size for dim, size in enumerate(parameter.shape)
+    ]
+    return math.prod(local_shape(tuple(shape), step.size(step.shard_axis), 0))

@@ -1,0 +1,206 @@
+"""Where a model is cut: its block list, the blocks of every stage, and which ranks hold what lies outside."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
+from meshwright.nn import find_blocks
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A parameter that lies in no block of the list."""
+
+    name: str
+    trained_on: tuple[int, ...]  # pipeline ranks
+    lent_to: tuple[int, ...] = ()  # ranks that compute with it to no effect: a buffer there, of its first value
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model in stages, as plain data: rank 0 decides it, every rank follows it."""
+
+    path: str  # of the block list
+    bounds: tuple[int, ...]  # stage s computes blocks bounds[s] … bounds[s + 1] - 1
+    ranks: tuple[int, ...]  # the pipeline rank of every stage
+    outside: tuple[Outside, ...]  # by the first of its names
+    late: frozenset[str] = frozenset()  # names of parameters whose modules run after the blocks only
+    boundary_bytes: int | None = None  # what one sample hands from block to block; None: unknown
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline axis."""
+        return max(self.ranks) + 1
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages on each rank."""
+        return self.num_stages // self.num_ranks
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Blocks of every stage."""
+        return tuple(end - first for first, end in itertools.pairwise(self.bounds))
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of one pipeline rank, ascending."""
+        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
+
+    def stage_of_block(self, index: int) -> int:
+        """The stage that computes a block."""
+        return next(stage for stage in range(self.num_stages) if index < self.bounds[stage + 1])
+
+    def stage_of(self, name: str) -> int | None:
+        """The stage of the block that a parameter, buffer or module lies in; None outside the list."""
+        index = _index_in(self.path, name)
+        return self.stage_of_block(index) if index is not None else None
+
+    def rank_of(self, name: str) -> int | None:
+        """Its pipeline rank; None outside the list."""
+        stage = self.stage_of(name)
+        return self.ranks[stage] if stage is not None else None
+
+    def ranks_running(self, path: str) -> tuple[int, ...]:
+        """The pipeline ranks that run a module with parameters."""
+        rank = self.rank_of(path)
+        if rank is not None:
+            return (rank,)
+        if any(name.rpartition(".")[0] == path for name in self.late):
+            return (self.ranks[-1],)
+        own = next((item for item in self.outside if item.name.rpartition(".")[0] == path), None)
+        return tuple(range(self.num_ranks)) if own is None else own.trained_on + own.lent_to
+
+    def rank_of_block(self, index: int) -> int:
+        """The pipeline rank that holds a block."""
+        return self.ranks[self.stage_of_block(index)]
+
+
+def _index_in(path: str, name: str) -> int | None:
+    """The block that a name lies in; None for one outside the list."""
+    return int(name[len(path) + 1 :].partition(".")[0]) if name.startswith(path + ".") else None
+
+
+def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]:
+    """The list that is cut: the one named, or the only one whose modules hold parameters.
+
+    Raises:
+        StrategyError: When ``named`` is not such a list.
+        ModelError: When none is named and there is none, or several.
+    """
+    seen: dict[str, nn.ModuleList] = {}
+    for path, _ in find_blocks(model):
+        where = path.rpartition(".")[0]
+        found = model.get_submodule(where)
+        assert isinstance(found, nn.ModuleList)
+        seen[where] = found
+    if named is not None:
+        if named not in seen:
+            raise StrategyError(
+                f"pipeline_parallel: blocks names no list of blocks{did_you_mean(named, seen)}",
+                expected=f"one of {join_names(seen)}",
+                got=repr(named),
+                fix="name the nn.ModuleList that the model's forward loops over",
+            )
+        return named, seen[named]
+    if len(seen) != 1:
+        lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        raise ModelError(
+            "pipeline_parallel: it cannot be told which blocks of the model to cut",
+            expected="one nn.ModuleList that the model's forward loops over",
+            got=f"{len(seen)} that hold parameters ({join_names(seen)}); all lists: {join_names(lists)}",
+            fix="name it: ('pipeline_parallel', {'blocks': 'model.layers'})"
+            if seen
+            else "put the model's layers into an nn.ModuleList; or train it with fsdp, which needs no such list",
+        )
+    return next(iter(seen.items()))
+
+
+def check_apart(model: nn.Module, path: str) -> None:
+    """Refuses parameters that a block shares with another or with what lies outside: they would train apart.
+
+    Raises:
+        ModelError: Naming one.
+    """
+    homes: dict[nn.Parameter, tuple[str, int | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        index = _index_in(path, name)
+        first, home = homes.setdefault(parameter, (name, index))
+        if home != index:
+            raise ModelError(
+                "pipeline_parallel: a parameter is shared between blocks, or with the model around them",
+                expected="parameters that are shared within one block, or outside all blocks",
+                got=f"{first}, which is also {name}",
+                fix="give every block parameters of its own, or train this model with fsdp",
+            )
+
+
+def given_bounds(split: Sequence[int], blocks: int, stages: int) -> tuple[int, ...]:
+    """The bounds of stages with so many blocks each, as the user gives them.
+
+    Raises:
+        StrategyError: When the numbers do not add up.
+    """
+    if len(split) != stages or sum(split) != blocks or min(split) < 1:
+        raise StrategyError(
+            "pipeline_parallel: split does not divide the blocks",
+            expected=f"{stages} numbers of 1 or more, one for every stage, that add up to {blocks}",
+            got=str(list(split)),
+            fix="correct the numbers, or leave split out",
+        )
+    return (0, *itertools.accumulate(split))
+
+
+def check_enough(blocks: int, stages: int) -> None:
+    """Refuses more stages than blocks.
+
+    Raises:
+        ModelError: Saying how many there are.
+    """
+    if blocks < stages:
+        raise ModelError(
+            "pipeline_parallel: there are fewer blocks than stages",
+            expected=f"at least {stages} blocks, one for every stage",
+            got=f"{blocks}",
+            fix="use a smaller pipeline axis, or fewer stages on a rank",
+        )
+
+
+def balanced_bounds(costs: Sequence[float], stages: int, head: float = 0.0, tail: float = 0.0) -> tuple[int, ...]:
+    """The cut into consecutive stages, none empty, whose dearest stage is the cheapest possible.
+
+    Args:
+        costs: Of every block, in any unit of time.
+        stages: How many.
+        head: Cost of what is computed before the blocks: the first stage's.
+        tail: Cost of what is computed after them: the last stage's.
+    """
+    count = len(costs)
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    def cost(stage: int, first: int, end: int) -> float:
+        extra = (head if stage == 0 else 0.0) + (tail if stage == stages - 1 else 0.0)
+        return sums[end] - sums[first] + extra
+
+    # best[end] = (dearest stage, bounds so far) of the first stages over the first blocks
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
+    for stage in range(stages):
+        following: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for end in range(stage + 1, count - (stages - stage - 1) + 1):
+            options = [
+                (max(dearest, cost(stage, first, end)), (*bounds, end))
+                for first, (dearest, bounds) in best.items()
+                if first < end
+            ]
+            following[end] = min(options)
+        best = following
+    return best[count][1]

@@ -1,0 +1,224 @@
+"""A training step over the stages of a pipeline: torch's schedules, run on spliced models.
+
+The schedules see micro-batches as numbers: every rank of a pipeline has the whole batch, and a stage looks up its own
+inputs. They end with the loss, so that only hidden states travel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.utils._pytree import tree_leaves
+
+from meshwright.methods.pipeline_chain import Boundary, Line, StageOutput, flag_device, run_chain, shared_loss
+from meshwright.methods.pipeline_gradients import StageGradients
+from meshwright.methods.pipeline_schedules import SCHEDULES, live_peaks
+from meshwright.methods.pipeline_splice import Handed, Splice
+from meshwright.methods.pipeline_stage import Stage, StageModule
+from meshwright.runtime import preserved_rng, same_on_every_rank
+
+_SHAPES_KEPT = 4  # schedules of as many batch shapes stay: each holds room for the hidden states of its micro-batches
+
+Call = Callable[[Any], Any]
+"""Calls the model on its input."""
+Loss = Callable[[Any, Any], torch.Tensor]
+"""The loss of one micro-batch's input and output, as it is to be added up."""
+Measure = Callable[[], contextlib.AbstractContextManager[Any]]
+"""A context whose result counts ``bytes`` that forward inside saves for backward."""
+
+
+class PipelineEngine:
+    """Runs the stages that this rank holds, in step with those of the others.
+
+    Args:
+        line: This rank's place.
+        splice: Of the model.
+        schedule: Name of the schedule.
+    """
+
+    def __init__(self, line: Line, splice: Splice, schedule: str) -> None:
+        self.line, self._splice, self._schedule = line, splice, schedule
+        self._boundaries: dict[int, Boundary] = {}
+        self._schedules: dict[Any, tuple[Any, list[StageModule]]] = {}
+        self.saved_bytes = 0
+        self._reduces = True  # False: gradients of a plain backward pass only accumulate
+
+    def finish(self, model: nn.Module, gradients: StageGradients, compute: torch.dtype | None) -> None:
+        """Takes the model as all methods have left it.
+
+        Args:
+            model: What is called.
+            gradients: Finishes its gradients.
+            compute: What gathered weights compute in; None: as they are.
+        """
+        self._model, self._gradients = model, gradients
+        self._splice.dtype = compute or next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+    # What a plain call of the model does.
+
+    def around_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of the model's forward: one stage where a schedule runs, else all of them in a chain."""
+
+        def call() -> Any:
+            return self._splice.until_handed(lambda: forward(*args, **kwargs))
+
+        if self._splice.is_running:
+            return call()
+        output, self._boundaries = run_chain(self.line, self._splice, call)
+        return output
+
+    def loss(self, loss_func: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """A loss function that knows the loss on every rank and whose backward reaches every stage."""
+
+        def everywhere(inputs: Any, output: Any) -> Any:
+            if self._splice.is_running:
+                return loss_func(inputs, output)
+            if isinstance(output, StageOutput):
+                return self._finishing(shared_loss(self.line, output.token, None))
+            try:
+                loss = loss_func(inputs, output)
+            except Exception:
+                shared_loss(self.line, None, None)  # the others wait for a loss
+                raise
+            first = loss[0] if isinstance(loss, list | tuple) else loss
+            first = self._finishing(shared_loss(self.line, None, first))
+            return [first, *loss[1:]] if isinstance(loss, list | tuple) else first
+
+        return everywhere
+
+    def _finishing(self, loss: torch.Tensor) -> torch.Tensor:
+        """The first thing of its backward is to ask for what follows its last."""
+        if loss.requires_grad:
+            loss = loss.view_as(loss)
+            loss.register_hook(self._when_done)
+        return loss
+
+    def _when_done(self, gradient: torch.Tensor) -> None:
+        if self._reduces:
+            Variable._execution_engine.queue_callback(self._gradients.exchange)
+
+    @contextlib.contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Around a plain forward and backward; only the last one's gradients are averaged and exchanged."""
+        before, self._reduces = self._reduces, is_last
+        try:
+            yield
+        finally:
+            self._reduces = before
+
+    # A step by a schedule.
+
+    def step(self, inputs: list[Any], call: Call, loss: Loss, measure: Measure | None = None) -> torch.Tensor:
+        """Forward and backward of all micro-batches, gradients averaged and exchanged.
+
+        Args:
+            inputs: The model input of each micro-batch: equal shapes, equal on all ranks of the pipeline.
+            call: Calls the model.
+            loss: Makes a micro-batch's loss of its output.
+            measure: Records what the first micro-batch saves; :attr:`saved_bytes` then tells what all in flight do.
+
+        Returns:
+            The sum of the micro-batches' losses, equal on every rank of the pipeline.
+
+        Raises:
+            Exception: On every rank of the world, when a stage failed on any of them.
+        """
+
+        def run(given: Any) -> Any:
+            output = call(given)
+            return output if isinstance(output, Handed) else loss(given, output)
+
+        schedule, modules = self._prepared(inputs, run)
+        for module in modules:
+            module.begin(inputs, run, measure)
+        numbers = torch.arange(len(inputs))
+        losses: list[torch.Tensor] = []
+        holds_last = self.line.is_here(self.line.last)
+        self._gradients.accumulate(self._model)
+        schedule.step(number=numbers, **({"target": numbers, "losses": losses} if holds_last else {}))
+        self._raise_together(modules)
+        if measure is not None:
+            self.saved_bytes = self._in_flight(modules, len(inputs))
+        self._gradients.reduce(self._model)
+        self._gradients.exchange()
+        total = torch.zeros((), device=self.line.device)
+        if losses:
+            total += torch.stack([each.detach().reshape(()) for each in losses]).sum()
+        dist.all_reduce(total, group=self.line.group)
+        return total
+
+    def _in_flight(self, modules: list[StageModule], num_micro_batches: int) -> int:
+        sizes = [0] * len(self.line.ranks)
+        for module in modules:
+            sizes[module.stage] = module.saved_bytes
+        cut = self._splice.cut
+        return live_peaks(self._schedule, cut.num_ranks, cut.stages_per_rank, num_micro_batches, sizes)[self.line.rank]
+
+    def _prepared(self, inputs: list[Any], run: Call) -> tuple[Any, list[StageModule]]:
+        """The schedule for batches of these shapes; built the first time they come."""
+        key = (len(inputs), _shapes(inputs[0]), self._model.training)
+        if key not in self._schedules:
+            self._learn(inputs[0], run)
+            while len(self._schedules) >= _SHAPES_KEPT:
+                del self._schedules[next(iter(self._schedules))]
+            self._schedules[key] = self._build(len(inputs))
+        return self._schedules[key]
+
+    def _learn(self, inputs: Any, run: Call) -> None:
+        """One forward pass that leaves nothing behind but the shapes of what goes between stages."""
+        buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        # A chain ends on all ranks of its pipeline, also when it fails.
+        with same_on_every_rank(), preserved_rng(), torch.no_grad():
+            run(inputs)
+        for buffer, before in buffers:
+            buffer.copy_(before)
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _build(self, num_micro_batches: int) -> tuple[Any, list[StageModule]]:
+        stages, modules = [], []
+        for number in self.line.stages:
+            own = functools.partial(self._parameters_of, number)
+            modules.append(StageModule(self._splice, number, self._boundaries, own, self.line.device))
+            stages.append(Stage.build(modules[-1], self.line))
+        kind = get_schedule_class(SCHEDULES[self._schedule].torch_name)
+        schedule = kind(
+            stages if issubclass(kind, PipelineScheduleMulti) else stages[0],  # type: ignore[arg-type]
+            num_micro_batches,
+            loss_fn=lambda output, number: output.sum(),
+            scale_grads=False,
+        )
+        return schedule, modules
+
+    def _parameters_of(self, stage: int) -> Iterator[nn.Parameter]:
+        """The parameters that a stage may use, as they are when asked: sharding exchanges them."""
+        for name, parameter in self._model.named_parameters():
+            if self._splice.cut.stage_of(name) in (None, stage):
+                yield parameter
+
+    def _raise_together(self, modules: list[StageModule]) -> None:
+        errors = [module.error for module in modules if module.error is not None]
+        failed = torch.tensor(float(bool(errors)), device=flag_device(self.line))
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        if failed.item():
+            self._gradients.abandon(self._model)
+            with same_on_every_rank():
+                for error in errors:
+                    raise error
+
+
+def _shapes(inputs: Any) -> tuple[Any, ...]:
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
+        for leaf in tree_leaves(inputs)
+    )

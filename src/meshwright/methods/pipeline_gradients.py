@@ -1,0 +1,102 @@
+"""Gradients of a rank's stages: whole until the step's last backward, then averaged over replicas and exchanged."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+
+from meshwright.methods.pipeline_chain import Line
+from meshwright.methods.replicas import GradientAverager
+from meshwright.optim import local_tensor
+
+
+class StageGradients:
+    """Finishes the gradients of one rank of a pipeline.
+
+    Args:
+        line: The rank's place.
+        shared: Parameters that several ranks train, and which (ascending); the same order on all.
+        averager: Averages over replicas where parameters are not sharded; None where there are none, or FSDP2 does it.
+    """
+
+    def __init__(
+        self, line: Line, shared: list[tuple[nn.Parameter, tuple[int, ...]]], averager: GradientAverager | None
+    ) -> None:
+        self._line, self._averager = line, averager
+        self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
+        for parameter, ranks in shared:
+            if parameter.requires_grad:
+                self._shared.setdefault(ranks, []).append(parameter)
+
+    def accumulate(self, model: nn.Module) -> None:
+        """Before the backward passes of a step: gradients are kept whole, weights that were gathered stay so."""
+        if isinstance(model, FSDPModule):
+            model.set_is_last_backward(False)
+            model.set_reshard_after_backward(False)
+            model.set_requires_gradient_sync(False)
+
+    def abandon(self, model: nn.Module) -> None:
+        """After a step that failed: no gradient of it stays, and plain calls are as before."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        if isinstance(model, FSDPModule):
+            if hasattr(model, "reset_iter_state"):  # since torch 2.13
+                model.reset_iter_state()
+            model.set_is_last_backward(True)
+            model.set_reshard_after_backward(True)
+            model.set_requires_gradient_sync(True)
+        model.zero_grad()
+
+    def reduce(self, model: nn.Module) -> None:
+        """After them: FSDP2 averages over the replicas, once."""
+        if isinstance(model, FSDPModule):
+            # torch's own end of a pipeline step: reduces all units, frees whole weights, and waits.
+            PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), 1)  # type: ignore[arg-type]
+
+    def exchange(self) -> None:
+        """Sums the gradients of shared parameters, so that they are equal wherever these are trained.
+
+        It averages over replicas too, where FSDP2 has not.
+        """
+        for ranks, parameters in self._shared.items():
+            if self._line.rank in ranks:
+                for same in _by_dtype(parameters):
+                    self._sum(ranks, same)
+        if self._averager is not None:
+            self._averager.average()
+
+    @torch.no_grad()
+    def _sum(self, ranks: tuple[int, ...], parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        own = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        parts = {self._line.rank: torch.cat([gradient.flatten() for gradient in own])}
+        operations = []
+        for rank in ranks:
+            if rank == self._line.rank:
+                continue
+            peer = dist.get_global_rank(self._line.group, rank)
+            parts[rank] = torch.empty_like(parts[self._line.rank])
+            operations.append(dist.P2POp(dist.isend, parts[self._line.rank], peer, self._line.group))
+            operations.append(dist.P2POp(dist.irecv, parts[rank], peer, self._line.group))
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        total = parts[ranks[0]]
+        for rank in ranks[1:]:  # in one order everywhere: the sums are equal to the last bit
+            total = total + parts[rank]
+        for gradient, whole in zip(own, total.split([gradient.numel() for gradient in own]), strict=True):
+            gradient.copy_(whole.view_as(gradient))
+
+
+def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    found: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.dtype, []).append(parameter)
+    return list(found.values())

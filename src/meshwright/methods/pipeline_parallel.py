@@ -1,0 +1,213 @@
+"""``pipeline_parallel``: a model's blocks are cut into stages over the mesh axis ``pipeline``. Seed: ATorch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, PositiveInt
+from torch import nn
+
+from meshwright.cost import Step
+from meshwright.errors import StrategyError
+from meshwright.methods.base import Method, Phase
+from meshwright.methods.job import Job
+from meshwright.methods.pipeline_chain import Line
+from meshwright.methods.pipeline_cost import stage_cost
+from meshwright.methods.pipeline_cut import Cut, balanced_bounds, block_list, check_apart, check_enough, given_bounds
+from meshwright.methods.pipeline_engine import PipelineEngine
+from meshwright.methods.pipeline_parts import keep_part, place_outside
+from meshwright.methods.pipeline_schedules import (
+    SCHEDULES,
+    ScheduleName,
+    check_micro_batches,
+    schedule_name,
+    stage_ranks,
+)
+from meshwright.methods.pipeline_splice import Splice
+from meshwright.methods.pipeline_trace import Dataflow
+from meshwright.methods.replicas import broadcast_states
+from meshwright.nn import wrap_method
+
+AXIS = "pipeline"
+
+_RENAMED = {"pipe_schedule": "schedule", "chunks": "num_micro_batches"}
+
+# What ATorch's two engines needed to be told, and what this one does instead.
+_REFUSED = {
+    "shard_planner": "leave it out; blocks are balanced by their size, or cut by hand with split=[…]",
+    "pipe_ranks": "leave it out; the ranks follow from parallel_mode",
+    "insert_before_modules": "cut by hand with split=[…], the number of blocks of every stage",
+    "use_c10d": "leave it out; stages always talk over torch.distributed's process groups",
+    "nstages": "leave it out; the number of stages is the pipeline axis times num_stages_per_rank",
+}
+
+
+class PipelineParallel(Method):
+    """Every rank holds the blocks of its own stages, and micro-batches travel through them (Huang et al. 2019).
+
+    ``Accelerated.step`` runs the schedule. A loop of one's own, ``loss_func(x, model(x)).backward()``, runs the stages
+    one after the other, as GPipe does for one micro-batch. The ranks of a pipeline take the same samples.
+
+    Config: None, or keys. ``dynamic_shape`` of ATorch is accepted: shapes may always change from batch to batch.
+    """
+
+    method_name: ClassVar[str] = "pipeline_parallel"
+    phase: ClassVar[Phase] = Phase.PIPELINE
+    summary: ClassVar[str] = "cuts the model's blocks into stages over the pipeline axis"
+
+    schedule: Annotated[ScheduleName, BeforeValidator(schedule_name)] = "1f1b"
+    num_micro_batches: PositiveInt | None = None
+    """Parts of a batch that travel one after the other; None: as ``accelerate`` was told."""
+    num_stages_per_rank: PositiveInt | None = None
+    """Stages on every rank: 2 or more for ``interleaved``, 2 for ``zbv`` and ``dualpipev``, 1 for the others."""
+    split: tuple[PositiveInt, ...] | None = None
+    """Blocks of every stage; None balances."""
+    blocks: str | None = None
+    """Path of the ModuleList that is cut; None: the only one there is."""
+    dynamic_shape: bool | None = None
+
+    @classmethod
+    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Takes ATorch's names, and refuses its keys that have no meaning here."""
+        for key in keys.keys() & _REFUSED.keys():
+            raise StrategyError(
+                f"pipeline_parallel: {key!r} configures an engine of ATorch's, which there is none of here",
+                expected="schedule, num_micro_batches, num_stages_per_rank, split and blocks",
+                got=f"{key}={keys[key]!r}",
+                fix=_REFUSED[key],
+            )
+        keys = {_RENAMED.get(key, key): value for key, value in keys.items()}
+        if isinstance(keys.get("split"), list):
+            keys["split"] = tuple(keys["split"])
+        _check_stages(keys)
+        return keys
+
+    def notices(self) -> list[str]:
+        """Says which accepted key changes nothing."""
+        if self.dynamic_shape is None:
+            return []
+        return ["pipeline_parallel: dynamic_shape changes nothing; shapes may always change from batch to batch"]
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages on every rank."""
+        return self.num_stages_per_rank or (1 if self.schedule in ("gpipe", "1f1b") else 2)
+
+    def cut(self, model: nn.Module, ranks: int, flow: Dataflow | None) -> Cut:
+        """Decides the cut of a plain model.
+
+        Args:
+            model: The whole model.
+            ranks: Of the pipeline axis.
+            flow: What blocks depend on (see :meth:`blocks_of`); None when that could not be found out.
+
+        Raises:
+            ModelError, StrategyError: When the model cannot be cut so.
+        """
+        path, found = block_list(model, self.blocks)
+        check_apart(model, path)
+        stages = stage_ranks(self.schedule, ranks, self.stages_per_rank)
+        bounds = self._bounds(model, list(found), len(stages), flow)
+        cut = Cut(path, bounds, stages, ())
+        owners = [cut.rank_of_block(index) for index in range(len(found))]
+        return dataclasses.replace(
+            cut,
+            outside=tuple(place_outside(model, list(found), owners, flow)),
+            late=flow.late if flow is not None else frozenset(),
+            boundary_bytes=flow.boundary_bytes if flow is not None else None,
+        )
+
+    def _bounds(self, model: nn.Module, blocks: list[nn.Module], stages: int, flow: Dataflow | None) -> tuple[int, ...]:
+        if self.split is not None:
+            return given_bounds(self.split, len(blocks), stages)
+        # A matrix costs time in proportion to its elements; looking up an embedding costs next to none.
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        looked_up = {name for name, p in model.named_parameters() if id(p) in tables}
+        tail = flow.tail if flow is not None else frozenset()
+        head = flow.uses[0] - looked_up - (tail if len(blocks) == 1 else set()) if flow is not None else frozenset()
+        return balanced_bounds(
+            [float(sum(p.numel() for p in block.parameters())) for block in blocks],
+            stages,
+            head=float(sum(sizes[name] for name in head)),
+            tail=float(sum(sizes[name] for name in tail)),
+        )
+
+    def blocks_of(self, model: nn.Module) -> list[nn.Module]:
+        """The blocks that are cut."""
+        return list(block_list(model, self.blocks)[1])
+
+    def check_numbers(self, blocks: int, ranks: int, micro_batches: int) -> None:
+        """Refuses fewer blocks than stages, and numbers of micro-batches that the schedule cannot run with.
+
+        Raises:
+            ModelError, StrategyError: Saying what it can.
+        """
+        check_enough(blocks, ranks * self.stages_per_rank)
+        check_micro_batches(self.schedule, ranks, ranks * self.stages_per_rank, micro_batches)
+
+    def check(self, job: Job) -> None:
+        """Refuses models that cannot be cut, and numbers of micro-batches that the schedule cannot run with."""
+        ranks = job.size(AXIS)
+        if ranks == 1:
+            return
+        self.check_numbers(len(self.blocks_of(job.model)), ranks, job.num_micro_batches)
+        if SCHEDULES[self.schedule].splits_backward and not getattr(
+            job.strategy.get("checkpoint"), "no_reentrant", True
+        ):
+            raise StrategyError(
+                f"pipeline_parallel: the schedule {self.schedule!r} computes gradients of inputs alone, and reentrant "
+                "recomputation cannot",
+                expected="checkpoint without no_reentrant=False, or the schedule gpipe, 1f1b or interleaved",
+                got="no_reentrant=False",
+                fix="leave no_reentrant out",
+            )
+        for method in job.strategy.methods:
+            if getattr(method, "atorch_ignored_cls", ()) or getattr(method, "wrap_trainable_outmost", False):
+                raise StrategyError(
+                    f"pipeline_parallel: {method.method_name} leaves parameters out of its units",
+                    expected="units that are reduced at the end of a step, all together",
+                    got="atorch_ignored_cls or wrap_trainable_outmost",
+                    fix="leave these keys out",
+                )
+
+    def apply(self, job: Job) -> None:
+        """Frees the other ranks' blocks; the model's forward runs single stages from now on."""
+        if job.size(AXIS) == 1:
+            return
+        assert job.cut is not None, "the plan has decided it"
+        broadcast_states(job.model)  # while it is the same model on all ranks
+        _, blocks = block_list(job.model, self.blocks)
+        splice = Splice(job.cut)
+        mesh = job.require_mesh()
+        line = Line(mesh.get_group(AXIS), job.cut.ranks, job.index(AXIS), job.device)
+        keep_part(job.model, blocks, job.cut, line.rank, splice)
+        job.pipeline = PipelineEngine(line, splice, self.schedule)
+        wrap_method(job.model, "forward", job.pipeline.around_model)
+        job.loss_func = job.pipeline.loss(job.loss_func)
+        if job.shard_axis is None and job.size("tensor") == 1:
+            job.model.to(job.device)
+        if any(getattr(method, "shards", False) for method in job.strategy.methods):
+            job.notices.append(
+                "pipeline_parallel: gathered weights of a stage stay whole, and its gradients are reduced once per step"
+            )
+
+    def cost(self, step: Step) -> Step:
+        """The part of one pipeline rank, what it keeps for backward, and what it sends."""
+        return stage_cost(self.schedule, step) if step.size(AXIS) > 1 else step
+
+
+def _check_stages(keys: Mapping[str, Any]) -> None:
+    name, number = schedule_name(keys.get("schedule", "1f1b")), keys.get("num_stages_per_rank")
+    if name not in SCHEDULES or not isinstance(number, int):
+        return
+    fits = number == 1 if name in ("gpipe", "1f1b") else number == 2 if SCHEDULES[name].v_shaped else number >= 2
+    if not fits:
+        raise StrategyError(
+            f"pipeline_parallel: the schedule {name!r} does not run with this number of stages on a rank",
+            expected="1 for gpipe and 1f1b, 2 for zbv and dualpipev, 2 or more for interleaved",
+            got=str(number),
+            fix="correct num_stages_per_rank, or leave it out",
+        )

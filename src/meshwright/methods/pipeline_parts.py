@@ -1,0 +1,120 @@
+"""One rank's part of a model: its own blocks, and of what lies outside the blocks that which it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from meshwright.methods.pipeline_cut import Cut, Outside
+from meshwright.methods.pipeline_splice import Splice
+from meshwright.methods.pipeline_trace import Dataflow
+from meshwright.nn import wrap_method
+
+Fate = Literal["gone", "stands in", "lent"]
+
+
+def place_outside(model: nn.Module, blocks: list[nn.Module], ranks: list[int], flow: Dataflow | None) -> list[Outside]:
+    """Which pipeline ranks hold the parameters outside the blocks.
+
+    Args:
+        model: The whole model.
+        blocks: Of the list that is cut.
+        ranks: The pipeline rank of every block.
+        flow: What each block depends on; None: unknown, so every rank trains everything.
+    """
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    everyone = set(ranks)
+    found = []
+    for name, parameter in model.named_parameters():
+        if parameter in inside:
+            continue
+        trained, lent = set(everyone), set()
+        if flow is not None:
+            trained = {rank for rank, uses in zip(ranks, flow.uses, strict=True) if name in uses}
+            trained = trained or {ranks[-1]}  # used by nobody: somebody must store it
+            others = everyone - trained
+            lent = others if any(f == "lent" for _, _, f in _fates(model, parameter, flow.late)) else set()
+        found.append(Outside(name, tuple(sorted(trained)), tuple(sorted(lent))))
+    return found
+
+
+def _fates(model: nn.Module, parameter: nn.Parameter, late: frozenset[str]) -> Iterator[tuple[nn.Module, str, Fate]]:
+    """What becomes of a parameter where it is not needed: per module that owns it, and its name there."""
+    for path, module in model.named_modules():
+        for name, own in module.named_parameters(recurse=False):
+            if own is not parameter:
+                continue
+            if (f"{path}.{name}" if path else name) in late:
+                yield module, name, "gone"
+            elif _stand_in_of(module) is not None:
+                yield module, name, "stands in"
+            else:
+                yield module, name, "lent"
+
+
+def keep_part(model: nn.Module, blocks: nn.ModuleList, cut: Cut, rank: int, splice: Splice) -> None:
+    """Frees what other ranks hold, in place; the names of what stays are those of the whole model."""
+    elsewhere = [model.get_parameter(item.name) for item in cut.outside if rank not in item.trained_on]
+    fates = [(parameter, *fate) for parameter in elsewhere for fate in _fates(model, parameter, cut.late)]
+    for parameter, module, name, fate in fates:  # all were told before: releasing changes modules
+        _release(module, name, parameter, fate, splice)
+    for index, block in enumerate(blocks):
+        if cut.rank_of_block(index) == rank:
+            wrap_method(block, "__call__", splice.around_block(index))
+        else:
+            blocks[index] = Elsewhere(block, splice.around_block(index))
+
+
+def _release(module: nn.Module, name: str, parameter: nn.Parameter, fate: Fate, splice: Splice) -> None:
+    if fate == "lent":
+        del module._parameters[name]
+        module.register_buffer(name, parameter.detach(), persistent=False)
+        return
+    setattr(module, name, None)
+    stand_in = _stand_in_of(module)
+    if fate == "stands in" and stand_in is not None:
+        dtype = parameter.dtype
+        wrap_method(module, "forward", lambda forward, *args, **kwargs: stand_in(module, splice.dtype or dtype, *args))
+
+
+class Elsewhere(nn.Module):
+    """Stands in the list where a block of another rank was; it holds no tensors.
+
+    Plain attributes of the block stay readable: some models ask their layers for them.
+    """
+
+    def __init__(self, block: nn.Module, around: Callable[..., Any]) -> None:
+        super().__init__()
+        for name, value in vars(block).items():
+            if name not in vars(self) and not isinstance(value, torch.Tensor | nn.Module):
+                self.__dict__[name] = value
+        self._around = around
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hands the hidden state on."""
+        return self._around(None, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """For ``print(model)``."""
+        return "on another pipeline rank"
+
+
+def _stand_in_of(module: nn.Module) -> Callable[..., torch.Tensor] | None:
+    """Computes something of the right shape without the module's parameters; None where that is not known."""
+    kind = type(module).forward
+    if kind is nn.Embedding.forward:
+        return _as_embedding
+    return _as_norm if kind in (nn.LayerNorm.forward, nn.RMSNorm.forward) else None
+
+
+def _as_embedding(module: nn.Module, dtype: torch.dtype, ids: torch.Tensor) -> torch.Tensor:
+    assert isinstance(module, nn.Embedding)
+    zero = torch.zeros((), dtype=dtype, device=ids.device)
+    return zero.expand(*ids.shape, module.embedding_dim)  # takes no memory
+
+
+def _as_norm(module: nn.Module, dtype: torch.dtype, hidden: torch.Tensor) -> torch.Tensor:
+    return hidden

@@ -1,0 +1,153 @@
+"""The pipeline schedules: torch's names, their rules, where their stages lie, and what a rank holds while they run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+from meshwright.errors import StrategyError
+
+_ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What there is to know of one schedule."""
+
+    torch_name: str
+    v_shaped: bool = False  # a rank's two stages lie opposite: the first rank holds the first stage and the last
+    splits_backward: bool = False  # gradients of inputs and of weights are computed apart
+    needs_full: bool = False  # at least as many micro-batches as stages
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "gpipe": Schedule("GPipe"),  # Huang et al. 2019
+    "1f1b": Schedule("1F1B", needs_full=True),  # Narayanan et al. 2019 (PipeDream-Flush)
+    "interleaved": Schedule("Interleaved1F1B"),  # Narayanan et al. 2021, §2.2
+    "zbv": Schedule("ZBVZeroBubble", v_shaped=True, splits_backward=True),  # Qi et al. 2024
+    "dualpipev": Schedule("DualPipeV", v_shaped=True, splits_backward=True, needs_full=True),  # DeepSeek-AI 2025
+}
+
+# What torch, PiPPy and ATorch's examples call them, in lower case.
+_SPELLINGS = {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv", "zero_bubble_v": "zbv", "fill_drain": "gpipe"}
+
+
+def schedule_name(value: Any) -> Any:
+    """Torch's and the seeds' spellings of a schedule as Meshwright's."""
+    if not isinstance(value, str):
+        return value
+    return _SPELLINGS.get(value.lower(), value.lower())
+
+
+def stage_ranks(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """The pipeline rank of every stage."""
+    if SCHEDULES[name].v_shaped:
+        return (*range(ranks), *reversed(range(ranks)))
+    return tuple(range(ranks)) * stages_per_rank
+
+
+def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) -> None:
+    """Refuses numbers of micro-batches that a schedule cannot run with.
+
+    Raises:
+        StrategyError: Saying which it can.
+    """
+    rounds = max(1, micro_batches // ranks)
+    if SCHEDULES[name].needs_full and micro_batches < stages:
+        expected = f"at least {stages}, one for every stage"
+    elif name == "interleaved" and micro_batches % rounds:
+        expected = f"up to {ranks}, or a multiple of the number of rounds ({rounds})"
+    else:
+        return
+    raise StrategyError(
+        f"pipeline_parallel: the schedule {name!r} cannot run with this number of micro-batches",
+        expected=expected,
+        got=str(micro_batches),
+        fix="set num_micro_batches, or use the schedule 'gpipe', which takes any number",
+    )
+
+
+def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
+    """What every rank computes, in order: ``(kind, stage, micro-batch)``.
+
+    Kinds: F forward, B backward, I and W the backward of inputs and of weights.
+    """
+    every = get_schedule_ops(
+        SCHEDULES[name].torch_name, ranks, micro_batches, stages_per_rank if stages_per_rank > 1 else None
+    )
+    # torch prints an action as 2F0, and two that overlap as (2F0;1B3)…
+    printed = [" ".join(str(action) for action in row if action is not None) for row in every]
+    return [[(kind, int(stage), int(part)) for stage, kind, part in _ACTION.findall(row)] for row in printed]
+
+
+def live_peaks(
+    name: str, ranks: int, stages_per_rank: int, micro_batches: int, stage_sizes: Sequence[int]
+) -> tuple[int, ...]:
+    """The most that is kept for backward at once, on every rank.
+
+    Args:
+        stage_sizes: What one micro-batch keeps in every stage, in any unit; the answer is in the same.
+    """
+    peaks = []
+    for row in actions(name, ranks, stages_per_rank, micro_batches):
+        held = peak = 0
+        for kind, stage, _ in row:
+            # The gradients of weights are the last to need what forward saved.
+            held += stage_sizes[stage] * {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def bubble_fraction(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
+    """The share of a step in which a rank waits, for equal stages, free communication and backward = 2 x forward.
+
+    Every action starts as soon as its rank and its inputs are free; I and W take as long as F each.
+    """
+    order = _numbered(actions(name, ranks, stages_per_rank, micro_batches))
+    last = ranks * stages_per_rank - 1
+    done: dict[tuple[str, int, int], float] = {}
+    clock, position = [0.0] * ranks, [0] * ranks
+    while any(position[rank] < len(order[rank]) for rank in range(ranks)):
+        before = sum(position)
+        for rank, row in enumerate(order):
+            while position[rank] < len(row):
+                kind, stage, part = row[position[rank]]
+                ready = _ready(kind, stage, part, last, done)
+                if ready is None:
+                    break
+                clock[rank] = max(clock[rank], ready) + (2.0 if kind == "B" else 1.0)
+                done["B" if kind in "BI" else kind, stage, part] = clock[rank]
+                position[rank] += 1
+        assert sum(position) > before, "the schedule waits for itself"
+    return 1 - 3.0 * stages_per_rank * micro_batches / max(clock)
+
+
+def _numbered(order: list[list[tuple[str, int, int]]]) -> list[list[tuple[str, int, int]]]:
+    """Micro-batches counted anew, per kind and stage: torch's table of 1F1B starts a rank's forwards at its number."""
+    numbered = []
+    for row in order:
+        seen: dict[tuple[str, int], int] = {}
+        again = []
+        for kind, stage, _ in row:
+            family = "B" if kind in "BI" else kind
+            number = seen.get((family, stage), 0)
+            seen[family, stage] = number + 1
+            again.append((kind, stage, number))
+        numbered.append(again)
+    return numbered
+
+
+def _ready(kind: str, stage: int, part: int, last: int, done: dict[tuple[str, int, int], float]) -> float | None:
+    """When the inputs of an action are there; None while they are not known to be."""
+    if kind == "F":
+        return 0.0 if stage == 0 else done.get(("F", stage - 1, part))
+    if kind == "W":
+        return 0.0  # its own I came before on the same rank
+    return done.get(("F", stage, part)) if stage == last else done.get(("B", stage + 1, part))
