@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshwright as mw
-from meshwright.methods.pipeline_schedules import bubble_fraction, live_peaks
+from meshwright.methods.pipeline.schedules import bubble_fraction, live_peaks
 from meshwright.runtime.launch import inside_launcher, launch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt2"))

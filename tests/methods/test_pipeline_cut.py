@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from meshwright.methods import PipelineParallel
-from meshwright.methods.pipeline_cut import balanced_bounds
-from meshwright.methods.pipeline_schedules import SCHEDULES, bubble_fraction, live_peaks, stage_ranks
-from meshwright.methods.pipeline_trace import trace_blocks
+from meshwright.methods.pipeline.cut import balanced_bounds
+from meshwright.methods.pipeline.schedules import SCHEDULES, bubble_fraction, live_peaks, stage_ranks
+from meshwright.methods.pipeline.trace import trace_blocks
 from tests import tiny
 
 

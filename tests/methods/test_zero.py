@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 import meshwright as mw
 from meshwright.cost import memory
 from meshwright.methods import Fsdp
-from meshwright.methods.zero_units import choose_units
+from meshwright.methods.zero.units import choose_units
 from meshwright.planner import measured_state
 from tests import tiny
 

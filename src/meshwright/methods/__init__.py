@@ -9,10 +9,10 @@ from meshwright.methods.half import Half
 from meshwright.methods.job import Job
 from meshwright.methods.outer import Outer
 from meshwright.methods.parallel_mode import ParallelMode
-from meshwright.methods.pipeline_cut import Cut
-from meshwright.methods.pipeline_engine import PipelineEngine
+from meshwright.methods.pipeline.cut import Cut
+from meshwright.methods.pipeline.engine import PipelineEngine
 from meshwright.methods.pipeline_parallel import PipelineParallel
-from meshwright.methods.tensor_calls import SampleRun
+from meshwright.methods.tensor.calls import SampleRun
 from meshwright.methods.tensor_parallel import TensorParallel
 from meshwright.methods.zero1 import Zero1
 from meshwright.methods.zero2 import Zero2

@@ -10,7 +10,7 @@ from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.mixed_parallel import without_mixed
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
-from meshwright.methods.pipeline_finish import finish_pipeline
+from meshwright.methods.pipeline.finish import finish_pipeline
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from meshwright.errors import ModelError
 from meshwright.methods.dtypes import DType
-from meshwright.methods.pipeline_cut import Cut
-from meshwright.methods.pipeline_engine import PipelineEngine
-from meshwright.methods.tensor_calls import SampleRun
-from meshwright.methods.tensor_split import Split
+from meshwright.methods.pipeline.cut import Cut
+from meshwright.methods.pipeline.engine import PipelineEngine
+from meshwright.methods.tensor.calls import SampleRun
+from meshwright.methods.tensor.split import Split
 from meshwright.nn import rank_orders
 from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, Stages, separate_layouts
 from meshwright.strategy import Strategy

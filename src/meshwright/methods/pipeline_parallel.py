@@ -13,20 +13,20 @@ from meshwright.cost import Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
-from meshwright.methods.pipeline_chain import Line
-from meshwright.methods.pipeline_cost import stage_cost
-from meshwright.methods.pipeline_cut import Cut, balanced_bounds, block_list, check_apart, check_enough, given_bounds
-from meshwright.methods.pipeline_engine import PipelineEngine
-from meshwright.methods.pipeline_parts import keep_part, place_outside
-from meshwright.methods.pipeline_schedules import (
+from meshwright.methods.pipeline.chain import Line
+from meshwright.methods.pipeline.cost import stage_cost
+from meshwright.methods.pipeline.cut import Cut, balanced_bounds, block_list, check_apart, check_enough, given_bounds
+from meshwright.methods.pipeline.engine import PipelineEngine
+from meshwright.methods.pipeline.parts import keep_part, place_outside
+from meshwright.methods.pipeline.schedules import (
     SCHEDULES,
     ScheduleName,
     check_micro_batches,
     schedule_name,
     stage_ranks,
 )
-from meshwright.methods.pipeline_splice import Splice
-from meshwright.methods.pipeline_trace import Dataflow
+from meshwright.methods.pipeline.splice import Splice
+from meshwright.methods.pipeline.trace import Dataflow
 from meshwright.methods.replicas import broadcast_states
 from meshwright.nn import wrap_method
 

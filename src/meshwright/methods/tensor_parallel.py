@@ -13,12 +13,12 @@ from meshwright.cost import Block, Parameter, Step, Traffic
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
-from meshwright.methods.tensor_calls import SampleRun
-from meshwright.methods.tensor_engine import split_layers
-from meshwright.methods.tensor_exchange import TensorAxis
-from meshwright.methods.tensor_plan import PlannedLayer
-from meshwright.methods.tensor_split import Split, split_of
-from meshwright.methods.tensor_trace import SplitTrace
+from meshwright.methods.tensor.calls import SampleRun
+from meshwright.methods.tensor.engine import split_layers
+from meshwright.methods.tensor.exchange import TensorAxis
+from meshwright.methods.tensor.plan import PlannedLayer
+from meshwright.methods.tensor.split import Split, split_of
+from meshwright.methods.tensor.trace import SplitTrace
 from meshwright.runtime import check_equal
 
 AXIS = "tensor"

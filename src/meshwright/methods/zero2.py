@@ -7,10 +7,10 @@ from typing import ClassVar
 from meshwright.cost import Step
 from meshwright.methods.base import Phase
 from meshwright.methods.job import Job
-from meshwright.methods.zero_config import ZeroMethod
-from meshwright.methods.zero_cost import shard_cost
-from meshwright.methods.zero_engine import shard
-from meshwright.methods.zero_units import choose_units
+from meshwright.methods.zero.config import ZeroMethod
+from meshwright.methods.zero.cost import shard_cost
+from meshwright.methods.zero.engine import shard
+from meshwright.methods.zero.units import choose_units
 
 
 class Zero2(ZeroMethod):

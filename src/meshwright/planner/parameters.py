@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Block, Buffer, Parameter
 from meshwright.methods import Cut
-from meshwright.methods.pipeline_cut import Outside
+from meshwright.methods.pipeline.cut import Outside
 from meshwright.nn import class_name, class_names, find_blocks
 from meshwright.optim import OuterOptimizer, local_tensor
 from meshwright.planner.states import StatesOf

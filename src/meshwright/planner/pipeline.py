@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.cost import Stages, Step
 from meshwright.errors import MeshwrightError
 from meshwright.methods import Cut, PipelineParallel
-from meshwright.methods.pipeline_trace import Dataflow, trace_blocks
+from meshwright.methods.pipeline.trace import Dataflow, trace_blocks
 from meshwright.strategy import Strategy
 
 _SAMPLES = 2  # that a model is traced with: one alone is no batch for a BatchNorm

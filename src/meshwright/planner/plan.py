@@ -16,7 +16,7 @@ from meshwright.cost import Activations, Block, Boundary, Memory, Step, memory
 from meshwright.errors import ModelError
 from meshwright.methods import Cut, PipelineParallel, Resolved, SampleRun, TensorParallel, cost_of, resolve
 from meshwright.methods.dtypes import torch_dtype
-from meshwright.methods.tensor_trace import SplitTrace
+from meshwright.methods.tensor.trace import SplitTrace
 from meshwright.planner.parameters import describe_blocks, describe_buffers
 from meshwright.planner.pipeline import by_pipeline_rank, decide_cut, num_micro_batches
 from meshwright.planner.saved import predict_saved

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.cost import Activations, Boundary, RecomputePart
-from meshwright.methods.tensor_trace import SaveLog, SplitTrace
+from meshwright.methods.tensor.trace import SaveLog, SplitTrace
 from meshwright.nn import class_names, find_blocks
 
 _BACKWARD_FLOPS = 2  # the two products of backward, each as large as the one of forward

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
-from meshwright.methods.pipeline_chain import Line
+from meshwright.methods.pipeline.chain import Line
 from meshwright.methods.replicas import GradientAverager
 from meshwright.optim import local_tensor
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from meshwright.methods.pipeline_chain import Boundary, Line
-from meshwright.methods.pipeline_splice import Handed, Splice
+from meshwright.methods.pipeline.chain import Boundary, Line
+from meshwright.methods.pipeline.splice import Handed, Splice
 
 Parameters = Callable[[], Iterator[nn.Parameter]]
 

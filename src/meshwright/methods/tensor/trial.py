@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from meshwright.methods.tensor_compare import Refuted
-from meshwright.methods.tensor_plan import PlannedLayer
-from meshwright.methods.tensor_styles import LINEAR
+from meshwright.methods.tensor.compare import Refuted
+from meshwright.methods.tensor.plan import PlannedLayer
+from meshwright.methods.tensor.styles import LINEAR
 
 _SEED = 5
 

@@ -9,8 +9,8 @@ import torch
 
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.job import Job
-from meshwright.methods.pipeline_engine import PipelineEngine
-from meshwright.methods.pipeline_gradients import StageGradients
+from meshwright.methods.pipeline.engine import PipelineEngine
+from meshwright.methods.pipeline.gradients import StageGradients
 from meshwright.methods.replicas import GradientAverager
 from meshwright.optim import Stages
 

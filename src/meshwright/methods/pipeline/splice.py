@@ -15,8 +15,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshwright.errors import ModelError
-from meshwright.methods.pipeline_cut import Cut
-from meshwright.methods.pipeline_trace import carried_positions
+from meshwright.methods.pipeline.cut import Cut
+from meshwright.methods.pipeline.trace import carried_positions
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
-from meshwright.methods.tensor_styles import EMBEDDING, LINEAR, Style, is_transposed, style_of
+from meshwright.methods.tensor.styles import EMBEDDING, LINEAR, Style, is_transposed, style_of
 
 _FIX = "give plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', …} with the names of its layers"
 

@@ -1,7 +1,7 @@
 """Which layers of a block can be split together, read off the autograd graph of one forward pass.
 
 A layer split by rows takes a part of the features from every rank; so it must be fed by nothing but layers split by
-columns, and these must feed nothing else. What is found are hypotheses: ``tensor_proof`` tries them out.
+columns, and these must feed nothing else. What is found are hypotheses: ``proof`` tries them out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.methods.tensor_styles import features, is_linear
+from meshwright.methods.tensor.styles import features, is_linear
 
 Runs = Callable[[], Any]
 

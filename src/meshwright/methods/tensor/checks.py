@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import ModelError, join_names
-from meshwright.methods.tensor_plan import PlannedLayer
+from meshwright.methods.tensor.plan import PlannedLayer
 
 _HEAD_SIZES = ("head_dim", "head_size")
 _HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")

@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ModelError
-from meshwright.methods.tensor_calls import RecordedBlock, SampleRun, record_calls, signature
-from meshwright.methods.tensor_compare import Refuted
-from meshwright.methods.tensor_plan import PlannedLayer
-from meshwright.methods.tensor_proof import BlockProof
-from meshwright.methods.tensor_sequence_trial import TOKENS_DIM, SequenceTrial, first_hidden
-from meshwright.methods.tensor_trial import Adjustment
+from meshwright.methods.tensor.calls import RecordedBlock, SampleRun, record_calls, signature
+from meshwright.methods.tensor.compare import Refuted
+from meshwright.methods.tensor.plan import PlannedLayer
+from meshwright.methods.tensor.proof import BlockProof
+from meshwright.methods.tensor.sequence_trial import TOKENS_DIM, SequenceTrial, first_hidden
+from meshwright.methods.tensor.trial import Adjustment
 
 
 @dataclass(frozen=True)

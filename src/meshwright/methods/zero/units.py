@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError, join_names
-from meshwright.methods.zero_config import ZeroMethod
+from meshwright.methods.zero.config import ZeroMethod
 from meshwright.nn import find_blocks, modules_of, outermost
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward of their own

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from meshwright.errors import ModelError
-from meshwright.methods.tensor_trial import BlockCall
+from meshwright.methods.tensor.trial import BlockCall
 from meshwright.nn import find_blocks
 
 _TOKENS = 16  # enough to tell positions apart; made a multiple of the ranks, which may cut them

@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.methods.tensor_calls import SampleRun
-from meshwright.methods.tensor_checks import check_layers
-from meshwright.methods.tensor_plan import PlannedLayer, matches, own_plan, planned, planned_layers
-from meshwright.methods.tensor_search import FoundPlan, find_plan
-from meshwright.methods.tensor_sequence import SequenceLayout, sequence_layout
-from meshwright.methods.tensor_styles import LINEAR
-from meshwright.methods.tensor_trial import Adjustment
-from meshwright.methods.tensor_vocabulary import heads_of, vocabulary_embedding
+from meshwright.methods.tensor.calls import SampleRun
+from meshwright.methods.tensor.checks import check_layers
+from meshwright.methods.tensor.plan import PlannedLayer, matches, own_plan, planned, planned_layers
+from meshwright.methods.tensor.search import FoundPlan, find_plan
+from meshwright.methods.tensor.sequence import SequenceLayout, sequence_layout
+from meshwright.methods.tensor.styles import LINEAR
+from meshwright.methods.tensor.trial import Adjustment
+from meshwright.methods.tensor.vocabulary import heads_of, vocabulary_embedding
 
 _FOUND: weakref.WeakKeyDictionary[nn.Module, dict[int, FoundPlan]] = weakref.WeakKeyDictionary()
 _LAYOUTS: weakref.WeakKeyDictionary[nn.Module, dict[Any, SequenceLayout]] = weakref.WeakKeyDictionary()

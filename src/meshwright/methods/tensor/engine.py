@@ -1,4 +1,4 @@
-"""Splitting layers over the tensor axis: the ``apply`` of ``tensor_parallel``. Its twin in numbers is ``tensor_trace``.
+"""Splitting layers over the tensor axis: the ``apply`` of ``tensor_parallel``. Its twin in numbers is ``trace``.
 
 Parameters become DTensors, so that they are stored, sharded further and normed as what they are; layers compute with
 local parts. Layers that share an input share its gradient's all-reduce, as in Megatron-LM (Shoeybi et al. 2019, §3);
@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.loss import Vocabulary, VocabularyShards
 from meshwright.methods.replicas import broadcast_states
-from meshwright.methods.tensor_exchange import TensorAxis
-from meshwright.methods.tensor_parts import part_of
-from meshwright.methods.tensor_plan import PlannedLayer
-from meshwright.methods.tensor_split import Split
-from meshwright.methods.tensor_styles import is_transposed
-from meshwright.methods.tensor_tokens import let_exchange_tokens
+from meshwright.methods.tensor.exchange import TensorAxis
+from meshwright.methods.tensor.parts import part_of
+from meshwright.methods.tensor.plan import PlannedLayer
+from meshwright.methods.tensor.split import Split
+from meshwright.methods.tensor.styles import is_transposed
+from meshwright.methods.tensor.tokens import let_exchange_tokens
 from meshwright.nn import RankOrder, keep_rank_order, wrap_method
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from meshwright.errors import ModelError
-from meshwright.methods.tensor_calls import RecordedBlock, SampleRun, record_calls, signature
-from meshwright.methods.tensor_compare import Refuted
-from meshwright.methods.tensor_flow import Region, mark_input, record_flow, regions
-from meshwright.methods.tensor_plan import PlannedLayer, planned
-from meshwright.methods.tensor_proof import BlockProof
-from meshwright.methods.tensor_styles import features, is_linear, is_transposed
-from meshwright.methods.tensor_trial import Adjustment, evaluating
-from meshwright.methods.tensor_vocabulary import vocabulary_entries
+from meshwright.methods.tensor.calls import RecordedBlock, SampleRun, record_calls, signature
+from meshwright.methods.tensor.compare import Refuted
+from meshwright.methods.tensor.flow import Region, mark_input, record_flow, regions
+from meshwright.methods.tensor.plan import PlannedLayer, planned
+from meshwright.methods.tensor.proof import BlockProof
+from meshwright.methods.tensor.styles import features, is_linear, is_transposed
+from meshwright.methods.tensor.trial import Adjustment, evaluating
+from meshwright.methods.tensor.vocabulary import vocabulary_entries
 
 _SIZE_WORDS = ("dim", "size", "group", "mask")
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from meshwright.methods.tensor_exchange import TensorAxis
-from meshwright.methods.tensor_sequence import SequenceLayout, check_tokens
-from meshwright.methods.tensor_sequence_trial import TOKENS_DIM, first_hidden, with_argument
-from meshwright.methods.tensor_styles import is_linear
+from meshwright.methods.tensor.exchange import TensorAxis
+from meshwright.methods.tensor.sequence import SequenceLayout, check_tokens
+from meshwright.methods.tensor.sequence_trial import TOKENS_DIM, first_hidden, with_argument
+from meshwright.methods.tensor.styles import is_linear
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 

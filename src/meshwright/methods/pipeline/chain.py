@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from meshwright.errors import ModelError, join_names
-from meshwright.methods.pipeline_splice import Form, Handed, Splice
+from meshwright.methods.pipeline.splice import Form, Handed, Splice
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Trying out a split whose blocks hand on a part of the tokens: what is exchanged in it. See ``tensor_proof``."""
+"""Trying out a split whose blocks hand on a part of the tokens: what is exchanged in it. See ``proof``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.methods.tensor_compare import Refuted, close
-from meshwright.methods.tensor_plan import PlannedLayer
-from meshwright.methods.tensor_trial import Exchanged
+from meshwright.methods.tensor.compare import Refuted, close
+from meshwright.methods.tensor.plan import PlannedLayer
+from meshwright.methods.tensor.trial import Exchanged
 
 TOKENS_DIM = 1
 Where = int | str

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.utils._pytree import tree_leaves
 
-from meshwright.methods.pipeline_chain import Boundary, Line, StageOutput, flag_device, run_chain, shared_loss
-from meshwright.methods.pipeline_gradients import StageGradients
-from meshwright.methods.pipeline_schedules import SCHEDULES, live_peaks
-from meshwright.methods.pipeline_splice import Handed, Splice
-from meshwright.methods.pipeline_stage import Stage, StageModule
+from meshwright.methods.pipeline.chain import Boundary, Line, StageOutput, flag_device, run_chain, shared_loss
+from meshwright.methods.pipeline.gradients import StageGradients
+from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
+from meshwright.methods.pipeline.splice import Handed, Splice
+from meshwright.methods.pipeline.stage import Stage, StageModule
 from meshwright.runtime import preserved_rng, same_on_every_rank
 
 _SHAPES_KEPT = 4  # schedules of as many batch shapes stay: each holds room for the hidden states of its micro-batches

@@ -1,4 +1,4 @@
-"""What sharding costs: the ``cost`` that zero1, zero2 and fsdp share. Its twin is ``zero_engine``."""
+"""What sharding costs: the ``cost`` that zero1, zero2 and fsdp share. Its twin is ``engine``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Literal
 
 from meshwright.cost import Block, Parameter, Placement, Step, Traffic, element_bytes, names_class, padded_bytes
 from meshwright.methods.dtypes import itemsize
-from meshwright.methods.zero_config import ZeroMethod
+from meshwright.methods.zero.config import ZeroMethod
 
 Gathers = Literal["once", "twice"]
 """``once``: a step gathers everything once. ``twice``: every micro-batch gathers blocks in forward and in backward."""
 
 
 def shard_cost(config: ZeroMethod, step: Step, *, gathers: Gathers, reduce_once: bool) -> Step:
-    """Twin of :func:`meshwright.methods.zero_engine.shard`.
+    """Twin of :func:`meshwright.methods.zero.engine.shard`.
 
     Args:
         config: The method's keys.

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.methods.tensor_compare import Refuted, close, largest, split_dim, total
-from meshwright.methods.tensor_parts import part_of
-from meshwright.methods.tensor_plan import PlannedLayer
-from meshwright.methods.tensor_sequence_trial import SequenceTrial
-from meshwright.methods.tensor_trial import Adjustment, BlockCall, Exchanged, adjusted, evaluating, meeting
+from meshwright.methods.tensor.compare import Refuted, close, largest, split_dim, total
+from meshwright.methods.tensor.parts import part_of
+from meshwright.methods.tensor.plan import PlannedLayer
+from meshwright.methods.tensor.sequence_trial import SequenceTrial
+from meshwright.methods.tensor.trial import Adjustment, BlockCall, Exchanged, adjusted, evaluating, meeting
 
 _SEED = 7
 

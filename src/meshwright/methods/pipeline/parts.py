@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from meshwright.methods.pipeline_cut import Cut, Outside
-from meshwright.methods.pipeline_splice import Splice
-from meshwright.methods.pipeline_trace import Dataflow
+from meshwright.methods.pipeline.cut import Cut, Outside
+from meshwright.methods.pipeline.splice import Splice
+from meshwright.methods.pipeline.trace import Dataflow
 from meshwright.nn import wrap_method
 
 Fate = Literal["gone", "stands in", "lent"]

@@ -1,4 +1,4 @@
-"""Sharding with FSDP2: the ``apply`` that zero1, zero2 and fsdp share. Its twin is ``zero_cost``."""
+"""Sharding with FSDP2: the ``apply`` that zero1, zero2 and fsdp share. Its twin is ``cost``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.job import Job
 from meshwright.methods.replicas import broadcast_states
-from meshwright.methods.zero_config import ZeroMethod
-from meshwright.methods.zero_units import Units, choose_units
+from meshwright.methods.zero.config import ZeroMethod
+from meshwright.methods.zero.units import Units, choose_units
 from meshwright.nn import average_gradients
 
 

@@ -1,4 +1,4 @@
-"""A tensor axis in a trace: one rank's shapes, and what it would send. Twin of ``tensor_engine`` for predictions."""
+"""A tensor axis in a trace: one rank's shapes, and what it would send. Twin of ``engine`` for predictions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 
 from meshwright.cost import Boundary
 from meshwright.loss import Vocabulary, VocabularyShards
-from meshwright.methods.tensor_plan import PlannedLayer
-from meshwright.methods.tensor_sequence import check_tokens
-from meshwright.methods.tensor_sequence_trial import TOKENS_DIM
-from meshwright.methods.tensor_split import Split
-from meshwright.methods.tensor_styles import is_linear
-from meshwright.methods.tensor_tokens import change_hidden_input, change_hidden_output
-from meshwright.methods.tensor_trial import adjusted
+from meshwright.methods.tensor.plan import PlannedLayer
+from meshwright.methods.tensor.sequence import check_tokens
+from meshwright.methods.tensor.sequence_trial import TOKENS_DIM
+from meshwright.methods.tensor.split import Split
+from meshwright.methods.tensor.styles import is_linear
+from meshwright.methods.tensor.tokens import change_hidden_input, change_hidden_output
+from meshwright.methods.tensor.trial import adjusted
 from meshwright.nn import class_names
 
 SaveLog = list[tuple[nn.Module, ...]]
@@ -74,7 +74,7 @@ class SplitTrace:
             self._inputs = {}
 
     def _token_hooks(self, log: SaveLog) -> list[Any]:
-        """What ``tensor_tokens`` does, and counts it."""
+        """What ``tokens`` does, and counts it."""
         if self._sequence is None:
             return []
         hooks = []

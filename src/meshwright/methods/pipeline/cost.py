@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from meshwright.cost import Activations, Block, Buffer, Parameter, Stages, Step, Traffic, local_shape
-from meshwright.methods.pipeline_schedules import live_peaks
+from meshwright.methods.pipeline.schedules import live_peaks
 
 
 def stage_cost(schedule: str, step: Step) -> Step:

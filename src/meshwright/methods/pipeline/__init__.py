@@ -1,0 +1,1 @@
+"""How a model runs in stages: what ``pipeline_parallel`` cuts, splices and schedules."""
