@@ -11,6 +11,7 @@ from meshwright.cost import memory
 from meshwright.planner import measured_state
 from meshwright.store import CheckpointStore, TrainingState
 from tests import tiny
+from tests.methods.split_runs import whole_weights
 from tests.methods.test_parity import BATCH, OPTIMIZERS, STEPS
 from tests.methods.test_traffic import Counter
 
@@ -77,13 +78,6 @@ def accelerated(name, strategy, mode="sgd", micro=4, **keys):
     )  # fmt: skip
 
 
-def own_weights(model):
-    return {
-        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
-
-
 def train(name, strategy, mode="sgd", micro=4):
     """Ten steps; losses, gradient norms and this rank's weights. Predicted bytes of state are checked on the way."""
     result = accelerated(name, strategy, mode, micro)
@@ -95,7 +89,7 @@ def train(name, strategy, mode="sgd", micro=4):
     predicted = memory(result.plan.steps[result._job.index("pipeline")], result._job.coordinate)
     for kind, size in measured_state(result.model, result.optim).items():
         assert getattr(predicted, kind) == size, (kind, getattr(predicted, kind), size, strategy)
-    return losses, norms, own_weights(result.model)
+    return losses, norms, whole_weights(result.model)
 
 
 class Pair(nn.Module):
@@ -188,7 +182,7 @@ def pairs_on(strategy, steps, by_hand=False, sample=True, **keys):
         result.clip_grad_norm(0.1)
         result.optim.step()
     calls = [layer.calls.item() for layer in result.model.layers if hasattr(layer, "calls")]
-    return losses, own_weights(result.model), result.evaluate(ROWS).item(), calls
+    return losses, whole_weights(result.model), result.evaluate(ROWS).item(), calls
 
 
 def dropping(methods):

@@ -52,6 +52,9 @@ FOUR = {
     "alone": ("plain", [("parallel_mode", {"pipeline": 4}), scheduled("1f1b")]),
     "fsdp": ("plain", [("parallel_mode", {"pipeline": 2, "zero": 2}), "fsdp", scheduled("zbv")]),
     "tensor": ("tied", [("parallel_mode", {"tensor": 2, "pipeline": 2}), "tensor_parallel", scheduled("1f1b")]),
+    "tensor by data flow": (
+        "plain", [("parallel_mode", {"tensor": 2, "pipeline": 2}), "tensor_parallel", scheduled("1f1b")],
+    ),
 }  # fmt: skip
 
 

@@ -113,12 +113,13 @@ class TensorParallel(Method):
         assert job.split is not None, "check has found it"
         split, said = job.split
         if job.pipeline is not None:
-            split = split.of_part()
+            split = split.of_part(job.model)
         check_equal("The split of the layers", said, "give every rank the same model and the same kind of samples")
         job.notices.append(said)
         axis = TensorAxis(job.require_mesh()[AXIS])
         split_layers(job.model, split, axis, job.device, sync=job.pipeline is None)
         split.adjust(job.model)
+        job.split = None  # it would keep the blocks of other pipeline ranks
         job.is_split = True
         if job.shard_axis is None:
             job.model.to(job.device)

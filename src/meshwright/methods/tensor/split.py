@@ -34,10 +34,16 @@ class Split:
     remarks: tuple[str, ...] = ()
     sequence: SequenceLayout | None = None  # where tokens are cut and put together; None: every rank has all
 
-    def of_part(self) -> Split:
-        """The same for one pipeline rank's part of the model: without layers whose parameters it does not have."""
-        held = (layer for layer in self.layers if next(layer.module.parameters(recurse=False), None) is not None)
-        return replace(self, layers=tuple(held))
+    def of_part(self, model: nn.Module) -> Split:
+        """The same for one pipeline rank's part of the model: without what it does not have."""
+        paths = {id(module): path for path, module in model.named_modules()}
+        held = (
+            layer
+            for layer in self.layers
+            if id(layer.module) in paths and next(layer.module.parameters(recurse=False), None) is not None
+        )
+        adjusted = (each for each in self.adjustments if each.path in paths.values())
+        return replace(self, layers=tuple(held), adjustments=tuple(adjusted))
 
     def adjust(self, model: nn.Module) -> None:
         """Sets the attributes that count what a rank has a part of."""
