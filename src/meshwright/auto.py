@@ -155,6 +155,8 @@ def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelera
     """Builds optimizer and scheduler over the model as applied."""
     with same_on_every_rank():
         optim = job.build_optimizer()
+    optim = None if optim is None else job.finish_optimizer(optim)
+    with same_on_every_rank():
         make_scheduler = request.lr_scheduler_cls
         scheduler = None if make_scheduler is None else make_scheduler(optim, **(request.lr_scheduler_args or {}))
     return Accelerated(

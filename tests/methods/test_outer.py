@@ -152,13 +152,16 @@ def test_keys_a_rule_has_no_use_for(config, words):
         ({"clip_pseudo_grad": -1.0}, "clip_pseudo_grad is out of range"),
     ],
 )
-def test_numbers_that_do_not_fit(config, words):
+def test_numbers_that_do_not_fit(ranks, config, words):
+    ranks(1).run(refused, ConfigError, words, ("outer", config), torch.optim.SGD)
+
+
+def test_an_outer_step_needs_an_inner_one(ranks):
+    ranks(1).run(refused, StrategyError, "no optimizer to work with", "outer", None)
+
+
+def refused(error, words, method, optim_func):
     model = tiny.build("plain")
-    with pytest.raises(ConfigError, match=words):
-        mw.accelerate(model, torch.optim.SGD, strategy=[("outer", config)], optim_args=SGD)
+    with pytest.raises(error, match=words):
+        mw.accelerate(model, optim_func, strategy=[method])
     assert all(type(p) is torch.nn.Parameter for p in model.parameters())  # nothing was changed
-
-
-def test_an_outer_step_needs_an_inner_one():
-    with pytest.raises(StrategyError, match="no optimizer to work with"):
-        mw.accelerate(tiny.build("plain"), strategy=["outer"])

@@ -166,4 +166,7 @@ def methods_command() -> None:
     methods = [config for config in METHOD_CONFIGS.values() if issubclass(config, Method)]
     for method in sorted(methods, key=lambda each: each.phase):
         table.add_row(method.method_name, method.phase.name.lower(), method.summary)
+    for config in METHOD_CONFIGS.values():
+        if not issubclass(config, Method):
+            table.add_row(config.method_name, "", "stands for the mesh and the methods of its axes")
     Console().print(table)

@@ -74,7 +74,7 @@ class Job:
     loss_scale: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of LossScaler
     skip_nonfinite: bool = False
     master_weights: bool = False
-    finish_optimizer: Callable[[Optimizer], Optimizer] = _as_it_is  # last change of the optimizer that was built
+    finish_optimizer: Callable[[Optimizer], Optimizer] = _as_it_is  # last change of the optimizer; may communicate
     stages: Stages | None = None  # for norms, where the parameters are one pipeline rank's
     micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
     notices: list[str] = field(default_factory=list)  # what the user is told once, on rank 0
@@ -118,8 +118,8 @@ class Job:
         return self.index("replica") * self.num_averaged + inside
 
     def build_optimizer(self) -> Optimizer | None:
-        """Builds the optimizer over the model as it is now, with what the methods asked for around it."""
-        return None if self.optim_func is None else self.finish_optimizer(self._guarded_optimizer(self.optim_func))
+        """Builds the optimizer over the model as it is now, with its guards; ``finish_optimizer`` comes after it."""
+        return None if self.optim_func is None else self._guarded_optimizer(self.optim_func)
 
     def _guarded_optimizer(self, optim_func: OptimizerFactory) -> Optimizer:
         params = self.model.parameters() if self.optim_param_func is None else self.optim_param_func(self.model)

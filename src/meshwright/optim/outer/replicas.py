@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.transport import all_gather_flat
 from meshwright.errors import ConfigError, LaunchError, join_names
+from meshwright.optim.groups import made_group
 from meshwright.runtime import gather_objects, world_size
 
 _PATIENCE_S = 3.0  # for marks of ranks that are alive but slow to notice
@@ -193,7 +194,7 @@ def _inside(place: int) -> tuple[dist.ProcessGroup | None, int]:
         return None, 1
     if len(ranks) == len(places):
         return dist.group.WORLD, len(ranks)
-    return dist.new_group(ranks, use_local_synchronization=True), len(ranks)
+    return made_group(tuple(ranks)), len(ranks)
 
 
 def _store() -> Any:
