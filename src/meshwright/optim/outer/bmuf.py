@@ -99,6 +99,11 @@ class BMUF(OuterOptimizer):
             return self.inner.step(**options) if closure is None else self.inner.step(closure, **options)
         return super().step(closure, **options)
 
+    def prepare_gradients(self) -> None:
+        """In a synchronous warm-up: averages gradients over replicas; see OuterOptimizer."""
+        if not self._alone:
+            super().prepare_gradients()
+
     def multiply_grads(self, c: float | torch.Tensor) -> None:
         """Multiplies all gradients by a number."""
         gradients = [local_tensor(parameter.grad) for parameter in self._parameters() if parameter.grad is not None]

@@ -107,6 +107,7 @@ class OuterOptimizer(WrappedOptimizer):
 
     def prepare_gradients(self) -> None:
         """In a synchronous warm-up: averages gradients over replicas. ``step`` does so; call it before clipping."""
+        self._begin()
         if self.guard is not None:
             self.guard.prepare_gradients()
         if self._averages_gradients and not self._gradients_are_averaged:
