@@ -61,7 +61,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
                 got=f"{name}={size}",
                 fix=f"add {method} to the strategy"
                 if known
-                else "use the axes data, zero, tensor, pipeline and replica",
+                else "use the axes data, zero, sequence, tensor, pipeline and replica",
             )
     for name, method in _METHOD_OF_AXIS.items():
         if method in strategy and name not in dict(axes):
