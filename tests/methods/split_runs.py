@@ -95,7 +95,9 @@ def with_a_plan(name):
         "qwen3": ("Qwen3", "ForCausalLM", {"head_dim": 6}),
         "phi3": ("Phi3", "ForCausalLM", {"pad_token_id": 0}),
     }[name]
-    return getattr(transformers, kind + size)(getattr(transformers, kind + "Config")(**{**SIZES, **keys}, use_cache=False))
+    return getattr(transformers, kind + size)(
+        getattr(transformers, kind + "Config")(**{**SIZES, **keys}, use_cache=False)
+    )
 
 
 BARE = ("plain", "odd")  # are called with token ids alone

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshwright as mw
+from meshwright.methods import SequenceParallel
+from meshwright.methods.sequence_tokens import tokens_dim
 from tests import tiny
 from tests.methods import split_runs
 from tests.methods.test_parity import check_weights
@@ -90,11 +92,10 @@ class Net(nn.Module):
         return x
 
 
-def net(model, mesh=None, **keys):
+def net(model):
     return mw.accelerate(
         model, torch.optim.SGD, tiny.Tokens(), lambda x, out: out.square().mean(), optim_args={"lr": 0.1},
-        strategy=[("parallel_mode", mesh or {"sequence": 2}), "sequence_parallel"], dataloader_args={"batch_size": 2},
-        **keys,
+        strategy=[("parallel_mode", {"sequence": 2}), "sequence_parallel"], dataloader_args={"batch_size": 2},
     )  # fmt: skip
 
 
@@ -107,7 +108,6 @@ def refusals():
         "mask inside": lambda: net(Net("mask inside")),
         "no attention": lambda: net(Net("no attention")),
         "no blocks": lambda: net(nn.Embedding(64, 3)),
-        "tensor": lambda: net(Net(), {"sequence": 2, "tensor": 2}),
         "tokens": lambda: net(Net()).step(torch.ones(2, 11, dtype=torch.long)),
         "few tokens": lambda: net(Net()).step(torch.ones(2, 2, dtype=torch.long)),
     }.items():
@@ -129,9 +129,27 @@ def test_what_cannot_work_is_refused_on_all_ranks(ranks):
             "mask inside": "mask",
             "no attention": "blocks.0 calls no attention",
             "no blocks": "no repeated blocks",
-            "tensor": "",
             "tokens": "does not divide the tokens",
             "few tokens": "parts of two or more",
         }.items():
             assert words in said[name], (name, said)
         assert apart < 1e-6
+
+
+def test_other_axes_are_refused():
+    with pytest.raises(mw.errors.StrategyError, match="'tensor'"):
+        SequenceParallel.check_axes({"sequence": 2, "tensor": 2})
+    SequenceParallel.check_axes({"sequence": 2, "tensor": 1, "zero": 2})
+
+
+def test_what_goes_with_tokens():
+    """Which dim of an argument is cut; masks stay whole."""
+    hidden, square, ids = torch.ones(2, 6, 5), torch.ones(6, 6), torch.ones(2, 6, dtype=torch.long)
+    assert tokens_dim("x", hidden, 6) == 1
+    assert tokens_dim("encoder", torch.ones(2, 7, 5), 6) is None
+    assert tokens_dim("attention_mask", square[None, None], 6) is None
+    assert tokens_dim("attention_mask", torch.ones(2, 1, 1, 6), 6) is None
+    assert tokens_dim("attention_mask", ids, 6) is None
+    assert tokens_dim("position_ids", ids, 6) == 1
+    assert tokens_dim("position_embeddings", square, 6) == 0
+    assert tokens_dim("cos", torch.ones(2, 1, 6, 4), 6) == 2

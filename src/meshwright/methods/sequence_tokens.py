@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -36,10 +37,12 @@ def cut_tokens(blocks: BlockList, ranks: SequenceRanks) -> list[Any]:
     """Cuts tokens before the first block, and puts them together behind the last; returns the hooks."""
     tokens = TokenParts(ranks)
     hooks = [
-        block.register_forward_pre_hook(functools.partial(tokens.enter, path, not place), with_kwargs=True)
+        block.register_forward_pre_hook(
+            functools.partial(tokens.enter, path, not place), with_kwargs=True, prepend=True
+        )
         for place, (path, block) in enumerate(blocks)
     ]
-    return [*hooks, change_hidden_output(blocks[-1][1], ranks.gather)]
+    return [*hooks, change_hidden_output(blocks[-1][1], tokens.leave)]
 
 
 def over_heads(path: str, ranks: SequenceRanks) -> Callable[..., Any]:
@@ -76,6 +79,7 @@ class TokenParts:
     def __init__(self, ranks: SequenceRanks) -> None:
         self._ranks = ranks
         self._count = 0  # all tokens of the sequence that runs
+        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what several blocks take: whole, and part
 
     def enter(
         self, path: str, is_first: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -90,7 +94,7 @@ class TokenParts:
             raise _wrong_hidden(path, "no tensor of that form")
         hidden = args[where] if isinstance(where, int) else kwargs[where]
         if is_first:
-            self._count = check_tokens(hidden, self._ranks.size)
+            self._count, self._known = check_tokens(hidden, self._ranks.size), {}
         elif hidden.shape[TOKENS_DIM] * self._ranks.size != self._count:
             raise _wrong_hidden(path, f"{hidden.shape[TOKENS_DIM]} of {self._count} tokens")
 
@@ -99,16 +103,33 @@ class TokenParts:
                 return self._narrowed(hidden, TOKENS_DIM) if is_first else hidden
             return tree_map(functools.partial(self._part, name), value)
 
-        return tuple(argument("", value) for value in args), {name: argument(name, kwargs[name]) for name in kwargs}
+        names = [*_argument_names(type(module)), *[""] * len(args)]  # a block may take *args
+        positional = tuple(argument(name, value) for name, value in zip(names, args, strict=False))
+        return positional, {name: argument(name, kwargs[name]) for name in kwargs}
+
+    def leave(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Puts the tokens together behind the last block."""
+        self._known = {}
+        return self._ranks.gather(hidden)
 
     def _part(self, name: str, leaf: Any) -> Any:
         dim = tokens_dim(name, leaf, self._count) if isinstance(leaf, torch.Tensor) else None
-        return leaf if dim is None else self._narrowed(leaf, dim)
+        if dim is None:
+            return leaf
+        if id(leaf) not in self._known:
+            self._known[id(leaf)] = leaf, self._narrowed(leaf, dim)
+        return self._known[id(leaf)][1]
 
     def _narrowed(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         part = tensor.shape[dim] // self._ranks.size
         # In memory of its own: what is saved of it for backward must not keep all tokens.
         return tensor.narrow(dim, part * self._ranks.index, part).clone()
+
+
+@functools.cache
+def _argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    every = list(inspect.signature(kind.forward).parameters.values())[1:]
+    return tuple(each.name for each in every if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
 
 
 def tokens_dim(name: str, tensor: torch.Tensor, tokens: int) -> int | None:
