@@ -136,6 +136,15 @@ def test_what_cannot_work_is_refused_on_all_ranks(ranks):
         assert apart < 1e-6
 
 
+@pytest.mark.long
+def test_checkpoints_go_between_layouts(ranks, tmp_path):
+    sequence = [("parallel_mode", {"sequence": 2, "zero": 2}), "sequence_parallel", "fsdp"]
+    for name, source, target in (("plain", sequence, ["zero2"]), ("ungrouped", [], sequence)):
+        before = ranks(4).run(split_runs.save_and_go_on, tmp_path / name, name, source)
+        after = ranks(4).run(split_runs.load_and_go_on, tmp_path / name, name, target)
+        assert after[0] == pytest.approx(before[0], abs=1e-4)
+
+
 def test_other_axes_are_refused():
     with pytest.raises(mw.errors.StrategyError, match="'tensor'"):
         SequenceParallel.check_axes({"sequence": 2, "tensor": 2})

@@ -50,7 +50,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
     strategy = _with_zero_method(strategy, axes, zero_level, notices)
     strategy = _without_redundant_amp(strategy, notices)
     shards = _sharding_method(strategy)
-    shard_axis = None if shards is None else "zero" if "zero" in dict(axes) else "data"
+    shard_axis = None if shards is None else next((a for a in ("zero", "data", "sequence") if a in dict(axes)), "data")
     for name, size in axes:
         method = _METHOD_OF_AXIS.get(name)
         if method is not None and size > 1 and method not in strategy:
@@ -73,7 +73,9 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
             )
     if shard_axis is not None and shard_axis not in dict(axes):
         raise StrategyError(
-            f"{shards} has no mesh axis to shard over", expected="an axis 'zero' or 'data'", got=str(dict(axes))
+            f"{shards} has no mesh axis to shard over",
+            expected="an axis 'zero', 'data' or 'sequence'",
+            got=str(dict(axes)),
         )
     return Resolved(strategy, axes, shard_axis, tuple(notices))
 
