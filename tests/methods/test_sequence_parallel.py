@@ -115,6 +115,12 @@ def refusals():
             build()
         except mw.MeshwrightError as error:
             said[name] = str(error)
+    bare = mw.accelerate(
+        split_runs.build("ungrouped"), torch.optim.SGD, None, tiny.loss_func, optim_args={"lr": 0.1},
+        strategy=[("parallel_mode", {"sequence": 2, "data": 1}), "sequence_parallel", "fsdp"],
+    )  # fmt: skip
+    assert bare.plan.step.shard_axis == "sequence"
+    assert any("no sample" in notice for notice in bare._job.notices)
     ids = torch.arange(24).view(2, 12)
     result = net(Net())
     apart = (result.evaluate(ids) - Net()(ids).square().mean()).abs().item()
@@ -139,7 +145,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(ranks):
 @pytest.mark.long
 def test_checkpoints_go_between_layouts(ranks, tmp_path):
     sequence = [("parallel_mode", {"sequence": 2, "zero": 2}), "sequence_parallel", "fsdp"]
-    for name, source, target in (("plain", sequence, ["zero2"]), ("ungrouped", [], sequence)):
+    for name, source, target in (("plain", sequence, ["zero2"]), ("ungrouped", ["zero2"], sequence)):
         before = ranks(4).run(split_runs.save_and_go_on, tmp_path / name, name, source)
         after = ranks(4).run(split_runs.load_and_go_on, tmp_path / name, name, target)
         assert after[0] == pytest.approx(before[0], abs=1e-4)

@@ -50,7 +50,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
     strategy = _with_zero_method(strategy, axes, zero_level, notices)
     strategy = _without_redundant_amp(strategy, notices)
     shards = _sharding_method(strategy)
-    shard_axis = None if shards is None else next((a for a in ("zero", "data", "sequence") if a in dict(axes)), "data")
+    shard_axis = None if shards is None else _shard_axis(dict(axes))
     for name, size in axes:
         method = _METHOD_OF_AXIS.get(name)
         if method is not None and size > 1 and method not in strategy:
@@ -78,6 +78,13 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
             got=str(dict(axes)),
         )
     return Resolved(strategy, axes, shard_axis, tuple(notices))
+
+
+def _shard_axis(sizes: dict[str, int]) -> str:
+    """``zero``, else ``data``; ranks of a sequence hold equal parameters too, and are taken where they are alone."""
+    if "zero" in sizes or sizes.get("sequence", 1) == 1 or sizes.get("data", 1) > 1:
+        return "zero" if "zero" in sizes else "data"
+    return "sequence"
 
 
 def _with_mesh(strategy: Strategy, world: int) -> tuple[Strategy, Axes]:

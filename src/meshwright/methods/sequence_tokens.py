@@ -79,7 +79,9 @@ class TokenParts:
     def __init__(self, ranks: SequenceRanks) -> None:
         self._ranks = ranks
         self._count = 0  # all tokens of the sequence that runs
-        self._known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what several blocks take: whole, and part
+        self._known: dict[
+            tuple[int, int], tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # what several blocks take: whole, and part
 
     def enter(
         self, path: str, is_first: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -116,9 +118,9 @@ class TokenParts:
         dim = tokens_dim(name, leaf, self._count) if isinstance(leaf, torch.Tensor) else None
         if dim is None:
             return leaf
-        if id(leaf) not in self._known:
-            self._known[id(leaf)] = leaf, self._narrowed(leaf, dim)
-        return self._known[id(leaf)][1]
+        if (id(leaf), dim) not in self._known:
+            self._known[id(leaf), dim] = leaf, self._narrowed(leaf, dim)
+        return self._known[id(leaf), dim][1]
 
     def _narrowed(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         part = tensor.shape[dim] // self._ranks.size
@@ -126,7 +128,6 @@ class TokenParts:
         return tensor.narrow(dim, part * self._ranks.index, part).clone()
 
 
-@functools.cache
 def _argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
     every = list(inspect.signature(kind.forward).parameters.values())[1:]
     return tuple(each.name for each in every if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))

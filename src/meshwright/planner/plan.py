@@ -146,12 +146,11 @@ class Workload:
 
     def _split(self, resolved: Resolved) -> Trace | None:
         """How a tensor or sequence axis divides the work; each plan and size is worked out once."""
-        sequence = resolved.strategy.get("sequence_parallel")
-        if isinstance(sequence, SequenceParallel):
+        sequence, size = resolved.strategy.get("sequence_parallel"), dict(resolved.axes).get("sequence", 1)
+        if isinstance(sequence, SequenceParallel) and size > 1:
             sequence.check_axes(dict(resolved.axes))
-            size = dict(resolved.axes)["sequence"]
             if (sequence, size) not in self._splits:
-                self._splits[sequence, size] = SequenceTrace(self.model, size) if size > 1 else None
+                self._splits[sequence, size] = SequenceTrace(self.model, size)
             return self._splits[sequence, size]
         method, ranks = resolved.strategy.get("tensor_parallel"), dict(resolved.axes).get("tensor", 1)
         if not isinstance(method, TensorParallel):
