@@ -88,13 +88,16 @@ def with_a_plan(name):
 
     kind, size, keys = {
         "llama": ("Llama", "ForCausalLM", {}),
+        "ungrouped": ("Llama", "ForCausalLM", {"num_key_value_heads": 4}),
         "headless": ("Llama", "Model", {"pad_token_id": 3}),
         "tied": ("Llama", "ForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
         "qwen2": ("Qwen2", "ForCausalLM", {"use_sliding_window": False}),
         "qwen3": ("Qwen3", "ForCausalLM", {"head_dim": 6}),
         "phi3": ("Phi3", "ForCausalLM", {"pad_token_id": 0}),
     }[name]
-    return getattr(transformers, kind + size)(getattr(transformers, kind + "Config")(**SIZES, **keys, use_cache=False))
+    return getattr(transformers, kind + size)(
+        getattr(transformers, kind + "Config")(**{**SIZES, **keys}, use_cache=False)
+    )
 
 
 BARE = ("plain", "odd")  # are called with token ids alone

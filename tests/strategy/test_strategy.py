@@ -53,6 +53,7 @@ CONFIGS = {
             "blocks": st.just("model.layers"),
         },
     ),
+    "sequence_parallel": st.just({}),
     "half": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "master_weights": st.booleans()}),
     "amp_native": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "skip_if_nonfinite": st.booleans()}),
     "checkpoint": st.fixed_dictionaries({}, optional={"wrap_class": CLASSES, "no_reentrant": st.booleans()}),

@@ -99,15 +99,16 @@ class Activations:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A collective over the tensor axis where a divided part of the model begins or ends, in one micro-batch."""
+    """A collective where what an axis divides, layers or tokens, begins or ends, in one micro-batch."""
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     moment: Literal["forward", "backward"]
     num_bytes: int  # payload of the whole tensor, as in Traffic
     inside: tuple[str, ...] = ()  # qualified names of the classes of the modules it happens in
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
     path: str = ""  # of the layer
     on_ranks: tuple[int, ...] | None = None  # the pipeline ranks that run it; None: all
+    axis: Literal["tensor", "sequence"] = "tensor"
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class Step:
     activations: Activations | None = None  # None: unknown (no sample batch, or the model could not be traced)
     stages: Stages | None = None  # where the mesh has a pipeline axis
     flops: int | None = None  # of one micro-batch, forward and backward; recomputation not counted
-    boundaries: tuple[Boundary, ...] = ()  # as one rank of the tensor axis meets them; so are activations and flops
+    boundaries: tuple[Boundary, ...] = ()  # as one rank of its axis meets them; so are activations and flops
     parameters: Placement = Placement()
     gradients: Placement = Placement()
     optimizer: Placement = Placement()

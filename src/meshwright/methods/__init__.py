@@ -12,6 +12,8 @@ from meshwright.methods.parallel_mode import ParallelMode
 from meshwright.methods.pipeline.cut import Cut
 from meshwright.methods.pipeline.engine import PipelineEngine
 from meshwright.methods.pipeline_parallel import PipelineParallel
+from meshwright.methods.sequence.trace import SequenceTrace
+from meshwright.methods.sequence_parallel import SequenceParallel
 from meshwright.methods.tensor.calls import SampleRun
 from meshwright.methods.tensor_parallel import TensorParallel
 from meshwright.methods.zero1 import Zero1
@@ -32,6 +34,8 @@ __all__ = [
     "PipelineParallel",
     "Resolved",
     "SampleRun",
+    "SequenceParallel",
+    "SequenceTrace",
     "TensorParallel",
     "Zero1",
     "Zero2",

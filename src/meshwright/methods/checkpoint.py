@@ -80,17 +80,18 @@ class Checkpoint(Method):
         return step.replace(activations=_recompute(known, chosen)).send(*self._repeated(step, wanted))
 
     def _repeated(self, step: Step, wanted: tuple[str, ...]) -> list[Traffic]:
-        """Forward's collectives over the tensor axis that recomputation sends again.
+        """Forward's collectives over the axes tensor and sequence that recomputation sends again.
 
         torch stops it at the last saved tensor: what a module sends after that is not sent again. The reentrant
         implementation runs to the end.
         """
-        sent: dict[Literal["all_gather", "reduce_scatter", "all_reduce"], int] = {}
+        sent: dict[tuple[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"], str], int] = {}
         for boundary in step.boundaries:
             repeated_in = boundary.needed_in if self.no_reentrant else boundary.inside
             if boundary.moment == "forward" and _named(wanted, repeated_in):
-                sent[boundary.kind] = sent.get(boundary.kind, 0) + boundary.num_bytes * step.num_micro_batches
-        return [Traffic(kind, "tensor", size, "backward") for kind, size in sent.items()]
+                key = boundary.kind, boundary.axis
+                sent[key] = sent.get(key, 0) + boundary.num_bytes * step.num_micro_batches
+        return [Traffic(kind, axis, size, "backward") for (kind, axis), size in sent.items()]
 
 
 def _named(references: tuple[str, ...], names: tuple[str, ...]) -> bool:

@@ -50,7 +50,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
     strategy = _with_zero_method(strategy, axes, zero_level, notices)
     strategy = _without_redundant_amp(strategy, notices)
     shards = _sharding_method(strategy)
-    shard_axis = None if shards is None else "zero" if "zero" in dict(axes) else "data"
+    shard_axis = None if shards is None else _shard_axis(dict(axes))
     for name, size in axes:
         method = _METHOD_OF_AXIS.get(name)
         if method is not None and size > 1 and method not in strategy:
@@ -61,7 +61,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
                 got=f"{name}={size}",
                 fix=f"add {method} to the strategy"
                 if known
-                else "use the axes data, zero, tensor, pipeline and replica",
+                else "use the axes data, zero, sequence, tensor, pipeline and replica",
             )
     for name, method in _METHOD_OF_AXIS.items():
         if method in strategy and name not in dict(axes):
@@ -73,9 +73,18 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
             )
     if shard_axis is not None and shard_axis not in dict(axes):
         raise StrategyError(
-            f"{shards} has no mesh axis to shard over", expected="an axis 'zero' or 'data'", got=str(dict(axes))
+            f"{shards} has no mesh axis to shard over",
+            expected="an axis 'zero', 'data' or 'sequence'",
+            got=str(dict(axes)),
         )
     return Resolved(strategy, axes, shard_axis, tuple(notices))
+
+
+def _shard_axis(sizes: dict[str, int]) -> str:
+    """``zero``, else ``data``; ranks of a sequence hold equal parameters too, and are taken where they are alone."""
+    if "zero" in sizes or sizes.get("sequence", 1) == 1 or sizes.get("data", 1) > 1:
+        return "zero" if "zero" in sizes else "data"
+    return "sequence"
 
 
 def _with_mesh(strategy: Strategy, world: int) -> tuple[Strategy, Axes]:

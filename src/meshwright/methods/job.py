@@ -25,6 +25,9 @@ from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, Stages
 from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
+AVERAGED = ("sequence", "data", "zero")
+"""The axes over which gradients are averaged in every step, in the order of the mesh."""
+
 MicroBatchContext = Callable[[bool], contextlib.AbstractContextManager[None]]
 
 
@@ -95,27 +98,31 @@ class Job:
     @property
     def num_replicas(self) -> int:
         """How many ranks, or groups of ranks, train on different samples."""
-        return self.size("replica") * self.num_averaged
+        return self.size("replica") * self.size("data") * self.size("zero")
 
     @property
     def num_averaged(self) -> int:
-        """How many of them average their gradients in every step: all but those of other places along ``replica``."""
-        return self.size("data") * self.size("zero")
+        """How many ranks, or groups of ranks, average their gradients in every step."""
+        return math.prod(self.size(axis) for axis in AVERAGED)
 
     @property
     def averaging_group(self) -> dist.ProcessGroup | None:
         """The ranks that average gradients in every step; None for the world. Collective."""
         if self.num_averaged == math.prod(size for _, size in self.axes):
             return None
-        axes = tuple(axis for axis in ("data", "zero") if self.size(axis) > 1)
+        return self.flat_mesh(*AVERAGED).get_group()
+
+    def flat_mesh(self, *names: str) -> DeviceMesh:
+        """Those of these axes that have several ranks, as a mesh of one dim; at least one has. Collective."""
+        axes = tuple(axis for axis in names if self.size(axis) > 1)
         mesh = self.require_mesh()
-        return (mesh[axes]._flatten() if len(axes) > 1 else mesh[axes]).get_group()
+        return mesh[axes]._flatten() if len(axes) > 1 else mesh[axes]
 
     @property
     def replica(self) -> int:
         """Which of them this rank belongs to."""
         inside = self.index("data") * self.size("zero") + self.index("zero")
-        return self.index("replica") * self.num_averaged + inside
+        return self.index("replica") * self.size("data") * self.size("zero") + inside
 
     def build_optimizer(self) -> Optimizer | None:
         """Builds the optimizer over the model as it is now, with its guards; ``finish_optimizer`` comes after it."""

@@ -76,15 +76,15 @@ class ParallelMode(Method):
 
 
 def replicate(job: Job) -> None:
-    """Averages gradients over the ``data`` axis; the default where no method shards the parameters.
+    """Averages gradients over ``data`` and ``sequence``; the default where no method shards the parameters.
 
     DDP does it, and buckets of our own where ``tensor_parallel`` has made DTensors of parameters.
     """
     trainable = any(parameter.requires_grad for parameter in job.model.parameters())
-    if job.shard_axis is not None or job.size("data") == 1 or not trainable:
+    if job.shard_axis is not None or job.num_averaged == 1 or not trainable:
         return
+    group = job.flat_mesh("sequence", "data").get_group()
     if job.is_split:
-        group = job.require_mesh().get_group("data")
         averager = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters)
         job.micro_batch = averager.accumulating
         return
@@ -92,7 +92,7 @@ def replicate(job: Job) -> None:
     replicas = DistributedDataParallel(
         job.model,
         device_ids=[job.device.index] if job.device.type == "cuda" else None,
-        process_group=job.require_mesh().get_group("data"),
+        process_group=group,
         gradient_as_bucket_view=True,  # else every gradient exists twice
         **options,
     )
@@ -116,7 +116,9 @@ def replicate_cost(step: Step) -> Step:
         for count, parameter in step.every_parameter()
         if parameter.trainable
     )
-    return step.send(Traffic("all_reduce", "data", total, "backward"))
+    # Over both axes at once, where there are two.
+    axis = "data" if step.size("data") > 1 else "sequence"
+    return step.send(Traffic("all_reduce", axis, total, "backward"))
 
 
 def _spelled(item: Any) -> Any:

@@ -14,7 +14,17 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Activations, Block, Boundary, Memory, Step, memory
 from meshwright.errors import ModelError
-from meshwright.methods import Cut, PipelineParallel, Resolved, SampleRun, TensorParallel, cost_of, resolve
+from meshwright.methods import (
+    Cut,
+    PipelineParallel,
+    Resolved,
+    SampleRun,
+    SequenceParallel,
+    SequenceTrace,
+    TensorParallel,
+    cost_of,
+    resolve,
+)
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.tensor.trace import SplitTrace
 from meshwright.planner.parameters import describe_blocks, describe_buffers
@@ -23,8 +33,10 @@ from meshwright.planner.saved import predict_saved
 from meshwright.planner.states import StatesOf, probe_optimizer
 from meshwright.strategy import Strategy
 
+Trace = SplitTrace | SequenceTrace
+
 Traced = tuple[Activations | None, int | None, tuple[Boundary, ...], tuple[str, ...]]
-"""Activations, FLOPs and collectives over the tensor axis of a micro-batch, and what there is to say about them."""
+"""Activations, FLOPs and collectives over the tensor or sequence axis of a micro-batch, and what there is to say."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +144,14 @@ class Workload:
     def _cuts(self) -> dict[tuple[PipelineParallel, int], tuple[Cut, tuple[str, ...]]]:
         return {}
 
-    def _split(self, resolved: Resolved) -> SplitTrace | None:
-        """How a tensor axis divides the model; each plan and size is worked out once."""
+    def _split(self, resolved: Resolved) -> Trace | None:
+        """How a tensor or sequence axis divides the work; each plan and size is worked out once."""
+        sequence, size = resolved.strategy.get("sequence_parallel"), dict(resolved.axes).get("sequence", 1)
+        if isinstance(sequence, SequenceParallel) and size > 1:
+            sequence.check_axes(dict(resolved.axes))
+            if (sequence, size) not in self._splits:
+                self._splits[sequence, size] = SequenceTrace(self.model, size)
+            return self._splits[sequence, size]
         method, ranks = resolved.strategy.get("tensor_parallel"), dict(resolved.axes).get("tensor", 1)
         if not isinstance(method, TensorParallel):
             return None
@@ -142,7 +160,7 @@ class Workload:
             self._splits[method, ranks] = method.trace(self.model, ranks, sample)
         return self._splits[method, ranks]
 
-    def _blocks(self, split: SplitTrace | None, cut: Cut | None) -> tuple[Block, ...]:
+    def _blocks(self, split: Trace | None, cut: Cut | None) -> tuple[Block, ...]:
         if (split, cut) not in self._described:
             dims = split.dims if split else None
             self._described[split, cut] = describe_blocks(self.model, self._states_of, dims, cut)
@@ -154,11 +172,11 @@ class Workload:
         return probe_optimizer(self.optim_func, self.device, params)
 
     @functools.cached_property
-    def _splits(self) -> dict[tuple[TensorParallel, int], SplitTrace | None]:
+    def _splits(self) -> dict[tuple[TensorParallel | SequenceParallel, int], Trace | None]:
         return {}
 
     @functools.cached_property
-    def _described(self) -> dict[tuple[SplitTrace | None, Cut | None], tuple[Block, ...]]:
+    def _described(self) -> dict[tuple[Trace | None, Cut | None], tuple[Block, ...]]:
         return {}
 
     @functools.cached_property
@@ -166,7 +184,7 @@ class Workload:
         return {}
 
     def _activations(
-        self, param_dtype: str | None, autocast_dtype: str | None, samples: int, split: SplitTrace | None
+        self, param_dtype: str | None, autocast_dtype: str | None, samples: int, split: Trace | None
     ) -> Traced:
         """Activations and FLOPs of a micro-batch; each precision and size is traced once."""
         key = (param_dtype, autocast_dtype, samples, split)
@@ -174,9 +192,7 @@ class Workload:
             self._known[key] = self._trace(*key)
         return self._known[key]
 
-    def _trace(
-        self, param_dtype: str | None, autocast_dtype: str | None, samples: int, split: SplitTrace | None
-    ) -> Traced:
+    def _trace(self, param_dtype: str | None, autocast_dtype: str | None, samples: int, split: Trace | None) -> Traced:
         try:
             inputs = self.inputs_of(samples)
             if inputs is None:
@@ -191,7 +207,10 @@ class Workload:
             )
         except Exception as error:  # a user's model may do anything; training does not depend on this prediction
             reason = (str(error).splitlines() or [""])[0][:160]
-            if split is not None and self._trace(param_dtype, autocast_dtype, samples, None)[0] is not None:
+            if isinstance(split, SequenceTrace):
+                if isinstance(error, ModelError):
+                    raise  # training would fail in the same way
+            elif split is not None and self._trace(param_dtype, autocast_dtype, samples, None)[0] is not None:
                 raise _does_not_fit(f"{type(error).__name__} while tracing ({reason})") from error
             return None, None, (), (f"activations are not predicted: {type(error).__name__} while tracing ({reason})",)
         return activations, flops, boundaries, ()

@@ -53,8 +53,12 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
 def _mesh(job: Job) -> DeviceMesh:
     mesh = job.require_mesh()
     assert job.shard_axis is not None
-    if job.shard_axis == "zero" and job.size("data") > 1:
-        return mesh["data", "zero"]  # HSDP: replicated over data, sharded over zero
+    replicated = [axis for axis in ("sequence", "data") if axis != job.shard_axis and job.size(axis) > 1]
+    if len(replicated) > 1:
+        name = job.flat_mesh(*replicated).mesh_dim_names[0]  # type: ignore[index]
+        return mesh[name, job.shard_axis]
+    if replicated:
+        return mesh[replicated[0], job.shard_axis]  # HSDP: replicated over one axis, sharded over the other
     return mesh[job.shard_axis]
 
 

@@ -1,0 +1,170 @@
+"""``sequence_parallel`` against one plain process, and both twins; what it cannot work on is refused."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import meshwright as mw
+from meshwright.methods import SequenceParallel
+from meshwright.methods.sequence.tokens import tokens_dim
+from tests import tiny
+from tests.methods import split_runs
+from tests.methods.test_parity import check_weights
+
+reference = functools.cache(split_runs.reference)
+CASES = {
+    "plain": (2, "plain", {"sequence": 2}, [], 1),
+    "llama": (2, "ungrouped", {"sequence": 2}, ["checkpoint"], 2),
+    "fsdp": (4, "ungrouped", {"sequence": 2, "zero": 2}, ["fsdp"], 1),
+    "gpt2": (2, "gpt2", {"sequence": 2}, ["fsdp", "checkpoint"], 2),
+    "bert": (2, "bert", {"sequence": 2}, [], 2),
+    "qwen2": (2, "qwen2", {"sequence": 2}, [], 1),
+    "grouped": (2, "llama", {"sequence": 2}, [], 1),
+    "data": (4, "plain", {"sequence": 2, "data": 2}, [], 2),
+    "shards over data": (4, "plain", {"data": 2, "sequence": 2}, ["zero2"], 1),
+    "three axes": (8, "plain", {"zero": 2, "sequence": 2, "data": 2}, ["fsdp"], 1),
+}
+SHORT = ("plain", "llama", "fsdp")
+
+
+def train(name, *args):
+    """As in ``split_runs``. Transformers repeats grouped keys and values in a trace only: more is predicted."""
+    if name not in ("llama", "qwen2"):
+        return split_runs.train(name, *args)
+    with mock.patch.object(split_runs, "_check_wire_and_activations") as check:
+        result = split_runs.train(name, *args)
+    accelerated, batch, _ = check.call_args.args
+    with split_runs.Counter() as counter:
+        accelerated.step(batch)
+    sent = sum(t.bytes_per_step for t in accelerated.plan.step.traffic if t.kind == "all_to_all")
+    assert counter.bytes["all_to_all"] < sent < 2 * counter.bytes["all_to_all"]
+    return result
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.long) for c in CASES])
+def test_parity(ranks, case):
+    world, name, mesh, methods, micro = CASES[case]
+    strategy = [("parallel_mode", mesh), "sequence_parallel", *methods]
+    results = ranks(world).run(train, name, strategy, "sgd", micro)
+    losses, norms, before, expected = reference(name, "sgd")
+    assert all(result[:2] == results[0][:2] for result in results)
+    assert results[0][0] == pytest.approx(losses, rel=1e-5)
+    assert results[0][1] == pytest.approx(norms, rel=1e-5)
+    weights = {key.removeprefix("module."): value for key, value in results[0][2].items()}  # DDP's
+    check_weights(weights, before, expected)
+
+
+class Block(nn.Module):
+    """Attention and what a test does to it."""
+
+    def __init__(self, kind, heads):
+        super().__init__()
+        self.kind, self.heads = kind, heads
+        self.qkv = nn.Linear(12, 36)
+
+    def forward(self, x, positions):
+        tokens = x.shape[1]
+        h = x + torch.arange(tokens)[:, None] if self.kind == "positions inside" else x + positions
+        q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).transpose(1, 3).unbind(2)
+        if self.kind == "no attention":
+            return x + v.transpose(1, 2).flatten(2).cumsum(1)
+        causal = torch.ones(tokens, tokens).tril().bool() if self.kind == "mask inside" else None
+        return x + F.scaled_dot_product_attention(q, k, v, causal, is_causal=causal is None).transpose(1, 2).flatten(2)
+
+
+class Net(nn.Module):
+    """Blocks that are handed sines of positions."""
+
+    def __init__(self, kind="right", heads=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 12)
+        self.blocks = nn.ModuleList(Block(kind, heads) for _ in range(2))
+
+    def forward(self, ids):
+        x, positions = self.embed(ids), torch.arange(ids.shape[1])[:, None].sin().expand(-1, 12)
+        for block in self.blocks:
+            x = block(x, positions)
+        return x
+
+
+def net(model):
+    return mw.accelerate(
+        model, torch.optim.SGD, tiny.Tokens(), lambda x, out: out.square().mean(), optim_args={"lr": 0.1},
+        strategy=[("parallel_mode", {"sequence": 2}), "sequence_parallel"], dataloader_args={"batch_size": 2},
+    )  # fmt: skip
+
+
+def refusals():
+    """What is said of models and numbers that do not fit; training goes on after it."""
+    said = {}
+    for name, build in {
+        "heads": lambda: net(Net(heads=3)),
+        "positions inside": lambda: net(Net("positions inside")),
+        "mask inside": lambda: net(Net("mask inside")),
+        "no attention": lambda: net(Net("no attention")),
+        "no blocks": lambda: net(nn.Embedding(64, 3)),
+        "tokens": lambda: net(Net()).step(torch.ones(2, 11, dtype=torch.long)),
+        "few tokens": lambda: net(Net()).step(torch.ones(2, 2, dtype=torch.long)),
+    }.items():
+        try:
+            build()
+        except mw.MeshwrightError as error:
+            said[name] = str(error)
+    bare = mw.accelerate(
+        split_runs.build("ungrouped"), torch.optim.SGD, None, tiny.loss_func, optim_args={"lr": 0.1},
+        strategy=[("parallel_mode", {"sequence": 2, "data": 1}), "sequence_parallel", "fsdp"],
+    )  # fmt: skip
+    assert bare.plan.step.shard_axis == "sequence"
+    assert any("no sample" in notice for notice in bare._job.notices)
+    ids = torch.arange(24).view(2, 12)
+    result = net(Net())
+    apart = (result.evaluate(ids) - Net()(ids).square().mean()).abs().item()
+    return said, apart
+
+
+def test_what_cannot_work_is_refused_on_all_ranks(ranks):
+    for said, apart in ranks(2).run(refusals):
+        for name, words in {
+            "heads": "does not divide the attention heads",
+            "positions inside": "blocks.0 does not compute the same on a part of the tokens",
+            "mask inside": "mask",
+            "no attention": "blocks.0 calls no attention",
+            "no blocks": "no repeated blocks",
+            "tokens": "does not divide the tokens",
+            "few tokens": "parts of two or more",
+        }.items():
+            assert words in said[name], (name, said)
+        assert apart < 1e-6
+
+
+@pytest.mark.long
+def test_checkpoints_go_between_layouts(ranks, tmp_path):
+    sequence = [("parallel_mode", {"sequence": 2, "zero": 2}), "sequence_parallel", "fsdp"]
+    for name, source, target in (("plain", sequence, ["zero2"]), ("ungrouped", ["zero2"], sequence)):
+        before = ranks(4).run(split_runs.save_and_go_on, tmp_path / name, name, source)
+        after = ranks(4).run(split_runs.load_and_go_on, tmp_path / name, name, target)
+        assert after[0] == pytest.approx(before[0], abs=1e-4)
+
+
+def test_other_axes_are_refused():
+    with pytest.raises(mw.errors.StrategyError, match="'tensor'"):
+        SequenceParallel.check_axes({"sequence": 2, "tensor": 2})
+    SequenceParallel.check_axes({"sequence": 2, "tensor": 1, "zero": 2})
+
+
+def test_what_goes_with_tokens():
+    """Which dim of an argument is cut; masks stay whole."""
+    hidden, square, ids = torch.ones(2, 6, 5), torch.ones(6, 6), torch.ones(2, 6, dtype=torch.long)
+    assert tokens_dim("x", hidden, 6) == 1
+    assert tokens_dim("encoder", torch.ones(2, 7, 5), 6) is None
+    assert tokens_dim("attention_mask", square[None, None], 6) is None
+    assert tokens_dim("attention_mask", torch.ones(2, 1, 1, 6), 6) is None
+    assert tokens_dim("attention_mask", ids, 6) is None
+    assert tokens_dim("position_ids", ids, 6) == 1
+    assert tokens_dim("position_embeddings", square, 6) == 0
+    assert tokens_dim("cos", torch.ones(2, 1, 6, 4), 6) == 2
