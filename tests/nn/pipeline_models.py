@@ -51,9 +51,7 @@ class Model(DistributedModule):
 
     def forward(self, x, gate):
         x = self.embed(x)
-        out = self.layers(
-            x, x.tanh(), gate, bias=self.bias, batch_related=[0], return_hidden_states=True
-        )
+        out = self.layers(x, x.tanh(), gate, bias=self.bias, batch_related=[0], return_hidden_states=True)
         return self.head(out[0]) + out[1].sum(-1, keepdim=True), out
 
 

@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 import meshwright as bmt
 from meshwright import runtime
-from tests.nn.pipeline_models import LAYERS, Model, build, stages
+from tests.nn.pipeline_models import LAYERS, build, stages
 from tests.nn.seed_models import DIM, IN
 
 STEPS, PER_RANK = 10, 4
@@ -68,14 +68,106 @@ def assert_trains_as_one_stage(pipe_size, micros=None):
         moved = max((value - start[name]).abs().max() for name, value in reached.items())
         worst = max((value - reached[name]).abs().max() for name, value in local_state(model, "").items())
         assert moved > 0.1
-        assert worst < 1e-5 * moved, (worst / moved)
+        assert worst < 1e-5 * moved, worst / moved
         return one, model, (worst / moved).item()
 
 
-def _trains(pipe_size, micros):
-    *_, worst = assert_trains_as_one_stage(pipe_size, micros)
+def assert_inspected_and_saved(one, model, folder):
+    """Complete on every rank; files are those of one stage, and load on any number."""
+    found, expected = (bmt.inspect.inspect_model(each) for each in (model, one))
+    assert sorted(line["name"] for line in found) == sorted(line["name"] for line in expected)
+    expected = {line["name"]: line for line in expected}
+    for line in found:
+        assert line["shape"] == expected[line["name"]]["shape"]
+        assert all(abs(line[key] - expected[line["name"]][key]) < 1e-4 for key in ("max", "min", "std", "grad_std"))
+    file = folder / f"{runtime.world_size()}.pt"
+    bmt.save(model, file)
+    runtime.synchronize()
+    stored = torch.load(file)
+    assert list(stored) == list(one.state_dict())
+    for name, value in local_state(one, "").items():
+        torch.testing.assert_close(stored[name], value, rtol=1e-4, atol=1e-5)
+    fresh, third = build(), build()
+    bmt.load(fresh, file)
+    third.load_state_dict(stored)
+    for each in (fresh, third):
+        assert all(torch.equal(value, stored[name]) for name, value in local_state(each, "").items())
+    with pytest.raises(bmt.errors.CheckpointError, match="save_folder"):
+        bmt.store.save_folder(model, folder / "folder")
+    with pytest.raises(bmt.errors.CheckpointError, match="does not fit"):
+        bmt.load(torch.nn.Linear(2, 2), file)
+    return stored
+
+
+def assert_groups(model):
+    groups = dict(bmt.grouped_parameters(model))
+    assert list(groups) == [None, "bias"]
+    assert sum(len(group) for group in groups.values()) == len(list(model.parameters()))
+    manager = bmt.optim.OptimManager()
+    manager.add_optimizer(torch.optim.Adam(model.parameters()))
+    with pytest.raises(bmt.errors.CheckpointError, match="pipeline stages"):
+        manager.state_dict(gather_opt=True)
+
+
+def assert_refused(model):
+    """Every rank raises the same, and goes on."""
+    x, y, gate = torch.ones(4, DIM), torch.ones(4, DIM), torch.ones(4, 1)
+    layers, bias = model.layers, torch.zeros(2 * DIM)
+    with bmt.inspect.inspect_tensor(), pytest.raises(bmt.errors.InspectError, match="several stages"):
+        layers(x, y, gate, bias=bias)
+    with pytest.raises(bmt.errors.ModelError, match="unclear"):
+        layers(x, y, torch.ones(4), bias=bias)
+    with pytest.raises(bmt.errors.ModelError, match="names arguments"):
+        layers(x, y, gate, bias=bias, batch_related=[5])
+    with pytest.raises(bmt.errors.ModelError, match="not tensors with samples"):
+        layers(x, y[:2], gate, bias=bias)
+    with pytest.raises(bmt.errors.LaunchError, match="same collective"):
+        layers(*(each[: 4 - 2 * runtime.rank()] for each in (x, y, gate)), bias=bias)
+    with pytest.raises(bmt.errors.ModelError, match="cannot be cut"):
+        layers(x[:1], y[:1], gate[:1], bias=bias)
+    with pytest.raises(RuntimeError, match="must match"):  # in a block
+        layers(x, y, gate, bias=torch.zeros(3))
+    with pytest.raises(bmt.errors.ModelError, match="change the shape"):
+        layers(x, y, torch.ones(4, 2, 1), bias=bias, batch_related=[0])
+    with pytest.raises(bmt.errors.ModelError, match="does not hold it"):
+        layers[LAYERS - 1 if runtime.stage_index() == 0 else 0](x)
+    with pytest.raises(bmt.errors.ModelError, match="more stages than blocks"):
+        bmt.PipelineTransformerBlockList([torch.nn.Linear(2, 2)])
+    with pytest.raises(bmt.errors.ModelError, match="got a Block"):
+        bmt.PipelineTransformerBlockList([bmt.Block(torch.nn.Linear(2, 2)) for _ in range(2)])
+    shared = torch.nn.Linear(2, 2)
+    with pytest.raises(bmt.errors.ModelError, match="would share"):
+        bmt.PipelineTransformerBlockList([shared, shared])
+    with torch.no_grad():
+        expected = layers(x, y, gate, bias=bias)
+    assert not expected[0].requires_grad
+    torch.testing.assert_close(layers(x, y, gate, bias=bias), expected)
+    assert layers(x, y, gate, bias=bias)[0].requires_grad
+
+
+def _two_stages(folder):
+    one, model, worst = assert_trains_as_one_stage(2, micros=4)
+    with stages(2, num_micro_batches=4):
+        assert_inspected_and_saved(one, model, folder)
+        assert_groups(model)
+        assert_refused(model)
     return worst
 
 
-def test_two_stages_train_as_one(ranks):
-    print(ranks(2).run(_trains, 2, 4))
+def test_two_stages_train_as_one(ranks, tmp_path):
+    ranks(2).run(_two_stages, tmp_path)
+
+
+def _stages_of_two(folder):
+    one, model, worst = assert_trains_as_one_stage(2)
+    with stages(2):
+        assert_inspected_and_saved(one, model, folder)
+        assert runtime.stage_mesh().mesh.tolist() == [2 * runtime.stage_index(), 2 * runtime.stage_index() + 1]
+        held = sum(p.to_local().numel() for p in model.layers.parameters())
+    return worst, held, sum(p.numel() for p in one.layers.parameters())
+
+
+def test_two_stages_of_two_ranks_train_as_one(ranks, tmp_path):
+    """A rank holds half of its stage's two blocks, or one."""
+    for rank, (_, held, whole) in enumerate(ranks(4).run(_stages_of_two, tmp_path)):
+        assert held == whole * (2 if rank < 2 else 1) / LAYERS / 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,7 +60,12 @@ def scale_gradients(
 class _Exchange(Function):
     @staticmethod
     def forward(
-        ctx: Any, chain: torch.Tensor, peers: Sequence[int], arrivals: Sequence[Arrival], members: Members, *tensors: Any
+        ctx: Any,
+        chain: torch.Tensor,
+        peers: Sequence[int],
+        arrivals: Sequence[Arrival],
+        members: Members,
+        *tensors: Any,
     ) -> tuple[torch.Tensor, ...]:
         ctx.peers, ctx.arrivals, ctx.members = peers, arrivals, members
         ctx.sent = [Arrival(peer, each.shape, each.dtype) for peer, each in zip(peers, tensors, strict=True)]
@@ -92,7 +97,9 @@ def _transferred(
     members: Members,
 ) -> list[torch.Tensor]:
     buffers = [torch.empty(tuple(each.shape), dtype=each.dtype, device=device) for each in arrivals]
-    moves = [(dist.isend, tensor.contiguous(), peer) for peer, tensor in departures]
+    moves: list[tuple[Callable[..., Any], torch.Tensor, int]] = [
+        (dist.isend, tensor.contiguous(), peer) for peer, tensor in departures
+    ]
     moves += [(dist.irecv, buffer, each.peer) for buffer, each in zip(buffers, arrivals, strict=True)]
     operations = [
         dist.P2POp(move, tensor, dist.get_global_rank(members.group, peer), members.group)

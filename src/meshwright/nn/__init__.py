@@ -19,6 +19,7 @@ from meshwright.nn.parallel_linear import OpParallelLinear, ReduceType
 from meshwright.nn.parameter import DistributedParameter, ParameterInitializer
 from meshwright.nn.pipeline_list import PipelineTransformerBlockList
 from meshwright.nn.rank_order import RankOrder, keep_rank_order, rank_orders
+from meshwright.nn.stages import stages_of, whole_model
 from meshwright.nn.vocabulary import VPEmbedding
 
 CheckpointBlock = Block
@@ -52,5 +53,7 @@ __all__ = [
     "outermost",
     "rank_orders",
     "require_blocks",
+    "stages_of",
+    "whole_model",
     "wrap_method",
 ]

@@ -1,7 +1,7 @@
 """One pass of micro-batches through the stages of a pipeline, in lock-step.
 
-Between ticks the stages hand on what they have made, in one exchange that all of them take part in. The exchanges form a
-chain in autograd's graph, so backward is the same pass in reverse: GPipe (Huang et al. 2019).
+Between ticks the stages hand on what they have made, in one exchange that all of them take part in. The exchanges form
+a chain in autograd's graph, so backward is the same pass in reverse: GPipe (Huang et al. 2019).
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -27,8 +28,13 @@ class Elsewhere(nn.Module):
     def __init__(self, block: nn.Module, stage: int) -> None:
         super().__init__()
         self.stage = stage
-        # Not a submodule: this rank has no such parameters.
-        self.__dict__["outline"] = block
+        self.__dict__["_outline"] = block  # not a submodule: this rank has no such parameters
+
+    @property
+    def outline(self) -> nn.Module:
+        """The block, without memory."""
+        block: nn.Module = self.__dict__["_outline"]
+        return block
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuses to run.
@@ -45,6 +51,40 @@ class Elsewhere(nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """Its entries are for other ranks: neither missing nor unexpected here."""
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        if _whole_model:
+            destination.update(self.outline.state_dict(prefix=prefix, keep_vars=keep_vars))
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        """Follows a conversion: dtypes are those that the block has on its stage."""
+        self.outline._apply(lambda each: each.to(fn(torch.empty(0, dtype=each.dtype)).dtype))
+        return super()._apply(fn, recurse)
+
+
+_whole_model: list[None] = []  # not empty inside `whole_model`
+
+
+@contextlib.contextmanager
+def whole_model() -> Iterator[None]:
+    """Lets ``state_dict()`` name what other stages hold too, as tensors on ``meta``: names are alike on all ranks."""
+    _whole_model.append(None)
+    try:
+        yield
+    finally:
+        _whole_model.pop()
+
+
+def stages_of(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
+    """The stage of every entry of a model's state dict that is on one; without those that all ranks hold."""
+    paths: dict[str, int] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        children = module._modules
+        if any(isinstance(child, Elsewhere) for child in children.values()):
+            for key, child in children.items():
+                paths[f"{prefix}{key}."] = child.stage if isinstance(child, Elsewhere) else stage_index()
+    return {name: stage for name in names for path, stage in paths.items() if name.startswith(path)}
 
 
 def stage_bounds(num_blocks: int, num_stages: int) -> list[int]:
@@ -126,7 +166,7 @@ def _replacement(parameter: nn.Parameter, here: bool) -> nn.Parameter:
     if here and not isinstance(parameter, DTensor):
         return parameter
     # All ranks gather, whoever needs it.
-    whole = parameter.detach().full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+    whole = parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
     mark_moved(parameter)
     replacement = nn.Parameter(whole if here else whole.to("meta"), requires_grad=parameter.requires_grad)
     if record is not None:
@@ -138,9 +178,8 @@ def all_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
     """Every parameter of the whole model once, in its order, and whether this rank holds it; alike on all ranks."""
     seen: set[int] = set()
     for module in model.modules():
-        elsewhere = isinstance(module, Elsewhere)
-        parameters = module.outline.parameters() if elsewhere else module.parameters(recurse=False)
+        parameters = module.outline.parameters() if isinstance(module, Elsewhere) else module.parameters(recurse=False)
         for parameter in parameters:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield parameter, not elsewhere
+                yield parameter, not isinstance(module, Elsewhere)

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.runtime.grid import pipe_size, process_grid, replica_index, stage_index, tensor_rank, tensor_size, zero_mesh
+from meshwright.runtime.grid import (
+    pipe_size,
+    process_grid,
+    replica_index,
+    stage_index,
+    tensor_rank,
+    tensor_size,
+    zero_mesh,
+)
 from meshwright.runtime.processes import rank, settings, world_size
 
 _VALUES: dict[str, Callable[[], Any]] = {
