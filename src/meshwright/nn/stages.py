@@ -116,6 +116,7 @@ def staged(modules: Sequence[nn.Module]) -> list[nn.Module]:
     bounds = stage_bounds(len(modules), pipe_size())
     owners = [stage for stage, (start, end) in enumerate(pairwise(bounds)) for _ in range(start, end)]
     _check(modules, owners)
+    mesh = stage_mesh()  # collective where it is the first call: not on one stage alone
     result: list[nn.Module] = []
     seen: set[int] = set()
     for module, owner in zip(modules, owners, strict=True):
@@ -123,7 +124,7 @@ def staged(modules: Sequence[nn.Module]) -> list[nn.Module]:
         if id(module) not in seen:
             seen.add(id(module))
             _replace_tensors(module, here)
-        result.append(Block(module, mesh=stage_mesh()) if here else Elsewhere(module, owner))
+        result.append(Block(module, mesh=mesh) if here else Elsewhere(module, owner))
     return result
 
 
