@@ -22,8 +22,9 @@ def test_tensor_ranks_are_neighbours(ranks):
         assert tuple(coordinate) == (0, rank // 2, rank % 2)
         assert comms == [2, 2]
         assert config == {
-            "initialized": True, "rank": rank, "world_size": 4, "local_rank": rank, "local_size": 4, "pipe_size": 1,
-            "micros": 1, "tp_size": 2, "tp_rank": rank % 2, "tp_zero_size": 2, "tp_zero_rank": rank // 2,
+            "initialized": True, "rank": rank, "world_size": 4, "local_rank": rank, "local_size": 4,
+            "pipe_size": 1, "pipe_rank": 0, "micros": 1,
+            "tp_size": 2, "tp_rank": rank % 2, "tp_zero_size": 2, "tp_zero_rank": rank // 2,
         }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ every rank of a tensor group computes a part.
 
 from meshwright.nn.averaging import average_gradients
 from meshwright.nn.block import Block, no_sync
-from meshwright.nn.block_list import PipelineTransformerBlockList, TransformerBlockList
+from meshwright.nn.block_list import TransformerBlockList
 from meshwright.nn.blocks import find_blocks, require_blocks
 from meshwright.nn.classes import class_name, class_names, modules_of, outermost
 from meshwright.nn.forward import wrap_method
@@ -17,7 +17,9 @@ from meshwright.nn.model_wrapper import BMTrainModelWrapper
 from meshwright.nn.module import DistributedModule
 from meshwright.nn.parallel_linear import OpParallelLinear, ReduceType
 from meshwright.nn.parameter import DistributedParameter, ParameterInitializer
+from meshwright.nn.pipeline_list import PipelineTransformerBlockList
 from meshwright.nn.rank_order import RankOrder, keep_rank_order, rank_orders
+from meshwright.nn.stages import stages_of, whole_model
 from meshwright.nn.vocabulary import VPEmbedding
 
 CheckpointBlock = Block
@@ -51,5 +53,7 @@ __all__ = [
     "outermost",
     "rank_orders",
     "require_blocks",
+    "stages_of",
+    "whole_model",
     "wrap_method",
 ]

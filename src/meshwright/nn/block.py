@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import ModelError
@@ -45,6 +46,7 @@ class Block(nn.Module):
         use_checkpoint: Keep only the block's inputs and run its forward again in backward (Chen et al. 2016).
         zero_level: 3 frees the gathered parameters after forward and gathers them again in backward; 2 keeps them in
             between; 1 also accumulates whole gradients under :func:`no_sync`. None takes ``init_distributed``'s.
+        mesh: One axis of ranks to shard plain parameters over, as those of a pipeline stage; None for all ranks.
 
     Raises:
         LaunchError: Before ``init_distributed``.
@@ -57,13 +59,20 @@ class Block(nn.Module):
             return _wrapped_class(cls)(*args, **kwargs)
         return _around(*args, **kwargs)
 
-    def __init__(self, module: nn.Module, use_checkpoint: bool = True, zero_level: int | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        use_checkpoint: bool = True,
+        zero_level: int | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
         # No nn.Module.__init__: the module's own state is there already.
         level = settings().zero_level if zero_level is None else zero_level
         known: BlockState | None = self.__dict__.get(_STATE)
         if known is None:
             _check_level(level)
-            shard_as_unit(self, reshard_after_forward=level == 3)
+            shard_as_unit(self, reshard_after_forward=level == 3, mesh=mesh)
             self.__dict__[_STATE] = BlockState(use_checkpoint, level, self)
         elif (known.use_checkpoint, known.zero_level) != (use_checkpoint, level):
             raise ModelError(
@@ -128,7 +137,7 @@ def _recorded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> _Recorded:
     return _Recorded(output, records, [record.tensor for record in records])
 
 
-def _around(module: nn.Module, use_checkpoint: bool = True, zero_level: int | None = None) -> Block:
+def _around(module: nn.Module, *_: Any, **__: Any) -> Block:
     require_distributed("A Block")
     if not isinstance(module, nn.Module) or isinstance(module, Block):
         raise ModelError(

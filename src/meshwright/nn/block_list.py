@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.errors import ModelError
 from meshwright.nn.block import Block
 from meshwright.nn.roots import prepare_root
+from meshwright.nn.stages import Elsewhere
 
 
 class TransformerBlockList(nn.ModuleList):
@@ -35,7 +36,7 @@ class TransformerBlockList(nn.ModuleList):
     def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1, sqrt: bool = False) -> None:
         listed = list(modules)
         _check(listed, num_hidden)
-        super().__init__(module if isinstance(module, Block) else Block(module) for module in listed)
+        super().__init__(m if isinstance(m, (Block, Elsewhere)) else Block(m) for m in listed)
         self.num_hidden = num_hidden
         self.sqrt = sqrt
 
@@ -56,14 +57,7 @@ class TransformerBlockList(nn.ModuleList):
             The last block's hidden states: one tensor, or a tuple of ``num_hidden``. With ``return_hidden_states`` a
             tuple of these and of ``num_hidden`` tensors of shape (L, …), the inputs of the L blocks; differentiable.
         """
-        if len(args) < self.num_hidden:
-            raise ModelError(
-                "A TransformerBlockList got too few hidden states",
-                expected=f"{self.num_hidden} leading arguments",
-                got=str(len(args)),
-                fix="pass hidden states by position, or change num_hidden",
-            )
-        hidden, constants = args[: self.num_hidden], args[self.num_hidden :]
+        hidden, constants = self._divided(args)
         inputs: list[tuple[Any, ...]] = []
         for segment in self._segments():
             if len(segment) > 1 and torch.is_grad_enabled():
@@ -74,6 +68,17 @@ class TransformerBlockList(nn.ModuleList):
         if not return_hidden_states:
             return hidden[0] if self.num_hidden == 1 else hidden
         return (*hidden, *(torch.stack(states) for states in zip(*inputs, strict=True)))
+
+    def _divided(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Hidden states, and what every block gets."""
+        if len(args) < self.num_hidden:
+            raise ModelError(
+                "A TransformerBlockList got too few hidden states",
+                expected=f"{self.num_hidden} leading arguments",
+                got=str(len(args)),
+                fix="pass hidden states by position, or change num_hidden",
+            )
+        return args[: self.num_hidden], args[self.num_hidden :]
 
     def _segments(self) -> list[list[Block]]:
         length = math.isqrt(max(len(self) - 1, 0)) + 1 if self.sqrt else 1
@@ -124,11 +129,3 @@ def _check(modules: Sequence[nn.Module], num_hidden: int) -> None:
         raise ModelError(
             "num_hidden is not a count", expected="1 or more", got=repr(num_hidden), fix="leave it out for one"
         )
-
-
-class PipelineTransformerBlockList(TransformerBlockList):
-    """A TransformerBlockList whose blocks are spread over the stages of a pipeline. Seed: BMTrain 0.2.0.
-
-    ``init_distributed(pipe_size=)`` sets the number of stages. This version has pipelines of one stage, in which all
-    blocks run on every rank: the result is that of a :class:`TransformerBlockList`.
-    """

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.nn.layout import local_part
 from meshwright.nn.parameter import record_of
+from meshwright.nn.stages import all_parameters
 from meshwright.runtime import gather_objects, require_distributed, settings
 
 
@@ -33,13 +34,15 @@ def init_parameters(model: nn.Module) -> None:
         if isinstance(unit, FSDPModule):
             unit.reshard()
     with _generators_of_rank_0():
-        for parameter in model.parameters():
+        for parameter, is_here in all_parameters(model):
             record = record_of(parameter)
             if record is None or record.init_method is None:
                 continue
-            assert isinstance(parameter, DTensor)
             full = torch.empty(parameter.shape, dtype=parameter.dtype, device=settings().device)
             record.init_method(full)
+            if not is_here:  # drawn all the same: what other ranks draw next must not depend on the stage
+                continue
+            assert isinstance(parameter, DTensor)
             parameter.to_local().copy_(local_part(full, parameter))
 
 
@@ -65,10 +68,13 @@ def grouped_parameters(model: nn.Module) -> Iterator[tuple[str | None, list[nn.P
     """The model's parameters by the ``group`` they were given, for optimizers with groups of their own.
 
     Yields:
-        ``(group, parameters)`` in order of first appearance; plain parameters are in the group None.
+        ``(group, parameters)`` in order of first appearance; plain parameters are in the group None. The same groups on
+        every stage of a pipeline, with the parameters that are there, which may be none.
     """
     groups: dict[str | None, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter, is_here in all_parameters(model):
         record = record_of(parameter)
-        groups.setdefault(record.group if record else None, []).append(parameter)
+        group = groups.setdefault(record.group if record else None, [])
+        if is_here:
+            group.append(parameter)
     yield from groups.items()

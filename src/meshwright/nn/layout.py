@@ -27,18 +27,19 @@ _AXES = ("zero", "tensor")  # of the mesh of parameters with tensor parallelism
 _ZERO, _TENSOR = 0, 1
 
 
-def sharded(full: torch.Tensor) -> DTensor:
+def sharded(full: torch.Tensor, mesh: DeviceMesh | None = None) -> DTensor:
     """Keeps this rank's part of a full tensor, without communication.
 
     Args:
-        full: Equal on all ranks.
+        full: Equal on all ranks of the mesh.
+        mesh: Of one axis; None for the mesh of all parameters.
 
     Returns:
         A DTensor split along dim 0 as ``torch.chunk`` splits: the last ranks may hold less, or nothing.
     """
-    mesh = parameter_mesh()
+    mesh = mesh or parameter_mesh()
     placements = (Shard(0), Replicate()) if mesh.ndim == 2 else (Shard(0),)
-    return _placed(_rows(full, zero_mesh()), full.shape, mesh, placements)
+    return _placed(_rows(full, mesh), full.shape, mesh, placements)
 
 
 def sharded_piece(piece: torch.Tensor, dim: int) -> DTensor:

@@ -115,8 +115,13 @@ def record_of(tensor: torch.Tensor) -> ParameterRecord | None:
 def recorded_parameter(tensor: DTensor, requires_grad: bool, record: ParameterRecord) -> nn.Parameter:
     """A parameter of ``tensor`` that remembers ``record``."""
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
-    setattr(parameter, _RECORD, record)
+    set_record(parameter, record)
     return parameter
+
+
+def set_record(parameter: nn.Parameter, record: ParameterRecord) -> None:
+    """Lets a parameter remember ``record``."""
+    setattr(parameter, _RECORD, record)
 
 
 @contextlib.contextmanager

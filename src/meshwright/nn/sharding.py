@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +25,7 @@ _Place = tuple[str, nn.Module, str, nn.Parameter]
 """Where a parameter is: its full name, the module that owns it, its name there, itself."""
 
 
-def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool) -> None:
+def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool, mesh: DeviceMesh | None = None) -> None:
     """Makes a module one FSDP2 unit over the ``zero`` axis, in place; sharded parameters are taken over as they are.
 
     FSDP2 wants whole parameters to shard. It gets ones without memory (``meta``), and afterwards the parts that this
@@ -32,6 +34,7 @@ def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool) -> None:
     Args:
         module: Its parameters share one dtype, or sit in submodules that do.
         reshard_after_forward: Whether they are freed after forward and gathered again in backward (ZeRO-3).
+        mesh: The ranks of a pipeline stage, for plain parameters; None for the ``zero`` axis.
 
     Raises:
         ModelError: For scalar parameters, ones that another unit shards, and mixed dtypes within a module.
@@ -45,8 +48,8 @@ def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool) -> None:
             owner.__dict__.setdefault(_PIECES, set()).add(key)
     _assign(places, without_memory)
     for unit in (*small_units, module):
-        fully_shard(unit, mesh=zero_mesh(), reshard_after_forward=reshard_after_forward)
-    _assign(places, _inside_unit)
+        fully_shard(unit, mesh=mesh or zero_mesh(), reshard_after_forward=reshard_after_forward)
+    _assign(places, functools.partial(_inside_unit, mesh=mesh))
     for _, _, _, parameter in places:
         mark_moved(parameter)
     for owner in {owner for _, owner, _, _ in places}:
@@ -75,10 +78,10 @@ def is_piece(owner: nn.Module, name: str) -> bool:
     return name in owner.__dict__.get(_PIECES, ())
 
 
-def _inside_unit(parameter: nn.Parameter) -> nn.Parameter:
+def _inside_unit(parameter: nn.Parameter, mesh: DeviceMesh | None) -> nn.Parameter:
     record = record_of(parameter)
     part = parameter.detach()
-    part = part if isinstance(part, DTensor) else sharded(part)
+    part = part if isinstance(part, DTensor) else sharded(part, mesh)
     record = ParameterRecord(
         record.init_method if record else None, record.group if record else None, gather_on_use=False
     )

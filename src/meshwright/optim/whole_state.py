@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import CheckpointError
 from meshwright.optim.layouts import wrapped_like
-from meshwright.runtime import gather_objects, rank
+from meshwright.runtime import gather_objects, pipe_size, rank, same_on_every_rank, world_size
 
 _ABSENT = "states_are_on_rank"  # in the dicts of the ranks that have none
 
@@ -23,9 +23,25 @@ def gathered_state_dict(optimizer: Optimizer) -> dict[str, Any]:
 
     At most one whole tensor is on a device at a time. Only rank 0 keeps them: its dict can be saved, and loaded by
     plain torch or by :func:`laid_out_like` on any number of ranks. The others' have no states, and say so.
+
+    Raises:
+        CheckpointError: On every rank, when ranks hold parameters of different pipeline stages.
     """
+    with same_on_every_rank():
+        _refuse_stages(optimizer)
     own = getattr(optimizer, "gathered_state_dict", None)
     return own() if own is not None else gathered(optimizer.state_dict())
+
+
+def _refuse_stages(optimizer: Optimizer) -> None:
+    meshes = [p.device_mesh for p in _parameters(optimizer) if isinstance(p, DTensor)]
+    if pipe_size() > 1 and any(mesh.size() < world_size() for mesh in meshes):
+        raise CheckpointError(
+            "Optimizer states cannot be gathered over pipeline stages yet",
+            expected="parameters that all ranks hold parts of",
+            got=f"blocks on {pipe_size()} stages",
+            fix="save state_dict() without gathering on every rank, and load it on as many ranks and stages",
+        )
 
 
 @torch.no_grad()

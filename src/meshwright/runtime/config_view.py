@@ -8,7 +8,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.runtime.grid import process_grid, replica_index, tensor_rank, tensor_size
+from meshwright.runtime.grid import (
+    pipe_size,
+    process_grid,
+    replica_index,
+    stage_index,
+    tensor_rank,
+    tensor_size,
+    zero_mesh,
+)
 from meshwright.runtime.processes import rank, settings, world_size
 
 _VALUES: dict[str, Callable[[], Any]] = {
@@ -17,14 +25,16 @@ _VALUES: dict[str, Callable[[], Any]] = {
     "world_size": world_size,
     "local_rank": lambda: int(os.environ.get("LOCAL_RANK", "0")),
     "local_size": lambda: settings().local_world_size,
-    "pipe_size": lambda: 1,
-    "micros": lambda: settings().num_micro_batches or 1,
+    "pipe_size": pipe_size,
+    "pipe_rank": stage_index,
+    "pipe_comm": lambda: process_grid()["pipeline"],
+    "micros": lambda: settings().num_micro_batches or pipe_size(),
     "tp_size": tensor_size,
     "tp_rank": tensor_rank,
     "tp_comm": lambda: process_grid()["tensor"],
     "tp_zero_size": lambda: world_size() // tensor_size(),
     "tp_zero_rank": replica_index,
-    "tp_zero_comm": lambda: process_grid()["zero"],
+    "tp_zero_comm": zero_mesh,
 }
 
 

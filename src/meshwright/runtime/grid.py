@@ -23,9 +23,10 @@ class _Grid:
     parameters: DeviceMesh
     zero: DeviceMesh
     tensor: DeviceMesh
+    pipeline: DeviceMesh
 
 
-_grids: dict[tuple[object, int], _Grid] = {}  # of the present world, by its process group and tp_size
+_grids: dict[tuple[object, int, int], _Grid] = {}  # of the present world, by its process group, tp_size and pipe_size
 
 
 def process_grid() -> DeviceMesh:
@@ -51,6 +52,26 @@ def zero_mesh() -> DeviceMesh:
     return _grid().zero if tensor_size() > 1 else world_mesh()
 
 
+def stage_mesh() -> DeviceMesh:
+    """The axis over which a pipeline stage shards its parameters: the ranks that run the same blocks."""
+    return _grid().zero if pipe_size() > 1 else zero_mesh()
+
+
+def pipeline_mesh() -> DeviceMesh:
+    """The axis along which the stages of this rank's pipeline follow one another."""
+    return _grid().pipeline
+
+
+def pipe_size() -> int:
+    """Pipeline stages: ``init_distributed``'s ``pipe_size``; 1 before it."""
+    return settings().pipe_size if dist.is_initialized() else 1
+
+
+def stage_index() -> int:
+    """The pipeline stage that this rank runs."""
+    return dist.get_rank() // (dist.get_world_size() // pipe_size()) if dist.is_initialized() else 0
+
+
 def tensor_mesh() -> DeviceMesh:
     """The axis over which single layers are split."""
     return _grid().tensor
@@ -73,11 +94,11 @@ def replica_index() -> int:
 
 def _grid() -> _Grid:
     require_distributed("A process grid")
-    world, tensor = dist.group.WORLD, tensor_size()
-    if (world, tensor) not in _grids:
-        for old in [key for key in _grids if key[0] is not world]:
+    key = world, tensor, stages = dist.group.WORLD, tensor_size(), pipe_size()
+    if key not in _grids:
+        for old in [each for each in _grids if each[0] is not world]:
             del _grids[old]
-        axes = [("tensor", tensor), ("zero", dist.get_world_size() // tensor), ("pipeline", 1)]
+        axes = [("tensor", tensor), ("zero", dist.get_world_size() // (tensor * stages)), ("pipeline", stages)]
         mesh = build_mesh(axes, None, settings().device.type)
-        _grids[world, tensor] = _Grid(mesh, mesh["zero", "tensor"], mesh["zero"], mesh["tensor"])
-    return _grids[world, tensor]
+        _grids[key] = _Grid(mesh, mesh["zero", "tensor"], mesh["zero"], mesh["tensor"], mesh["pipeline"])
+    return _grids[key]

@@ -32,6 +32,7 @@ class Settings:
     device: torch.device
     local_world_size: int
     tp_size: int = 1
+    pipe_size: int = 1
 
 
 _settings: Settings | None = None
@@ -55,10 +56,12 @@ def init_distributed(
     Args:
         seed: Seed of the run.
         zero_level: ZeRO level (1, 2 or 3) of a ``zero`` mesh axis for which a strategy names no method.
-        pipe_size: Pipeline stages; only 1 in this version.
+        pipe_size: Stages of :class:`meshwright.nn.PipelineTransformerBlockList`. Ranks ``r, r + world / pipe_size, …``
+            are one pipeline; every one of them feeds its own batch. Not together with ``tp_size`` yet.
         tp_size: Ranks of a tensor group: neighbouring ones, that work on the same batch and split the layers of
             :mod:`meshwright.nn` among themselves. See :func:`meshwright.runtime.process_grid`.
-        num_micro_batches: Default of ``accelerate(num_micro_batches=)``; None means 1.
+        num_micro_batches: Default of ``accelerate(num_micro_batches=)``, where None means 1; and into how many parts
+            a pipeline of ``pipe_size`` stages cuts the batches of its ranks taken together, where None means pipe_size.
         backend: torch.distributed backend; None means NCCL with CUDA and gloo without. ``"gloo"`` trains on the CPU.
         timeout_s: Seconds a collective may take before its rank gives up.
 
@@ -70,7 +73,7 @@ def init_distributed(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(backend, local_rank)
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    wanted = Settings(seed, zero_level, num_micro_batches, device, local_world_size, tp_size)
+    wanted = Settings(seed, zero_level, num_micro_batches, device, local_world_size, tp_size, pipe_size)
     if _settings is not None and dist.is_initialized():
         if _settings != wanted:
             raise LaunchError(
@@ -99,14 +102,15 @@ def _check_arguments(
             got=repr(zero_level),
             fix="use 3 to shard everything",
         )
-    if pipe_size != 1:
+    _check_groups("tp_size", "tensor groups", tp_size)
+    _check_groups("pipe_size", "pipeline stages", pipe_size)
+    if pipe_size > 1 and tp_size > 1:
         raise LaunchError(
-            "pipe_size asks for pipeline stages, which this version of Meshwright does not have",
-            expected="1",
-            got=repr(pipe_size),
-            fix="leave pipe_size at 1; split layers with tp_size, and shard with zero_level",
+            "Pipeline stages do not hold layers that are split over tensor groups yet",
+            expected="pipe_size=1 or tp_size=1",
+            got=f"pipe_size={pipe_size}, tp_size={tp_size}",
+            fix="leave one of them at 1",
         )
-    _check_tensor_groups(tp_size)
     if num_micro_batches is not None and num_micro_batches < 1:
         raise LaunchError(
             "num_micro_batches is not a count",
@@ -123,15 +127,15 @@ def _check_arguments(
         )
 
 
-def _check_tensor_groups(tp_size: int) -> None:
+def _check_groups(name: str, what: str, size: int) -> None:
     """Before anybody joins anything: on a misfit no process group is left behind."""
     world = world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if tp_size < 1 or world % tp_size:
+    if size < 1 or world % size:
         raise LaunchError(
-            "tp_size does not divide the ranks into tensor groups",
+            f"{name} does not divide the ranks into {what}",
             expected=f"a divisor of {world}, the number of ranks",
-            got=repr(tp_size),
-            fix=f"start a multiple of {max(tp_size, 1)} processes, or choose another tp_size",
+            got=repr(size),
+            fix=f"start a multiple of {max(size, 1)} processes, or choose another {name}",
         )
 
 

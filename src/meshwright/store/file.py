@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from meshwright.store.entries import ModelEntries, model_entries, stored_name
 from meshwright.store.file_format import check_tensors, make_folder, read_file, write_file
 from meshwright.store.folder import is_folder, read_folder, write_folder
 from meshwright.store.rank_order import in_model_order, to_rank_order_
+from meshwright.store.stages import collect_from_stage, refuse_stages, spread_to_stage, whole_entries
 from meshwright.store.transfer import collect, spread
 from meshwright.store.writer import wait_for_saves, write_later
 
@@ -45,11 +47,11 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
     path = Path(file)
     with same_on_every_rank():
         wait_for_saves()
-        entries = model_entries(model)
+        entries, stages = whole_entries(model)
     with same_on_every_rank():
         if rank() == 0:
             make_folder(path.parent)
-    state_dict = _gathered(entries)
+    state_dict = _gathered(entries, stages)
     with same_on_every_rank():
         if rank() == 0 and non_blocking:
             write_later(path, state_dict)
@@ -81,6 +83,7 @@ def save_folder(
     require_distributed("save_folder")
     with same_on_every_rank():
         wait_for_saves()
+        refuse_stages(model, "save_folder")
         entries = model_entries(model)
         check_tensors(Path(folder), entries.raw)
     tensors = in_model_order(entries, {stored_name(name): value for name, value in entries.raw.items()})
@@ -95,7 +98,7 @@ def save_folder(
     )
 
 
-def _gathered(entries: ModelEntries) -> dict[str, Any]:
+def _gathered(entries: ModelEntries, stages: Mapping[str, int]) -> dict[str, Any]:
     """Full copies on the host of rank 0; elsewhere empty. Holds one full tensor at a time on the other ranks."""
     state_dict: dict[str, Any] = {}
     copies: dict[int, torch.Tensor | None] = {}  # tied names share one copy
@@ -104,7 +107,7 @@ def _gathered(entries: ModelEntries) -> dict[str, Any]:
             state_dict[stored_name(name)] = value
             continue
         if id(value) not in copies:
-            copies[id(value)] = collect(value)
+            copies[id(value)] = collect_from_stage(value, stages[name]) if name in stages else collect(value)
         state_dict[stored_name(name)] = copies[id(value)]
     return state_dict if rank() == 0 else {}
 
@@ -138,12 +141,12 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
     found: dict[str, Any] = {}
     with same_on_every_rank():
         wait_for_saves()
-        entries = model_entries(model)
+        entries, stages = whole_entries(model)
         if rank() == 0:
             found = read_folder(path)[0] if is_folder(path) else read_file(path)
     described = gather_objects({name: _describe(value) for name, value in found.items()} if rank() == 0 else None)[0]
     keys = _compare(path, entries, described, strict)
-    _fill(entries, found, described)
+    _fill(entries, stages, found, described)
     return keys
 
 
@@ -178,7 +181,7 @@ def _compare(
 
 
 @torch.no_grad()
-def _fill(entries: ModelEntries, found: dict[str, Any], described: dict[str, Any]) -> None:
+def _fill(entries: ModelEntries, stages: Mapping[str, int], found: dict[str, Any], described: dict[str, Any]) -> None:
     """Sends every tensor from rank 0 into its place; tied ones once."""
     done: set[int] = set()
     extra: dict[str, Any] = {}
@@ -188,6 +191,9 @@ def _fill(entries: ModelEntries, found: dict[str, Any], described: dict[str, Any
             continue
         if isinstance(target, torch.Tensor):
             done.add(id(target))
+            if name in stages:
+                spread_to_stage(found.get(stored), target, stages[name])
+                continue
             spread(found.get(stored), target)
             to_rank_order_(entries, {stored: target})
         else:

@@ -1,0 +1,162 @@
+"""One pass of micro-batches through the stages of a pipeline, in lock-step.
+
+Between ticks the stages hand on what they have made, in one exchange that all of them take part in. The exchanges form
+a chain in autograd's graph, so backward is the same pass in reverse: GPipe (Huang et al. 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from meshwright.distributed.members import Members
+from meshwright.distributed.routes import Arrival, exchange_activations
+from meshwright.errors import ModelError
+from meshwright.runtime import same_on_every_rank
+
+States = tuple[torch.Tensor, ...]
+RunBlocks = Callable[[States, Any], tuple[States, list[States]]]
+"""Hidden states and arguments of a micro-batch to the hidden states after this stage and before each of its blocks."""
+
+
+class PipelineRun:
+    """Takes a rank's batch through all stages and brings back its result.
+
+    Args:
+        blocks: What this stage does.
+        members: The ranks of the pipeline; a rank's place is its stage.
+        micros: Number of micro-batches, which divides the samples of all ranks.
+        lengths: Number of blocks of each stage.
+    """
+
+    def __init__(self, blocks: RunBlocks, members: Members, micros: int, lengths: Sequence[int]) -> None:
+        self._blocks, self._members, self._micros, self._lengths = blocks, members, micros, lengths
+        self._stage, self._last = members.rank, members.size - 1
+        self._finished: list[States] = []  # what came out of this stage's blocks, by micro-batch
+        self._entered: list[list[States]] = []  # and what went into each of them
+        self._error: Exception | None = None
+
+    def __call__(
+        self, chain: torch.Tensor, hidden: Sequence[torch.Tensor], arguments: Sequence[Any], with_inputs: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Runs the pass.
+
+        Args:
+            chain: See :func:`meshwright.distributed.routes.exchange_activations`.
+            hidden: This rank's, (B, …).
+            arguments: Of each micro-batch.
+            with_inputs: Bring back the inputs of blocks, too.
+
+        Returns:
+            The chain, and this rank's last hidden states, with ``with_inputs`` followed by as many (L, B, …).
+
+        Raises:
+            ModelError: When a block changes the shape or dtype of a hidden state. On CPU, this and whatever else blocks
+                raise is raised on every rank; on CUDA, where the host would have to wait for that, at once.
+        """
+        chain, parts = self._to_first(chain, hidden)
+        like = [self._micro_like(each, self._stage - 1) for each in hidden]
+        arrived: list[torch.Tensor] = []
+        for tick in range(self._micros + self._last):
+            made: States = ()
+            if self._is_active(self._stage, tick):
+                micro = tick - self._stage
+                inputs = tuple(part[micro] for part in parts) if self._stage == 0 else tuple(arrived)
+                made = self._run_blocks(inputs, arguments[micro], with_inputs)
+            departures = [(self._stage + 1, each) for each in made] if self._stage < self._last else []
+            arrivals = like if self._stage > 0 and self._is_active(self._stage - 1, tick) else []
+            chain, arrived = exchange_activations(chain, departures, arrivals, self._members)
+        if chain.device.type == "cpu":
+            with same_on_every_rank():
+                if self._error is not None:
+                    raise self._error
+        return self._to_owners(chain, hidden, with_inputs)
+
+    def _is_active(self, stage: int, tick: int) -> bool:
+        return 0 <= tick - stage < self._micros
+
+    def _micro_like(self, hidden: torch.Tensor, peer: int) -> Arrival:
+        samples = len(hidden) * self._members.size // self._micros
+        return Arrival(peer, (samples, *hidden.shape[1:]), hidden.dtype)
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self._members.size) if peer != self._stage]
+
+    def _to_first(
+        self, chain: torch.Tensor, hidden: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
+        """The micro-batches of each hidden state on the first stage; nothing elsewhere."""
+        if self._stage > 0:
+            chain, _ = exchange_activations(chain, [(0, each) for each in hidden], [], self._members)
+            return chain, []
+        arrivals = [Arrival(peer, each.shape, each.dtype) for peer in self._others() for each in hidden]
+        chain, arrived = exchange_activations(chain, [], arrivals, self._members)
+        every = [*hidden, *arrived]
+        whole = [torch.cat(every[index :: len(hidden)]) for index in range(len(hidden))]
+        return chain, [each.chunk(self._micros) for each in whole]
+
+    def _run_blocks(self, inputs: States, arguments: Any, with_inputs: bool) -> States:
+        try:
+            made, entered = self._blocks(inputs, arguments)
+            _check_kept(inputs, made)
+        except Exception as error:
+            if inputs[0].device.type != "cpu":
+                raise
+            # The next stage waits for something; the error is told when all have arrived.
+            self._error, made, entered = self._error or error, inputs, []
+        self._finished.append(made)
+        if with_inputs:
+            self._entered.append(entered)
+        return made
+
+    def _to_owners(
+        self, chain: torch.Tensor, hidden: Sequence[torch.Tensor], with_inputs: bool
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Every rank gets what belongs to its own samples, from all stages that have some of it."""
+        mine = self._by_owner(with_inputs)
+        departures = [(peer, each) for peer in self._others() for each in mine[peer]]
+        arrivals = [each for peer in self._others() for each in self._owned_by_me(peer, hidden, with_inputs)]
+        chain, arrived = exchange_activations(chain, departures, arrivals, self._members)
+        rest = iter(arrived)
+        received = {
+            peer: [next(rest) for _ in self._owned_by_me(peer, hidden, with_inputs)] for peer in self._others()
+        } | {self._stage: mine[self._stage]}
+        outputs = received[self._last][: len(hidden)]
+        if not with_inputs:
+            return chain, outputs
+        inputs = [received[stage][-len(hidden) :] for stage in range(self._members.size)]
+        return chain, [*outputs, *(torch.cat(stages) for stages in zip(*inputs, strict=True))]
+
+    def _by_owner(self, with_inputs: bool) -> list[list[torch.Tensor]]:
+        """What this stage has for each rank: on the last one hidden states, then inputs of its blocks."""
+        size = self._members.size
+        mine: list[list[torch.Tensor]] = [[] for _ in range(size)]
+        if self._stage == self._last:
+            for micros in zip(*self._finished, strict=True):
+                for owner, part in enumerate(torch.cat(micros).chunk(size)):
+                    mine[owner].append(part)
+        if with_inputs:
+            # Micro-batches of blocks of states, to states of blocks of micro-batches.
+            for blocks in zip(*(zip(*entered, strict=True) for entered in self._entered), strict=True):
+                whole = torch.cat([torch.stack(blocks_of_one) for blocks_of_one in blocks], dim=1)
+                for owner, part in enumerate(whole.chunk(size, dim=1)):
+                    mine[owner].append(part)
+        return mine
+
+    def _owned_by_me(self, peer: int, hidden: Sequence[torch.Tensor], with_inputs: bool) -> list[Arrival]:
+        outputs = [Arrival(peer, each.shape, each.dtype) for each in hidden] if peer == self._last else []
+        length = self._lengths[peer]
+        return outputs + [Arrival(peer, (length, *each.shape), each.dtype) for each in hidden if with_inputs]
+
+
+def _check_kept(inputs: States, made: States) -> None:
+    before, after = ([(tuple(each.shape), each.dtype) for each in states] for states in (inputs, made))
+    if before != after:
+        raise ModelError(
+            "The blocks of a pipeline change the shape or dtype of a hidden state",
+            expected=str(before),
+            got=str(after),
+            fix="keep what flows from block to block alike; put layers that change it outside the list",
+        )
