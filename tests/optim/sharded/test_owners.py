@@ -9,9 +9,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import meshwright.optim.sharded.whole as whole_module
 from meshwright.errors import ModelError
-from meshwright.optim.groups import made_group
 from meshwright.optim.sharded import Kept, Layout, Region, ShardedOptimizer, Whole
-from meshwright.optim.sharded.meeting import Meeting
+from meshwright.optim.sharded.meeting import Meeting, _made_group
 from meshwright.optim.sharded.owners import Journey, OwnerExchange
 from meshwright.optim.sharded.regions import held_regions
 from tests.optim.sharded.collectives import Collectives
@@ -146,11 +145,11 @@ def four_ranks():
 def groups_are_made_once():
     """The group of a mesh of several axes that is not the whole world."""
     ranks = (0, 1)
-    group = made_group(ranks)
+    group = _made_group(ranks)
     value = torch.ones(1)
     dist.all_reduce(value, group=group)
     assert value == 2
-    assert made_group(ranks) is group
+    assert _made_group(ranks) is group
 
 
 def replicas_own_as_well():

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map
 
 from meshwright.errors import ModelError
 from meshwright.methods.sequence.attention import AttentionCalls, SequenceRanks, attend_over_heads
-from meshwright.methods.tensor.tokens import change_hidden_output
 from meshwright.methods.tensor.sequence_trial import TOKENS_DIM, hidden_argument
+from meshwright.methods.tensor.tokens import change_hidden_output
 from meshwright.nn import require_blocks
 
 _OF_POSITIONS = ("position", "rotary", "rope", "freqs", "cos", "sin")  # in names of arguments that go with tokens

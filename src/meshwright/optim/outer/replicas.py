@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.transport import all_gather_flat
 from meshwright.errors import ConfigError, LaunchError, join_names
-from meshwright.optim.groups import made_group
 from meshwright.runtime import gather_objects, world_size
 
 _PATIENCE_S = 3.0  # for marks of ranks that are alive but slow to notice
@@ -186,15 +185,27 @@ def _difference(every: list[Any]) -> str | None:
     return None
 
 
+_INSIDES: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""Groups of the ranks of a replica, by these, each with the world in which it was made."""
+
+
 def _inside(place: int) -> tuple[dist.ProcessGroup | None, int]:
-    """The group of the ranks of this replica: those at the same place in their replica groups. None for one rank."""
+    """The group of the ranks of this replica: those at the same place in their replica groups. None for one rank.
+
+    All ranks make all such groups, in one order: torch names a group that its members make alone by their ranks, and
+    one that is made a second time finds what the first has left in the store, and waits for ever.
+    """
+    world = dist.group.WORLD
+    assert world is not None
     places = gather_objects(place)
-    ranks = [rank for rank, other in enumerate(places) if other == place]
-    if len(ranks) == 1:
-        return None, 1
-    if len(ranks) == len(places):
-        return dist.group.WORLD, len(ranks)
-    return made_group(tuple(ranks)), len(ranks)
+    every = {other: tuple(rank for rank, one in enumerate(places) if one == other) for other in sorted(set(places))}
+    own = every[place]
+    if len(own) in (1, len(places)):
+        return (None if len(own) == 1 else world), len(own)
+    for ranks in every.values():
+        if ranks not in _INSIDES or _INSIDES[ranks][0] is not world:
+            _INSIDES[ranks] = (world, dist.new_group(list(ranks)))
+    return _INSIDES[own][1], len(own)
 
 
 def _store() -> Any:

@@ -8,9 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.optim.groups import made_group
 from meshwright.optim.sharded.layout import Layout
 from meshwright.optim.sharded.regions import Region, held_regions
+
+_GROUPS: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""Groups made here by their ranks, each with the world in which it was made."""
 
 
 @dataclass(frozen=True)
@@ -55,4 +57,14 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.size() == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    return made_group(tuple(sorted(mesh.mesh.flatten().tolist())))
+    return _made_group(tuple(sorted(mesh.mesh.flatten().tolist())))
+
+
+def _made_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group that is made when it is first wanted. Collective over its ranks then."""
+    made_in, group = _GROUPS.get(ranks, (None, None))
+    if group is None or made_in is not dist.group.WORLD:
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert dist.group.WORLD is not None
+        _GROUPS[ranks] = (dist.group.WORLD, group)
+    return group
