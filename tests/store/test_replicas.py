@@ -8,7 +8,7 @@ import torch
 from meshwright import runtime
 from meshwright.errors import CheckpointError
 from meshwright.optim import BMUF, DiLoCo, GuardedOptimizer, LossScaler, MasterWeights, SlowMo, StreamingDiLoCo
-from meshwright.store import CheckpointStore, TrainingState
+from meshwright.store import CheckpointStore, TrainingState, load_optimizer, save_optimizer
 from tests.optim.outer import simulation as sim
 
 STOP, END = 7, 13
@@ -170,6 +170,10 @@ def other_fragments(directory):
     net = sim.model()
     with pytest.raises(CheckpointError, match="cuts the model otherwise"):
         CheckpointStore(directory).load(TrainingState(net, StreamingDiLoCo(sim.adamw(net), 6, 3, 1, model=net)))
+    with pytest.raises(CheckpointError, match="does not fit into one optimizer file"):
+        save_optimizer(optimizer, net, directory / "optim.pt")
+    with pytest.raises(CheckpointError, match="does not fit into one optimizer file"):
+        load_optimizer(optimizer, net, directory / "optim.pt")
     with pytest.raises(CheckpointError, match="not one of this outer optimizer"):
         same.load_state_dict(torch.optim.SGD(net.parameters()).state_dict())
     return equal

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError
-from meshwright.optim import GuardedOptimizer, inner_optimizer
+from meshwright.optim import GuardedOptimizer, OuterOptimizer, inner_optimizer
 from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
 from meshwright.store.entries import model_entries
 from meshwright.store.file_format import make_folder, write_file
@@ -78,6 +78,7 @@ def save_optimizer(
 
 
 def _capture(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, torch.Tensor], OptimizerContents]:
+    _refuse_replicas(optimizer)
     entries = model_entries(model)
     masters = masters_by_name(optimizer, entries.tensors)
     weights = entries.tensors | masters
@@ -107,6 +108,7 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, path: str | os.PathLi
     found: dict[str, torch.Tensor] = {}
     contents: OptimizerContents | None = None
     with same_on_every_rank():
+        _refuse_replicas(optimizer)
         wait_for_saves()
         if rank() == 0:
             found, contents = read_optimizer(Path(path))
@@ -143,6 +145,17 @@ def _plan(
         if master_name(name) in told and tensor.dtype == torch.float32
     }
     return plan, plan.targets | masters
+
+
+def _refuse_replicas(optimizer: Optimizer) -> None:
+    """Refuses an outer optimizer: a file of the inner one's state would lose the others' and the global weights."""
+    if isinstance(optimizer, OuterOptimizer):
+        raise CheckpointError(
+            "An outer optimizer does not fit into one optimizer file: every replica has states of its own",
+            expected="an optimizer of one model",
+            got=type(optimizer).__name__,
+            fix="save with a CheckpointStore, or every rank's own optimizer.state_dict()",
+        )
 
 
 def _commit(optimizer: Optimizer, plan: OptimizerPlan, contents: OptimizerContents) -> None:

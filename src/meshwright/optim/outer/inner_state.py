@@ -13,7 +13,7 @@ from meshwright.optim.clip import local_tensor
 from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.outer.exchange import average_in_place
 from meshwright.optim.outer.replicas import Replicas
-from meshwright.optim.outer.weights import MASTER
+from meshwright.optim.sharded.slots import MASTER
 
 
 class InnerState:

@@ -7,9 +7,7 @@ from torch.optim import Optimizer
 
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.guarded import GuardedOptimizer
-
-MASTER = "master"
-"""The state in which our optimizers keep the fp32 copy of a half-precision parameter."""
+from meshwright.optim.sharded.slots import MASTER
 
 
 class InnerWeights:
