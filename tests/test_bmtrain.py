@@ -143,7 +143,7 @@ def _resumes(path, kind, dtype):
     ("kind", "dtype"),
     [
         pytest.param(bmt.optim.AdamOptimizer, torch.float32, marks=pytest.mark.long),
-        (bmt.optim.AdamOptimizer, torch.bfloat16),
+        pytest.param(bmt.optim.AdamOptimizer, torch.bfloat16, marks=pytest.mark.long),
         (bmt.optim.AdamOffloadOptimizer, torch.bfloat16),
         pytest.param(torch.optim.AdamW, torch.float32, marks=pytest.mark.long),
     ],

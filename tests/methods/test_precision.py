@@ -35,13 +35,20 @@ def overflow_on_one_rank(strategy):
     return after_scale / scale if scale else None
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+OVERFLOWS = [
+    ("amp_native", 0.5),
+    (("amp_native", {"dtype": "bf16", "skip_if_nonfinite": True}), None),
+    (("half", "fp16"), 0.5),
+]
+
+
 @pytest.mark.parametrize(
-    ("precision", "halved"),
+    ("precision", "halved", "layout"),
     [
-        ("amp_native", 0.5),
-        (("amp_native", {"dtype": "bf16", "skip_if_nonfinite": True}), None),
-        (("half", "fp16"), 0.5),
+        # Every precision and every layout; all combinations in the long run.
+        pytest.param(*overflow, layout, marks=[] if column in (row, 3 * (row == 0)) else [pytest.mark.long])
+        for row, overflow in enumerate(OVERFLOWS)
+        for column, layout in enumerate(LAYOUTS)
     ],
     ids=str,
 )

@@ -62,7 +62,7 @@ STRATEGIES = [
 ]
 
 
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.long), 2])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_predicted_bytes_are_sent(ranks, strategy, micro):
     for sent, predicted in ranks(2).run(count, strategy, micro):
@@ -70,7 +70,7 @@ def test_predicted_bytes_are_sent(ranks, strategy, micro):
 
 
 @pytest.mark.parametrize("method", ["zero1", "zero2", "fsdp"])
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_predicted_bytes_are_sent_over_two_axes(ranks, method, micro):
     strategy = [method, ("parallel_mode", {"zero": 2, "data": 2})]
     for sent, predicted in ranks(4).run(count, strategy, micro):

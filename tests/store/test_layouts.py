@@ -8,7 +8,7 @@ from tests.store.runs import load_and_go_on, save_and_go_on
 PAIRS = [
     (("plain", 1), ("fsdp", 2)),
     (("ddp", 2), ("plain", 1)),
-    (("fsdp", 2), ("fsdp", 4)),
+    pytest.param(("fsdp", 2), ("fsdp", 4), marks=pytest.mark.long),
     (("fsdp", 4), ("hsdp", 4)),
     (("hsdp", 4), ("fsdp", 2)),
     pytest.param(("fsdp", 4), ("ddp", 2), marks=pytest.mark.long),  # fsdp is left, and ddp loaded, by the others
@@ -32,7 +32,12 @@ def test_the_run_goes_on_in_another_layout(ranks, tmp_path, before, after):
     _check(ranks, tmp_path, before, after)
 
 
-@pytest.mark.parametrize("optimizer", ["fused", "amsgrad", "momentum", "sgd", "adagrad", "rmsprop", "nadam", "asgd"])
+# Kinds of state: none, one tensor, several of two shapes and types; others of these kinds in the long run.
+@pytest.mark.parametrize(
+    "optimizer",
+    ["fused", "momentum", "sgd", "nadam"]
+    + [pytest.param(name, marks=pytest.mark.long) for name in ("amsgrad", "adagrad", "rmsprop", "asgd")],
+)
 def test_every_optimizer_goes_on_where_it_stopped(ranks, tmp_path, optimizer):
     _check(ranks, tmp_path, ("fsdp", 2), ("plain", 1), saved={"optimizer": optimizer})
 
