@@ -133,11 +133,14 @@ def assert_refused(model):
         layers[LAYERS - 1 if runtime.stage_index() == 0 else 0](x)
     with pytest.raises(bmt.errors.ModelError, match="more stages than blocks"):
         bmt.PipelineTransformerBlockList([torch.nn.Linear(2, 2)])
-    with pytest.raises(bmt.errors.ModelError, match="got a Block"):
-        bmt.PipelineTransformerBlockList([bmt.Block(torch.nn.Linear(2, 2)) for _ in range(2)])
+    used = bmt.Block(torch.nn.Linear(2, 2))
+    used(torch.ones(1, 2))
+    with pytest.raises(bmt.errors.ModelError, match="has run"):
+        bmt.PipelineTransformerBlockList([torch.nn.Linear(2, 2), used])
     shared = torch.nn.Linear(2, 2)
-    with pytest.raises(bmt.errors.ModelError, match="would share"):
-        bmt.PipelineTransformerBlockList([shared, shared])
+    for twice in ([shared, shared], [bmt.Block(shared), bmt.Block(shared)]):
+        with pytest.raises(bmt.errors.ModelError, match="would share"):
+            bmt.PipelineTransformerBlockList(twice)
     with torch.no_grad():
         expected = layers(x, y, gate, bias=bias)
     assert not expected[0].requires_grad
@@ -162,7 +165,7 @@ def _stages_of_two(folder):
     one, model, worst = assert_trains_as_one_stage(2)
     with stages(2):
         assert_inspected_and_saved(one, model, folder)
-        assert runtime.stage_mesh().mesh.tolist() == [2 * runtime.stage_index(), 2 * runtime.stage_index() + 1]
+        assert runtime.stage_axes().zero.mesh.tolist() == [2 * runtime.stage_index(), 2 * runtime.stage_index() + 1]
         held = sum(p.to_local().numel() for p in model.layers.parameters())
     return worst, held, sum(p.numel() for p in one.layers.parameters())
 

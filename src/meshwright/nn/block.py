@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import ModelError
@@ -19,7 +18,7 @@ from meshwright.nn.classes import subclass_like
 from meshwright.nn.parameter import keeping_records
 from meshwright.nn.roots import has_run, prepare_root
 from meshwright.nn.sharding import shard_as_unit
-from meshwright.runtime import require_distributed, settings
+from meshwright.runtime import ShardAxes, require_distributed, settings
 
 _STATE = "_meshwright_block"
 
@@ -46,7 +45,7 @@ class Block(nn.Module):
         use_checkpoint: Keep only the block's inputs and run its forward again in backward (Chen et al. 2016).
         zero_level: 3 frees the gathered parameters after forward and gathers them again in backward; 2 keeps them in
             between; 1 also accumulates whole gradients under :func:`no_sync`. None takes ``init_distributed``'s.
-        mesh: One axis of ranks to shard plain parameters over, as those of a pipeline stage; None for all ranks.
+        axes: The ranks of a pipeline stage, on which distributed parameters are already; None for all ranks.
 
     Raises:
         LaunchError: Before ``init_distributed``.
@@ -65,14 +64,14 @@ class Block(nn.Module):
         use_checkpoint: bool = True,
         zero_level: int | None = None,
         *,
-        mesh: DeviceMesh | None = None,
+        axes: ShardAxes | None = None,
     ) -> None:
         # No nn.Module.__init__: the module's own state is there already.
         level = settings().zero_level if zero_level is None else zero_level
         known: BlockState | None = self.__dict__.get(_STATE)
         if known is None:
             _check_level(level)
-            shard_as_unit(self, reshard_after_forward=level == 3, mesh=mesh)
+            shard_as_unit(self, reshard_after_forward=level == 3, axes=axes)
             self.__dict__[_STATE] = BlockState(use_checkpoint, level, self)
         elif (known.use_checkpoint, known.zero_level) != (use_checkpoint, level):
             raise ModelError(
@@ -135,6 +134,14 @@ def _recorded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> _Recorded:
     with captured() as records:
         output = run(*args, **kwargs)
     return _Recorded(output, records, [record.tensor for record in records])
+
+
+def unwrapped(block: Block) -> nn.Module:
+    """The module of a Block, no longer sharded by FSDP2: a Block of it can be made anew. Others of it stay Blocks."""
+    del block.__dict__[_STATE]
+    module: nn.Module = object.__new__(_wrapped_class(type(block)))
+    object.__setattr__(module, "__dict__", block.__dict__)
+    return module
 
 
 def _around(module: nn.Module, *_: Any, **__: Any) -> Block:
