@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ModelError
+from meshwright.inspect import OUTLINE
 from meshwright.nn.block import Block, BlockState
 from meshwright.nn.layout import local_piece, sharded, sharded_piece, tensor_dim
 from meshwright.nn.parameter import mark_moved, record_of, set_record
@@ -31,12 +32,12 @@ class Elsewhere(nn.Module):
     def __init__(self, block: nn.Module, stage: int) -> None:
         super().__init__()
         self.stage = stage
-        self.__dict__["_outline"] = block  # not a submodule: this rank has no such parameters
+        self.__dict__[OUTLINE] = block  # not a submodule: this rank has no such parameters
 
     @property
     def outline(self) -> nn.Module:
         """The block, without memory."""
-        block: nn.Module = self.__dict__["_outline"]
+        block: nn.Module = self.__dict__[OUTLINE]
         return block
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
