@@ -146,6 +146,32 @@ def assert_refused(model):
     assert layers(x, y, gate, bias=bias)[0].requires_grad
 
 
+def fail_once_on(rank, module):
+    """Lets a module fail the next time it runs, on one rank only."""
+
+    def fail(*_):
+        handle.remove()
+        raise ValueError(f"not on rank {rank}")
+
+    if runtime.rank() == rank:
+        handle = module.register_forward_pre_hook(fail)
+
+
+def assert_one_failure_is_told_to_all(model):
+    """Of one rank of a stage, in the first of its blocks; and wrong arguments of one rank. All ranks go on."""
+    x, gate = torch.ones(4, IN), torch.ones(4, 1)
+    expected = model(x, gate)[0]
+    for rank in (1, runtime.world_size() - 1):
+        own = [layer for layer in model.layers if isinstance(layer, bmt.Block)]
+        fail_once_on(rank, own[0].up)
+        with pytest.raises(ValueError, match=f"not on rank {rank}"):
+            model(x, gate)
+        torch.testing.assert_close(model(x, gate)[0], expected)
+    first = torch.ones(4, DIM)
+    with pytest.raises(bmt.errors.ModelError, match="not tensors with samples"):
+        model.layers(first, None if runtime.rank() == 1 else first, gate, bias=torch.zeros(2 * DIM))
+
+
 def _two_stages(folder):
     one, model, worst = assert_trains_as_one_stage(2, micros=4)
     with stages(2, num_micro_batches=4):
@@ -165,6 +191,7 @@ def _stages_of_two(folder):
         assert_inspected_and_saved(one, model, folder)
         assert runtime.stage_axes().zero.mesh.tolist() == [2 * runtime.stage_index(), 2 * runtime.stage_index() + 1]
         held = sum(p.to_local().numel() for p in model.layers.parameters())
+        assert_one_failure_is_told_to_all(model)
     return worst, held, sum(p.numel() for p in one.layers.parameters())
 
 

@@ -140,27 +140,34 @@ def _assert_refused(model, inputs):
 
 
 class Dropping(DistributedModule):
+    """What it adds is linear in its weight. The norm's dtype makes it an FSDP2 unit of its own inside a Block."""
+
     def __init__(self):
         super().__init__()
         self.weight = DistributedParameter(torch.empty(DIM), init_method=normal())
+        self.norm = nn.LayerNorm(DIM, bias=False, dtype=torch.float64)
 
     def forward(self, x):
-        return x + F.dropout(x * self.weight, 0.5)
+        return x + F.dropout(self.norm(x.double()).float() * self.weight, 0.5)
 
 
 def _assert_dropout_is_recomputed():
-    """What a layer adds is linear in its weight: other masks in backward would give another gradient."""
-    layers = PipelineTransformerBlockList([Block(Dropping()) for _ in range(2)])
+    """Other masks in backward would give another gradient. Two Blocks share a module, also on their stage."""
+    shared = Dropping()
+    layers = PipelineTransformerBlockList([Block(shared), Block(shared), Block(Dropping())])
     bmt.init_parameters(layers)
-    for place in range(2):
-        out, inputs = layers(torch.ones(8, DIM), return_hidden_states=True)
-        added = (out if place else inputs[1]) - inputs[place]
+    for stage, place in enumerate((0, 2)):
+        out, inputs = layers(torch.randn(8, DIM), return_hidden_states=True)
+        added = (out if stage else inputs[1]) - inputs[place]
         layers.zero_grad()
         added.sum().backward()
         mean = bmt.sum_loss(added.sum(0))
         assert 0 < (added == 0).sum() < added.numel()
-        if runtime.stage_index() == place:
-            (weight,) = layers.parameters()
+        if runtime.stage_index() == stage:
+            weights = {name: each for name, each in layers.named_parameters() if name.endswith("weight")}
+            assert list(weights) == [f"{place}.weight", f"{place}.norm.weight"]
+            assert (stage == 1) or layers[0].unit is layers[1].unit
+            weight = weights[f"{place}.weight"]
             torch.testing.assert_close(full(weight) * full(weight.grad), mean)
 
 

@@ -92,6 +92,12 @@ class Block(nn.Module):
             self.free()  # no backward will do it, and the next step changes the shards
         return result
 
+    def after_failure(self) -> None:
+        """Gathers and frees as a forward does that does not fail: other ranks may not have failed, and wait for it."""
+        self.unit.unshard()
+        if self._state.zero_level == 3 or not torch.is_grad_enabled():
+            self.free()
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         if has_run(self.unit):
             _refuse_other_dtypes(self, fn)

@@ -98,4 +98,14 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
     def _run_own(self, hidden: tuple[Any, ...], arguments: Any) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
         constants, kwargs = arguments
-        return self._run([block for block in self if isinstance(block, Block)], hidden, constants, kwargs)
+        blocks = [block for block in self if isinstance(block, Block)]
+        inputs: list[tuple[Any, ...]] = []
+        for index, block in enumerate(blocks):
+            try:
+                hidden, entered = self._run([block], hidden, constants, kwargs)
+            except Exception:
+                for missed in blocks[index:]:  # without it, the stage's other ranks would wait, or mix parameters up
+                    missed.after_failure()
+                raise
+            inputs += entered
+        return hidden, inputs
