@@ -9,6 +9,7 @@ import meshwright as bmt
 from meshwright import runtime
 from meshwright.distributed import all_gather
 from meshwright.nn import roots
+from meshwright.optim import local_tensor
 from tests.nn.seed_models import gradients, largest_difference, weights
 from tests.nn.tensor_models import LENGTH, VOCABULARY, build, build_plain, tensor_groups
 
@@ -102,7 +103,11 @@ def assert_saved(model, plain, folder):
     ids = batches(1)[0, 0, :, :-1]
     logits = all_gather(fresh(ids), runtime.tensor_mesh()).movedim(0, -2).flatten(-2)
     torch.testing.assert_close(logits, other(ids), rtol=1e-5, atol=1e-5)
-    for each in (fresh, third):
+    with tensor_groups(2):  # of one stage
+        other_layout = build("whole")
+        bmt.load(other_layout, file)
+        assert len(weights(other_layout)) == len(stored)
+    for each in (fresh, third, other_layout):
         assert all(torch.equal(value, stored[name]) for name, value in weights(each).items())
 
 
@@ -125,6 +130,15 @@ def assert_overflow_is_agreed(layout):
         assert manager.step_was_skipped == (step == 1)
         assert manager.loss_scale == (256.0 if step < 1 else 128.0)
     assert losses[0] > losses[1] == losses[2] > losses[3]
+    other = bmt.optim.OptimManager(loss_scale=1.0)
+    other.add_optimizer(bmt.optim.AdamOptimizer(build(layout).half().parameters(), lr=1.0))
+    other.load_state_dict(manager.state_dict())
+    assert other.loss_scale == 128.0
+    saved, loaded = (each.optimizers[0].state_dict()["state"] for each in (manager, other))
+    assert len(saved) == len(list(model.parameters()))
+    for key, state in saved.items():
+        for name, value in state.items():
+            assert torch.equal(local_tensor(torch.as_tensor(value)), local_tensor(torch.as_tensor(loaded[key][name])))
 
 
 def _trains(layouts, folder, pipe_size=1):
