@@ -135,6 +135,8 @@ def assert_refused(model):
     used(torch.ones(1, 2))
     with pytest.raises(bmt.errors.ModelError, match="has run"):
         bmt.PipelineTransformerBlockList([torch.nn.Linear(2, 2), used])
+    with pytest.raises(bmt.errors.ModelError, match="twice"):
+        bmt.PipelineTransformerBlockList([bmt.Block(torch.nn.Linear(2, 2))] * 2)
     shared = torch.nn.Linear(2, 2)
     for twice in ([shared, shared], [bmt.Block(shared), bmt.Block(shared)]):
         with pytest.raises(bmt.errors.ModelError, match="would share"):

@@ -152,9 +152,9 @@ class Dropping(DistributedModule):
 
 
 def _assert_dropout_is_recomputed():
-    """Other masks in backward would give another gradient. Two Blocks share a module, also on their stage."""
+    """Other masks in backward would give another gradient. Two Blocks share a module, on their stage, too."""
     shared = Dropping()
-    layers = PipelineTransformerBlockList([Block(shared), Block(shared), Block(Dropping())])
+    layers = PipelineTransformerBlockList([shared, Block(shared), Block(Dropping())])
     bmt.init_parameters(layers)
     for stage, place in enumerate((0, 2)):
         out, inputs = layers(torch.randn(8, DIM), return_hidden_states=True)

@@ -142,6 +142,12 @@ def _recorded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> _Recorded:
     return _Recorded(output, records, [record.tensor for record in records])
 
 
+def block_of(module: nn.Module) -> Block | None:
+    """The first Block of a module or of its Blocks, which share their attributes; None for one without."""
+    state: BlockState | None = module.__dict__.get(_STATE)
+    return state.unit if state is not None else None
+
+
 def unwrapped(block: Block) -> nn.Module:
     """The module of a Block, no longer sharded by FSDP2: a Block of it can be made anew. Others of it stay Blocks."""
     del block.__dict__[_STATE]

@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.distributed.members import members_of
 from meshwright.distributed.routes import new_chain, scale_gradients
 from meshwright.nn.block import Block
-from meshwright.nn.block_list import TransformerBlockList
+from meshwright.nn.block_list import TransformerBlockList, check_listed
 from meshwright.nn.pipeline_call import Key, checked_call
 from meshwright.nn.pipeline_run import PipelineRun
 from meshwright.nn.stages import stage_bounds, staged
@@ -45,6 +45,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
 
     def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1) -> None:
         listed = list(modules)
+        check_listed(listed, num_hidden)  # before any block moves
         super().__init__(staged(listed) if pipe_size() > 1 else listed, num_hidden)
 
     def forward(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ModelError
 from meshwright.inspect import OUTLINE
-from meshwright.nn.block import Block, BlockState
+from meshwright.nn.block import Block, BlockState, block_of
 from meshwright.nn.layout import local_piece, sharded, sharded_piece, tensor_dim
 from meshwright.nn.parameter import mark_moved, record_of, set_record
 from meshwright.nn.release import check_can_be_released, released
@@ -126,7 +126,8 @@ def staged(modules: Sequence[nn.Module]) -> list[nn.Module]:
     for listed, owner in zip(modules, owners, strict=True):
         here = owner == stage_index()
         if _identity(listed) not in known:
-            module, asked = released(listed) if isinstance(listed, Block) else (listed, None)
+            block = block_of(listed)
+            module, asked = released(block) if block is not None else (listed, None)
             known[_identity(listed)] = module, asked
             _replace_tensors(module, here)
         module, asked = known[_identity(listed)]
@@ -143,8 +144,9 @@ def _identity(module: nn.Module) -> int:
 def _check(modules: Sequence[nn.Module], owners: Sequence[int]) -> None:
     first: dict[int, int] = {}
     for index, (module, owner) in enumerate(zip(modules, owners, strict=True)):
-        if isinstance(module, Block):
-            check_can_be_released(module)
+        block = block_of(module)
+        if block is not None:
+            check_can_be_released(block)
         if first.setdefault(_identity(module), owner) != owner:
             raise ModelError(
                 "Two stages of a pipeline would share a module",
