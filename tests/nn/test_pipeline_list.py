@@ -135,6 +135,10 @@ def assert_refused(model):
     used(torch.ones(1, 2))
     with pytest.raises(bmt.errors.ModelError, match="has run"):
         bmt.PipelineTransformerBlockList([torch.nn.Linear(2, 2), used])
+    moved = [bmt.Block(torch.nn.Linear(2, 2)) for _ in range(2)]
+    bmt.PipelineTransformerBlockList(moved)
+    with pytest.raises(bmt.errors.ModelError, match="has moved to another stage"):
+        moved[1 - runtime.stage_index()](torch.ones(1, 2))
     with pytest.raises(bmt.errors.ModelError, match="twice"):
         bmt.PipelineTransformerBlockList([bmt.Block(torch.nn.Linear(2, 2))] * 2)
     shared = torch.nn.Linear(2, 2)

@@ -64,9 +64,13 @@ class Model(nn.Module):
 
 
 def build(kind):
+    """ "wrapped": a plain model that was wrapped whole, whose blocks were then put into a pipeline."""
     torch.manual_seed(5)
-    model = Model(kind)
-    if kind != "plain":
+    model = Model("plain" if kind == "wrapped" else kind)
+    if kind == "wrapped":
+        model = bmt.BMTrainModelWrapper(model)
+        model.layers, model.kind = PipelineTransformerBlockList(model.layers), "pipeline"
+    elif kind != "plain":
         bmt.init_parameters(model)
     return model
 
@@ -113,7 +117,7 @@ def _kinds(expected_hidden, expected):
     mine, own_weights = inputs.chunk(world)[rank], weights.chunk(world, dim=1)[rank]
     losses = {}
     with stages(2, num_micro_batches=4):
-        for kind in ("modules", "blocks", "list", "pipeline"):
+        for kind in ("modules", "blocks", "list", "wrapped", "pipeline"):
             model = build(kind)
             (*losses[kind], hidden), found = tables(model, mine, own_weights)
             torch.testing.assert_close(hidden, expected_hidden.chunk(world, dim=1)[rank], rtol=1e-5, atol=1e-6)

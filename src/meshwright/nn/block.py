@@ -124,7 +124,14 @@ class Block(nn.Module):
 
     @property
     def _state(self) -> BlockState:
-        state: BlockState = self.__dict__[_STATE]
+        state: BlockState | None = self.__dict__.get(_STATE)
+        if state is None:
+            raise ModelError(
+                "A Block was used that has moved to another stage of a pipeline",
+                expected="calls of the PipelineTransformerBlockList that it was put into",
+                got=f"one of a {_wrapped_class(type(self)).__name__} by itself",
+                fix="call the list",
+            )
         return state
 
 
