@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright import runtime
-from meshwright.nn import DistributedModule, DistributedParameter, PipelineTransformerBlockList, init_parameters
+from meshwright.nn import Block, DistributedModule, DistributedParameter, PipelineTransformerBlockList, init_parameters
 from meshwright.runtime import processes
 from tests.nn.seed_models import DIM, IN, Linear, normal
 
@@ -45,7 +45,8 @@ class Model(DistributedModule):
     def __init__(self):
         super().__init__()
         self.embed = Linear(IN, DIM)
-        self.layers = PipelineTransformerBlockList([Layer() for _ in range(LAYERS)], num_hidden=2)
+        layers = [Block(Layer()), Layer(), Block(Layer(), use_checkpoint=False, zero_level=2)]
+        self.layers = PipelineTransformerBlockList(layers, num_hidden=2)
         self.bias = DistributedParameter(torch.empty(2 * DIM), init_method=normal())
         self.head = nn.Linear(DIM, IN)
 

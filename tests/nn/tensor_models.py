@@ -17,8 +17,8 @@ from meshwright.nn import (
     DistributedModule,
     DistributedParameter,
     OpParallelLinear,
+    PipelineTransformerBlockList,
     RowParallelLinear,
-    TransformerBlockList,
     VPEmbedding,
     init_parameters,
 )
@@ -28,11 +28,11 @@ VOCABULARY, DIM, HEADS, HIDDEN, LENGTH, LAYERS = 22, 10, 2, 14, 5, 2
 
 
 @contextlib.contextmanager
-def tensor_groups(size):
-    """The pool's ranks as if they had called ``init_distributed(tp_size=size)``."""
+def tensor_groups(size, **options):
+    """The pool's ranks as if they had called ``init_distributed(tp_size=size, …)``."""
     before, processes._settings = processes._settings, None
     try:
-        runtime.init_distributed(backend="gloo", timeout_s=120.0, tp_size=size)
+        runtime.init_distributed(backend="gloo", timeout_s=120.0, tp_size=size, **options)
         yield
     finally:
         processes._settings = before
@@ -83,7 +83,8 @@ class Gpt(DistributedModule):
         self.layout = layout
         self.word_emb = VPEmbedding(VOCABULARY, DIM, dtype=torch.float32, init_std=0.3, gather_input=layout == "split")
         self.pos_emb = DistributedParameter(torch.empty(LENGTH, DIM), init_method=nn.init.normal_)
-        self.layers = TransformerBlockList([Block(Layer(layout), zero_level=zero_level) for _ in range(LAYERS)])
+        blocks = [Block(Layer(layout), zero_level=zero_level) for _ in range(LAYERS)]
+        self.layers = PipelineTransformerBlockList(blocks)  # of one stage, if nobody asked for more
         self.norm = nn.LayerNorm(DIM)
 
     def forward(self, ids):

@@ -113,15 +113,13 @@ def assert_refused(model):
     """Every rank raises the same, and goes on."""
     x, y, gate = torch.ones(4, DIM), torch.ones(4, DIM), torch.ones(4, 1)
     layers, bias = model.layers, torch.zeros(2 * DIM)
-    with bmt.inspect.inspect_tensor(), pytest.raises(bmt.errors.InspectError, match="several stages"):
-        layers(x, y, gate, bias=bias)
     with pytest.raises(bmt.errors.ModelError, match="unclear"):
         layers(x, y, torch.ones(4), bias=bias)
     with pytest.raises(bmt.errors.ModelError, match="names arguments"):
         layers(x, y, gate, bias=bias, batch_related=[5])
     with pytest.raises(bmt.errors.ModelError, match="not tensors with samples"):
         layers(x, y[:2], gate, bias=bias)
-    with pytest.raises(bmt.errors.LaunchError, match="same collective"):
+    with pytest.raises(bmt.errors.LaunchError, match="same pipeline alike"):
         layers(*(each[: 4 - 2 * runtime.rank()] for each in (x, y, gate)), bias=bias)
     with pytest.raises(bmt.errors.ModelError, match="cannot be cut"):
         layers(x[:1], y[:1], gate[:1], bias=bias)
@@ -133,16 +131,51 @@ def assert_refused(model):
         layers[LAYERS - 1 if runtime.stage_index() == 0 else 0](x)
     with pytest.raises(bmt.errors.ModelError, match="more stages than blocks"):
         bmt.PipelineTransformerBlockList([torch.nn.Linear(2, 2)])
-    with pytest.raises(bmt.errors.ModelError, match="got a Block"):
-        bmt.PipelineTransformerBlockList([bmt.Block(torch.nn.Linear(2, 2)) for _ in range(2)])
+    used = bmt.Block(torch.nn.Linear(2, 2))
+    used(torch.ones(1, 2))
+    with pytest.raises(bmt.errors.ModelError, match="has run"):
+        bmt.PipelineTransformerBlockList([torch.nn.Linear(2, 2), used])
+    moved = [bmt.Block(torch.nn.Linear(2, 2)) for _ in range(2)]
+    bmt.PipelineTransformerBlockList(moved)
+    with pytest.raises(bmt.errors.ModelError, match="has moved to another stage"):
+        moved[1 - runtime.stage_index()](torch.ones(1, 2))
+    with pytest.raises(bmt.errors.ModelError, match="twice"):
+        bmt.PipelineTransformerBlockList([bmt.Block(torch.nn.Linear(2, 2))] * 2)
     shared = torch.nn.Linear(2, 2)
-    with pytest.raises(bmt.errors.ModelError, match="would share"):
-        bmt.PipelineTransformerBlockList([shared, shared])
+    for twice in ([shared, shared], [bmt.Block(shared), bmt.Block(shared)]):
+        with pytest.raises(bmt.errors.ModelError, match="would share"):
+            bmt.PipelineTransformerBlockList(twice)
     with torch.no_grad():
         expected = layers(x, y, gate, bias=bias)
     assert not expected[0].requires_grad
     torch.testing.assert_close(layers(x, y, gate, bias=bias), expected)
     assert layers(x, y, gate, bias=bias)[0].requires_grad
+
+
+def fail_once_on(rank, module):
+    """Lets a module fail the next time it runs, on one rank only."""
+
+    def fail(*_):
+        handle.remove()
+        raise ValueError(f"not on rank {rank}")
+
+    if runtime.rank() == rank:
+        handle = module.register_forward_pre_hook(fail)
+
+
+def assert_one_failure_is_told_to_all(model):
+    """Of one rank of a stage, in the first of its blocks; and wrong arguments of one rank. All ranks go on."""
+    x, gate = torch.ones(4, IN), torch.ones(4, 1)
+    expected = model(x, gate)[0]
+    for rank in (1, runtime.world_size() - 1):
+        own = [layer for layer in model.layers if isinstance(layer, bmt.Block)]
+        fail_once_on(rank, own[0].up)
+        with pytest.raises(ValueError, match=f"not on rank {rank}"):
+            model(x, gate)
+        torch.testing.assert_close(model(x, gate)[0], expected)
+    first = torch.ones(4, DIM)
+    with pytest.raises(bmt.errors.ModelError, match="not tensors with samples"):
+        model.layers(first, None if runtime.rank() == 1 else first, gate, bias=torch.zeros(2 * DIM))
 
 
 def _two_stages(folder):
@@ -162,8 +195,9 @@ def _stages_of_two(folder):
     one, model, worst = assert_trains_as_one_stage(2)
     with stages(2):
         assert_inspected_and_saved(one, model, folder)
-        assert runtime.stage_mesh().mesh.tolist() == [2 * runtime.stage_index(), 2 * runtime.stage_index() + 1]
+        assert runtime.stage_axes().zero.mesh.tolist() == [2 * runtime.stage_index(), 2 * runtime.stage_index() + 1]
         held = sum(p.to_local().numel() for p in model.layers.parameters())
+        assert_one_failure_is_told_to_all(model)
     return worst, held, sum(p.numel() for p in one.layers.parameters())
 
 

@@ -1,5 +1,6 @@
 """Layers split over tensor groups, against the same layers whole."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
@@ -8,6 +9,7 @@ import meshwright as bmt
 from meshwright import runtime
 from meshwright.distributed import all_gather
 from meshwright.nn import roots
+from meshwright.optim import local_tensor
 from tests.nn.seed_models import gradients, largest_difference, weights
 from tests.nn.tensor_models import LENGTH, VOCABULARY, build, build_plain, tensor_groups
 
@@ -64,7 +66,8 @@ def assert_trains_as_one_process(layout):
     expected, found = trained_plainly(plain, data), trained(model, data)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     assert expected[0, 1] > 1.0 > expected[-1, 0] - expected[0, 0]
-    assert largest_difference(gradients(model), gradients(plain)) < 1e-5
+    found, expected = gradients(model), gradients(plain)
+    assert largest_difference(found, {name: expected[name] for name in found}) < 1e-5  # a stage has its own blocks only
     moved = max((value - start[name]).abs().max() for name, value in weights(plain).items())
     assert moved > 0.1
     for name, value in weights(model).items():
@@ -100,19 +103,55 @@ def assert_saved(model, plain, folder):
     ids = batches(1)[0, 0, :, :-1]
     logits = all_gather(fresh(ids), runtime.tensor_mesh()).movedim(0, -2).flatten(-2)
     torch.testing.assert_close(logits, other(ids), rtol=1e-5, atol=1e-5)
-    for each in (fresh, third):
+    with tensor_groups(2):  # of one stage
+        other_layout = build("whole")
+        bmt.load(other_layout, file)
+        assert len(weights(other_layout)) == len(stored)
+    for each in (fresh, third, other_layout):
         assert all(torch.equal(value, stored[name]) for name, value in weights(each).items())
 
 
-def _trains(layouts, folder):
-    with tensor_groups(2):
-        roots._seeded = None  # as in a new process
+def assert_overflow_is_agreed(layout):
+    """Half precision under a loss scale: a gradient that is infinite on one stage is passed over on all of them."""
+    model = build(layout).half()
+    manager = bmt.optim.OptimManager(loss_scale=256.0)
+    manager.add_optimizer(bmt.optim.AdamOptimizer(model.parameters(), lr=1e-2))
+    loss_func, (first, *_) = bmt.loss.FusedCrossEntropy(parallel=True), batches(runtime.config["tp_zero_size"])
+    losses = []
+    for step in range(4):
+        ids = first[runtime.config["tp_zero_rank"]]
+        loss = loss_func(model(ids[:, :-1]).flatten(0, 1), target_of(ids))
+        losses.append(bmt.sum_loss(loss.float()).item())
+        manager.zero_grad()
+        manager.backward(loss)
+        if step == 1 and runtime.rank() == runtime.world_size() - 1:
+            list(model.layers.parameters())[-1].grad.to_local().fill_(float("inf"))
+        manager.step()
+        assert manager.step_was_skipped == (step == 1)
+        assert manager.loss_scale == (256.0 if step < 1 else 128.0)
+    assert losses[0] > losses[1] == losses[2] > losses[3]
+    other = bmt.optim.OptimManager(loss_scale=1.0)
+    other.add_optimizer(bmt.optim.AdamOptimizer(build(layout).half().parameters(), lr=1.0))
+    other.load_state_dict(manager.state_dict())
+    assert other.loss_scale == 128.0
+    saved, loaded = (each.optimizers[0].state_dict()["state"] for each in (manager, other))
+    assert len(saved) == len(list(model.parameters()))
+    for key, state in saved.items():
+        for name, value in state.items():
+            assert torch.equal(local_tensor(torch.as_tensor(value)), local_tensor(torch.as_tensor(loaded[key][name])))
+
+
+def _trains(layouts, folder, pipe_size=1):
+    with tensor_groups(2, pipe_size=pipe_size):
         for layout in layouts:
+            roots._seeded = None  # as in a new process
             model, plain = assert_trains_as_one_process(layout)
         states = runtime.gather_objects(torch.get_rng_state().tolist())
         assert len({str(state) for state in states}) == runtime.config["tp_zero_size"]  # a group's ranks draw alike
         assert_inspected(model, plain)
         assert_saved(model, plain, folder)
+        if pipe_size > 1:
+            assert_overflow_is_agreed(layout)
         parameters = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
         return sum(p.numel() for p in parameters), sum(p.to_local().numel() for p in parameters)
 
@@ -193,3 +232,12 @@ def test_other_ways_to_train_on_tensor_groups(ranks):
 def test_two_groups_of_two_train_as_one_process(ranks, tmp_path):
     for whole, held in ranks(4).run(_trains, ("split",), tmp_path):
         assert held < 0.4 * whole
+
+
+def test_two_stages_of_two_tensor_ranks_train_as_one_process(ranks, tmp_path):
+    ranks(4).run(_trains, ("split", "whole"), tmp_path, pipe_size=2)
+
+
+@pytest.mark.long
+def test_two_stages_of_two_groups_train_as_one_process(ranks, tmp_path):
+    ranks(8).run(_trains, ("split", "whole"), tmp_path, pipe_size=2)

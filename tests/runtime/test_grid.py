@@ -1,10 +1,28 @@
 """The process grid of ``init_distributed(tp_size=)``, and what ``config`` says of it."""
 
+import pytest
+
 import meshwright.runtime as runtime
+from meshwright.errors import LaunchError
 from tests.nn.tensor_models import tensor_groups
 
 
+def _grid_with_stages():
+    """Stages of tensor groups: what all stages hold is spread over all of them, the rest over a stage's ranks."""
+    with tensor_groups(2, pipe_size=2):
+        place, rank = runtime.tensor_rank(), runtime.rank()
+        assert runtime.process_grid().mesh.tolist() == [[[0, 1]], [[2, 3]]]
+        assert runtime.parameter_mesh().mesh.tolist() == [[0, 1], [2, 3]]
+        assert runtime.zero_mesh().mesh.tolist() == [place, place + 2] == runtime.pipeline_mesh().mesh.tolist()
+        assert runtime.stage_axes().parameters.mesh.tolist() == [[rank - place, rank - place + 1]]
+        assert runtime.stage_axes().zero.mesh.tolist() == [rank]
+        assert (runtime.config["pipe_rank"], runtime.config["tp_zero_rank"]) == (rank // 2, rank // 2)
+    with pytest.raises(LaunchError, match="pipe_size \\* tp_size"), tensor_groups(2, pipe_size=4):
+        pass
+
+
 def _grid():
+    _grid_with_stages()
     with tensor_groups(2):
         grid = runtime.process_grid()
         assert runtime.process_grid() is grid

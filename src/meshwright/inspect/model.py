@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.inspect.table import Row, entry, fill, merged
 from meshwright.runtime import gather_from
+
+OUTLINE = "_meshwright_outline"
+"""In the ``__dict__`` of a module that stands for one on another rank: that module, without memory."""
 
 # Wrapper modules that a name passes through.
 _TRANSPARENT = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -32,24 +36,40 @@ def inspect_model(model: nn.Module, pattern: str = "*", prefix: str = "") -> lis
         prefix: Put before every name.
 
     Returns:
-        One dict per parameter, equal on every rank, with keys name, shape, max, min, std, mean, grad_std, grad_mean.
+        One dict per parameter in the model's order, equal on every rank, with keys name, shape, max, min, std, mean,
+        grad_std, grad_mean.
         Standard deviations are unbiased (``torch.std``; 0.0 for a single element); gradient statistics are 0.0 where
         there is no gradient. Seed: BMTrain.
 
     Raises:
         InspectError: When a parameter is on the meta device or complex, or a gradient an unreduced partial sum.
     """
-    tables = gather_from(lambda: fill(_rows(model, pattern, prefix)))
+    found = gather_from(lambda: (list(_names(model, prefix)), fill(_rows(model, pattern, prefix))))
+    tables = [table for _, table in found]
     shapes = {name: shape for table in tables for name, shape in zip(table.names, table.shapes, strict=True)}
     names, moments = merged(tables, one_team=True)
-    return [entry(name, shapes[name], both, no_grad=0.0) for name, both in zip(names, moments, strict=True)]
+    lines = {name: entry(name, shapes[name], both, no_grad=0.0) for name, both in zip(names, moments, strict=True)}
+    # Rank 0's order, in which ranks that stand at other places of a model follow.
+    order = dict.fromkeys(name for every, _ in found for name in every)
+    return [lines[name] for name in order if name in lines]
+
+
+def _names(model: nn.Module, prefix: str) -> Iterator[str]:
+    """All names of parameters, those of other ranks too where something stands for them here."""
+    wrappers = _ddp_paths(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        outline = module.__dict__.get(OUTLINE)
+        if outline is not None:
+            names += [name for name, _ in outline.named_parameters(remove_duplicate=False)]
+        yield from (prefix + _plain_name(f"{path}.{name}" if path else name, wrappers) for name in names)
 
 
 def _rows(model: nn.Module, pattern: str, prefix: str) -> list[Row]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # gathered weights are copies in another precision, and have no gradient
-    wrappers = [path for path, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
+    wrappers = _ddp_paths(model)
     named = [
         (prefix + _plain_name(name, wrappers), parameter)
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -59,6 +79,10 @@ def _rows(model: nn.Module, pattern: str, prefix: str) -> list[Row]:
         for name, parameter in named
         if fnmatch.fnmatchcase(name, pattern)
     ]
+
+
+def _ddp_paths(model: nn.Module) -> list[str]:
+    return [path for path, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
 
 
 def _plain_name(name: str, wrappers: list[str]) -> str:

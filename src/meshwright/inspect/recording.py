@@ -36,16 +36,33 @@ class Record:
     group: str | None
     tensor: torch.Tensor
     """What a loss may be built from: the recorded tensor, or what a block returned in its place."""
-    source: torch.Tensor
-    """The tensor that the model's code recorded and went on with: its gradient is the whole one."""
+    sources: tuple[torch.Tensor, ...]
+    """What the model's code recorded and went on with: their gradients are the whole ones. One; in a pipeline one for
+    each micro-batch on the stage that recorded them, and none on the others."""
     keeps_grad: bool
+    gradient_factor: float = 1.0
+    """What gradients of ``sources`` are multiplied by: those inside a pipeline have been divided by its ranks."""
+
+    @property
+    def source(self) -> torch.Tensor:
+        """What this rank recorded, joined along dim 0."""
+        if len(self.sources) == 1:
+            return self.sources[0]
+        return torch.cat([each.detach() for each in self.sources]) if self.sources else self.tensor.detach()[:0]
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient that backward left, if it was asked for and has arrived."""
-        if not self.keeps_grad:
+        """The gradient that backward left in ``source``, if it was asked for and has arrived."""
+        if not self.keeps_grad or not self.sources:
             return None
-        return next((t.grad for t in (self.source, self.tensor) if t.requires_grad and t.grad is not None), None)
+        grads = [each.grad if each.requires_grad else None for each in self.sources]
+        if len(grads) == 1 and grads[0] is None and self.tensor.requires_grad:
+            grads = [self.tensor.grad]
+        found = [each for each in grads if each is not None]
+        if len(found) < len(grads):
+            return None
+        whole = found[0] if len(found) == 1 else torch.cat(found)
+        return whole if self.gradient_factor == 1.0 else whole * self.gradient_factor
 
 
 # Innermost last: an inspector's list, then those of the captures inside it. Not a context variable: blocks run their
@@ -87,7 +104,7 @@ def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires
             fix="use inspect_model for parameters" if isinstance(x, nn.Parameter) else "record the tensors in it",
         )
     if recording_active():
-        _append(Record(name, group, tensor=x, source=x, keeps_grad=requires_grad))
+        _append(Record(name, group, tensor=x, sources=(x,), keeps_grad=requires_grad))
     return x
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import ModelError
@@ -19,7 +18,7 @@ from meshwright.nn.classes import subclass_like
 from meshwright.nn.parameter import keeping_records
 from meshwright.nn.roots import has_run, prepare_root
 from meshwright.nn.sharding import shard_as_unit
-from meshwright.runtime import require_distributed, settings
+from meshwright.runtime import ShardAxes, require_distributed, settings
 
 _STATE = "_meshwright_block"
 
@@ -46,7 +45,7 @@ class Block(nn.Module):
         use_checkpoint: Keep only the block's inputs and run its forward again in backward (Chen et al. 2016).
         zero_level: 3 frees the gathered parameters after forward and gathers them again in backward; 2 keeps them in
             between; 1 also accumulates whole gradients under :func:`no_sync`. None takes ``init_distributed``'s.
-        mesh: One axis of ranks to shard plain parameters over, as those of a pipeline stage; None for all ranks.
+        axes: The ranks of a pipeline stage, on which distributed parameters are already; None for all ranks.
 
     Raises:
         LaunchError: Before ``init_distributed``.
@@ -65,14 +64,14 @@ class Block(nn.Module):
         use_checkpoint: bool = True,
         zero_level: int | None = None,
         *,
-        mesh: DeviceMesh | None = None,
+        axes: ShardAxes | None = None,
     ) -> None:
         # No nn.Module.__init__: the module's own state is there already.
         level = settings().zero_level if zero_level is None else zero_level
         known: BlockState | None = self.__dict__.get(_STATE)
         if known is None:
             _check_level(level)
-            shard_as_unit(self, reshard_after_forward=level == 3, mesh=mesh)
+            shard_as_unit(self, reshard_after_forward=level == 3, axes=axes)
             self.__dict__[_STATE] = BlockState(use_checkpoint, level, self)
         elif (known.use_checkpoint, known.zero_level) != (use_checkpoint, level):
             raise ModelError(
@@ -92,6 +91,12 @@ class Block(nn.Module):
         if not torch.is_grad_enabled():
             self.free()  # no backward will do it, and the next step changes the shards
         return result
+
+    def after_failure(self) -> None:
+        """Gathers and frees as a forward does that does not fail: other ranks may not have failed, and wait for it."""
+        self.unit.unshard()
+        if self._state.zero_level == 3 or not torch.is_grad_enabled():
+            self.free()
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         if has_run(self.unit):
@@ -119,7 +124,14 @@ class Block(nn.Module):
 
     @property
     def _state(self) -> BlockState:
-        state: BlockState = self.__dict__[_STATE]
+        state: BlockState | None = self.__dict__.get(_STATE)
+        if state is None:
+            raise ModelError(
+                "A Block was used that has moved to another stage of a pipeline",
+                expected="calls of the PipelineTransformerBlockList that it was put into",
+                got=f"one of a {_wrapped_class(type(self)).__name__} by itself",
+                fix="call the list",
+            )
         return state
 
 
@@ -135,6 +147,20 @@ def _recorded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> _Recorded:
     with captured() as records:
         output = run(*args, **kwargs)
     return _Recorded(output, records, [record.tensor for record in records])
+
+
+def block_of(module: nn.Module) -> Block | None:
+    """The first Block of a module or of its Blocks, which share their attributes; None for one without."""
+    state: BlockState | None = module.__dict__.get(_STATE)
+    return state.unit if state is not None else None
+
+
+def unwrapped(block: Block) -> nn.Module:
+    """The module of a Block, no longer sharded by FSDP2: a Block of it can be made anew. Others of it stay Blocks."""
+    del block.__dict__[_STATE]
+    module: nn.Module = object.__new__(_wrapped_class(type(block)))
+    object.__setattr__(module, "__dict__", block.__dict__)
+    return module
 
 
 def _around(module: nn.Module, *_: Any, **__: Any) -> Block:

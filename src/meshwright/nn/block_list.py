@@ -35,7 +35,7 @@ class TransformerBlockList(nn.ModuleList):
 
     def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1, sqrt: bool = False) -> None:
         listed = list(modules)
-        _check(listed, num_hidden)
+        check_listed(listed, num_hidden)
         super().__init__(m if isinstance(m, (Block, Elsewhere)) else Block(m) for m in listed)
         self.num_hidden = num_hidden
         self.sqrt = sqrt
@@ -115,7 +115,12 @@ class TransformerBlockList(nn.ModuleList):
                 second.set_modules_to_backward_prefetch([first])
 
 
-def _check(modules: Sequence[nn.Module], num_hidden: int) -> None:
+def check_listed(modules: Sequence[nn.Module], num_hidden: int) -> None:
+    """Refuses what no list of Blocks can be made of.
+
+    Raises:
+        ModelError: For a Block that stands in two places, and an impossible ``num_hidden``.
+    """
     blocks = [id(module) for module in modules if isinstance(module, Block)]
     if len(set(blocks)) < len(blocks):
         twice = next(index for index, module in enumerate(modules) if blocks.count(id(module)) > 1)

@@ -21,40 +21,42 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.runtime import parameter_mesh, settings, tensor_mesh, tensor_size, zero_mesh
+from meshwright.runtime import ShardAxes, settings, shard_axes, tensor_rank, tensor_size
 
 _AXES = ("zero", "tensor")  # of the mesh of parameters with tensor parallelism
 _ZERO, _TENSOR = 0, 1
 
 
-def sharded(full: torch.Tensor, mesh: DeviceMesh | None = None) -> DTensor:
+def sharded(full: torch.Tensor, axes: ShardAxes | None = None) -> DTensor:
     """Keeps this rank's part of a full tensor, without communication.
 
     Args:
         full: Equal on all ranks of the mesh.
-        mesh: Of one axis; None for the mesh of all parameters.
+        axes: Those of a pipeline stage; None for all ranks.
 
     Returns:
         A DTensor split along dim 0 as ``torch.chunk`` splits: the last ranks may hold less, or nothing.
     """
-    mesh = mesh or parameter_mesh()
+    mesh = (axes or shard_axes()).parameters
     placements = (Shard(0), Replicate()) if mesh.ndim == 2 else (Shard(0),)
     return _placed(_rows(full, mesh), full.shape, mesh, placements)
 
 
-def sharded_piece(piece: torch.Tensor, dim: int) -> DTensor:
+def sharded_piece(piece: torch.Tensor, dim: int, axes: ShardAxes | None = None) -> DTensor:
     """Keeps this rank's rows of its tensor rank's piece, without communication.
 
     Args:
         piece: Equal on all ranks with the same place in their tensor group.
         dim: Along which the pieces of a tensor group make the whole.
+        axes: Those of a pipeline stage; None for all ranks.
 
     Returns:
         A DTensor of the whole's shape.
     """
     shape = _widened(piece.shape, dim)
     over_zero = _StridedShard(0, split_factor=tensor_size()) if dim == 0 else Shard(0)
-    return _placed(_rows(piece, zero_mesh()), shape, parameter_mesh(), (over_zero, Shard(dim)))
+    axes = axes or shard_axes()
+    return _placed(_rows(piece, axes.zero), shape, axes.parameters, (over_zero, Shard(dim)))
 
 
 def laid_out_like(parameter: DTensor, full: torch.Tensor) -> DTensor:
@@ -69,10 +71,12 @@ def local_part(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     """The elements of a full tensor that this rank holds of a distributed parameter, as a view."""
     dim = tensor_dim(parameter)
     mesh = parameter.device_mesh
-    if dim is not None:
-        size = full.shape[dim] // mesh.size(_TENSOR)
-        full = full.narrow(dim, mesh.get_local_rank(_TENSOR) * size, size)
-    return _rows(full, mesh)
+    return _rows(full if dim is None else local_piece(full, dim), mesh)
+
+
+def local_piece(full: torch.Tensor, dim: int) -> torch.Tensor:
+    """The piece of a full tensor that this rank has in its tensor group, as a view."""
+    return full.chunk(tensor_size(), dim)[tensor_rank()]
 
 
 def tensor_dim(parameter: torch.Tensor) -> int | None:
@@ -96,7 +100,12 @@ def gather_parameter(parameter: torch.Tensor) -> torch.Tensor:
     shape = list(parameter.shape)
     shape[dim] //= mesh.size(_TENSOR)
     rows = DTensor.from_local(
-        parameter.to_local(), zero_mesh(), [Shard(0)], run_check=False, shape=torch.Size(shape), stride=_strides(shape)
+        parameter.to_local(),
+        shard_axes().zero,
+        [Shard(0)],
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=_strides(shape),
     )
     piece = rows.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
     return _OncePerGroup.apply(piece, mesh.size(_TENSOR))
@@ -108,14 +117,15 @@ def gathered_piece(parameter: DTensor) -> torch.Tensor:
     return _OncePerGroup.apply(piece, parameter.device_mesh.size())
 
 
-def without_memory(parameter: torch.Tensor) -> nn.Parameter:
+def without_memory(parameter: torch.Tensor, axes: ShardAxes) -> nn.Parameter:
     """What FSDP2 is given to shard over the ``zero`` axis: the parameter's shapes on ``meta``."""
     shape, dim = list(parameter.shape), tensor_dim(parameter)
     if dim is not None:
         shape[dim] //= tensor_size()
     empty = torch.empty(shape, dtype=parameter.dtype, device="meta")
     if dim is not None:
-        empty = _dtensor(empty, parameter.shape, tensor_mesh(), (Shard(dim),))
+        assert axes.tensor is not None
+        empty = _dtensor(empty, parameter.shape, axes.tensor, (Shard(dim),))
     return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 

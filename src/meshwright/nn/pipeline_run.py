@@ -7,6 +7,7 @@ a chain in autograd's graph, so backward is the same pass in reverse: GPipe (Hua
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import torch
 from meshwright.distributed.members import Members
 from meshwright.distributed.routes import Arrival, exchange_activations
 from meshwright.errors import ModelError
+from meshwright.inspect import captured
+from meshwright.nn.pipeline_records import PipelineRecords
 from meshwright.runtime import same_on_every_rank
 
 States = tuple[torch.Tensor, ...]
@@ -29,10 +32,14 @@ class PipelineRun:
         members: The ranks of the pipeline; a rank's place is its stage.
         micros: Number of micro-batches, which divides the samples of all ranks.
         lengths: Number of blocks of each stage.
+        recording: Whether to bring back what blocks record, too; the same on all ranks of the world.
     """
 
-    def __init__(self, blocks: RunBlocks, members: Members, micros: int, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, blocks: RunBlocks, members: Members, micros: int, lengths: Sequence[int], *, recording: bool = False
+    ) -> None:
         self._blocks, self._members, self._micros, self._lengths = blocks, members, micros, lengths
+        self._records = PipelineRecords(members, micros) if recording else None
         self._stage, self._last = members.rank, members.size - 1
         self._finished: list[States] = []  # what came out of this stage's blocks, by micro-batch
         self._entered: list[list[States]] = []  # and what went into each of them
@@ -40,7 +47,7 @@ class PipelineRun:
 
     def __call__(
         self, chain: torch.Tensor, hidden: Sequence[torch.Tensor], arguments: Sequence[Any], with_inputs: bool
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """Runs the pass.
 
         Args:
@@ -50,11 +57,13 @@ class PipelineRun:
             with_inputs: Bring back the inputs of blocks, too.
 
         Returns:
-            The chain, and this rank's last hidden states, with ``with_inputs`` followed by as many (L, B, …).
+            The chain; this rank's last hidden states, with ``with_inputs`` followed by as many (L, B, …); and this
+            rank's part of what all blocks recorded, for :meth:`hand_over`.
 
         Raises:
             ModelError: When a block changes the shape or dtype of a hidden state. On CPU, this and whatever else blocks
                 raise is raised on every rank; on CUDA, where the host would have to wait for that, at once.
+            InspectError: On every rank, for a recorded tensor that cannot be divided between them.
         """
         chain, parts = self._to_first(chain, hidden)
         like = [self._micro_like(each, self._stage - 1) for each in hidden]
@@ -72,7 +81,14 @@ class PipelineRun:
             with same_on_every_rank():
                 if self._error is not None:
                     raise self._error
+        if self._records is not None:
+            self._records.compare(like[0].shape[0])
         return self._to_owners(chain, hidden, with_inputs)
+
+    def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Records this rank's part of what blocks recorded, in the model's order; ``tensors`` stand for them."""
+        if self._records is not None:
+            self._records.hand_over(tensors)
 
     def _is_active(self, stage: int, tick: int) -> bool:
         return 0 <= tick - stage < self._micros
@@ -99,8 +115,11 @@ class PipelineRun:
 
     def _run_blocks(self, inputs: States, arguments: Any, with_inputs: bool) -> States:
         try:
-            made, entered = self._blocks(inputs, arguments)
+            with captured() as records:
+                made, entered = self._blocks(inputs, arguments)
             _check_kept(inputs, made)
+            if self._records is not None:
+                self._records.add(records)
         except Exception as error:
             if inputs[0].device.type != "cpu":
                 raise
@@ -113,24 +132,27 @@ class PipelineRun:
 
     def _to_owners(
         self, chain: torch.Tensor, hidden: Sequence[torch.Tensor], with_inputs: bool
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """Every rank gets what belongs to its own samples, from all stages that have some of it."""
         mine = self._by_owner(with_inputs)
         departures = [(peer, each) for peer in self._others() for each in mine[peer]]
         arrivals = [each for peer in self._others() for each in self._owned_by_me(peer, hidden, with_inputs)]
         chain, arrived = exchange_activations(chain, departures, arrivals, self._members)
-        rest = iter(arrived)
-        received = {
-            peer: [next(rest) for _ in self._owned_by_me(peer, hidden, with_inputs)] for peer in self._others()
-        } | {self._stage: mine[self._stage]}
-        outputs = received[self._last][: len(hidden)]
-        if not with_inputs:
-            return chain, outputs
-        inputs = [received[stage][-len(hidden) :] for stage in range(self._members.size)]
-        return chain, [*outputs, *(torch.cat(stages) for stages in zip(*inputs, strict=True))]
+        outputs: list[torch.Tensor] = []
+        inputs: list[list[torch.Tensor]] = []
+        recorded: list[torch.Tensor] = []
+        rest, count = iter(arrived), len(hidden)
+        for stage in range(self._members.size):
+            owned = len(self._owned_by_me(stage, hidden, with_inputs))
+            parts = iter(mine[stage] if stage == self._stage else list(islice(rest, owned)))
+            outputs += islice(parts, count if stage == self._last else 0)
+            if with_inputs:
+                inputs.append(list(islice(parts, count)))
+            recorded += parts
+        return chain, [*outputs, *(torch.cat(stages) for stages in zip(*inputs, strict=True))], recorded
 
     def _by_owner(self, with_inputs: bool) -> list[list[torch.Tensor]]:
-        """What this stage has for each rank: on the last one hidden states, then inputs of its blocks."""
+        """What this stage has for each rank: on the last one hidden states, then inputs of its blocks, then records."""
         size = self._members.size
         mine: list[list[torch.Tensor]] = [[] for _ in range(size)]
         if self._stage == self._last:
@@ -143,12 +165,16 @@ class PipelineRun:
                 whole = torch.cat([torch.stack(blocks_of_one) for blocks_of_one in blocks], dim=1)
                 for owner, part in enumerate(whole.chunk(size, dim=1)):
                     mine[owner].append(part)
+        for whole in self._records.joined() if self._records is not None else ():
+            for owner, part in enumerate(whole.chunk(size)):
+                mine[owner].append(part)
         return mine
 
     def _owned_by_me(self, peer: int, hidden: Sequence[torch.Tensor], with_inputs: bool) -> list[Arrival]:
         outputs = [Arrival(peer, each.shape, each.dtype) for each in hidden] if peer == self._last else []
         length = self._lengths[peer]
-        return outputs + [Arrival(peer, (length, *each.shape), each.dtype) for each in hidden if with_inputs]
+        inputs = [Arrival(peer, (length, *each.shape), each.dtype) for each in hidden if with_inputs]
+        return outputs + inputs + (self._records.arrivals(peer) if self._records is not None else [])
 
 
 def _check_kept(inputs: States, made: States) -> None:

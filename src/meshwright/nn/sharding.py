@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ModelError, join_names
 from meshwright.nn.layout import laid_out_like, sharded, tensor_dim, without_memory
 from meshwright.nn.parameter import ParameterRecord, mark_moved, record_of, recorded_parameter, was_moved
-from meshwright.runtime import zero_mesh
+from meshwright.runtime import ShardAxes, shard_axes
 
 # In a module's __dict__: the names of its parameters of which a tensor rank computes with a piece.
 _PIECES = "_meshwright_pieces"
@@ -25,7 +24,7 @@ _Place = tuple[str, nn.Module, str, nn.Parameter]
 """Where a parameter is: its full name, the module that owns it, its name there, itself."""
 
 
-def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool, mesh: DeviceMesh | None = None) -> None:
+def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool, axes: ShardAxes | None = None) -> None:
     """Makes a module one FSDP2 unit over the ``zero`` axis, in place; sharded parameters are taken over as they are.
 
     FSDP2 wants whole parameters to shard. It gets ones without memory (``meta``), and afterwards the parts that this
@@ -34,11 +33,12 @@ def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool, mesh: Devic
     Args:
         module: Its parameters share one dtype, or sit in submodules that do.
         reshard_after_forward: Whether they are freed after forward and gathered again in backward (ZeRO-3).
-        mesh: The ranks of a pipeline stage, for plain parameters; None for the ``zero`` axis.
+        axes: Those of a pipeline stage, on which distributed parameters are already; None for all ranks.
 
     Raises:
         ModelError: For scalar parameters, ones that another unit shards, and mixed dtypes within a module.
     """
+    axes = axes or shard_axes()
     places = list(_places(module))
     _check(module, places)
     _check_owners(places)
@@ -46,10 +46,10 @@ def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool, mesh: Devic
     for _, owner, key, parameter in places:
         if tensor_dim(parameter) is not None:
             owner.__dict__.setdefault(_PIECES, set()).add(key)
-    _assign(places, without_memory)
+    _assign(places, functools.partial(without_memory, axes=axes))
     for unit in (*small_units, module):
-        fully_shard(unit, mesh=mesh or zero_mesh(), reshard_after_forward=reshard_after_forward)
-    _assign(places, functools.partial(_inside_unit, mesh=mesh))
+        fully_shard(unit, mesh=axes.zero, reshard_after_forward=reshard_after_forward)
+    _assign(places, functools.partial(_inside_unit, axes=axes))
     for _, _, _, parameter in places:
         mark_moved(parameter)
     for owner in {owner for _, owner, _, _ in places}:
@@ -78,10 +78,10 @@ def is_piece(owner: nn.Module, name: str) -> bool:
     return name in owner.__dict__.get(_PIECES, ())
 
 
-def _inside_unit(parameter: nn.Parameter, mesh: DeviceMesh | None) -> nn.Parameter:
+def _inside_unit(parameter: nn.Parameter, axes: ShardAxes) -> nn.Parameter:
     record = record_of(parameter)
     part = parameter.detach()
-    part = part if isinstance(part, DTensor) else sharded(part, mesh)
+    part = part if isinstance(part, DTensor) else sharded(part, axes)
     record = ParameterRecord(
         record.init_method if record else None, record.group if record else None, gather_on_use=False
     )

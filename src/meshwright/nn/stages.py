@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NoReturn, Self
 
@@ -12,9 +13,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ModelError
-from meshwright.nn.block import Block
+from meshwright.inspect import OUTLINE
+from meshwright.nn.block import Block, BlockState, block_of
+from meshwright.nn.layout import local_piece, sharded, sharded_piece, tensor_dim
 from meshwright.nn.parameter import mark_moved, record_of, set_record
-from meshwright.runtime import pipe_size, stage_index, stage_mesh
+from meshwright.nn.release import check_can_be_released, released
+from meshwright.runtime import pipe_size, stage_axes, stage_index
 
 
 class Elsewhere(nn.Module):
@@ -28,12 +32,12 @@ class Elsewhere(nn.Module):
     def __init__(self, block: nn.Module, stage: int) -> None:
         super().__init__()
         self.stage = stage
-        self.__dict__["_outline"] = block  # not a submodule: this rank has no such parameters
+        self.__dict__[OUTLINE] = block  # not a submodule: this rank has no such parameters
 
     @property
     def outline(self) -> nn.Module:
         """The block, without memory."""
-        block: nn.Module = self.__dict__["_outline"]
+        block: nn.Module = self.__dict__[OUTLINE]
         return block
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -107,42 +111,47 @@ def stage_bounds(num_blocks: int, num_stages: int) -> list[int]:
 def staged(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """This stage's modules as Blocks sharded over its ranks, and stand-ins for the others.
 
-    Collective over the world where modules hold distributed parameters: these are gathered one block at a time.
+    Collective over the world where modules hold distributed parameters, as in Blocks: these are gathered one block at a
+    time.
 
     Raises:
-        ModelError: For Blocks, which are sharded over all ranks already; for too few modules; and for one that two
-            stages would share.
+        ModelError: For a Block that has run; for too few modules; and for one that two stages would share.
     """
     bounds = stage_bounds(len(modules), pipe_size())
     owners = [stage for stage, (start, end) in enumerate(pairwise(bounds)) for _ in range(start, end)]
     _check(modules, owners)
-    mesh = stage_mesh()  # collective where it is the first call: not on one stage alone
+    axes = stage_axes()  # collective where it is the first call: not on one stage alone
     result: list[nn.Module] = []
-    seen: set[int] = set()
-    for module, owner in zip(modules, owners, strict=True):
+    known: dict[int, tuple[nn.Module, BlockState | None]] = {}
+    for listed, owner in zip(modules, owners, strict=True):
         here = owner == stage_index()
-        if id(module) not in seen:
-            seen.add(id(module))
+        if _identity(listed) not in known:
+            block = block_of(listed)
+            module, asked = released(block) if block is not None else (listed, None)
+            known[_identity(listed)] = module, asked
             _replace_tensors(module, here)
-        result.append(Block(module, mesh=mesh) if here else Elsewhere(module, owner))
+        module, asked = known[_identity(listed)]
+        options = (asked.use_checkpoint, asked.zero_level) if asked is not None else ()
+        result.append(Block(module, *options, axes=axes) if here else Elsewhere(module, owner))
     return result
+
+
+def _identity(module: nn.Module) -> int:
+    """The same for all Blocks of one module, which share their attributes."""
+    return id(module.__dict__)
 
 
 def _check(modules: Sequence[nn.Module], owners: Sequence[int]) -> None:
     first: dict[int, int] = {}
     for index, (module, owner) in enumerate(zip(modules, owners, strict=True)):
-        if isinstance(module, Block):
-            raise ModelError(
-                "A PipelineTransformerBlockList got a Block, which is sharded over all ranks",
-                expected="modules, which it wraps itself: each is sharded over the ranks of its stage",
-                got=f"a Block at {index}",
-                fix="pass the module without Block(…)",
-            )
-        if first.setdefault(id(module), owner) != owner:
+        block = block_of(module)
+        if block is not None:
+            check_can_be_released(block)
+        if first.setdefault(_identity(module), owner) != owner:
             raise ModelError(
                 "Two stages of a pipeline would share a module",
                 expected="a module in several places of one stage only",
-                got=f"the module at {index} on stages {first[id(module)]} and {owner}",
+                got=f"the module at {index} on stages {first[_identity(module)]} and {owner}",
                 fix="give every stage modules of its own",
             )
 
@@ -163,15 +172,21 @@ def _replace_tensors(module: nn.Module, here: bool) -> None:
 
 
 def _replacement(parameter: nn.Parameter, here: bool) -> nn.Parameter:
+    """On the ranks of its stage, or without memory; what is not distributed is equal on all ranks, and stays."""
     record = record_of(parameter)
     if here and not isinstance(parameter, DTensor):
         return parameter
     # All ranks gather, whoever needs it.
     whole = parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
     mark_moved(parameter)
+    dim = tensor_dim(parameter)
+    if here and dim is not None:
+        whole = sharded_piece(local_piece(whole, dim), dim, stage_axes())
+    elif here and record is not None:
+        whole = sharded(whole, stage_axes())
     replacement = nn.Parameter(whole if here else whole.to("meta"), requires_grad=parameter.requires_grad)
     if record is not None:
-        set_record(replacement, record)
+        set_record(replacement, replace(record, gather_on_use=True))  # until a Block takes it
     return replacement
 
 

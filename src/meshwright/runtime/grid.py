@@ -1,7 +1,8 @@
 """Where each rank stands when ``init_distributed`` splits the world: pipeline outermost, tensor innermost (BMTrain).
 
 Rank ``r`` of ``W = pipe x zero x tp`` is ``(r // (zero * tp), r // tp % zero, r % tp)`` along ``("pipeline", "zero",
-"tensor")``. Ranks of one tensor group work on one batch, and parameters are sharded over ``zero`` inside that split.
+"tensor")``. Ranks of one tensor group work on one batch, and parameters are sharded over ``zero`` inside that split:
+those that every stage holds over all ``W / tp`` ranks of one place in their tensor group, a stage's own over its ranks.
 """
 
 from __future__ import annotations
@@ -16,12 +17,21 @@ from meshwright.runtime.processes import require_distributed, settings
 
 
 @dataclass(frozen=True)
-class _Grid:
-    """The mesh and the slices of it that modules need: a slice made anew would be another object at every call."""
+class ShardAxes:
+    """Over which ranks parameters are spread; a slice made anew would be another object at every call."""
 
-    whole: DeviceMesh
     parameters: DeviceMesh
+    """What distributed parameters live on: ``("zero",)``, or ``("zero", "tensor")`` with tensor parallelism."""
     zero: DeviceMesh
+    tensor: DeviceMesh | None
+    """None without tensor parallelism."""
+
+
+@dataclass(frozen=True)
+class _Grid:
+    whole: DeviceMesh
+    everywhere: ShardAxes
+    stage: ShardAxes
     tensor: DeviceMesh
     pipeline: DeviceMesh
 
@@ -38,23 +48,34 @@ def process_grid() -> DeviceMesh:
     return _grid().whole
 
 
-def parameter_mesh() -> DeviceMesh:
-    """The mesh that distributed parameters live on: ``("zero",)``, or ``("zero", "tensor")`` with tensor parallelism.
+def shard_axes() -> ShardAxes:
+    """The axes of parameters that all stages of a pipeline hold.
 
     Raises:
         LaunchError: Before ``init_distributed``.
     """
-    return _grid().parameters if tensor_size() > 1 else world_mesh()
+    if tensor_size() == 1:  # needs no grid
+        return ShardAxes(world_mesh(), world_mesh(), None)
+    return _grid().everywhere
+
+
+def stage_axes() -> ShardAxes:
+    """The axes of parameters that only this rank's stage of a pipeline holds.
+
+    Raises:
+        LaunchError: Before ``init_distributed``.
+    """
+    return _grid().stage
+
+
+def parameter_mesh() -> DeviceMesh:
+    """The mesh of :func:`shard_axes` that distributed parameters live on."""
+    return shard_axes().parameters
 
 
 def zero_mesh() -> DeviceMesh:
     """The axis over which parameters are sharded: all ranks, or those with this rank's place in their tensor group."""
-    return _grid().zero if tensor_size() > 1 else world_mesh()
-
-
-def stage_mesh() -> DeviceMesh:
-    """The axis over which a pipeline stage shards its parameters: the ranks that run the same blocks."""
-    return _grid().zero if pipe_size() > 1 else zero_mesh()
+    return shard_axes().zero
 
 
 def pipeline_mesh() -> DeviceMesh:
@@ -98,7 +119,14 @@ def _grid() -> _Grid:
     if key not in _grids:
         for old in [each for each in _grids if each[0] is not world]:
             del _grids[old]
-        axes = [("tensor", tensor), ("zero", dist.get_world_size() // (tensor * stages)), ("pipeline", stages)]
-        mesh = build_mesh(axes, None, settings().device.type)
-        _grids[key] = _Grid(mesh, mesh["zero", "tensor"], mesh["zero"], mesh["tensor"], mesh["pipeline"])
+        device, size = settings().device.type, dist.get_world_size()
+        mesh = build_mesh([("tensor", tensor), ("zero", size // (tensor * stages)), ("pipeline", stages)], None, device)
+        # One over all stages is no slice: it joins two axes of the mesh, and FSDP2 wants axes of one root.
+        flat = build_mesh([("tensor", tensor), ("zero", size // tensor)], None, device) if tensor > 1 < stages else mesh
+        _grids[key] = _Grid(mesh, _axes(flat, tensor), _axes(mesh, tensor), mesh["tensor"], mesh["pipeline"])
     return _grids[key]
+
+
+def _axes(mesh: DeviceMesh, tensor: int) -> ShardAxes:
+    zero = mesh["zero"]
+    return ShardAxes(mesh["zero", "tensor"], zero, mesh["tensor"]) if tensor > 1 else ShardAxes(zero, zero, None)

@@ -57,7 +57,7 @@ def init_distributed(
         seed: Seed of the run.
         zero_level: ZeRO level (1, 2 or 3) of a ``zero`` mesh axis for which a strategy names no method.
         pipe_size: Stages of :class:`meshwright.nn.PipelineTransformerBlockList`. Ranks ``r, r + world / pipe_size, …``
-            are one pipeline; every one of them feeds its own batch. Not together with ``tp_size`` yet.
+            are one pipeline; every one of them feeds its own batch (with ``tp_size``, that of its tensor group).
         tp_size: Ranks of a tensor group: neighbouring ones, that work on the same batch and split the layers of
             :mod:`meshwright.nn` among themselves. See :func:`meshwright.runtime.process_grid`.
         num_micro_batches: Default of ``accelerate(num_micro_batches=)``, where None means 1; and into how many parts
@@ -104,13 +104,7 @@ def _check_arguments(
         )
     _check_groups("tp_size", "tensor groups", tp_size)
     _check_groups("pipe_size", "pipeline stages", pipe_size)
-    if pipe_size > 1 and tp_size > 1:
-        raise LaunchError(
-            "Pipeline stages do not hold layers that are split over tensor groups yet",
-            expected="pipe_size=1 or tp_size=1",
-            got=f"pipe_size={pipe_size}, tp_size={tp_size}",
-            fix="leave one of them at 1",
-        )
+    _check_groups("pipe_size * tp_size", "stages of tensor groups", pipe_size * tp_size)
     if num_micro_batches is not None and num_micro_batches < 1:
         raise LaunchError(
             "num_micro_batches is not a count",

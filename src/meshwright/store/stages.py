@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.nn import stages_of, whole_model
+from meshwright.nn.layout import laid_out_like
 from meshwright.runtime import pipe_size, rank, settings, stage_index, world_size
 from meshwright.store.entries import ModelEntries, model_entries
 
@@ -78,7 +79,6 @@ def spread_to_stage(source: torch.Tensor | None, target: torch.Tensor, stage: in
     if stage_index() != stage:
         return
     if isinstance(target, DTensor):
-        part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-        target.to_local().copy_(part.to_local())
+        target.to_local().copy_(laid_out_like(target, whole).to_local())
     else:
         target.copy_(whole)
