@@ -78,7 +78,20 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
             expected="an axis 'zero', 'data', 'sequence' or 'context'",
             got=str(dict(axes)),
         )
+    _check_beside_tokens(strategy, dict(axes))
     return Resolved(strategy, axes, shard_axis, tuple(notices))
+
+
+def _check_beside_tokens(strategy: Strategy, sizes: dict[str, int]) -> None:
+    """Refuses what does not go together with axes that divide the tokens."""
+    divided = [axis for axis in ("sequence", "context") if sizes.get(axis, 1) > 1]
+    if divided and sizes.get("tensor", 1) > 1 and getattr(strategy.get("tensor_parallel"), "sequence", False):
+        raise StrategyError(
+            f"tensor_parallel: sequence=True cuts the tokens that {_METHOD_OF_AXIS[divided[0]]} has cut already",
+            expected="one of the two",
+            got=f"sequence=True and {divided[0]}={sizes[divided[0]]}",
+            fix="leave sequence=True out: between the layers a rank has a part of the tokens without it",
+        )
 
 
 def _shard_axis(sizes: dict[str, int]) -> str:

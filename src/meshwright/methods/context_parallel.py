@@ -48,7 +48,8 @@ class ContextParallel(Method):
     def apply(self, job: Job) -> None:
         """Cuts and gathers tokens in hooks around the blocks, and takes over attention inside them."""
         if job.size(AXIS) > 1:
-            work_on_parts(job.model, ContextRanks(TensorAxis(job.require_mesh()[AXIS]), balance=self.balance))
+            axis = TensorAxis(job.require_mesh()[AXIS])
+            work_on_parts(job.model, ContextRanks(axis, balance=self.balance, within=job.size("sequence")))
             without_cache(job, self.method_name)
 
     def cost(self, step: Step) -> Step:

@@ -84,7 +84,7 @@ def _tokens_trace(resolved: Resolved, model: nn.Module) -> TokensTrace | None:
     if "sequence_parallel" in resolved.strategy and heads > 1:
         axes.append(functools.partial(TracedSequence, heads, ring))
     if isinstance(context, ContextParallel) and ring > 1:
-        axes.append(functools.partial(TracedContext, ring, context.balance))
+        axes.append(functools.partial(TracedContext, ring, context.balance, heads))
     return TokensTrace(model, *axes) if axes else None
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from meshwright.errors import ModelError
 from meshwright.methods.context.ring import Arriving, RingAttention
-from meshwright.methods.context.visible import Table, causal_table, mask_table
+from meshwright.methods.context.visible import Table, causal_table, mask_table, with_four_dims
 from meshwright.methods.sequence.calls import TokenRanks, check_among_parts, check_mask
 from meshwright.methods.sequence.order import TokenOrder
 from meshwright.methods.tensor.exchange import TensorAxis
@@ -23,13 +23,14 @@ class ContextRanks(TokenRanks):
     Args:
         axis: The mesh axis.
         balance: See :class:`TokenOrder`.
+        within: Ranks of the sequence axis; each has a part of the tokens, and in attention all of them for some heads.
     """
 
     axis: ClassVar[str] = "context"
 
-    def __init__(self, axis: TensorAxis, *, balance: bool) -> None:
+    def __init__(self, axis: TensorAxis, *, balance: bool, within: int = 1) -> None:
         self._axis = axis
-        self.order = TokenOrder(METHOD, axis.size, axis.index, balance)
+        self.order = TokenOrder(METHOD, axis.size, axis.index, balance, within)
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """One all-gather; a reduce-scatter in backward."""
@@ -69,12 +70,12 @@ class ContextRanks(TokenRanks):
         """See :meth:`TokenRanks.attend`; without dropout, and without gradients of the mask."""
         check_among_parts(query, key, value, METHOD)
         _check_groups(query, key, value, enable_gqa=enable_gqa)
-        _check_kernels(dropout_p, attn_mask)
+        _check_kernels(dropout_p, attn_mask, is_causal=is_causal)
         table: Table | None = None
         if attn_mask is not None:
             check_mask(attn_mask, query.shape[2] * self.order.size, METHOD)
-            attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
             table = mask_table(attn_mask, self.order)
+            attn_mask = with_four_dims(attn_mask)
         elif is_causal:
             table = causal_table(self.order)
         query, key, value = _as_autocast(query, key, value)
@@ -101,7 +102,7 @@ def _check_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
         )
 
 
-def _check_kernels(dropout_p: float, mask: torch.Tensor | None) -> None:
+def _check_kernels(dropout_p: float, mask: torch.Tensor | None, *, is_causal: bool) -> None:
     if dropout_p > 0:
         raise ModelError(
             "context_parallel: dropout in attention is not put together from blocks",
@@ -109,6 +110,13 @@ def _check_kernels(dropout_p: float, mask: torch.Tensor | None) -> None:
             got=str(dropout_p),
             fix="switch the dropout of attention weights off (transformers: attention_dropout=0, attn_pdrop=0, "
             "attention_probs_dropout_prob=0), or use sequence_parallel",
+        )
+    if mask is not None and is_causal:
+        raise ModelError(
+            "context_parallel: attention is both causal and masked",
+            expected="one of is_causal and attn_mask, as torch takes them",
+            got="both",
+            fix="leave is_causal out, and mask later tokens in attn_mask",
         )
     if mask is not None and mask.requires_grad:
         raise ModelError(

@@ -25,8 +25,8 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Block:
     """Some queries (batch, heads, queries, features) and some keys and values (batch, groups, keys, features).
 
-    Without dropout. ``groups`` divides ``heads``; ``mask``, of four dims, broadcasts to (batch, heads, queries, keys) and
-    is added.
+    Without dropout. ``groups`` divides ``heads``. ``mask``, of four dims, is added; it broadcasts to (batch, heads,
+    queries, keys).
     """
 
     query: torch.Tensor

@@ -18,13 +18,14 @@ class TracedContext(ContextRanks):
     Args:
         size: Of the axis.
         balance: See :class:`TokenOrder`.
+        within: See :class:`ContextRanks`.
         note: Told what would be sent.
     """
 
-    def __init__(self, size: int, balance: bool, note: Ledger) -> None:
+    def __init__(self, size: int, balance: bool, within: int, note: Ledger) -> None:
         self._note = note
         self._travelling: list[torch.Tensor] = []  # keys and values of the attention that runs
-        self.order = TokenOrder(METHOD, size, 0, balance)
+        self.order = TokenOrder(METHOD, size, 0, balance, within)
 
     def gather(self, hidden: torch.Tensor) -> torch.Tensor:
         """See :func:`traced_gather`."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.methods.sequence.order import TokenOrder
 
@@ -39,18 +40,34 @@ def causal_table(order: TokenOrder) -> Table:
     return tuple(tuple(key <= query for key in range(order.num_chunks)) for query in order.chunks)
 
 
-def mask_table(mask: torch.Tensor, order: TokenOrder) -> Table:
-    """The table of a mask (batch or 1, heads or 1, tokens or 1, tokens).
+def with_four_dims(mask: torch.Tensor) -> torch.Tensor:
+    """A mask as (batch or 1, heads or 1, tokens or 1, tokens)."""
+    return mask[(None,) * (4 - mask.dim())]
 
-    A query sees a key where the mask is True, or above minus infinity. One look at values, for which a CUDA device is waited for. Without values all is visible.
+
+def mask_table(mask: torch.Tensor, order: TokenOrder) -> Table:
+    """The table of a mask (…, tokens or 1, tokens).
+
+    A query sees a key where the mask is True, or above minus infinity. The table is made in one look at values, for
+    which a CUDA device is waited for: once for a mask that all layers share. Without values all is visible.
     """
-    num_rows = len(order.chunks)
     if isinstance(mask, FakeTensor) or mask.is_meta:
-        return ((True,) * order.num_chunks,) * num_rows
+        return ((True,) * order.num_chunks,) * len(order.chunks)
+    key = mask._version, order
+    known = _tables.get(mask)
+    if known is None or known[0] != key:
+        known = _tables[mask] = key, _looked_up(with_four_dims(mask), order)
+    return known[1]
+
+
+_tables: WeakTensorKeyDictionary[tuple[tuple[int, TokenOrder], Table]] = WeakTensorKeyDictionary()
+
+
+def _looked_up(mask: torch.Tensor, order: TokenOrder) -> Table:
     seen = mask if mask.dtype == torch.bool else mask != -torch.inf
     columns = seen.flatten(0, 1).any(0).unflatten(-1, (order.num_chunks, -1)).any(-1)
     if columns.shape[0] == 1:
-        return (tuple(columns[0].tolist()),) * num_rows
+        return (tuple(columns[0].tolist()),) * len(order.chunks)
     chunks = columns.unflatten(0, (order.num_chunks, -1)).any(1)
     return tuple(map(tuple, chunks[list(order.chunks)].tolist()))
 

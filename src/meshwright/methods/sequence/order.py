@@ -20,6 +20,8 @@ class TokenOrder:
     index: int
     balanced: bool = False
     """Zig-zag: of 2 n chunks, rank r has r and 2 n - 1 - r, which see equally many earlier tokens on every rank."""
+    within: int = 1
+    """Ranks of another axis among whom this rank's tokens are divided once more."""
 
     @property
     def chunks(self) -> tuple[int, ...]:

@@ -96,7 +96,7 @@ def _prove(block: RecordedBlock, order: TokenOrder, check_queries: Callable[[tor
     for tensors, _ in whole.calls:
         check_queries(tensors[0])
     for place in map(order.at, range(order.size)):
-        part_args, part_kwargs = TokenParts(place).enter(block.path, True, block.module, args, kwargs)
+        part_args, part_kwargs = TokenParts(place).enter(block.path, "first", block.module, args, kwargs)
         attend = functools.partial(whole.answer, place, iter(whole.calls))
         try:
             part = _run(block.module, part_args, part_kwargs, AttentionCalls(attend))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from meshwright.errors import ModelError
+from meshwright.methods.pipeline.parts import Elsewhere
 from meshwright.methods.sequence.calls import TokenRanks, answering
 from meshwright.methods.sequence.order import TokenOrder
 from meshwright.methods.tensor.sequence_trial import TOKENS_DIM, hidden_argument
@@ -22,6 +23,9 @@ _OF_POSITIONS = ("position", "rotary", "rope", "freqs", "cos", "sin")  # in name
 
 BlockList = list[tuple[str, nn.Module]]
 
+Place = Literal["first", "following", "staged"]
+"""Of a block: the first one gets all tokens; one of a pipeline's stage gets a part, from who knows where."""
+
 
 def work_on_parts(model: nn.Module, ranks: TokenRanks) -> None:
     """Cuts and gathers tokens in hooks around the blocks, and lets ``ranks`` answer attention inside them.
@@ -31,7 +35,16 @@ def work_on_parts(model: nn.Module, ranks: TokenRanks) -> None:
     for blocks in block_lists(model, ranks.order.method):
         for path, block in blocks:
             wrap_method(block, "forward", answering(path, ranks))
-        cut_tokens(blocks, ranks)
+        cut_tokens(blocks, ranks, _others(model, blocks))
+
+
+def _others(model: nn.Module, blocks: BlockList) -> tuple[bool, bool]:
+    """Whether other pipeline ranks have blocks of the list before and after these."""
+    paths = [path for path, _ in blocks]
+    children = list(model.get_submodule(paths[0].rpartition(".")[0]).children())
+    places = [children.index(block) for _, block in blocks]
+    before, after = children[: places[0]], children[places[-1] + 1 :]
+    return any(isinstance(each, Elsewhere) for each in before), any(isinstance(each, Elsewhere) for each in after)
 
 
 def block_lists(model: nn.Module, method: str) -> list[BlockList]:
@@ -44,15 +57,26 @@ def block_lists(model: nn.Module, method: str) -> list[BlockList]:
     return [list(group) for _, group in itertools.groupby(blocks, lambda block: block[0].rpartition(".")[0])]
 
 
-def cut_tokens(blocks: BlockList, ranks: TokenRanks) -> list[Any]:
-    """Cuts tokens before the first block, and puts them together behind the last; returns the hooks."""
-    tokens = TokenParts(ranks.order)
+def cut_tokens(blocks: BlockList, ranks: TokenRanks, others: tuple[bool, bool] = (False, False)) -> list[Any]:
+    """Cuts tokens before the first block, and puts them together behind the last; returns the hooks.
+
+    Args:
+        blocks: The blocks.
+        ranks: Who has which tokens.
+        others: Whether other pipeline ranks have blocks before and after these, and do one or the other.
+    """
+    tokens, (before, after) = TokenParts(ranks.order), others
+    following: Place = "staged" if before or after else "following"
     hooks = [
         block.register_forward_pre_hook(
-            functools.partial(tokens.enter, path, not place), with_kwargs=True, prepend=True
+            functools.partial(tokens.enter, path, following if before or place else "first"),
+            with_kwargs=True,
+            prepend=True,
         )
         for place, (path, block) in enumerate(blocks)
     ]
+    if after:
+        return hooks
 
     def leave(hidden: torch.Tensor) -> torch.Tensor:
         tokens.forget()
@@ -76,9 +100,9 @@ class TokenParts:
         ] = {}  # what several blocks take: whole, and part
 
     def enter(
-        self, path: str, is_first: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, path: str, place: Place, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the block at ``path``, of which the first one of the list gets all tokens.
+        """The arguments of the block at ``path``.
 
         Raises:
             ModelError: When there is no hidden state, or not that of this rank's tokens.
@@ -87,15 +111,17 @@ class TokenParts:
         if where is None:
             raise self._wrong_hidden(path, "no tensor of that form")
         hidden = args[where] if isinstance(where, int) else kwargs[where]
-        if is_first:
+        if place == "first":
             self._order.check(hidden.shape[TOKENS_DIM])
             self._count, self._known = hidden.shape[TOKENS_DIM], {}
-        elif hidden.shape[TOKENS_DIM] * self._order.size != self._count:
+        elif place == "staged":
+            self._count, self._known = self._whole(hidden), {}
+        elif self._whole(hidden) != self._count:
             raise self._wrong_hidden(path, f"{hidden.shape[TOKENS_DIM]} of {self._count} tokens")
 
         def argument(name: str, value: Any) -> Any:
             if value is hidden:
-                return self._order.part(hidden, TOKENS_DIM) if is_first else hidden
+                return self._order.part(hidden, TOKENS_DIM) if place == "first" else hidden
             return tree_map(functools.partial(self._part, name), value)
 
         names = [*_argument_names(type(module)), *[""] * len(args)]  # a block may take *args
@@ -105,6 +131,10 @@ class TokenParts:
     def forget(self) -> None:
         """Lets go of what blocks have shared, behind the last of them."""
         self._known = {}
+
+    def _whole(self, hidden: torch.Tensor) -> int:
+        """Tokens of the whole sequence, told by the part that goes from block to block."""
+        return int(hidden.shape[TOKENS_DIM]) * self._order.size * self._order.within
 
     def _part(self, name: str, leaf: Any) -> Any:
         dim = tokens_dim(name, leaf, self._count) if isinstance(leaf, torch.Tensor) else None
