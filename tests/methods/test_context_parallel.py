@@ -105,7 +105,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(ranks):
         for name, words in {
             "positions inside": "blocks.0 does not compute the same on a part of the tokens",
             "no attention": "blocks.0 calls no attention",
-            "cross": "on a part of the tokens",
+            "cross": "not among the tokens",
             "dropout": "dropout in attention",
             "tokens": "two equal chunks per rank",
         }.items():

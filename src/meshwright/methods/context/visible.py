@@ -53,14 +53,17 @@ def mask_table(mask: torch.Tensor, order: TokenOrder) -> Table:
     """
     if isinstance(mask, FakeTensor) or mask.is_meta:
         return ((True,) * order.num_chunks,) * len(order.chunks)
+    if mask.is_inference():  # which does not say when it changes
+        return _looked_up(with_four_dims(mask), order)
     key = mask._version, order
     known = _tables.get(mask)
     if known is None or known[0] != key:
         known = _tables[mask] = key, _looked_up(with_four_dims(mask), order)
-    return known[1]
+    table: Table = known[1]
+    return table
 
 
-_tables: WeakTensorKeyDictionary[tuple[tuple[int, TokenOrder], Table]] = WeakTensorKeyDictionary()
+_tables = WeakTensorKeyDictionary()  # mask -> (its version, order), table
 
 
 def _looked_up(mask: torch.Tensor, order: TokenOrder) -> Table:
