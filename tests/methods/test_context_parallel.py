@@ -10,7 +10,7 @@ from tests.methods import pipeline_runs, split_runs
 from tests.methods.test_pipeline_parallel import check_predictions
 from tests.methods.test_pipeline_parity import run as check_pipeline
 from tests.methods.test_pipeline_parity import scheduled
-from tests.methods.test_sequence_parallel import Block, Net, check_parity, net
+from tests.methods.test_sequence_parallel import Block, Net, check_parity, net, reference
 
 UNBALANCED = ("context_parallel", {"balance": False})
 CASES = {
@@ -25,7 +25,7 @@ CASES = {
         4, "llama", {"sequence": 2, "context": 2}, ["sequence_parallel", "context_parallel", "checkpoint"], 1,
     ),
     "three axes": (
-        8, "plain", {"sequence": 2, "context": 2, "data": 2}, ["sequence_parallel", UNBALANCED, "fsdp"], 1,
+        8, "plain", {"sequence": 2, "context": 2, "data": 2}, ["sequence_parallel", "context_parallel", "fsdp"], 1,
     ),
     "tensor": (4, "gpt2", {"tensor": 2, "context": 2}, ["tensor_parallel", "context_parallel", "checkpoint"], 1),
 }  # fmt: skip
@@ -42,6 +42,16 @@ def test_parity(ranks, case):
 @pytest.mark.parametrize("name", ["plain", "llama", "gpt2"])
 def test_adamw(ranks, name):
     check_parity(ranks(2), name, [("parallel_mode", {"context": 2}), "context_parallel"], 1, mode="adamw")
+
+
+@pytest.mark.long
+def test_precision(ranks):
+    """Attention runs as autocast would run it, and half as much travels; gradients of keys and values in fp32."""
+    losses = reference("llama", "sgd")[0]
+    for methods in ([("amp_native", "bf16")], [("half", "bf16"), "fsdp"]):
+        strategy = [("parallel_mode", {"context": 2}), "context_parallel", *methods]
+        for result in ranks(2).run(split_runs.train, "llama", strategy, "sgd", 1):
+            assert result[0] == pytest.approx(losses, rel=1e-2)
 
 
 def staged(axis, schedule, *methods):

@@ -83,32 +83,28 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         """Gradients of query, key and value."""
         query, key, value, mask, out, lse = ctx.saved_tensors
-        lse = lse.masked_fill(lse == -torch.inf, 0)  # kernels compute with it, also in rows that see nothing
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+        lse = lse.masked_fill(lse == -torch.inf, 0)  # kernels compute with it, also in rows that see nothing
         wide, order = _wide(query), ctx.ring.order
-        own = torch.zeros_like(query, dtype=wide)
-        held, returning = [key, value], None
+        own, held, returning = torch.zeros_like(query, dtype=wide), [key, value], None
         for step in range(order.size):
             arriving = ctx.ring.pass_on(held) if step < order.size - 1 else None
             source = (order.index - step) % order.size
-            view = _view(ctx, source, query.shape[2])
-            parts = None
+            view, parts = _view(ctx, source, query.shape[2]), None
             if view is not None:
-                rows = view.rows
-                block = _block(ctx, view, query, held, mask, source)
-                parts = block.backward(gradient[:, :, rows], out[:, :, rows], lse[:, :, rows])
-                own[:, :, rows] += parts[0]
+                rows = [tensor[:, :, view.rows] for tensor in (gradient, out, lse)]
+                parts = _block(ctx, view, query, held, mask, source).backward(*rows)
             # Those of this source's keys and values, from the ranks that held them before.
             grads = returning() if returning else [t.new_zeros(t.shape, dtype=wide) for t in held]
             if view is not None and parts is not None:
-                for total, part in zip(grads, parts[1:], strict=True):
-                    total[:, :, view.columns] += part
+                own[:, :, view.rows] += parts[0]
+                grads[0][:, :, view.columns] += parts[1]
+                grads[1][:, :, view.columns] += parts[2]
             returning = ctx.ring.pass_on(grads)
-            if arriving is not None:
-                held = arriving()
+            held = arriving() if arriving is not None else held
         assert returning is not None
-        grads = [total.to(tensor.dtype) for total, tensor in zip(returning(), (key, value), strict=True)]
-        return own.to(query.dtype), *grads, None, None, None, None, None
+        key_gradient, value_gradient = returning()
+        return own.to(query.dtype), key_gradient.to(key.dtype), value_gradient.to(value.dtype), *(None,) * 5
 
 
 def bytes_in_backward(held: list[torch.Tensor], size: int) -> int:
