@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 import meshwright as mw
 from meshwright.methods import resolve
+from tests import tiny
 from tests.methods import pipeline_runs, split_runs
 from tests.methods.test_pipeline_parallel import check_predictions
 from tests.methods.test_pipeline_parity import run as check_pipeline
@@ -121,6 +122,37 @@ def test_what_cannot_work_is_refused_on_all_ranks(ranks):
         }.items():
             assert words in said[name], (name, said)
         assert max(apart) < 1e-6
+
+
+def with_padding(ids, device):
+    """The first sample has padding before it, the second behind it."""
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[1, 7:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def padded(axes):
+    """Loss and gradient norm of a step on padded samples, in one process and over each axis."""
+    ids = torch.arange(48).view(4, 12)
+    model = split_runs.build("llama")
+    loss = tiny.loss_func(inputs := with_padding(ids, "cpu"), model(**inputs))
+    loss.backward()
+    found = [(loss.item(), torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item())]
+    for axis in axes:
+        result = mw.accelerate(
+            split_runs.build("llama"), torch.optim.SGD, None, tiny.loss_func, optim_args={"lr": 0.1},
+            strategy=[("parallel_mode", {axis: 2}), f"{axis}_parallel"], sample_batch=ids,
+            prepare_input=with_padding, model_input_format="unpack_dict",
+        )  # fmt: skip
+        step = result.step(ids)
+        found.append((step.loss.item(), step.grad_norm.item()))
+    return found
+
+
+def test_padding_is_masked_across_ranks(ranks):
+    expected, *found = ranks(2).run(padded, ["sequence", "context"])[0]
+    for each in found:
+        assert each == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.long

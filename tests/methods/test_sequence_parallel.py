@@ -16,18 +16,17 @@ from tests.methods.test_parity import check_weights
 reference = functools.cache(split_runs.reference)
 CASES = {
     "plain": (2, "plain", {"sequence": 2}, [], 1),
-    "llama": (2, "ungrouped", {"sequence": 2}, ["checkpoint"], 2),
+    "grouped": (2, "llama", {"sequence": 2}, ["checkpoint"], 2),
     "fsdp": (4, "ungrouped", {"sequence": 2, "zero": 2}, ["fsdp"], 1),
     "gpt2": (2, "gpt2", {"sequence": 2}, ["fsdp", "checkpoint"], 2),
     "bert": (2, "bert", {"sequence": 2}, [], 2),
     "qwen2": (2, "qwen2", {"sequence": 2}, [], 1),
-    "grouped": (2, "llama", {"sequence": 2}, [], 1),
     "tensor": (4, "llama", {"tensor": 2, "sequence": 2}, ["tensor_parallel"], 1),
     "data": (4, "plain", {"sequence": 2, "data": 2}, [], 2),
     "shards over data": (4, "plain", {"data": 2, "sequence": 2}, ["zero2"], 1),
     "three axes": (8, "plain", {"zero": 2, "sequence": 2, "data": 2}, ["fsdp"], 1),
 }
-SHORT = ("plain", "llama", "fsdp")
+SHORT = ("plain", "grouped", "fsdp")
 
 
 def check_parity(pool, name, strategy, micro, mode="sgd"):
