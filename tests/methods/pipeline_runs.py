@@ -315,15 +315,6 @@ def train_several(cases):
     return [train(*case) for case in cases]
 
 
-class Sent(Counter):
-    """Counts what goes from rank to rank as well."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" and func.overloadpacket.__name__ == "send":
-            self.bytes["send"] = self.bytes.get("send", 0) + sum(t.nbytes for t in args[0] if t.nbytes > 8)
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def sent_and_kept(cases):
     """Bytes on the wire and kept for backward in one step, measured and as predicted, for several strategies."""
     every = []
@@ -331,7 +322,7 @@ def sent_and_kept(cases):
         result = accelerated(name, strategy)
         batch = next(iter(result.dataloader))
         result.step(batch)
-        with Sent() as counter:
+        with Counter() as counter:
             result.step(batch)
         _, measured = result.measured_step(batch)
         step = result.plan.steps[result._job.index("pipeline")]

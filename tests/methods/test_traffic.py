@@ -11,6 +11,7 @@ from tests import tiny
 KINDS = {
     "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce",
     "all_gather_into_tensor": "all_gather", "all_reduce": "all_reduce", "alltoall_base_": "all_to_all",
+    "send": "send",
 }  # fmt: skip
 
 

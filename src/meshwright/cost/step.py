@@ -13,6 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
+Moment = Literal["forward", "backward", "update"]
+BoundaryAxis = Literal["tensor", "sequence", "context"]
+
 
 @dataclass(frozen=True)
 class StateTensor:
@@ -101,14 +105,14 @@ class Activations:
 class Boundary:
     """A collective where what an axis divides, layers or tokens, begins or ends, in one micro-batch."""
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
-    moment: Literal["forward", "backward"]
-    num_bytes: int  # payload of the whole tensor, as in Traffic
+    kind: CollectiveKind
+    moment: Moment
+    num_bytes: int  # payload of the whole tensor, or what one rank sends, as in Traffic
     inside: tuple[str, ...] = ()  # qualified names of the classes of the modules it happens in
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
     path: str = ""  # of the layer
     on_ranks: tuple[int, ...] | None = None  # the pipeline ranks that run it; None: all
-    axis: Literal["tensor", "sequence"] = "tensor"
+    axis: BoundaryAxis = "tensor"
 
 
 @dataclass(frozen=True)
@@ -136,10 +140,10 @@ class Traffic:
     the buffer of an all-reduce, padding included. A ``send`` counts what this rank sends to its neighbours.
     """
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
+    kind: CollectiveKind
     axis: str
     bytes_per_step: int
-    moment: Literal["forward", "backward", "update"]
+    moment: Moment
     every: int = 1  # only in every so many steps
 
 
@@ -181,6 +185,15 @@ class Step:
         """The same step with more collectives; those over an axis of one rank, or of no bytes, send nothing."""
         real = tuple(each for each in traffic if self.size(each.axis) > 1 and each.bytes_per_step > 0)
         return self.replace(traffic=self.traffic + real)
+
+    def send_boundaries(self, axis: BoundaryAxis) -> Step:
+        """The same step with what its boundaries over ``axis`` send in all micro-batches."""
+        sent: dict[tuple[CollectiveKind, Moment], int] = {}
+        for boundary in self.boundaries:
+            if boundary.axis == axis:
+                key = boundary.kind, boundary.moment
+                sent[key] = sent.get(key, 0) + boundary.num_bytes * self.num_micro_batches
+        return self.send(*(Traffic(kind, axis, size, moment) for (kind, moment), size in sent.items()))
 
     def every_parameter(self) -> Iterator[tuple[int, Parameter]]:
         """All distinct parameters with the number of times each is in the model."""

@@ -4,6 +4,8 @@ from meshwright.methods.amp_native import AmpNative
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in_phase_order, resolve
+from meshwright.methods.context.trace import TracedContext
+from meshwright.methods.context_parallel import ContextParallel
 from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
 from meshwright.methods.job import Job
@@ -12,7 +14,7 @@ from meshwright.methods.parallel_mode import ParallelMode
 from meshwright.methods.pipeline.cut import Cut
 from meshwright.methods.pipeline.engine import PipelineEngine
 from meshwright.methods.pipeline_parallel import PipelineParallel
-from meshwright.methods.sequence.trace import SequenceTrace
+from meshwright.methods.sequence.trace import TokensTrace, TracedSequence
 from meshwright.methods.sequence_parallel import SequenceParallel
 from meshwright.methods.tensor.calls import SampleRun
 from meshwright.methods.tensor_parallel import TensorParallel
@@ -22,6 +24,7 @@ from meshwright.methods.zero2 import Zero2
 __all__ = [
     "AmpNative",
     "Checkpoint",
+    "ContextParallel",
     "Cut",
     "Fsdp",
     "Half",
@@ -35,8 +38,10 @@ __all__ = [
     "Resolved",
     "SampleRun",
     "SequenceParallel",
-    "SequenceTrace",
     "TensorParallel",
+    "TokensTrace",
+    "TracedContext",
+    "TracedSequence",
     "Zero1",
     "Zero2",
     "apply_strategy",

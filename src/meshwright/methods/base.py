@@ -19,12 +19,13 @@ class Phase(IntEnum):
     REPLACE = 2  # modules are exchanged while they are whole and on one device
     TENSOR = 3
     SEQUENCE = 4
-    RECOMPUTE = 5  # inside the sharding hooks, so that recomputation finds gathered parameters
-    COMPILE = 6
-    PRECISION = 7  # before sharding, which must know the precision it gathers in
-    SHARD = 8
-    REPLICATE = 9
-    OPTIMIZER = 10
+    CONTEXT = 5  # around what sequence does
+    RECOMPUTE = 6  # inside the sharding hooks, so that recomputation finds gathered parameters
+    COMPILE = 7
+    PRECISION = 8  # before sharding, which must know the precision it gathers in
+    SHARD = 9
+    REPLICATE = 10
+    OPTIMIZER = 11
 
 
 class Method(MethodConfig):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from meshwright.cost import Activations, RecomputePart, Step, Traffic, names_class
+from meshwright.cost import Activations, CollectiveKind, RecomputePart, Step, Traffic, names_class
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.references import ClassReferences
@@ -80,12 +80,12 @@ class Checkpoint(Method):
         return step.replace(activations=_recompute(known, chosen)).send(*self._repeated(step, wanted))
 
     def _repeated(self, step: Step, wanted: tuple[str, ...]) -> list[Traffic]:
-        """Forward's collectives over the axes tensor and sequence that recomputation sends again.
+        """Forward's collectives over the axes tensor, sequence and context that recomputation sends again.
 
         torch stops it at the last saved tensor: what a module sends after that is not sent again. The reentrant
         implementation runs to the end.
         """
-        sent: dict[tuple[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"], str], int] = {}
+        sent: dict[tuple[CollectiveKind, str], int] = {}
         for boundary in step.boundaries:
             repeated_in = boundary.needed_in if self.no_reentrant else boundary.inside
             if boundary.moment == "forward" and _named(wanted, repeated_in):

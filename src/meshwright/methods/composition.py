@@ -19,6 +19,7 @@ _METHOD_OF_AXIS = {
     "tensor": "tensor_parallel",
     "pipeline": "pipeline_parallel",
     "sequence": "sequence_parallel",
+    "context": "context_parallel",
     "replica": "outer",
 }
 
@@ -61,7 +62,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
                 got=f"{name}={size}",
                 fix=f"add {method} to the strategy"
                 if known
-                else "use the axes data, zero, sequence, tensor, pipeline and replica",
+                else "use the axes data, zero, sequence, context, tensor, pipeline and replica",
             )
     for name, method in _METHOD_OF_AXIS.items():
         if method in strategy and name not in dict(axes):
@@ -74,17 +75,31 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
     if shard_axis is not None and shard_axis not in dict(axes):
         raise StrategyError(
             f"{shards} has no mesh axis to shard over",
-            expected="an axis 'zero', 'data' or 'sequence'",
+            expected="an axis 'zero', 'data', 'sequence' or 'context'",
             got=str(dict(axes)),
         )
+    _check_beside_tokens(strategy, dict(axes))
     return Resolved(strategy, axes, shard_axis, tuple(notices))
+
+
+def _check_beside_tokens(strategy: Strategy, sizes: dict[str, int]) -> None:
+    """Refuses what does not go together with axes that divide the tokens."""
+    divided = [axis for axis in ("sequence", "context") if sizes.get(axis, 1) > 1]
+    if divided and sizes.get("tensor", 1) > 1 and getattr(strategy.get("tensor_parallel"), "sequence", False):
+        raise StrategyError(
+            f"tensor_parallel: sequence=True cuts the tokens that {_METHOD_OF_AXIS[divided[0]]} has cut already",
+            expected="one of the two",
+            got=f"sequence=True and {divided[0]}={sizes[divided[0]]}",
+            fix="leave sequence=True out: between the layers a rank has a part of the tokens without it",
+        )
 
 
 def _shard_axis(sizes: dict[str, int]) -> str:
     """``zero``, else ``data``; ranks of a sequence hold equal parameters too, and are taken where they are alone."""
-    if "zero" in sizes or sizes.get("sequence", 1) == 1 or sizes.get("data", 1) > 1:
+    equal = [axis for axis in ("sequence", "context") if sizes.get(axis, 1) > 1]
+    if "zero" in sizes or not equal or sizes.get("data", 1) > 1:
         return "zero" if "zero" in sizes else "data"
-    return "sequence"
+    return equal[0]
 
 
 def _with_mesh(strategy: Strategy, world: int) -> tuple[Strategy, Axes]:

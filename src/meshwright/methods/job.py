@@ -25,7 +25,7 @@ from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, Stages
 from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
-AVERAGED = ("sequence", "data", "zero")
+AVERAGED = ("context", "sequence", "data", "zero")
 """The axes over which gradients are averaged in every step, in the order of the mesh."""
 
 MicroBatchContext = Callable[[bool], contextlib.AbstractContextManager[None]]

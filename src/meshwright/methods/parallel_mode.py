@@ -76,14 +76,14 @@ class ParallelMode(Method):
 
 
 def replicate(job: Job) -> None:
-    """Averages gradients over ``data`` and ``sequence``; the default where no method shards the parameters.
+    """Averages gradients over ``data``, ``sequence`` and ``context``, where no method shards the parameters.
 
     DDP does it, and buckets of our own where ``tensor_parallel`` has made DTensors of parameters.
     """
     trainable = any(parameter.requires_grad for parameter in job.model.parameters())
     if job.shard_axis is not None or job.num_averaged == 1 or not trainable:
         return
-    group = job.flat_mesh("sequence", "data").get_group()
+    group = job.flat_mesh("context", "sequence", "data").get_group()
     if job.is_split:
         averager = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters)
         job.micro_batch = averager.accumulating
@@ -116,8 +116,8 @@ def replicate_cost(step: Step) -> Step:
         for count, parameter in step.every_parameter()
         if parameter.trainable
     )
-    # Over both axes at once, where there are two.
-    axis = "data" if step.size("data") > 1 else "sequence"
+    # Over all of them at once, where there are several.
+    axis = next((name for name in ("data", "sequence") if step.size(name) > 1), "context")
     return step.send(Traffic("all_reduce", axis, total, "backward"))
 
 

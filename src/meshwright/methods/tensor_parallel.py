@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final
 
 from pydantic import BeforeValidator
 from torch import nn
 
-from meshwright.cost import Block, Parameter, Step, Traffic
+from meshwright.cost import Block, Parameter, Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
@@ -21,7 +21,7 @@ from meshwright.methods.tensor.split import Split, split_of
 from meshwright.methods.tensor.trace import SplitTrace
 from meshwright.runtime import check_equal
 
-AXIS = "tensor"
+AXIS: Final = "tensor"
 
 # What ATorch asks to trace and to solve for; the plan says it all.
 _REFUSED = ("shard_planner", "tp_ranks", "replacement_map", "leaf_modules", "prop_mode", "use_fake_mode",
@@ -130,11 +130,7 @@ class TensorParallel(Method):
         if ranks == 1:
             return step
         step = step.replace(blocks=tuple(_divided(block, ranks) for block in step.blocks))
-        sent: dict[Any, int] = {}
-        for boundary in step.boundaries:
-            key = boundary.kind, boundary.moment
-            sent[key] = sent.get(key, 0) + boundary.num_bytes * step.num_micro_batches
-        return step.send(*(Traffic(kind, AXIS, size, moment) for (kind, moment), size in sent.items()))
+        return step.send_boundaries(AXIS)
 
 
 def _divided(block: Block, ranks: int) -> Block:

@@ -67,7 +67,8 @@ def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool
     step = step.replace(boundaries=tuple(placed))
     hidden = None
     if cut.boundary_bytes is not None:
-        hidden = cut.boundary_bytes * samples // (2 if in_half else 1)
+        parts = step.size("sequence") * step.size("context")  # of the tokens, of which a rank's blocks hand on one
+        hidden = cut.boundary_bytes * samples // ((2 if in_half else 1) * parts)
     return [step.replace(stages=Stages(cut.ranks, cut.sizes, rank, hidden)) for rank in range(cut.num_ranks)]
 
 

@@ -19,9 +19,6 @@ from meshwright.methods import (
     PipelineParallel,
     Resolved,
     SampleRun,
-    SequenceParallel,
-    SequenceTrace,
-    TensorParallel,
     cost_of,
     resolve,
 )
@@ -31,12 +28,11 @@ from meshwright.planner.parameters import describe_blocks, describe_buffers
 from meshwright.planner.pipeline import by_pipeline_rank, decide_cut, num_micro_batches
 from meshwright.planner.saved import predict_saved
 from meshwright.planner.states import StatesOf, probe_optimizer
+from meshwright.planner.traces import Trace, divides_tokens, trace_key, trace_of
 from meshwright.strategy import Strategy
 
-Trace = SplitTrace | SequenceTrace
-
 Traced = tuple[Activations | None, int | None, tuple[Boundary, ...], tuple[str, ...]]
-"""Activations, FLOPs and collectives over the tensor or sequence axis of a micro-batch, and what there is to say."""
+"""Activations, FLOPs and collectives over tensor, sequence and context of a micro-batch, and what there is to say."""
 
 
 @dataclass(frozen=True)
@@ -145,20 +141,11 @@ class Workload:
         return {}
 
     def _split(self, resolved: Resolved) -> Trace | None:
-        """How a tensor or sequence axis divides the work; each plan and size is worked out once."""
-        sequence, size = resolved.strategy.get("sequence_parallel"), dict(resolved.axes).get("sequence", 1)
-        if isinstance(sequence, SequenceParallel) and size > 1:
-            sequence.check_axes(dict(resolved.axes))
-            if (sequence, size) not in self._splits:
-                self._splits[sequence, size] = SequenceTrace(self.model, size)
-            return self._splits[sequence, size]
-        method, ranks = resolved.strategy.get("tensor_parallel"), dict(resolved.axes).get("tensor", 1)
-        if not isinstance(method, TensorParallel):
-            return None
-        if (method, ranks) not in self._splits:
-            sample = SampleRun(self.inputs_of, self.forward)
-            self._splits[method, ranks] = method.trace(self.model, ranks, sample)
-        return self._splits[method, ranks]
+        """How the axes tensor, sequence and context divide the work; each plan and size is worked out once."""
+        key = trace_key(resolved)
+        if key not in self._splits:
+            self._splits[key] = trace_of(resolved, self.model, SampleRun(self.inputs_of, self.forward))
+        return self._splits[key]
 
     def _blocks(self, split: Trace | None, cut: Cut | None) -> tuple[Block, ...]:
         if (split, cut) not in self._described:
@@ -172,7 +159,7 @@ class Workload:
         return probe_optimizer(self.optim_func, self.device, params)
 
     @functools.cached_property
-    def _splits(self) -> dict[tuple[TensorParallel | SequenceParallel, int], Trace | None]:
+    def _splits(self) -> dict[tuple[object, ...], Trace | None]:
         return {}
 
     @functools.cached_property
@@ -207,10 +194,9 @@ class Workload:
             )
         except Exception as error:  # a user's model may do anything; training does not depend on this prediction
             reason = (str(error).splitlines() or [""])[0][:160]
-            if isinstance(split, SequenceTrace):
-                if isinstance(error, ModelError):
-                    raise  # training would fail in the same way
-            elif split is not None and self._trace(param_dtype, autocast_dtype, samples, None)[0] is not None:
+            if divides_tokens(split) and isinstance(error, ModelError):
+                raise  # training would fail in the same way
+            if isinstance(split, SplitTrace) and self._trace(param_dtype, autocast_dtype, samples, None)[0] is not None:
                 raise _does_not_fit(f"{type(error).__name__} while tracing ({reason})") from error
             return None, None, (), (f"activations are not predicted: {type(error).__name__} while tracing ({reason})",)
         return activations, flops, boundaries, ()

@@ -39,9 +39,9 @@ def finish_pipeline(job: Job, engine: PipelineEngine) -> None:
 
 def _averager(job: Job) -> GradientAverager | None:
     trains = any(parameter.requires_grad for parameter in job.model.parameters())
-    if job.shard_axis is not None or job.size("data") == 1 or not trains:
+    if job.shard_axis is not None or job.num_averaged == 1 or not trains:
         return None
-    group = job.require_mesh().get_group("data")
+    group = job.flat_mesh("context", "sequence", "data").get_group()
     return GradientAverager(job.model, group, allow_unused=job.find_unused_parameters, in_backward=False)
 
 

@@ -71,8 +71,8 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
         count * padded_bytes(step, p, element_bytes(p, step.reduce_itemsize)) for count, p, _ in sharded if p.trainable
     )
     whole = sum(c * p.numel * p.itemsize for _, c, p in _parameters(step) if p.trainable and not p.sharded)
-    # Over sequence and data at once, where there are both beside the sharding axis.
-    beside = "data" if axis == "zero" and step.size("data") > 1 else "sequence"
+    # Over all of them at once, where there are several beside the sharding axis.
+    beside = next((name for name in ("data", "sequence", "context") if name != axis and step.size(name) > 1), axis)
     return step.send(
         Traffic("all_gather", axis, weights * (1 if gathers == "once" else micro_batches), "forward"),
         Traffic("all_gather", axis, inside * micro_batches if gathers == "twice" else 0, "backward"),

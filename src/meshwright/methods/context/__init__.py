@@ -1,0 +1,1 @@
+"""Attention in a ring of ranks that each have a part of the tokens, for ``context_parallel``."""

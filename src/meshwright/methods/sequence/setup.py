@@ -1,0 +1,48 @@
+"""What the methods that divide tokens have in common before and after they do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from meshwright.errors import ModelError
+from meshwright.methods.job import Job
+from meshwright.methods.sequence.order import TokenOrder
+from meshwright.methods.sequence.proof import prove_blocks
+from meshwright.methods.sequence.tokens import block_lists
+
+
+def check_parts(
+    job: Job, order: TokenOrder, check_queries: Callable[[torch.Tensor], None] = lambda queries: None
+) -> None:
+    """Refuses models whose blocks cannot work on a part of the tokens; says so where there is no sample to find out.
+
+    Args:
+        job: The job; its model is not changed.
+        order: How tokens are dealt.
+        check_queries: See :func:`prove_blocks`.
+
+    Raises:
+        ModelError: With the reason.
+    """
+    config = getattr(job.model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        raise ModelError(
+            f"{order.method}: a loss of routers over all tokens is not computed from parts of them",
+            expected="output_router_logits=False",
+            got="True",
+            fix="switch it off in the model's config",
+        )
+    block_lists(job.model, order.method)
+    notice = prove_blocks(job.model, job.sample, order, check_queries)
+    if notice:
+        job.notices.append(notice)
+
+
+def without_cache(job: Job, method: str) -> None:
+    """Switches key-value caches off: a rank has a part of the tokens."""
+    config = getattr(job.model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = False  # type: ignore[union-attr]
+        job.notices.append(f"{method}: config.use_cache was set to False; a rank has a part of the tokens")

@@ -1,0 +1,99 @@
+"""Running a plain model as one rank of the axes that divide its layers and its tokens would."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import nn
+
+from meshwright.cost import Boundary
+from meshwright.methods import (
+    ContextParallel,
+    Resolved,
+    SampleRun,
+    TensorParallel,
+    TokensTrace,
+    TracedContext,
+    TracedSequence,
+)
+from meshwright.methods.sequence.trace import Ranks
+from meshwright.methods.tensor.trace import SaveLog
+
+
+class Trace(Protocol):
+    """What an axis, or several, make of one rank's run; nothing is sent, all is counted."""
+
+    dims: dict[nn.Parameter, int]
+
+    def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The shape that one rank holds."""
+
+    def running(self, log: SaveLog) -> contextlib.AbstractContextManager[None]:
+        """Around one forward pass; ``log`` grows with every tensor saved for backward."""
+
+    def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
+        """What the last run sends in one micro-batch."""
+
+
+class LayersAndTokens:
+    """Layers divided by one trace, and tokens by another.
+
+    Args:
+        layers: Of a tensor axis.
+        tokens: Of sequence and context axes.
+    """
+
+    def __init__(self, layers: Trace, tokens: TokensTrace) -> None:
+        self._layers, self._tokens = layers, tokens
+        self.dims = layers.dims
+
+    def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The shape that one rank holds."""
+        return self._layers.local_shape(parameter)
+
+    @contextlib.contextmanager
+    def running(self, log: SaveLog) -> Iterator[None]:
+        """Tokens are cut around the layers."""
+        with self._layers.running(log), self._tokens.running(log):
+            yield
+
+    def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
+        """What both send."""
+        return self._layers.boundaries(model, log) + self._tokens.boundaries(model, log)
+
+
+def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace | None:
+    """How the axes of a strategy divide the work; None where none does.
+
+    Raises:
+        ModelError: When the model cannot be divided so.
+    """
+    tensor, ranks = resolved.strategy.get("tensor_parallel"), dict(resolved.axes).get("tensor", 1)
+    layers = tensor.trace(model, ranks, sample) if isinstance(tensor, TensorParallel) else None
+    tokens = _tokens_trace(resolved, model)
+    return LayersAndTokens(layers, tokens) if layers and tokens else layers or tokens
+
+
+def _tokens_trace(resolved: Resolved, model: nn.Module) -> TokensTrace | None:
+    sizes, context = dict(resolved.axes), resolved.strategy.get("context_parallel")
+    ring, heads = sizes.get("context", 1), sizes.get("sequence", 1)
+    axes: list[Ranks] = []
+    if "sequence_parallel" in resolved.strategy and heads > 1:
+        axes.append(functools.partial(TracedSequence, heads, ring))
+    if isinstance(context, ContextParallel) and ring > 1:
+        axes.append(functools.partial(TracedContext, ring, context.balance, heads))
+    return TokensTrace(model, *axes) if axes else None
+
+
+def divides_tokens(trace: Trace | None) -> bool:
+    """Whether tokens are divided: a model that cannot be traced so cannot be trained so either."""
+    return isinstance(trace, TokensTrace | LayersAndTokens)
+
+
+def trace_key(resolved: Resolved) -> tuple[object, ...]:
+    """Equal for strategies with one trace."""
+    named = [resolved.strategy.get(f"{name}_parallel") for name in ("tensor", "sequence", "context")]
+    return *named, *(dict(resolved.axes).get(axis, 1) for axis in ("tensor", "sequence", "context"))
