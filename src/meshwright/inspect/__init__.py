@@ -4,7 +4,8 @@ Seed: BMTrain's inspector.
 """
 
 from meshwright.inspect.inspector import Inspector, inspect_tensor
-from meshwright.inspect.model import inspect_model
+from meshwright.inspect.model import inspect_model, keep_name_order
+from meshwright.inspect.passes import hand_over_micro_batches
 from meshwright.inspect.recording import Record, captured, hand_over, record_tensor, recording_active
 from meshwright.inspect.text import format_summary
 
@@ -14,8 +15,10 @@ __all__ = [
     "captured",
     "format_summary",
     "hand_over",
+    "hand_over_micro_batches",
     "inspect_model",
     "inspect_tensor",
+    "keep_name_order",
     "record_tensor",
     "recording_active",
 ]

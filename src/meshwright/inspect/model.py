@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -12,8 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.inspect.table import Row, entry, fill, merged
 from meshwright.runtime import gather_from
 
+_ORDER = "_names_in_order"  # of a model of which ranks hold different parts
 # Wrapper modules that a name passes through.
 _TRANSPARENT = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def keep_name_order(model: nn.Module, names: Sequence[str]) -> None:
+    """Notes the order of all names of a model of which ranks hold different parts, on all of them alike."""
+    model.__dict__[_ORDER] = tuple(names)
 
 
 def inspect_model(model: nn.Module, pattern: str = "*", prefix: str = "") -> list[dict[str, Any]]:
@@ -41,7 +48,8 @@ def inspect_model(model: nn.Module, pattern: str = "*", prefix: str = "") -> lis
     """
     tables = gather_from(lambda: fill(_rows(model, pattern, prefix)))
     shapes = {name: shape for table in tables for name, shape in zip(table.names, table.shapes, strict=True)}
-    names, moments = merged(tables, one_team=True)
+    order = [prefix + name for name in model.__dict__.get(_ORDER, ())]
+    names, moments = merged(tables, one_team=True, order=order)
     return [entry(name, shapes[name], both, no_grad=0.0) for name, both in zip(names, moments, strict=True)]
 
 

@@ -9,6 +9,7 @@ from meshwright.methods.half import Half
 from meshwright.methods.job import Job
 from meshwright.methods.outer import Outer
 from meshwright.methods.parallel_mode import ParallelMode
+from meshwright.methods.pipeline.chain import StageOutput
 from meshwright.methods.pipeline.cut import Cut
 from meshwright.methods.pipeline.engine import PipelineEngine
 from meshwright.methods.pipeline_parallel import PipelineParallel
@@ -36,6 +37,7 @@ __all__ = [
     "SampleRun",
     "SequenceParallel",
     "SequenceTrace",
+    "StageOutput",
     "TensorParallel",
     "Zero1",
     "Zero2",
