@@ -4,11 +4,9 @@ import itertools
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
 
-import meshwright as mw
 from meshwright.booster import Booster, HybridParallelPlugin
 from tests import tiny
 from tests.methods.pipeline_runs import build

@@ -99,8 +99,8 @@ def check_parts(accelerated: Accelerated, count: int) -> None:
     """
     method = accelerated.strategy.get("pipeline_parallel")
     assert isinstance(method, PipelineParallel)
-    assert accelerated.mesh is not None
-    ranks = accelerated.mesh["pipeline"].size()
+    assert accelerated.pipeline is not None
+    ranks = accelerated.pipeline.line.group.size()
     method.check_numbers(ranks * method.stages_per_rank, ranks, count)
 
 
