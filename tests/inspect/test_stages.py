@@ -129,9 +129,9 @@ def test_stages_tell_what_one_process_tells(ranks):
     for case in every[0]:
         check([result[case] for result in every])
     own = [result["1f1b"][2] for result in every]
-    assert own[0][:2] == ["0.entering", "0.hidden"]
-    assert "0.leaving" not in own[0]
-    assert own[1][-1] == "1.loss"
+    assert own[0][:2] == ["entering", "hidden"]
+    assert "leaving" not in own[0]
+    assert own[1][-1] == "loss"
     assert every[0]["by hand"][2][:3] == ["0.outside", "0.entering", "0.hidden"]
     assert every[0]["by hand"] == every[1]["by hand"]
 

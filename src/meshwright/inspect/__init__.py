@@ -5,17 +5,26 @@ Seed: BMTrain's inspector.
 
 from meshwright.inspect.inspector import Inspector, inspect_tensor
 from meshwright.inspect.model import inspect_model, keep_name_order
-from meshwright.inspect.passes import hand_over_micro_batches
-from meshwright.inspect.recording import Record, captured, hand_over, record_tensor, recording_active
+from meshwright.inspect.passes import Watched, hand_over_micro_batches
+from meshwright.inspect.recording import (
+    Record,
+    captured,
+    hand_over,
+    hand_over_stages,
+    record_tensor,
+    recording_active,
+)
 from meshwright.inspect.text import format_summary
 
 __all__ = [
     "Inspector",
     "Record",
+    "Watched",
     "captured",
     "format_summary",
     "hand_over",
     "hand_over_micro_batches",
+    "hand_over_stages",
     "inspect_model",
     "inspect_tensor",
     "keep_name_order",

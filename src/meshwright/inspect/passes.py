@@ -32,8 +32,27 @@ class Recorded:
     """The stages that this rank has run in a pass; None for a record outside of any."""
 
 
-def hand_over_micro_batches(stages: Mapping[int, Sequence[Sequence[Record]]]) -> None:
-    """Passes on what a rank's stages have recorded in a pass, micro-batches put together.
+@dataclass(frozen=True)
+class Watched:
+    """A record and the last gradient that came by, without adding up: split backward passes come by twice."""
+
+    record: Record
+    grads: list[torch.Tensor]  # empty before backward
+
+    @classmethod
+    def of(cls, record: Record) -> Watched:
+        """Watches a record's tensor, before its backward."""
+        watched = cls(record, [])
+        if record.keeps_grad and record.source.requires_grad:
+            record.source.register_hook(watched._see)
+        return watched
+
+    def _see(self, gradient: torch.Tensor) -> None:
+        self.grads[:] = [gradient.detach()]
+
+
+def hand_over_micro_batches(stages: Mapping[int, Sequence[Sequence[Watched]]]) -> None:
+    """Passes on what a rank's stages have recorded in a pass whose backward is through, micro-batches put together.
 
     Args:
         stages: For every stage of this rank, one list of records per micro-batch.
@@ -41,32 +60,29 @@ def hand_over_micro_batches(stages: Mapping[int, Sequence[Sequence[Record]]]) ->
     hand_over_stages({stage: _together(parts) for stage, parts in stages.items()})
 
 
-def _together(micro_batches: Sequence[Sequence[Record]]) -> list[Record]:
+def _together(micro_batches: Sequence[Sequence[Watched]]) -> list[Record]:
     """One record for those of the same name and number in every micro-batch, in the order of the first."""
-    same: dict[tuple[str | None, str, int], list[Record]] = {}
+    same: dict[tuple[str | None, str, int], list[Watched]] = {}
     for records in micro_batches:
         seen: Counter[tuple[str | None, str]] = Counter()
-        for record in records:
-            key = record.group, record.name
-            same.setdefault((*key, seen[key]), []).append(record)
+        for watched in records:
+            key = watched.record.group, watched.record.name
+            same.setdefault((*key, seen[key]), []).append(watched)
             seen[key] += 1
     return [_joined(parts) for parts in same.values()]
 
 
 @torch.no_grad()
-def _joined(parts: list[Record]) -> Record:
+def _joined(parts: list[Watched]) -> Record:
     """Records of micro-batches as one of the batch, with the gradients that backward has left by now."""
-    if len(parts) == 1:
-        return parts[0]
-    whole = _cat([record.source.detach() for record in parts])
-    grads = [record.grad for record in parts]
-    if parts[0].keeps_grad and any(record.source.requires_grad for record in parts):
+    first, sources = parts[0].record, [part.record.source.detach() for part in parts]
+    whole = _cat(sources)
+    if any(part.grads for part in parts):
+        every = zip(parts, sources, strict=True)
+        grads = [part.grads[0] if part.grads else torch.zeros_like(source) for part, source in every]
         whole.requires_grad_()
-        if any(grad is not None for grad in grads):
-            every = zip(parts, grads, strict=True)
-            found = [torch.zeros_like(record.source) if grad is None else grad for record, grad in every]
-            whole.grad = _cat(found) if whole.dim() else torch.stack(found).sum()
-    return Record(parts[0].name, parts[0].group, whole, whole, parts[0].keeps_grad)
+        whole.grad = _cat(grads) if whole.dim() else torch.stack(grads).sum()
+    return Record(first.name, first.group, whole, whole, first.keeps_grad)
 
 
 def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.utils._pytree import tree_leaves
 
-from meshwright.inspect import captured, hand_over_micro_batches
+from meshwright.inspect import captured, hand_over_micro_batches, hand_over_stages
 from meshwright.methods.pipeline.chain import Boundary, Line, StageOutput, flag_device, run_chain, shared_loss
 from meshwright.methods.pipeline.gradients import StageGradients
 from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
@@ -76,7 +76,8 @@ class PipelineEngine:
             return call()
         self._splice.take_records()  # of a pass that failed
         output, self._boundaries = run_chain(self.line, self._splice, call)
-        hand_over_micro_batches(self._splice.take_records())
+        taken = self._splice.take_records()
+        hand_over_stages({stage: [each.record for each in runs[0]] for stage, runs in taken.items()})
         return output
 
     def loss(self, loss_func: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -86,7 +87,7 @@ class PipelineEngine:
             if self._splice.is_running:
                 return loss_func(inputs, output)
             if isinstance(output, StageOutput):
-                hand_over_micro_batches({})
+                hand_over_stages({})
                 return self._finishing(shared_loss(self.line, output.token, None))
             try:
                 with captured() as records:
@@ -94,7 +95,7 @@ class PipelineEngine:
             except Exception:
                 shared_loss(self.line, None, None)  # the others wait for a loss
                 raise
-            hand_over_micro_batches({self.line.last: [records]})
+            hand_over_stages({self.line.last: records})
             first = loss[0] if isinstance(loss, list | tuple) else loss
             first = self._finishing(shared_loss(self.line, None, first))
             return [first, *loss[1:]] if isinstance(loss, list | tuple) else first

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshwright.errors import ModelError
-from meshwright.inspect import Record, captured
+from meshwright.inspect import Record, Watched, captured
 from meshwright.methods.pipeline.cut import Cut
 from meshwright.methods.pipeline.trace import carried_positions
 
@@ -70,7 +70,7 @@ class Splice:
         self.cut = cut
         self.dtype: torch.dtype | None = None  # what the stand-ins of embeddings compute in; None: as the weights
         self._running: _Running | None = None
-        self._recorded: dict[int, list[list[Record]]] = {}  # by stage, of every run
+        self._recorded: dict[int, list[list[Watched]]] = {}  # by stage, of every run
 
     @property
     def is_running(self) -> bool:
@@ -91,7 +91,7 @@ class Splice:
         with self._stage(stage, inbox):
             return forward()
 
-    def take_records(self) -> dict[int, list[list[Record]]]:
+    def take_records(self) -> dict[int, list[list[Watched]]]:
         """What each stage has recorded, run by run, since it was last asked; empty lists where nobody inspects."""
         taken, self._recorded = self._recorded, {}
         return taken
@@ -104,7 +104,7 @@ class Splice:
                 yield
             finally:
                 self._running = None
-        self._recorded.setdefault(stage, []).append(records)
+        self._recorded.setdefault(stage, []).append([Watched.of(record) for record in records])
 
     @staticmethod
     def until_handed(forward: Callable[[], Any]) -> Any:
