@@ -15,6 +15,7 @@ from meshwright.accelerated import Accelerated
 from meshwright.booster.optimizer import BoostedOptimizer
 from meshwright.methods import PipelineEngine, PipelineParallel
 from meshwright.runtime import preserved_rng
+from meshwright.strategy import Strategy
 
 Criterion = Callable[[Any, Any], torch.Tensor]
 
@@ -109,6 +110,12 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def needs_sample(strategy: Strategy) -> bool:
+    """Whether methods look at how the model runs on its own data, of which a transformers dummy is no example."""
+    divides_tokens = getattr(strategy.get("tensor_parallel"), "sequence", False)
+    return divides_tokens or not {"pipeline_parallel", "sequence_parallel"}.isdisjoint(strategy.names)
 
 
 def sample_of(dataloader: Any) -> Any:
