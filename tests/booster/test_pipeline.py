@@ -91,7 +91,7 @@ def go_on(name, clip, folder, shard, **options):
             parameter.zero_()
     booster.load_model(model, folder / f"model{shard}")
     booster.load_optimizer(optim, folder / f"optim{shard}")
-    batches = itertools.islice(loader, STEPS - 2, STEPS)
+    batches = iter(loader)
     told = [step(booster, model, optim, batches) for _ in range(2)]
     return [loss for loss, _ in told], [norm for _, norm in told], whole_weights(model)
 
@@ -219,11 +219,14 @@ def test_tensor_shards_of_stages_and_plain_torch(ranks, tmp_path):
     names = [name for name, _ in plain.named_parameters()]
     assert [group["params"] for group in optim["param_groups"]] == [names]
     check_buffers(plain, optim["state"])
-    losses, norms, on = every[0][1]
-    for result in every:
-        assert result[2][0] == pytest.approx(losses, rel=1e-5)
-        assert result[2][1] == pytest.approx(norms, rel=1e-4)
-    assert all((on[name] - weights[name]).abs().max() > 0 for name in names)
+    for _, (losses, norms, on), (
+        other_losses,
+        other_norms,
+        _,
+    ) in every:  # two layouts with the same replicas go on alike
+        assert other_losses == pytest.approx(losses, rel=1e-5)
+        assert other_norms == pytest.approx(norms, rel=1e-4)
+        assert all((on[name] - weights[name]).abs().max() > 0 for name in names)
 
 
 def check_buffers(plain, states):

@@ -121,7 +121,7 @@ def needs_sample(strategy: Strategy) -> bool:
 def sample_of(dataloader: Any) -> Any:
     """A batch of one sample to see with what each stage needs, without taking any from the loader; None if none can."""
     dataset, collate = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
-    if collate is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+    if collate is None or dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return None
     with preserved_rng():
         return collate([dataset[0]])
