@@ -126,10 +126,10 @@ def _pipeline_keys(plugin: HybridParallelPlugin) -> dict[str, Any]:
 
 def axis_sizes(plugin: HybridParallelPlugin) -> dict[str, int]:
     """Sizes of the axes inside ``data``, innermost first."""
-    sizes = {"tensor": plugin.tp_size, "pipeline": plugin.pp_size}
+    sizes = {"tensor": plugin.tp_size}
     if sequence_mode(plugin) == "all_to_all":
-        sizes = {"tensor": plugin.tp_size, "sequence": plugin.sp_size or 1, "pipeline": plugin.pp_size}
-    return sizes
+        sizes["sequence"] = plugin.sp_size or 1
+    return sizes if plugin.pp_size == 1 else {**sizes, "pipeline": plugin.pp_size}
 
 
 def axis_notices(plugin: HybridParallelPlugin) -> list[str]:
