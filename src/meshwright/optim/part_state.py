@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from meshwright.errors import CheckpointError
 from meshwright.optim import whole_state
 from meshwright.optim.held import Held, held_of, is_in_parts
-from meshwright.runtime import agreed, gather_objects, rank, settings
+from meshwright.runtime import agreed, gather_objects, rank, same_on_every_rank, settings
 
 
 def gathered_state_dict(optimizer: Optimizer) -> dict[str, Any]:
@@ -96,6 +96,10 @@ def _gathered(optimizer: Optimizer, whole: Whole) -> dict[str, Any]:
         for key, parameter in whole_state.parameters_by_key(optimizer, local).items()
         if (held := held_of(parameter)) is not None
     }
+    with same_on_every_rank():  # what cannot be put in order is an error before anybody waits for it
+        for position, state in mine.items():
+            for name, value in state.items():
+                _fused_dim(name, value, *whole.parameters[position])
     outlines = gather_objects({position: _outline(state) for position, state in mine.items()})
     states: dict[int, dict[str, Any]] = {}
     for position, key in whole.keys.items():
@@ -144,11 +148,11 @@ def _collected(whole: Whole, mine: dict[int, dict[str, Any]], position: int, nam
     return value.to("cpu", copy=True)
 
 
-def _fused_dim(name: str, value: torch.Tensor, parameter: torch.Tensor, held: Held) -> int | None:
-    """The dim of a state that lies in the order of ranks as its parameter does."""
-    if held.order is None or not value.dim():
+def _fused_dim(name: str, value: Any, parameter: torch.Tensor, held: Held) -> int | None:
+    """The dim of a state, a tensor or the description of one, that lies in the order of ranks as its parameter does."""
+    if held.order is None or not isinstance(value, torch.Tensor | whole_state.Description) or not value.shape:
         return None
-    if value.shape == parameter.shape and not value.is_floating_point():
+    if value.shape == parameter.shape and not value.dtype.is_floating_point:
         raise CheckpointError(
             f"The state {name!r} has quantized values across the parts of a fused projection: they cannot be separated",
             expected="states in floating point under tensor_parallel",
@@ -178,6 +182,10 @@ def _laid_out(optimizer: Optimizer, whole: Whole, state_dict: dict[str, Any], is
     if wrong:
         raise agreed(whole_state.of_others(whole.groups, wrong))
     parameters = {whole.keys[position]: both for position, both in whole.parameters.items()}
+    with same_on_every_rank():
+        for key in outline.keys() & parameters.keys():
+            for name, value in outline[key].items():
+                _fused_dim(name, value, *parameters[key])
     elsewhere = torch.empty(0, device=settings().device)
     result: dict[int, dict[str, Any]] = {}
     for key, state in outline.items():
@@ -187,7 +195,7 @@ def _laid_out(optimizer: Optimizer, whole: Whole, state_dict: dict[str, Any], is
             given = value if received is None else received.tensor(key, name, value, parameter)
             if held is None:
                 continue
-            dim = _fused_dim(name, given, parameter, held) if isinstance(given, torch.Tensor) else None
+            dim = _fused_dim(name, given, parameter, held)
             given = held.order.to_ranks(given, dim) if held.order is not None and dim is not None else given
             placed = whole_state.placed(given, name, parameter, template.get(name))
             result.setdefault(places[key], {})[name] = placed

@@ -11,7 +11,7 @@ from tests.methods.pipeline_runs import Poison, batches, build
 from tests.methods.split_runs import whole_weights
 from tests.methods.test_parity import check_weights
 
-NAME, STEPS, CLIP = "tied", 10, 0.5
+STEPS, CLIP = 10, 0.5
 
 
 def managed(model):
@@ -37,9 +37,9 @@ def steps(manager, loss_of, first, last):
     return norms
 
 
-def job_of(mesh, *methods):
+def job_of(name, mesh, *methods):
     return mw.accelerate(
-        build(NAME), None, tiny.Tokens(), tiny.loss_func, strategy=[("parallel_mode", mesh), *methods],
+        build(name), None, tiny.Tokens(), tiny.loss_func, strategy=[("parallel_mode", mesh), *methods],
         prepare_input=tiny.prepare_for("llama"), model_input_format="unpack_dict", dataloader_args={"batch_size": 8},
         num_micro_batches=4,
     )  # fmt: skip
@@ -53,9 +53,9 @@ def loss_of(job):
     return loss
 
 
-def plain_run():
-    model = build(NAME)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+def plain_run(name):
+    model = build(name)
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
     manager = managed(model)
 
     def loss(ids):
@@ -65,17 +65,17 @@ def plain_run():
     state = manager.state_dict()
     saved = [{key: value["momentum_buffer"].clone() for key, value in o["state"].items()} for o in state["optimizers"]]
     norms = half + steps(manager, loss, STEPS // 2, STEPS)
-    return norms, saved, before, {name: p.detach() for name, p in model.named_parameters()}
+    return norms, saved, before, {key: p.detach() for key, p in model.named_parameters()}
 
 
-def run(folder, mesh, other, *methods):
+def run(folder, name, mesh, other, *methods):
     """Norms, gathered states after half of the steps, and the weights of a job of another layout that went on."""
-    job = job_of(mesh, *methods)
+    job = job_of(name, mesh, *methods)
     manager = managed(job.model)
     norms = steps(manager, loss_of(job), 0, STEPS // 2)
     state = manager.state_dict(gather_opt=True)
     skipped = overflow(job, manager)
-    follower = job_of(*other)
+    follower = job_of(name, *other)
     follow = managed(follower.model)
     follow.load_state_dict(state)
     mw.save(job.model, folder / "weights.pt")
@@ -93,7 +93,7 @@ def overflow(job, manager):
     before = whole_weights(job.model)
     hook = None
     if job.mesh.get_local_rank("pipeline") == 0:
-        weight = next(p for name, p in job.model.named_parameters() if "layers.0" in name)
+        weight = next(p for name, p in job.model.named_parameters() if ".0." in name)
         hook = weight.register_hook(Poison())
     manager.zero_grad()
     manager.backward(loss_of(job)(batches()[0]))
@@ -104,8 +104,8 @@ def overflow(job, manager):
     return manager.step_was_skipped, kept, manager.loss_scale
 
 
-def check(results):
-    norms, saved, before, after = plain_run()
+def check(results, name):
+    norms, saved, before, after = plain_run(name)
     weights = {}
     for rank, (own_norms, state, skipped, own) in enumerate(results):
         assert own_norms == pytest.approx(norms, rel=1e-5)
@@ -123,10 +123,11 @@ def check(results):
 
 def test_stages_decide_together(ranks, tmp_path):
     other = ({"pipeline": 2}, ("pipeline_parallel", {"schedule": "zbv"}))
-    check(ranks(2).run(run, tmp_path, {"pipeline": 2}, other, "pipeline_parallel"))
+    check(ranks(2).run(run, tmp_path, "tied", {"pipeline": 2}, other, "pipeline_parallel"), "tied")
 
 
+@pytest.mark.long
 def test_stages_of_tensor_shards_decide_together(ranks, tmp_path):
     mesh = {"tensor": 2, "pipeline": 2}
     other = ({"tensor": 2, "data": 2}, "tensor_parallel")  # each shard is on two ranks, which its mesh does not tell
-    check(ranks(4).run(run, tmp_path, mesh, other, "pipeline_parallel", "tensor_parallel"))
+    check(ranks(4).run(run, tmp_path, "gpt2", mesh, other, "pipeline_parallel", "tensor_parallel"), "gpt2")  # fused
