@@ -77,6 +77,31 @@ def test_tensor_parallelism_is_an_axis_and_a_method(plugin):
     assert plugin.strategy(8) == mw.Strategy([mode, "tensor_parallel", "zero2", ("half", "bf16")])
 
 
+def test_stages_and_tokens_are_axes_and_methods():
+    def strategy(**options):
+        return HybridParallelPlugin(**{"tp_size": 2, "precision": "fp32", **options}).strategy(8)
+
+    def expected(axes, *methods):
+        return mw.Strategy([("parallel_mode", axes), *methods])
+
+    inside = [("tensor", 2), ("pipeline", 2), ("data", 2)]
+    keys = {"schedule": "1f1b", "num_stages_per_rank": 1, "num_micro_batches": 6, "split": [3, 1]}
+    found = strategy(pp_size=2, num_microbatches=6, num_layers_per_stage=[3, 1])
+    assert found == expected(inside, "tensor_parallel", ("pipeline_parallel", keys))
+    keys = {"schedule": "interleaved", "num_stages_per_rank": 3, "num_micro_batches": 6}
+    found = strategy(pp_size=2, microbatch_size=1, pp_style="interleaved", num_model_chunks=3, dp_outside=False)
+    outside = [("tensor", 2), ("data", 2), ("pipeline", 2)]
+    assert found == expected(outside, "tensor_parallel", ("pipeline_parallel", keys))
+    divided = ("tensor_parallel", {"sequence": True})
+    assert strategy(**TOKENS, sequence_parallelism_mode="ring") == expected([("tensor", 2), ("data", 4)], divided)
+    found = strategy(**TOKENS, tp_size=1, sp_size=4, zero_stage=1)
+    assert found == expected([("sequence", 4), ("data", 2)], "sequence_parallel", "zero1")
+    plugin = HybridParallelPlugin(2, 2, num_microbatches=2, num_model_chunks=2, overlap_p2p=False)
+    overlap, chunks = plugin.notices()
+    assert "overlap_p2p=False changes nothing" in overlap
+    assert "num_model_chunks changes nothing" in chunks
+
+
 def test_the_keyword_arguments_of_the_seed_are_accepted():
     plugin = HybridParallelPlugin(tp_size=1, zero_stage=2, pp_size=1, enable_all_optimization=True)
     (notice,) = plugin.notices()
@@ -98,6 +123,8 @@ num_model_chunks scheduler_nodes num_layers_per_stage gradient_checkpoint_config
 make_vocab_size_divisible_by dp_outside overlap_p2p overlap_allgather fp8_communication use_fp8 inner_ring_size
 """
 HYBRID = {"tp_size": 1, "pp_size": 1}
+PIPELINE = {"tp_size": 1, "pp_size": 2, "num_microbatches": 4}
+TOKENS = {"enable_sequence_parallelism": True}
 
 
 @pytest.mark.parametrize(
@@ -110,9 +137,14 @@ HYBRID = {"tp_size": 1, "pp_size": 1}
         (lambda: LowLevelZeroPlugin(max_norm=-1.0), "no norm to clip by"),
         (lambda: LowLevelZeroPlugin(initial_scale=0.5), "initial_scale from min_scale 1.0"),
         (lambda: LowLevelZeroPlugin(extra_dp_size=3).strategy(4), "do not divide the world"),
-        (lambda: HybridParallelPlugin(tp_size=1, pp_size=2), "pipeline parallelism, which this version"),
-        (lambda: HybridParallelPlugin(**HYBRID, sp_size=2), "sequence parallelism"),
-        (lambda: HybridParallelPlugin(**HYBRID, enable_sequence_parallelism=True), "checkpoint"),
+        (lambda: HybridParallelPlugin(tp_size=1, pp_size=2), "num_microbatches or microbatch_size. Got neither"),
+        (lambda: HybridParallelPlugin(**PIPELINE, pp_style="interleaved"), "num_model_chunks of 2 or more"),
+        (lambda: HybridParallelPlugin(**PIPELINE, pp_style="zbv", num_model_chunks=3), "two stages on every rank"),
+        (lambda: HybridParallelPlugin(**PIPELINE, pp_style="gpipe"), "pp_style is none of its values"),
+        (lambda: HybridParallelPlugin(**HYBRID, sp_size=2), "sequence parallelism is not enabled"),
+        (lambda: HybridParallelPlugin(**HYBRID, **TOKENS), "sp_size of 2 or more"),
+        (lambda: HybridParallelPlugin(**HYBRID, **TOKENS, sequence_parallelism_mode="split_gather"), "tp_size of 2"),
+        (lambda: HybridParallelPlugin(**HYBRID, **TOKENS, sequence_parallelism_mode="ring_attn"), "context_parallel"),
         (lambda: HybridParallelPlugin(**HYBRID, zero_stage=4), "zero_stage"),
         (lambda: HybridParallelPlugin(**HYBRID, custom_policy=object()), "Shardformer"),
         (lambda: HybridParallelPlugin(**HYBRID, use_fp8=True), "fp8"),

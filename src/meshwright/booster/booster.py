@@ -18,12 +18,22 @@ from torch.utils._pytree import tree_map
 
 from meshwright.accelerated import Accelerated
 from meshwright.auto import accelerate
-from meshwright.batches import batch_size_of
+from meshwright.batches import batch_size_of, micro_batches, to_device
 from meshwright.booster import checks
 from meshwright.booster.checkpoint import CheckpointVerbs
+from meshwright.booster.criterion import loss_of, wrapped_criterion
 from meshwright.booster.lora import with_lora
 from meshwright.booster.optimizer import BoostedOptimizer
-from meshwright.booster.pipeline import execute_stage
+from meshwright.booster.pipeline import (
+    check_parts,
+    execute_one_stage,
+    execute_stages,
+    input_format,
+    joined,
+    needs_sample,
+    reshard,
+    sample_of,
+)
 from meshwright.booster.plugin import Plugin
 from meshwright.runtime import print_rank, same_on_every_rank, settings, world_size
 from meshwright.store.entries import unwrapped
@@ -85,7 +95,8 @@ class Booster(CheckpointVerbs):
             model: Plain, initialised, equal on every rank.
             optimizer: Built over ``model.parameters()`` and not stepped; goes on with its groups and hyperparameters.
             criterion: Computes the loss from what it is called with.
-            dataloader: Returned as it is; ``plugin.prepare_dataloader`` makes one with this rank's share.
+            dataloader: Returned as it is; ``plugin.prepare_dataloader`` makes one with this rank's share. Where tokens
+                or blocks are divided, the first sample of its dataset shows how the model runs.
             lr_scheduler: Over ``optimizer``; returned as it is, and goes on steering it.
 
         Returns:
@@ -104,14 +115,21 @@ class Booster(CheckpointVerbs):
             checks.check_scheduler(lr_scheduler, optimizer, strategy)
         ddp_options = self.plugin.ddp_options if self.plugin is not None else {}
         notices = self._prepare(model, device)
+        sample = sample_of(dataloader) if needs_sample(strategy) else None
         accelerated = accelerate(
-            model, optimizer, loss_func=_loss_of(criterion), strategy=strategy, ddp_options=ddp_options
+            model,
+            optimizer,
+            loss_func=loss_of(criterion),
+            strategy=strategy,
+            ddp_options=ddp_options,
+            sample_batch=sample,
+            model_input_format=input_format(sample),
         )
         self._tell(notices)
         self._finish_model(accelerated, strategy)
         self._boosted[accelerated.model] = accelerated
         boosted = self._finish_optimizer(accelerated)
-        return accelerated.model, boosted, _criterion(criterion, accelerated, strategy), dataloader, lr_scheduler
+        return accelerated.model, boosted, wrapped_criterion(criterion, accelerated, strategy), dataloader, lr_scheduler
 
     def _prepare(self, model: nn.Module, device: torch.device) -> list[str]:
         if self.plugin is None:
@@ -141,7 +159,9 @@ class Booster(CheckpointVerbs):
         if accelerated.optim is None:
             return None
         max_norm, norm_type = self.plugin.clipping if self.plugin is not None else (0.0, 2.0)
-        boosted = BoostedOptimizer(accelerated.optim, accelerated.model, max_norm=max_norm, norm_type=norm_type)
+        boosted = BoostedOptimizer(
+            accelerated.optim, accelerated.model, max_norm=max_norm, norm_type=norm_type, stages=accelerated.stages
+        )
         self._optimizers[accelerated.model] = boosted
         return boosted
 
@@ -168,26 +188,36 @@ class Booster(CheckpointVerbs):
         return_loss: bool = True,
         return_outputs: bool = False,
     ) -> dict[str, Any]:
-        """Forward and backward of one batch, micro-batch by micro-batch (``num_microbatches`` of the plugin).
+        """Forward and backward of one batch, in micro-batches (``num_microbatches`` of the plugin) and by its schedule.
 
         Args:
-            data_iter: Its next batch is used: a tensor, a list or tuple of arguments, or keyword arguments.
+            data_iter: Its next batch is used: a tensor, a list or tuple of arguments, or keyword arguments; the same on
+                all ranks of a pipeline.
             model: The boosted model.
-            criterion: ``criterion(outputs, micro_batch)`` returns the mean loss.
+            criterion: ``criterion(outputs, micro_batch)`` returns the mean loss; called where the last stage is.
             optimizer: None runs forward only.
-            return_loss: Return this rank's mean loss, detached.
-            return_outputs: Return the outputs, detached and joined along dim 0.
+            return_loss: Return the mean loss of this rank's samples, detached. Every rank of a pipeline knows it;
+                ColossalAI's has it on the last stage only.
+            return_outputs: Return the outputs, detached and joined along dim 0, where the last stage is.
 
         Returns:
-            ``{"loss": …, "outputs": …}``, None where not asked for.
+            ``{"loss": …, "outputs": …}``, None where not asked for, and for the outputs on other stages.
 
         Raises:
             ConfigError, DataError: When the model is not of this booster, or the batch does not divide.
+            StrategyError: When the schedule cannot run with so many micro-batches.
         """
         accelerated = self._accelerated(model)
-        batch = next(data_iter)
-        count = self.plugin.num_micro_batches(batch_size_of(batch)) if self.plugin is not None else 1
-        return execute_stage(batch, model, criterion, optimizer, accelerated, count, return_loss, return_outputs)
+        batch = to_device(next(data_iter), accelerated.device)
+        parts = micro_batches(batch, self.plugin.num_micro_batches(batch_size_of(batch)) if self.plugin else 1)
+        if accelerated.pipeline is None:
+            loss, outputs = execute_one_stage(parts, model, criterion, optimizer, accelerated, return_outputs)
+        else:
+            check_parts(accelerated, len(parts))
+            loss, outputs = execute_stages(parts, model, criterion, optimizer, accelerated.pipeline, return_outputs)
+        if optimizer is None:
+            reshard(model)
+        return {"loss": loss if return_loss else None, "outputs": joined(outputs)}
 
     def enable_lora(
         self,
@@ -218,22 +248,6 @@ class Booster(CheckpointVerbs):
     def _accelerated(self, model: Any) -> Accelerated:
         found = self._boosted.get(model) if isinstance(model, nn.Module) else None
         return found if found is not None else checks.refuse_unboosted(model)
-
-
-def _loss_of(criterion: Callable[..., Any] | None) -> Callable[[Any, Any], Any] | None:
-    """The criterion as methods wrap losses: what it is called with takes the place of the output."""
-    if criterion is None:
-        return None
-    return lambda _, called_with: criterion(*called_with[0], **called_with[1])
-
-
-def _criterion(
-    criterion: Callable[..., Any] | None, accelerated: Accelerated, strategy: Strategy
-) -> Callable[..., Any] | None:
-    wrapped = accelerated.unscaled_loss_func
-    if wrapped is None or not {"half", "amp_native"} & set(strategy.names):
-        return criterion
-    return lambda *args, **kwargs: wrapped(None, (args, kwargs))
 
 
 def _outputs_in_fp32(_: nn.Module, __: Any, output: Any) -> Any:

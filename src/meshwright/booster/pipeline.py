@@ -1,4 +1,4 @@
-"""``execute_pipeline``: the micro-batches of one step. With one stage they run one after the other."""
+"""``execute_pipeline``: the micro-batches of one step, by the schedule of a pipeline, or one after the other."""
 
 from __future__ import annotations
 
@@ -8,42 +8,39 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
 
 from meshwright.accelerated import Accelerated
-from meshwright.batches import micro_batches
 from meshwright.booster.optimizer import BoostedOptimizer
+from meshwright.methods import PipelineEngine, PipelineParallel
+from meshwright.runtime import preserved_rng
+from meshwright.strategy import Strategy
+
+Criterion = Callable[[Any, Any], torch.Tensor]
 
 
-def execute_stage(
-    batch: Any,
+def execute_one_stage(
+    parts: list[Any],
     model: nn.Module,
-    criterion: Callable[[Any, Any], torch.Tensor],
+    criterion: Criterion,
     optimizer: BoostedOptimizer | None,
     accelerated: Accelerated,
-    num_micro_batches: int,
-    return_loss: bool,
-    return_outputs: bool,
-) -> dict[str, Any]:
-    """Forward, and backward where there is an optimizer, over the micro-batches of one batch of this rank.
+    keep_outputs: bool,
+) -> tuple[torch.Tensor, list[Any]]:
+    """Forward, and backward where there is an optimizer, of micro-batches where every rank holds the whole model.
 
     Args:
-        batch: A tensor, a list or tuple of arguments of the model, or a dictionary of keyword arguments.
+        parts: Micro-batches: each a tensor, a list or tuple of arguments of the model, or keyword arguments.
         model: The boosted model.
         criterion: ``criterion(outputs, micro_batch)`` returns the mean loss.
         optimizer: None runs forward alone, without gradients.
         accelerated: Reduces gradients in the last micro-batch only.
-        num_micro_batches: Equal parts along dim 0.
-        return_loss: Return the mean loss of this rank.
-        return_outputs: Return the outputs, joined along dim 0 (0-dim ones averaged).
+        keep_outputs: Whether outputs are asked for.
 
     Returns:
-        ``{"loss": …, "outputs": …}``, None where not asked for.
-
-    Raises:
-        DataError: When the batch does not divide.
+        The mean loss of this rank, and the outputs, detached.
     """
-    parts = micro_batches(batch, num_micro_batches)
     total: torch.Tensor | None = None
     outputs = []
     for index, part in enumerate(parts):
@@ -55,9 +52,97 @@ def execute_stage(
             if optimizer is not None:
                 optimizer.backward(loss)
         total = loss.detach() if total is None else total + loss.detach()
-        if return_outputs:
-            outputs.append(tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output))
-    return {"loss": total if return_loss else None, "outputs": _joined(outputs) if return_outputs else None}
+        if keep_outputs:
+            outputs.append(_detached(output))
+    assert total is not None
+    return total, outputs
+
+
+def execute_stages(
+    parts: list[Any],
+    model: nn.Module,
+    criterion: Criterion,
+    optimizer: BoostedOptimizer | None,
+    pipeline: PipelineEngine,
+    keep_outputs: bool,
+) -> tuple[torch.Tensor, list[Any]]:
+    """The same over the stages of a pipeline.
+
+    Returns:
+        The mean loss, equal on every rank of the pipeline, and the outputs where the last stage is.
+    """
+    outputs: dict[int, Any] = {}
+
+    def loss_of(part: Any, output: Any) -> torch.Tensor:
+        if keep_outputs:
+            outputs[id(part)] = _detached(output)
+        return criterion(output, part) / len(parts)
+
+    loss_everywhere = pipeline.loss(loss_of)
+    if optimizer is not None:
+        optimizer.expect_scaled()
+        loss = pipeline.step(
+            parts,
+            call=lambda part: _call(model, part),
+            loss=lambda part, output: optimizer.scaled(loss_everywhere(part, output)),
+        )
+    else:
+        with torch.no_grad():
+            loss = torch.stack([loss_everywhere(part, _call(model, part)) for part in parts]).sum()
+    return loss, [outputs[id(part)] for part in parts if id(part) in outputs]
+
+
+def check_parts(accelerated: Accelerated, count: int) -> None:
+    """Refuses numbers of micro-batches that the pipeline's schedule cannot run with.
+
+    Raises:
+        StrategyError: Saying which it can.
+    """
+    method = accelerated.strategy.get("pipeline_parallel")
+    assert isinstance(method, PipelineParallel)
+    assert accelerated.pipeline is not None
+    ranks = accelerated.pipeline.line.group.size()
+    method.check_numbers(ranks * method.stages_per_rank, ranks, count)
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees weights that a forward without backward has gathered: they would outlive a change of the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def needs_sample(strategy: Strategy) -> bool:
+    """Whether methods look at how the model runs on its own data, of which a transformers dummy is no example."""
+    divides_tokens = getattr(strategy.get("tensor_parallel"), "sequence", False)
+    return divides_tokens or not {"pipeline_parallel", "sequence_parallel"}.isdisjoint(strategy.names)
+
+
+def sample_of(dataloader: Any) -> Any:
+    """A batch of one sample to see with what each stage needs, without taking any from the loader; None if none can."""
+    dataset, collate = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
+    if collate is None or dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        return None
+    with preserved_rng():
+        return collate([dataset[0]])
+
+
+def input_format(batch: Any) -> str | None:
+    """How the model is called on a batch, in the terms of ``accelerate``."""
+    if isinstance(batch, Mapping):
+        return "unpack_dict"
+    return "unpack_sequence" if isinstance(batch, list | tuple) else None
+
+
+def joined(outputs: list[Any]) -> Any:
+    """Outputs of micro-batches joined along dim 0, 0-dim ones averaged; None of none."""
+
+    def join(*leaves: Any) -> Any:
+        if not isinstance(leaves[0], torch.Tensor):
+            return leaves[0]
+        return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves).mean()
+
+    return tree_map(join, *outputs) if outputs else None
 
 
 def _call(model: nn.Module, part: Any) -> Any:
@@ -66,10 +151,5 @@ def _call(model: nn.Module, part: Any) -> Any:
     return model(*part) if isinstance(part, list | tuple) else model(part)
 
 
-def _joined(outputs: list[Any]) -> Any:
-    def join(*leaves: Any) -> Any:
-        if not isinstance(leaves[0], torch.Tensor):
-            return leaves[0]
-        return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves).mean()
-
-    return tree_map(join, *outputs)
+def _detached(output: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)

@@ -4,19 +4,31 @@ Seed: BMTrain's inspector.
 """
 
 from meshwright.inspect.inspector import Inspector, inspect_tensor
-from meshwright.inspect.model import OUTLINE, inspect_model
-from meshwright.inspect.recording import Record, captured, hand_over, record_tensor, recording_active
+from meshwright.inspect.model import OUTLINE, inspect_model, keep_name_order
+from meshwright.inspect.passes import Watched, hand_over_micro_batches
+from meshwright.inspect.recording import (
+    Record,
+    captured,
+    hand_over,
+    hand_over_stages,
+    record_tensor,
+    recording_active,
+)
 from meshwright.inspect.text import format_summary
 
 __all__ = [
     "OUTLINE",
     "Inspector",
     "Record",
+    "Watched",
     "captured",
     "format_summary",
     "hand_over",
+    "hand_over_micro_batches",
+    "hand_over_stages",
     "inspect_model",
     "inspect_tensor",
+    "keep_name_order",
     "record_tensor",
     "recording_active",
 ]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from meshwright.errors import InspectError
-from meshwright.inspect.recording import Record, recording_into, refuse_nesting
+from meshwright.inspect.passes import Recorded, in_order, numbered, placed
+from meshwright.inspect.recording import Record, StagePass, recording_into, refuse_nesting
 from meshwright.inspect.shares import is_first_of_team
 from meshwright.inspect.table import Row, Shape, Table, entry, fill, merged
-from meshwright.runtime import agreed, gather_from
+from meshwright.runtime import gather_from
 
 
 class Inspector:
@@ -23,7 +23,7 @@ class Inspector:
     """
 
     def __init__(self) -> None:
-        self._records: list[Record] = []  # filled while the `with` block runs
+        self._entries: list[Record | StagePass] = []  # filled while the `with` block runs
 
     @property
     def summary(self) -> list[dict[str, Any]]:
@@ -33,7 +33,11 @@ class Inspector:
         reaches every parameter, as the model's output does; else it leaves gradients unreduced. FSDP2 gathers weights
         again in backward only for a module's outputs: see :mod:`meshwright.inspect.recording` for how a sharded module
         passes on what is recorded inside it.
+
+        Of a pipeline these are the records of this rank's stages, numbered among themselves. A schedule's micro-batches
+        are put together, detached, with their gradients.
         """
+        told, records = placed(self._entries)
         return [
             {
                 "name": record.name,
@@ -43,7 +47,7 @@ class Inspector:
                 "requires_grad": record.keeps_grad and record.tensor.requires_grad,
                 "tensor": record.tensor,
             }
-            for name, record in zip(self._names(), self._records, strict=True)
+            for name, record in zip(numbered(told.labels), records, strict=True)
         ]
 
     def get_summary(self) -> list[dict[str, Any]]:
@@ -51,6 +55,9 @@ class Inspector:
 
         Costs one exchange of a small table. It reads the tensors as they are now: called again after backward, it
         has the gradients.
+
+        Of a pipeline all stages' records are there, in the order of the model in one process: what is recorded before
+        the blocks counts on the first stage, what is between two blocks on the stage of the first of them.
 
         Returns:
             One dict per tensor, equal on every rank, with keys name (``"{group.}{k}.{name}"`` for the k-th of its
@@ -63,34 +70,29 @@ class Inspector:
         Raises:
             InspectError: When ranks recorded different names, or a tensor has no statistics.
         """
-        tables = gather_from(lambda: fill(self._rows()))
-        _check_names(tables)
-        names, moments = merged(tables, one_team=False)
-        shapes = [_over_ranks(shapes) for shapes in zip(*(table.shapes for table in tables), strict=True)]
+        every = gather_from(self._told)
+        names, of_ranks = in_order([recorded for recorded, _ in every])
+        tables = [dataclasses.replace(table, names=own) for (_, table), own in zip(every, of_ranks, strict=True)]
+        names, moments = merged(tables, one_team=False, order=names)
         return [
-            entry(name, shape, both, no_grad=None) for name, shape, both in zip(names, shapes, moments, strict=True)
+            entry(name, _over_ranks(name, tables), both, no_grad=None)
+            for name, both in zip(names, moments, strict=True)
         ]
 
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
-        """The tensor recorded as ``name`` in ``group``: the ``index``-th, or the first; None if there is none."""
-        found = [record.tensor for record in self._records if (record.name, record.group) == (name, group)]
+        """The tensor recorded here as ``name`` in ``group``: the ``index``-th, or the first; None if there is none."""
+        records = placed(self._entries)[1]
+        found = [record.tensor for record in records if (record.name, record.group) == (name, group)]
         wanted = 0 if index is None else index
         return found[wanted] if 0 <= wanted < len(found) else None
 
-    def _names(self) -> list[str]:
-        seen: Counter[str] = Counter()
-        names = []
-        for record in self._records:
-            prefix = f"{record.group}." if record.group is not None else ""
-            names.append(f"{prefix}{seen[prefix + record.name]}.{record.name}")
-            seen[prefix + record.name] += 1
-        return names
-
-    def _rows(self) -> list[Row]:
-        return [
+    def _told(self) -> tuple[Recorded, Table]:
+        told, records = placed(self._entries)
+        rows = [
             Row(name, _rows_here(record.source), record.source, record.grad)
-            for name, record in zip(self._names(), self._records, strict=True)
+            for name, record in zip(numbered(told.labels), records, strict=True)
         ]
+        return told, fill(rows)
 
 
 def _rows_here(tensor: torch.Tensor) -> Shape:
@@ -99,23 +101,9 @@ def _rows_here(tensor: torch.Tensor) -> Shape:
     return shape if is_first_of_team(tensor) or not shape else (0, *shape[1:])
 
 
-def _over_ranks(shapes: tuple[Shape, ...]) -> Shape:
+def _over_ranks(name: str, tables: list[Table]) -> Shape:
+    shapes = [table.shapes[table.names.index(name)] for table in tables if name in table.names]
     return (sum(shape[0] for shape in shapes if shape), *shapes[0][1:]) if shapes[0] else ()
-
-
-def _check_names(tables: list[Table]) -> None:
-    for index, table in enumerate(tables):
-        if table.names != tables[0].names:
-            pairs = zip([*table.names, "nothing more"], [*tables[0].names, "nothing more"], strict=False)
-            got, expected = next(pair for pair in pairs if pair[0] != pair[1])
-            raise agreed(
-                InspectError(
-                    "Ranks recorded different tensors",
-                    expected=f"{expected} (rank 0)",
-                    got=f"{got} (rank {index})",
-                    fix="record the same names in the same order on every rank",
-                )
-            )
 
 
 @contextlib.contextmanager
@@ -134,5 +122,5 @@ def inspect_tensor() -> Iterator[Inspector]:
     """
     refuse_nesting()
     inspector = Inspector()
-    with recording_into(inspector._records):
+    with recording_into(inspector._entries):
         yield inspector

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,8 +16,14 @@ from meshwright.runtime import gather_from
 OUTLINE = "_meshwright_outline"
 """In the ``__dict__`` of a module that stands for one on another rank: that module, without memory."""
 
+_ORDER = "_names_in_order"  # of a model of which ranks hold different parts
 # Wrapper modules that a name passes through.
 _TRANSPARENT = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def keep_name_order(model: nn.Module, names: Sequence[str]) -> None:
+    """Notes the order of all names of a model of which ranks hold different parts, on all of them alike."""
+    model.__dict__[_ORDER] = tuple(names)
 
 
 def inspect_model(model: nn.Module, pattern: str = "*", prefix: str = "") -> list[dict[str, Any]]:
@@ -47,11 +53,11 @@ def inspect_model(model: nn.Module, pattern: str = "*", prefix: str = "") -> lis
     found = gather_from(lambda: (list(_names(model, prefix)), fill(_rows(model, pattern, prefix))))
     tables = [table for _, table in found]
     shapes = {name: shape for table in tables for name, shape in zip(table.names, table.shapes, strict=True)}
-    names, moments = merged(tables, one_team=True)
-    lines = {name: entry(name, shapes[name], both, no_grad=0.0) for name, both in zip(names, moments, strict=True)}
-    # Rank 0's order, in which ranks that stand at other places of a model follow.
-    order = dict.fromkeys(name for every, _ in found for name in every)
-    return [lines[name] for name in order if name in lines]
+    told = [prefix + name for name in model.__dict__.get(_ORDER, ())]
+    # Else rank 0's order, in which ranks that stand at other places of a model follow.
+    order = told or list(dict.fromkeys(name for names, _ in found for name in names))
+    names, moments = merged(tables, one_team=True, order=order)
+    return [entry(name, shapes[name], both, no_grad=0.0) for name, both in zip(names, moments, strict=True)]
 
 
 def _names(model: nn.Module, prefix: str) -> Iterator[str]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,9 +66,17 @@ class Record:
         return whole if self.gradient_factor == 1.0 else whole * self.gradient_factor
 
 
+@dataclasses.dataclass(frozen=True)
+class StagePass:
+    """What one pass of a model through the stages of a pipeline has recorded on this rank."""
+
+    stages: dict[int, list[Record]]
+    """By the number of every stage that this rank has run, also where it recorded nothing."""
+
+
 # Innermost last: an inspector's list, then those of the captures inside it. Not a context variable: blocks run their
 # forward where they were called, and the threads of backward must see that recording is on to keep out of it.
-_sinks: list[list[Record]] = []
+_sinks: list[list[Any]] = []
 
 
 def recording_active() -> bool:
@@ -115,7 +124,7 @@ def _append(record: Record) -> None:
 
 
 @contextlib.contextmanager
-def recording_into(records: list[Record]) -> Iterator[None]:
+def recording_into(records: list[Any]) -> Iterator[None]:
     """Sends what is recorded inside to ``records``; the sinks are as before whatever happens inside."""
     depth = len(_sinks)
     _sinks.append(records)
@@ -144,6 +153,16 @@ def hand_over(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> Non
     for record, tensor in zip(records, tensors, strict=True):
         if recording_active():
             _append(dataclasses.replace(record, tensor=tensor))
+
+
+def hand_over_stages(stages: dict[int, list[Record]]) -> None:
+    """Passes on what this rank's stages have recorded in one pass of a pipeline; on all ranks of it.
+
+    Args:
+        stages: By number; {} on a rank that has run none.
+    """
+    if recording_active():
+        _sinks[-1].append(StagePass(stages))
 
 
 def refuse_nesting() -> None:

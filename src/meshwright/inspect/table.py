@@ -51,18 +51,21 @@ def fill(rows: Sequence[Row]) -> Table:
     )
 
 
-def merged(tables: Sequence[Table], *, one_team: bool) -> tuple[list[str], torch.Tensor]:
+def merged(tables: Sequence[Table], *, one_team: bool, order: Sequence[str] = ()) -> tuple[list[str], torch.Tensor]:
     """Merges the tables of all ranks by name.
 
     Args:
         tables: One per rank; a rank may lack names, as on another pipeline stage.
         one_team: True when teams hold copies of one tensor, of which the first is counted; False when every team has
             elements of its own, which are counted together.
+        order: Names in the order wanted; others follow.
 
     Returns:
-        The names in order of first mention, and moments of shape ``(names, 2, 5)``.
+        The names of all tables, in ``order`` and then in order of first mention, and moments of shape
+        ``(names, 2, 5)``.
     """
-    names = list(dict.fromkeys(name for table in tables for name in table.names))
+    found = dict.fromkeys(name for table in tables for name in table.names)
+    names = list(dict.fromkeys(name for name in (*order, *found) if name in found))
     place = {name: index for index, name in enumerate(names)}
     every = NOTHING.repeat(len(tables), len(names), 2, 1)
     teams = torch.full(every.shape[:-1], NOBODY)

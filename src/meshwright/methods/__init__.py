@@ -11,6 +11,7 @@ from meshwright.methods.half import Half
 from meshwright.methods.job import Job
 from meshwright.methods.outer import Outer
 from meshwright.methods.parallel_mode import ParallelMode
+from meshwright.methods.pipeline.chain import StageOutput
 from meshwright.methods.pipeline.cut import Cut
 from meshwright.methods.pipeline.engine import PipelineEngine
 from meshwright.methods.pipeline_parallel import PipelineParallel
@@ -38,6 +39,7 @@ __all__ = [
     "Resolved",
     "SampleRun",
     "SequenceParallel",
+    "StageOutput",
     "TensorParallel",
     "TokensTrace",
     "TracedContext",

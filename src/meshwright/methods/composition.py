@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from meshwright.cost import Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
+from meshwright.methods.held import tell_parameters
 from meshwright.methods.job import Job
 from meshwright.methods.mixed_parallel import without_mixed
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
@@ -174,6 +175,7 @@ def apply_strategy(job: Job) -> None:
     for method in methods:
         if method.phase > Phase.REPLICATE:
             method.apply(job)
+    tell_parameters(job)
 
 
 def cost_of(strategy: Strategy, step: Step) -> Step:

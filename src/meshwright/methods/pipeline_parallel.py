@@ -11,13 +11,14 @@ from torch import nn
 
 from meshwright.cost import Step
 from meshwright.errors import StrategyError
+from meshwright.inspect import keep_name_order
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.pipeline.chain import Line
 from meshwright.methods.pipeline.cost import stage_cost
 from meshwright.methods.pipeline.cut import Cut, balanced_bounds, block_list, check_apart, check_enough, given_bounds
 from meshwright.methods.pipeline.engine import PipelineEngine
-from meshwright.methods.pipeline.parts import keep_part, place_outside
+from meshwright.methods.pipeline.parts import keep_part, part_of, place_outside
 from meshwright.methods.pipeline.schedules import (
     SCHEDULES,
     ScheduleName,
@@ -28,7 +29,7 @@ from meshwright.methods.pipeline.schedules import (
 from meshwright.methods.pipeline.splice import Splice
 from meshwright.methods.pipeline.trace import Dataflow
 from meshwright.methods.replicas import broadcast_states
-from meshwright.nn import wrap_method
+from meshwright.nn import keep_part_of_whole, wrap_method
 
 AXIS = "pipeline"
 
@@ -183,6 +184,9 @@ class PipelineParallel(Method):
         splice = Splice(job.cut)
         mesh = job.require_mesh()
         line = Line(mesh.get_group(AXIS), job.cut.ranks, job.index(AXIS), job.device)
+        part = part_of(job.model, job.cut, line.rank)
+        keep_part_of_whole(job.model, part)
+        keep_name_order(job.model, part.names)
         keep_part(job.model, blocks, job.cut, line.rank, splice)
         job.pipeline = PipelineEngine(line, splice, self.schedule)
         wrap_method(job.model, "forward", job.pipeline.around_model)

@@ -17,6 +17,7 @@ from meshwright.nn.model_wrapper import BMTrainModelWrapper
 from meshwright.nn.module import DistributedModule
 from meshwright.nn.parallel_linear import OpParallelLinear, ReduceType
 from meshwright.nn.parameter import DistributedParameter, ParameterInitializer
+from meshwright.nn.part import Part, keep_part_of_whole, part_of_whole
 from meshwright.nn.pipeline_list import PipelineTransformerBlockList
 from meshwright.nn.rank_order import RankOrder, keep_rank_order, rank_orders
 from meshwright.nn.stages import stages_of, whole_model
@@ -35,6 +36,7 @@ __all__ = [
     "Linear",
     "OpParallelLinear",
     "ParameterInitializer",
+    "Part",
     "PipelineTransformerBlockList",
     "RankOrder",
     "ReduceType",
@@ -47,10 +49,12 @@ __all__ = [
     "find_blocks",
     "grouped_parameters",
     "init_parameters",
+    "keep_part_of_whole",
     "keep_rank_order",
     "modules_of",
     "no_sync",
     "outermost",
+    "part_of_whole",
     "rank_orders",
     "require_blocks",
     "stages_of",

@@ -15,6 +15,7 @@ from meshwright.optim.galore import (
     get_galore_param_groups,
 )
 from meshwright.optim.guarded import GuardedOptimizer
+from meshwright.optim.held import Held, tell_held
 from meshwright.optim.lamb import DistributedLamb, Lamb
 from meshwright.optim.layouts import separate_layouts
 from meshwright.optim.loss_scaler import LossScaler
@@ -51,6 +52,7 @@ __all__ = [
     "GaLoreAdamW",
     "GaLoreAdamW8bit",
     "GuardedOptimizer",
+    "Held",
     "Lamb",
     "LocalSGD",
     "LossScaler",
@@ -73,5 +75,6 @@ __all__ = [
     "local_tensor",
     "muon_param_groups",
     "separate_layouts",
+    "tell_held",
     "total_norm",
 ]

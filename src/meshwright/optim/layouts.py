@@ -13,6 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import Optimizer
 
 from meshwright.optim.clip import layout_of
+from meshwright.optim.held import Held
 from meshwright.runtime import world_size
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
@@ -49,17 +50,23 @@ class Peers(NamedTuple):
         return cls(None, world_size())
 
 
-def num_replicas(tensor: torch.Tensor, peers: Peers | None = None) -> int:
-    """How many ranks (of the world, or of some peers) hold the same shard: all of them for a plain tensor.
+def num_replicas(tensor: torch.Tensor, peers: Peers | None = None, held: Held | None = None) -> int:
+    """How many ranks (of the world, or of some peers) hold the same shard.
+
+    Args:
+        tensor: A parameter, or the gradient of one.
+        peers: None for the world.
+        held: What methods have told of the parameter; None: a plain tensor is on all ranks, others on their mesh's.
 
     Raises:
         ModelError: When the tensor is an unreduced partial sum.
     """
-    layout = layout_of(tensor)
+    layout, every = layout_of(tensor), (peers or Peers.of_world()).size
+    replicas = every if held is None else every * held.on // held.of
     if layout is None:
-        return (peers or Peers.of_world()).size
+        return replicas
     mesh, split_dims = layout
-    replicas = mesh.size()
+    replicas = mesh.size() if held is None else replicas
     for dim in split_dims:
         replicas //= mesh.size(dim)
     return replicas

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from meshwright.optim.whole_state import gathered_state_dict, laid_out_like, parameters_by_key
+from meshwright.optim.part_state import gathered_state_dict, laid_out_like
+from meshwright.optim.whole_state import parameters_by_key
 
 
 class ShardedStateDict(Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from meshwright.errors import CheckpointError
 from meshwright.optim.layouts import wrapped_like
 from meshwright.runtime import gather_objects, pipe_size, rank, same_on_every_rank, world_size
 
-_ABSENT = "states_are_on_rank"  # in the dicts of the ranks that have none
+ABSENT = "states_are_on_rank"
+"""In the dicts of the ranks that have none."""
 
 
 @torch.no_grad()
@@ -52,14 +54,20 @@ def gathered(local: dict[str, Any]) -> dict[str, Any]:
         index: tree_map_only(torch.Tensor, lambda value: _whole(value, keeps), state)
         for index, state in local["state"].items()
     }
-    return {**local, "state": states} if keeps else {**local, "state": {}, _ABSENT: 0}
+    return {**local, "state": states} if keeps else {**local, "state": {}, ABSENT: 0}
 
 
 def _whole(value: torch.Tensor, keeps: bool) -> torch.Tensor | None:
+    whole = whole_tensor(value)
+    return whole.to("cpu", copy=True) if keeps else None
+
+
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    """A state put together from its shards, collective for these; itself where it is whole."""
     if isinstance(value, DTensor):
         # Offloaded shards are gathered on the mesh's own device, the only one its groups may know.
         value = wrapped_like(value, value.to_local().to(value.device_mesh.device_type)).full_tensor()  # type: ignore[attr-defined]
-    return value.detach().to("cpu", copy=True) if keeps else None
+    return value.detach()
 
 
 @torch.no_grad()
@@ -90,11 +98,11 @@ def laid_out_like(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
         if parameter is None:  # torch keeps what belongs to no parameter as it is
             result[name] = state
             continue
-        template = _template(optimizer, parameter)
+        template = template_of(optimizer, parameter)
         result[name] = {}
         for key, value in state.items():
             whole = value if received is None else received.tensor(name, key, value, parameter)
-            result[name][key] = _placed(whole, key, parameter, template.get(key))
+            result[name][key] = placed(whole, key, parameter, template.get(key))
     return {"state": result, "param_groups": state_dict["param_groups"]}
 
 
@@ -108,24 +116,28 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _agreed_source(optimizer: Optimizer, state_dict: dict[str, Any]) -> _Received | None:
+def _agreed_source(optimizer: Optimizer, state_dict: dict[str, Any]) -> Received | None:
     """Where states come from: None for every rank's own dict, else what rank 0 sends.
 
     Raises:
         CheckpointError: On every rank, when they do not fit on one.
     """
-    lacking = _ABSENT in state_dict
-    answers = gather_objects((lacking, _misfit(optimizer, state_dict)))
-    misfit = next((text for _, text in answers if text), None)
-    if misfit:
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        raise CheckpointError(
-            "The optimizer's saved states are not for these parameters",
-            expected=f"groups of {sizes} parameters, in the shapes they have here",
-            got=misfit,
-            fix="build model, groups and optimizers as when the states were saved; load what rank 0 saved",
-        )
-    return _Received(state_dict["state"]) if any(lacks for lacks, _ in answers) else None
+    lacking = ABSENT in state_dict
+    answers = gather_objects((lacking, misfit(optimizer, state_dict)))
+    wrong = next((text for _, text in answers if text), None)
+    if wrong:
+        raise of_others([group["params"] for group in optimizer.param_groups], wrong)
+    return Received(state_dict["state"]) if any(lacks for lacks, _ in answers) else None
+
+
+def of_others(groups: Sequence[Sequence[Any]], got: str) -> CheckpointError:
+    """The error for states of other parameters than these groups'."""
+    return CheckpointError(
+        "The optimizer's saved states are not for these parameters",
+        expected=f"groups of {[len(group) for group in groups]} parameters, in the shapes they have here",
+        got=got,
+        fix="build model, groups and optimizers as when the states were saved; load what rank 0 saved",
+    )
 
 
 def load_laid_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -134,30 +146,33 @@ def load_laid_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     take(state_dict)
 
 
-def _misfit(optimizer: Optimizer, state_dict: dict[str, Any]) -> str:
+def misfit(optimizer: Optimizer, state_dict: dict[str, Any]) -> str:
     """What is wrong with a state dict, or nothing."""
-    if _ABSENT in state_dict and rank() == 0:
+    if ABSENT in state_dict and rank() == 0:
         return "a dict without states, as gathering leaves it on other ranks than 0"
     groups = [len(group["params"]) for group in state_dict["param_groups"]]
     if groups != [len(group["params"]) for group in optimizer.param_groups]:
         return f"groups of {groups} parameters"
     for name, parameter in parameters_by_key(optimizer, state_dict).items():
         state = state_dict["state"].get(name) or {}
-        template = _template(optimizer, parameter) if state else {}
+        template = template_of(optimizer, parameter) if state else {}
         like = template or dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer", "master"), parameter)
         for key, wanted in like.items():
             value = state.get(key)
-            if isinstance(value, torch.Tensor) and isinstance(wanted, torch.Tensor) and value.shape != wanted.shape:
+            if not (isinstance(value, torch.Tensor | Description) and isinstance(wanted, torch.Tensor)):
+                continue
+            if value.shape != wanted.shape:
                 return f"{key} of shape {tuple(value.shape)} for parameter {name} of {tuple(parameter.shape)}"
     return ""
 
 
-def _template(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+def template_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
+    """Fresh states of a parameter, of optimizers that know their layout without a step."""
     own = getattr(optimizer, "empty_state", None)
     return own(parameter) if own is not None else {}
 
 
-def _placed(value: Any, key: str, parameter: torch.Tensor, template: Any) -> Any:
+def placed(value: Any, key: str, parameter: torch.Tensor, template: Any) -> Any:
     """One state on the layout of its template, of its parameter when there is none, or as it is."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -177,7 +192,7 @@ def _placed(value: Any, key: str, parameter: torch.Tensor, template: Any) -> Any
     return value.clone()
 
 
-class _Received:
+class Received:
     """The states of rank 0, sent to every rank one tensor at a time.
 
     Args:
@@ -186,14 +201,14 @@ class _Received:
 
     def __init__(self, states: dict[Any, Any]) -> None:
         self._states = states
-        described = [tree_map_only(torch.Tensor, _Description, states) if rank() == 0 else None]
+        described = [tree_map_only(torch.Tensor, Description, states) if rank() == 0 else None]
         dist.broadcast_object_list(described, src=0)
         self.outline: dict[Any, Any] = described[0] or {}
         """The states with a description in place of each tensor."""
 
     def tensor(self, name: Any, key: str, value: Any, parameter: torch.Tensor) -> Any:
         """One whole tensor; collective, in the order of ``outline``."""
-        if not isinstance(value, _Description):
+        if not isinstance(value, Description):
             return value
         device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
         if rank() == 0:
@@ -205,6 +220,8 @@ class _Received:
         return tensor.cpu() if key == "step" else tensor
 
 
-class _Description:
+class Description:
+    """Stands for a tensor in what is told of it."""
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from meshwright.runtime import gather_objects, rank, require_distributed, same_o
 from meshwright.store.entries import ModelEntries, model_entries, stored_name
 from meshwright.store.file_format import check_tensors, make_folder, read_file, write_file
 from meshwright.store.folder import is_folder, read_folder, write_folder
+from meshwright.store.parts import PartEntries, collect_held, spread_held
 from meshwright.store.rank_order import in_model_order, to_rank_order_
 from meshwright.store.stages import collect_from_stage, refuse_stages, spread_to_stage, whole_entries
 from meshwright.store.transfer import collect, spread
@@ -35,7 +36,7 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
     gathered one by one; rank 0 keeps them and writes. The file appears under its name when it is complete.
 
     Args:
-        model: Plain, DDP, FSDP2, made of Blocks, or any of these compiled.
+        model: Plain, DDP, FSDP2, made of Blocks, cut by ``pipeline_parallel``, or any of these compiled.
         file: Where to write; missing folders are made.
         non_blocking: Write in the background. The next ``save`` or ``load``, :func:`wait_for_saves` and the end of the
             program wait for it.
@@ -51,7 +52,8 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
     with same_on_every_rank():
         if rank() == 0:
             make_folder(path.parent)
-    state_dict = _gathered(entries, stages)
+    parts = PartEntries.of(entries)
+    state_dict = _gathered(entries, stages) if parts is None else _gathered_parts(entries, parts)
     with same_on_every_rank():
         if rank() == 0 and non_blocking:
             write_later(path, state_dict)
@@ -86,7 +88,18 @@ def save_folder(
         refuse_stages(model, "save_folder")
         entries = model_entries(model)
         check_tensors(Path(folder), entries.raw)
-    tensors = in_model_order(entries, {stored_name(name): value for name, value in entries.raw.items()})
+    parts = PartEntries.of(entries)
+    gather: Callable[[str], torch.Tensor | None] | None = None
+    if parts is None:
+        tensors = in_model_order(entries, {stored_name(name): value for name, value in entries.raw.items()})
+    else:
+        own, held, tied = in_model_order(entries, entries.tensors), parts.held, parts.tied
+        tensors = {name: held[tied.get(name, name)].empty("meta") for name in parts.names}
+
+        def gather(name: str) -> torch.Tensor | None:
+            first = tied.get(name, name)
+            return collect_held(own.get(first), held[first])
+
     stem = f"{prefix}.model" if prefix else "model"
     write_folder(
         tensors,
@@ -95,6 +108,7 @@ def save_folder(
         shard_bytes=shard_bytes,
         metadata={"format": "pt"},
         non_blocking=non_blocking,
+        gather=gather,
     )
 
 
@@ -110,6 +124,14 @@ def _gathered(entries: ModelEntries, stages: Mapping[str, int]) -> dict[str, Any
             copies[id(value)] = collect_from_stage(value, stages[name]) if name in stages else collect(value)
         state_dict[stored_name(name)] = copies[id(value)]
     return state_dict if rank() == 0 else {}
+
+
+def _gathered_parts(entries: ModelEntries, parts: PartEntries) -> dict[str, Any]:
+    """The same where ranks hold parts of the model: each tensor comes from one that trains it."""
+    own = in_model_order(entries, entries.tensors)
+    copies = {name: collect_held(own.get(name), held) for name, held in parts.held.items()}
+    found = copies | {name: copies[first] for name, first in parts.tied.items()} | parts.values
+    return {name: found[name] for name in parts.names} if rank() == 0 else {}
 
 
 def _tensors(entries: ModelEntries) -> dict[str, torch.Tensor]:
@@ -145,9 +167,18 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
         if rank() == 0:
             found = read_folder(path)[0] if is_folder(path) else read_file(path)
     described = gather_objects({name: _describe(value) for name, value in found.items()} if rank() == 0 else None)[0]
-    keys = _compare(path, entries, described, strict)
-    _fill(entries, stages, found, described)
+    parts = PartEntries.of(entries)
+    wanted = _described(entries) if parts is None else parts.described()
+    keys = _compare(path, wanted, described, strict)
+    if parts is None:
+        _fill(entries, stages, found, described)
+    else:
+        _fill_parts(entries, parts, found, described)
     return keys
+
+
+def _described(entries: ModelEntries) -> dict[str, tuple[int, ...] | None]:
+    return {stored_name(name): _describe(value) for name, value in entries.raw.items()}
 
 
 def _describe(value: Any) -> tuple[int, ...] | None:
@@ -155,9 +186,11 @@ def _describe(value: Any) -> tuple[int, ...] | None:
 
 
 def _compare(
-    path: Path, entries: ModelEntries, described: dict[str, tuple[int, ...] | None], strict: bool
+    path: Path,
+    wanted: Mapping[str, tuple[int, ...] | None],
+    described: Mapping[str, tuple[int, ...] | None],
+    strict: bool,
 ) -> LoadedKeys:
-    wanted = {stored_name(name): _describe(value) for name, value in entries.raw.items()}
     missing = [name for name in wanted if name not in described]
     unexpected = [name for name in described if name not in wanted]
     misshapen = [
@@ -200,3 +233,26 @@ def _fill(entries: ModelEntries, stages: Mapping[str, int], found: dict[str, Any
             extra[name] = gather_objects(found.get(stored))[0]
     if extra:
         entries.module.load_state_dict(entries.raw | extra)
+
+
+def _fill_parts(
+    entries: ModelEntries, parts: PartEntries, found: Mapping[str, Any], described: Mapping[str, Any]
+) -> None:
+    """The same where ranks hold parts of the model: each gets its own tensors only."""
+    for name, held in parts.held.items():
+        given = next((each for each in (name, *_also(parts, name)) if each in described), None)
+        if given is None:
+            continue
+        target = entries.tensors.get(name)
+        spread_held(found.get(given), target, held)
+        if target is not None:
+            with torch.no_grad():
+                to_rank_order_(entries, {name: target})
+    values = gather_objects({name: found[name] for name in parts.values if name in found})[0]
+    own = {name: values[stored_name(name)] for name in entries.raw if stored_name(name) in values}
+    if own:
+        entries.module.load_state_dict(entries.raw | own)
+
+
+def _also(parts: PartEntries, name: str) -> list[str]:
+    return [other for other, first in parts.tied.items() if first == name]

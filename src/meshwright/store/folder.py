@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ def write_folder(
     shard_bytes: int,
     metadata: Mapping[str, Any],
     non_blocking: bool = False,
+    gather: Callable[[str], torch.Tensor | None] | None = None,
 ) -> None:
     """Writes tensors into files of at most ``shard_bytes`` each (or one tensor), then the index; collective.
 
@@ -42,10 +43,12 @@ def write_folder(
         shard_bytes: Largest size of a file.
         metadata: What the index holds beside the names, in JSON types.
         non_blocking: Write in the background.
+        gather: Brings a tensor to the host of rank 0, where ``tensors`` are ones on ``meta`` that tell what will come.
 
     Raises:
         CheckpointError: On every rank, when the folder cannot be written.
     """
+    gather = gather or (lambda name: collect(tensors[name]))
     shards = _cut(tensors, shard_bytes)
     files = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     with same_on_every_rank():
@@ -53,7 +56,7 @@ def write_folder(
             make_folder(folder)
             _remove_old(folder, stem)
     for file, names in zip(files, shards, strict=True):
-        gathered = {name: collect(tensors[name]) for name in names}
+        gathered = {name: gather(name) for name in names}
         with same_on_every_rank():
             if rank() == 0:
                 _now_or_later(non_blocking, write_file, folder / file, gathered)

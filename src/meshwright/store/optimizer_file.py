@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError
+from meshwright.nn import part_of_whole
 from meshwright.optim import GuardedOptimizer, OuterOptimizer, inner_optimizer
 from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
-from meshwright.store.entries import model_entries
+from meshwright.store.entries import model_entries, unwrapped
 from meshwright.store.file_format import make_folder, write_file
 from meshwright.store.folder import write_folder
 from meshwright.store.optimizer import (
@@ -22,12 +24,15 @@ from meshwright.store.optimizer import (
     capture_optimizer,
     masters_by_name,
     plan_optimizer,
+    updated_names,
 )
 from meshwright.store.optimizer_format import INDEX_KEY, OptimizerContents, master_name, read_optimizer, to_torch_format
+from meshwright.store.parts import collect_held, held_by_ranks, spread_held
 from meshwright.store.plain import from_plain, to_plain
 from meshwright.store.rank_order import in_model_order, to_rank_order_
 from meshwright.store.record import TensorRecord, tensor_records
 from meshwright.store.transfer import collect, spread
+from meshwright.store.union import names_of_others, united_optimizer
 from meshwright.store.writer import wait_for_saves, write_later
 
 
@@ -63,15 +68,26 @@ def save_optimizer(
     with same_on_every_rank():
         wait_for_saves()
         tensors, contents = _capture(optimizer, model)
+    part = part_of_whole(unwrapped(model))
+    gather: Callable[[str], torch.Tensor | None] | None = None
+    if part is not None:
+        own, held = tensors, held_by_ranks(tensors)
+        contents = _united_contents(contents, part.names)
+        tensors = {name: each.empty("meta") for name, each in held.items()}
+
+        def gather(name: str) -> torch.Tensor | None:
+            return collect_held(own.get(name), held[name])
+
     if folder:
         stem = f"{prefix}.{INDEX_KEY}" if prefix else INDEX_KEY
         metadata = {INDEX_KEY: dataclasses.asdict(contents)}
-        write_folder(tensors, target, stem, shard_bytes=shard_bytes, metadata=metadata, non_blocking=non_blocking)
+        options: dict[str, Any] = {"shard_bytes": shard_bytes, "non_blocking": non_blocking, "gather": gather}
+        write_folder(tensors, target, stem, metadata=metadata, **options)
         return
     with same_on_every_rank():
         if rank() == 0:
             make_folder(target.parent)
-    whole = {name: collect(tensor) for name, tensor in tensors.items()}
+    whole = {name: gather(name) if gather is not None else collect(tensor) for name, tensor in tensors.items()}
     with same_on_every_rank():
         if rank() == 0:
             (write_later if non_blocking else write_file)(target, to_torch_format(whole, contents))
@@ -94,6 +110,17 @@ def _capture(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, torch.Te
     )
 
 
+def _united_contents(contents: OptimizerContents, order: Sequence[str]) -> OptimizerContents:
+    """What all ranks' optimizers hold together, its parameters in the order of the whole model; collective."""
+    every: list[OptimizerContents] = gather_objects(contents)
+    record = united_optimizer([each.record for each in every])
+    place = {name: number for number, name in enumerate(order)}
+    for group in record.groups:
+        group.parameters.sort(key=lambda name: place.get(name, len(place)))
+    weights = {name: told for each in every for name, told in each.weights.items()}
+    return OptimizerContents(record, weights, contents.scaler)
+
+
 def load_optimizer(optimizer: Optimizer, model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Loads what :func:`save_optimizer` wrote, in place and in whatever layout the model has now; collective.
 
@@ -113,17 +140,36 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, path: str | os.PathLi
         if rank() == 0:
             found, contents = read_optimizer(Path(path))
     told, contents = gather_objects((tensor_records(found), contents) if rank() == 0 else None)[0]
+    staged = part_of_whole(unwrapped(model)) is not None
     with same_on_every_rank():
-        plan, targets = _plan(optimizer, model, contents, told)
+        held = _names_held(optimizer, model)
+    others = names_of_others(*held).updated if staged else frozenset[str]()
+    with same_on_every_rank():
+        plan, targets = _plan(optimizer, model, contents, told, others)
     with torch.no_grad():
-        for name, target in targets.items():
-            spread(found.get(name), target)
+        if staged:
+            for name, each in held_by_ranks(targets).items():
+                spread_held(found.get(name), targets.get(name), each)
+        else:
+            for name, target in targets.items():
+                spread(found.get(name), target)
     to_rank_order_(model_entries(model), targets)
     _commit(optimizer, plan, contents)
 
 
+def _names_held(optimizer: Optimizer, model: nn.Module) -> tuple[list[str], list[str]]:
+    """This rank's tensors of the model, and the parameters that its optimizer updates."""
+    entries = model_entries(model)
+    weights = entries.tensors | masters_by_name(optimizer, entries.tensors)
+    return list(entries.tensors), updated_names(inner_optimizer(optimizer), weights)
+
+
 def _plan(
-    optimizer: Optimizer, model: nn.Module, contents: OptimizerContents, told: Mapping[str, TensorRecord]
+    optimizer: Optimizer,
+    model: nn.Module,
+    contents: OptimizerContents,
+    told: Mapping[str, TensorRecord],
+    others: frozenset[str],
 ) -> tuple[OptimizerPlan, dict[str, torch.Tensor]]:
     entries = model_entries(model)
     weights = entries.tensors | masters_by_name(optimizer, entries.tensors)
@@ -138,7 +184,7 @@ def _plan(
             fix="build the model it was saved from",
         )
     described = {**told, **{f"model.{name}": record for name, record in stored.items()}}
-    plan = plan_optimizer(inner_optimizer(optimizer), weights, contents.record, described)
+    plan = plan_optimizer(inner_optimizer(optimizer), weights, contents.record, described, others)
     masters = {
         master_name(name): tensor
         for name, tensor in weights.items()

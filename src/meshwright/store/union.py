@@ -47,12 +47,15 @@ def united(record: Record) -> Record:
         record,
         tensors={name: told for each in every for name, told in each.tensors.items()},
         model_values={name: told for each in every for name, told in each.model_values.items()},
-        optimizer=_united_optimizer(optimizers) if optimizers else None,
+        optimizer=united_optimizer(optimizers) if optimizers else None,
     )
 
 
-def _united_optimizer(every: Sequence[OptimizerRecord]) -> OptimizerRecord:
-    """Groups of equal hyperparameters are one group; a parameter that several ranks update is in it once."""
+def united_optimizer(every: Sequence[OptimizerRecord]) -> OptimizerRecord:
+    """The optimizers of all ranks as one.
+
+    Groups of equal hyperparameters are one group; a parameter that several ranks update is in it once.
+    """
     groups: list[GroupRecord] = []
     for record in every:
         for group in record.groups:

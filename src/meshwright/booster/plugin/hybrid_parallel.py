@@ -1,13 +1,14 @@
-"""``HybridParallelPlugin``: tensor parallelism times data parallelism, replicated or sharded."""
+"""``HybridParallelPlugin``: tensor, sequence, pipeline and data parallelism, replicated or sharded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from meshwright.booster.plugin.axes import axis_methods, axis_notices, axis_sizes, check_axes
 from meshwright.booster.plugin.base import inert, only
 from meshwright.booster.plugin.low_level_zero import zero_keys
 from meshwright.booster.plugin.options import KernelArguments, LossScaleArguments, check_choice, mesh_of
@@ -16,13 +17,17 @@ from meshwright.errors import ConfigError
 from meshwright.strategy import Strategy
 
 _ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
-_ONE_STAGE = "there is one pipeline stage"
-_NO_SEQUENCE = "leave it out; the method checkpoint saves activation memory too"
+_TORCHS_ENGINE = "the schedules and their sends and receives are torch's"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HybridParallelPlugin(KernelArguments, LossScaleArguments):
-    """Tensor parallelism over ``tp_size`` ranks, data parallelism over the rest. Seed: ColossalAI.
+    """Tensor, sequence and pipeline parallelism, data parallelism over the rest of the ranks. Seed: ColossalAI.
+
+    ``pp_size`` stages need ``num_microbatches`` or ``microbatch_size``, and ``Booster.execute_pipeline`` runs their
+    schedule ``pp_style``; ``num_model_chunks`` stages on every rank are for ``interleaved``, and
+    ``num_layers_per_stage`` is the cut, by hand. ``enable_sequence_parallelism`` divides tokens over the tensor group
+    (``split_gather``, ``ring``) or over ``sp_size`` ranks of their own (``all_to_all``).
 
     Parameters are replicated over the data ranks (``zero_stage`` 0), or sharded with zero1, zero2 or fsdp (1, 2, 3).
     Half precision keeps fp32 master weights; unlike in ColossalAI, ZeRO works with fp32 as well. Unlike there, 3 is a
@@ -34,8 +39,8 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments):
     sp_size: int | None = None
     precision: str = "fp16"
     zero_stage: int = 0
-    enable_sequence_parallelism: bool = only(False, "activations split along the sequence", _NO_SEQUENCE)
-    sequence_parallelism_mode: str | None = inert(None, "there is no sequence parallelism")
+    enable_sequence_parallelism: bool = False
+    sequence_parallelism_mode: str | None = None
     parallel_output: bool = inert(True, "outputs are whole on every tensor-parallel rank")
     num_microbatches: int | None = None
     microbatch_size: int | None = None
@@ -53,15 +58,15 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments):
     communication_dtype: torch.dtype | None = None
     overlap_communication: bool = inert(True, "communication overlaps with computation on CUDA")
     custom_policy: Any = only(None, "a policy of Shardformer", "give the plan to methods=[('tensor_parallel', …)]")
-    pp_style: str = inert("1f1b", _ONE_STAGE)
-    num_model_chunks: int = inert(1, _ONE_STAGE)
-    scheduler_nodes: Any = inert(None, _ONE_STAGE)
-    num_layers_per_stage: Any = inert(None, _ONE_STAGE)
+    pp_style: str = "1f1b"
+    num_model_chunks: int = 1
+    scheduler_nodes: Any = inert(None, _TORCHS_ENGINE)
+    num_layers_per_stage: Sequence[int] | None = None
     gradient_checkpoint_config: Any = only(None, "recomputation by stage and ratio", "use methods=['checkpoint']")
-    enable_metadata_cache: bool = inert(True, _ONE_STAGE)
+    enable_metadata_cache: bool = inert(True, "shapes that came once are known, and may change")
     make_vocab_size_divisible_by: int = inert(64, "the vocabulary is not padded")
-    dp_outside: bool = inert(True, _ONE_STAGE)
-    overlap_p2p: bool = inert(True, _ONE_STAGE)
+    dp_outside: bool = True
+    overlap_p2p: bool = inert(True, _TORCHS_ENGINE)
     overlap_allgather: bool = inert(False, "weights of the next block are gathered while one computes")
     inner_ring_size: int | None = inert(None, "there is no ring attention")
 
@@ -69,15 +74,7 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments):
         super().__post_init__()
         check_choice(self, "zero_stage", self.zero_stage, (0, 1, 2, 3))
         self.check_precision(self.precision)
-        for name, size in (("pp_size", self.pp_size), ("sp_size", self.sp_size)):
-            if size not in (1, None):
-                raise ConfigError(
-                    f"{type(self).__name__}: {name} asks for {'pipeline' if name == 'pp_size' else 'sequence'} "
-                    "parallelism, which this version does not have",
-                    expected="1",
-                    got=repr(size),
-                    fix="use tp_size and zero_stage; zero_stage=3 shards weights too",
-                )
+        check_axes(self)
         if self.communication_dtype is not None and self.zero_stage == 0:
             raise ConfigError(
                 f"{type(self).__name__}: communication_dtype needs a ZeRO stage",
@@ -94,13 +91,18 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments):
                 raise ConfigError(f"{name} is not a count", expected="1 or more", got=repr(value), fix="leave it out")
 
     def strategy(self, world: int) -> Strategy:
-        """parallel_mode with the axes tensor and data, and the methods that work on them."""
-        methods: list[Any] = [("parallel_mode", mesh_of(self, world, {"tensor": self.tp_size}, rest="data"))]
-        if self.tp_size > 1:
-            methods.append("tensor_parallel")
+        """parallel_mode with the axes tensor, sequence, pipeline and data, and the methods that work on them."""
+        mesh = mesh_of(self, world, axis_sizes(self), rest="data")
+        if not self.dp_outside:  # ranks of one stage lie side by side
+            mesh["axes"].sort(key=lambda axis: axis[0] == "pipeline")
+        methods: list[Any] = [("parallel_mode", mesh), *axis_methods(self)]
         if self.zero_stage:
             methods.append((_ZERO[self.zero_stage], zero_keys(self.communication_dtype)))
         return self.with_methods([*methods, *self.precision_methods(self.precision)])
+
+    def notices(self) -> list[str]:
+        """Also of what means something for other styles only."""
+        return super().notices() + axis_notices(self)
 
     @property
     def clipping(self) -> tuple[float, float]:

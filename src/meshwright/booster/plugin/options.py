@@ -57,7 +57,7 @@ class KernelArguments(Plugin):
     enable_fused_normalization: bool = inert(False, _FUSED)
     enable_flash_attention: bool = inert(False, _FUSED)
     enable_jit_fused: bool = inert(False, _FUSED)
-    enable_sequence_overlap: bool = inert(False, "there is no sequence parallelism to overlap")
+    enable_sequence_overlap: bool = inert(False, "what overlaps is torch's to decide")
     use_fp8: bool = only(False, "matrix products in fp8", "use precision='bf16'")
     fp8_communication: bool = only(
         False, "communication in fp8", "leave it out; bf16 parameters are gathered and reduced in bf16"

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.utils._pytree import tree_leaves
 
+from meshwright.inspect import captured, hand_over_micro_batches, hand_over_stages
 from meshwright.methods.pipeline.chain import Boundary, Line, StageOutput, flag_device, run_chain, shared_loss
 from meshwright.methods.pipeline.gradients import StageGradients
 from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
@@ -73,7 +74,10 @@ class PipelineEngine:
 
         if self._splice.is_running:
             return call()
+        self._splice.take_records()  # of a pass that failed
         output, self._boundaries = run_chain(self.line, self._splice, call)
+        taken = self._splice.take_records()
+        hand_over_stages({stage: [each.record for each in runs[0]] for stage, runs in taken.items()})
         return output
 
     def loss(self, loss_func: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -83,12 +87,15 @@ class PipelineEngine:
             if self._splice.is_running:
                 return loss_func(inputs, output)
             if isinstance(output, StageOutput):
+                hand_over_stages({})
                 return self._finishing(shared_loss(self.line, output.token, None))
             try:
-                loss = loss_func(inputs, output)
+                with captured() as records:
+                    loss = loss_func(inputs, output)
             except Exception:
                 shared_loss(self.line, None, None)  # the others wait for a loss
                 raise
+            hand_over_stages({self.line.last: records})
             first = loss[0] if isinstance(loss, list | tuple) else loss
             first = self._finishing(shared_loss(self.line, None, first))
             return [first, *loss[1:]] if isinstance(loss, list | tuple) else first
@@ -99,10 +106,11 @@ class PipelineEngine:
         """The first thing of its backward is to ask for what follows its last."""
         if loss.requires_grad:
             loss = loss.view_as(loss)
-            loss.register_hook(self._when_done)
+            loss.register_hook(self._begin_backward)
         return loss
 
-    def _when_done(self, gradient: torch.Tensor) -> None:
+    def _begin_backward(self, gradient: torch.Tensor) -> None:
+        self._gradients.begin(self._reduces)
         if self._reduces:
             Variable._execution_engine.queue_callback(self._gradients.exchange)
 
@@ -118,7 +126,7 @@ class PipelineEngine:
     # A step by a schedule.
 
     def step(self, inputs: list[Any], call: Call, loss: Loss, measure: Measure | None = None) -> torch.Tensor:
-        """Forward and backward of all micro-batches, gradients averaged and exchanged.
+        """Forward and backward of all micro-batches, gradients averaged and exchanged unless they only accumulate.
 
         Args:
             inputs: The model input of each micro-batch: equal shapes, equal on all ranks of the pipeline.
@@ -140,16 +148,20 @@ class PipelineEngine:
         schedule, modules = self._prepared(inputs, run)
         for module in modules:
             module.begin(inputs, run, measure)
+        self._splice.take_records()
         numbers = torch.arange(len(inputs))
         losses: list[torch.Tensor] = []
         holds_last = self.line.is_here(self.line.last)
+        self._gradients.begin(self._reduces)
         self._gradients.accumulate(self._model)
         schedule.step(number=numbers, **({"target": numbers, "losses": losses} if holds_last else {}))
         self._raise_together(modules)
         if measure is not None:
             self.saved_bytes = self._in_flight(modules, len(inputs))
-        self._gradients.reduce(self._model)
-        self._gradients.exchange()
+        if self._reduces:
+            self._gradients.reduce(self._model)
+            self._gradients.exchange()
+        hand_over_micro_batches(self._splice.take_records())
         total = torch.zeros((), device=self.line.device)
         if losses:
             total += torch.stack([each.detach().reshape(()) for each in losses]).sum()
@@ -177,7 +189,7 @@ class PipelineEngine:
         """One forward pass that leaves nothing behind but the shapes of what goes between stages."""
         buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         # A chain ends on all ranks of its pipeline, also when it fails.
-        with same_on_every_rank(), preserved_rng(), torch.no_grad():
+        with same_on_every_rank(), preserved_rng(), torch.no_grad(), captured():
             run(inputs)
         for buffer, before in buffers:
             buffer.copy_(before)

@@ -32,6 +32,21 @@ class StageGradients:
         for parameter, ranks in shared:
             if parameter.requires_grad:
                 self._shared.setdefault(ranks, []).append(parameter)
+        self._aside: list[tuple[nn.Parameter, torch.Tensor | None]] = []  # exchanged before the present backward passes
+        self._accumulating = False  # since the last exchange
+
+    def begin(self, reduces: bool) -> None:
+        """Before every backward pass: gradients that are sums over stages already are not to be summed once more.
+
+        Args:
+            reduces: Whether :meth:`exchange` follows; else the next pass adds to the gradients of this one.
+        """
+        if not self._accumulating:
+            every = [parameter for parameters in self._shared.values() for parameter in parameters]
+            self._aside = [(parameter, parameter.grad) for parameter in every]
+            for parameter in every:
+                parameter.grad = None
+        self._accumulating = not reduces
 
     def accumulate(self, model: nn.Module) -> None:
         """Before the backward passes of a step: gradients are kept whole, weights that were gathered stay so."""
@@ -52,6 +67,7 @@ class StageGradients:
             model.set_reshard_after_backward(True)
             model.set_requires_gradient_sync(True)
         model.zero_grad()
+        self._aside, self._accumulating = [], False
 
     def reduce(self, model: nn.Module) -> None:
         """After them: FSDP2 averages over the replicas, once."""
@@ -68,6 +84,10 @@ class StageGradients:
             if self._line.rank in ranks:
                 for same in _by_dtype(parameters):
                     self._sum(ranks, same)
+        for parameter, before in self._aside:
+            if before is not None and parameter.grad is not None:
+                local_tensor(parameter.grad).add_(local_tensor(before))
+        self._aside, self._accumulating = [], False
         if self._averager is not None:
             self._averager.average()
 

@@ -11,7 +11,7 @@ from torch import nn
 from meshwright.methods.pipeline.cut import Cut, Outside
 from meshwright.methods.pipeline.splice import Splice
 from meshwright.methods.pipeline.trace import Dataflow
-from meshwright.nn import wrap_method
+from meshwright.nn import Part, wrap_method
 
 Fate = Literal["gone", "stands in", "lent"]
 
@@ -53,6 +53,29 @@ def _fates(model: nn.Module, parameter: nn.Parameter, late: frozenset[str]) -> I
                 yield module, name, "stands in"
             else:
                 yield module, name, "lent"
+
+
+def part_of(model: nn.Module, cut: Cut, rank: int) -> Part:
+    """What a rank shall know of the whole model before its other parts are freed."""
+    trained = {model.get_parameter(item.name): item.trained_on for item in cut.outside}
+    homes: dict[str, tuple[int, ...]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        inside = cut.rank_of(name)
+        if inside is not None:
+            homes[name] = (inside,)
+        elif isinstance(value, nn.Parameter):
+            homes[name] = trained[value]
+        else:
+            homes[name] = _homes_of_buffer(cut, name.rpartition(".")[0])
+    return Part(tuple(homes), homes, rank, cut.num_ranks)
+
+
+def _homes_of_buffer(cut: Cut, path: str) -> tuple[int, ...]:
+    """The ranks on which a module outside the blocks sees what it sees in one process."""
+    if any(name.rpartition(".")[0] == path for name in cut.late):
+        return (cut.ranks[-1],)
+    beside = next((item.trained_on for item in cut.outside if item.name.rpartition(".")[0] == path), None)
+    return beside if beside is not None else tuple(range(cut.num_ranks))
 
 
 def keep_part(model: nn.Module, blocks: nn.ModuleList, cut: Cut, rank: int, splice: Splice) -> None:

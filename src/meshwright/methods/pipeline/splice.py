@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshwright.errors import ModelError
+from meshwright.inspect import Record, Watched, captured
 from meshwright.methods.pipeline.cut import Cut
 from meshwright.methods.pipeline.trace import carried_positions
 
@@ -59,6 +60,7 @@ class _Running:
     inbox: Handed | None  # None: the first stage
     output: Any = None  # of the block that ran last
     inputs: list[Any] = field(default_factory=list)  # of that block, flattened
+    records: list[Record] = field(default_factory=list)  # of what the model's code inspects
 
 
 class Splice:
@@ -68,6 +70,7 @@ class Splice:
         self.cut = cut
         self.dtype: torch.dtype | None = None  # what the stand-ins of embeddings compute in; None: as the weights
         self._running: _Running | None = None
+        self._recorded: dict[int, list[list[Watched]]] = {}  # by stage, of every run
 
     @property
     def is_running(self) -> bool:
@@ -88,13 +91,20 @@ class Splice:
         with self._stage(stage, inbox):
             return forward()
 
+    def take_records(self) -> dict[int, list[list[Watched]]]:
+        """What each stage has recorded, run by run, since it was last asked; empty lists where nobody inspects."""
+        taken, self._recorded = self._recorded, {}
+        return taken
+
     @contextlib.contextmanager
     def _stage(self, stage: int, inbox: Handed | None) -> Iterator[None]:
-        self._running = _Running(self.cut.bounds[stage], self.cut.bounds[stage + 1], inbox)
-        try:
-            yield
-        finally:
-            self._running = None
+        with captured() as records:
+            self._running = _Running(self.cut.bounds[stage], self.cut.bounds[stage + 1], inbox, records=records)
+            try:
+                yield
+            finally:
+                self._running = None
+        self._recorded.setdefault(stage, []).append([Watched.of(record) for record in records])
 
     @staticmethod
     def until_handed(forward: Callable[[], Any]) -> Any:
@@ -135,6 +145,7 @@ class Splice:
             _check_nothing_else(running, leaves)
         elif running.inbox is not None:
             carried_positions(list(running.inbox.tensors), leaves)
+            running.records.clear()  # what comes before a stage's blocks, the stage before has recorded
         running.inputs = leaves
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from meshwright.optim.held import held_of
 from meshwright.optim.layouts import num_replicas, reduced
 
 
@@ -23,7 +24,8 @@ class DeltaMoments:
         """Counts the values of a piece of one parameter."""
         wide = values.double()
         count = torch.full((), float(values.numel()), dtype=torch.float64, device=values.device)
-        self._sums.append(torch.stack([wide.sum(), wide.square().sum(), count]) / num_replicas(parameter))
+        replicas = num_replicas(parameter, held=held_of(parameter))
+        self._sums.append(torch.stack([wide.sum(), wide.square().sum(), count]) / replicas)
 
     def reduce(self) -> None:
         """Sums over ranks: one all-reduce of three numbers, on every rank, whatever it holds itself."""

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 
 from meshwright.optim.clip import local_norms, local_tensor
+from meshwright.optim.held import held_of
 from meshwright.optim.layouts import Peers, by_kind, num_replicas, reduced
 
 
 def norm_and_count(
-    tensors: Iterable[torch.Tensor], norm_type: float, count: int, peers: Peers | None = None
+    parameters: Iterable[torch.Tensor], norm_type: float, count: int, peers: Peers | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of all gradients in the world as if they were one vector, in one all-reduce; every rank calls it.
 
@@ -21,7 +22,7 @@ def norm_and_count(
     and pipeline stages add up. The host does not wait.
 
     Args:
-        tensors: This rank's gradients: plain ones, equal on all ranks, and DTensors.
+        parameters: This rank's, with gradients or without: plain ones, equal on all ranks that hold them, and DTensors.
         norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
         count: Any number of this rank's own; travels along.
         peers: The ranks of one replica, whose gradients count; None for the world.
@@ -34,8 +35,10 @@ def norm_and_count(
     """
     infinite = norm_type == float("inf")
     by_replicas: dict[int, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_replicas.setdefault(num_replicas(tensor, peers), []).append(local_tensor(tensor))
+    for parameter in parameters:
+        if parameter.grad is not None:
+            replicas = num_replicas(parameter.grad, peers, held_of(parameter))
+            by_replicas.setdefault(replicas, []).append(local_tensor(parameter.grad))
     parts = []
     for replicas, group in by_replicas.items():
         for kind in by_kind(group):

@@ -164,7 +164,7 @@ class OptimManager:
         parameters = parameters_in(param_groups)
         check_gradients(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        scaled_norm, num_parameters = norm_and_count(gradients, power, len(parameters), peers_of(self.optimizers))
+        scaled_norm, num_parameters = norm_and_count(parameters, power, len(parameters), peers_of(self.optimizers))
         if not parameters and not num_parameters.item():  # only a rank without parameters waits for the answer
             raise ConfigError(
                 "There is nothing to clip",

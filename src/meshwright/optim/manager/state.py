@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError
 from meshwright.optim.manager.loss_scale import LossScale
-from meshwright.optim.whole_state import gathered_state_dict, laid_out_like, load_laid_out
+from meshwright.optim.part_state import gathered_state_dict, laid_out_like
+from meshwright.optim.whole_state import load_laid_out
 
 
 def manager_state(

@@ -19,7 +19,8 @@ from meshwright.optim.outer.policy import OuterPolicy
 from meshwright.optim.outer.replicas import Replicas
 from meshwright.optim.outer.state import laid_out_state, load_state, state_of, whole_state_of
 from meshwright.optim.outer.synchronizer import Synchronizer
-from meshwright.optim.whole_state import gathered_state_dict, laid_out_like, load_laid_out
+from meshwright.optim.part_state import gathered_state_dict, laid_out_like
+from meshwright.optim.whole_state import load_laid_out
 from meshwright.optim.wrapped import WrappedOptimizer
 
 
