@@ -3,53 +3,182 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from meshwright.cost import Stages, Step
-from meshwright.errors import MeshwrightError
-from meshwright.methods import Cut, PipelineParallel
+from meshwright.cost import Block, Stages, Step
+from meshwright.errors import MeshwrightError, StrategyError
+from meshwright.methods import Cut, PipelineParallel, Resolved, cost_of
+from meshwright.methods.pipeline.balance import Balancer, balanced_bounds
+from meshwright.methods.pipeline.cut import block_list
+from meshwright.methods.pipeline.parts import parameter_costs, place_stages
 from meshwright.methods.pipeline.trace import Dataflow, trace_blocks
+from meshwright.planner.parameters import describe_buffers
+from meshwright.planner.stages import CandidateStages
+from meshwright.planner.sizes import readable_bytes
 from meshwright.strategy import Strategy
 
 _SAMPLES = 2  # that a model is traced with: one alone is no batch for a BatchNorm
 
 
-def decide_cut(
-    method: PipelineParallel,
-    ranks: int,
-    model: nn.Module,
-    inputs_of: Callable[[int], Any],
-    forward: Callable[[nn.Module, Any], Any],
-    micro_batches: int,
-) -> tuple[Cut, tuple[str, ...]]:
-    """Decides the cut, after a pass without data that tells which stage needs what outside the blocks.
+@dataclass(frozen=True)
+class Pipeline:
+    """What a strategy asks for: a pipeline of several ranks, over the blocks of a model."""
 
-    Returns:
-        The cut, and what could not be found out.
+    method: PipelineParallel
+    ranks: int
+    blocks: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A cut, what could not be found out, and what the user is told."""
+
+    cut: Cut | None = None
+    gaps: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+
+
+def pipeline_of(resolved: Resolved, model: nn.Module, micro_batches: int) -> Pipeline | None:
+    """The pipeline that a strategy asks for; None where there is none.
 
     Raises:
-        ModelError, StrategyError: When the model cannot be cut so.
+        ModelError, StrategyError: When the model has too few blocks, or a batch too few micro-batches.
     """
+    method, ranks = resolved.strategy.get("pipeline_parallel"), dict(resolved.axes).get("pipeline", 1)
+    if not isinstance(method, PipelineParallel) or ranks == 1:
+        return None
     blocks = method.blocks_of(model)
     method.check_numbers(len(blocks), ranks, micro_batches)
-    flow: Dataflow | None = None
-    gap: tuple[str, ...] = ()
+    return Pipeline(method, ranks, tuple(blocks))
+
+
+def trace_flow(
+    pipeline: Pipeline, model: nn.Module, inputs_of: Callable[[int], Any], forward: Callable[[nn.Module, Any], Any]
+) -> tuple[Dataflow | None, str]:
+    """A pass without data that tells which stage needs what outside the blocks; or None, and why not.
+
+    Raises:
+        ModelError: When the model cannot be cut.
+    """
     try:
         inputs = inputs_of(_SAMPLES)
-        flow = trace_blocks(model, blocks, inputs, forward) if inputs is not None else None
-        reason = "there is no sample to trace the model with; pass sample_batch"
+        if inputs is None:
+            return None, "there is no sample to trace the model with; pass sample_batch"
+        flow = trace_blocks(model, list(pipeline.blocks), inputs, forward)
     except MeshwrightError:
         raise
     except Exception as error:  # a user's model may do anything; it trains without this too
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if flow is None:
-        gap = (f"every pipeline rank keeps all parameters outside the blocks: {reason}",)
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    flow.boundary_bytes //= _SAMPLES
+    return flow, ""
+
+
+def decide_cut(
+    pipeline: Pipeline,
+    model: nn.Module,
+    flow: tuple[Dataflow | None, str],
+    step: Step,
+    strategy: Strategy,
+    describe: Callable[[Cut], tuple[Block, ...]],
+    device_limit: int | None,
+) -> Decision:
+    """Cuts a model: by hand, or so that the dearest stage takes the least time, among the cuts that fit into memory.
+
+    Args:
+        pipeline: What is asked for.
+        model: The whole model.
+        flow: Of :func:`trace_flow`.
+        step: Of the whole model, before any method, without blocks and buffers.
+        strategy: Resolved; its cost twins tell what a rank holds.
+        describe: The model's blocks as plain data, for a cut.
+        device_limit: What a rank may hold where the method does not say; None: no limit.
+
+    Raises:
+        StrategyError: When no cut fits; it names the smallest need.
+    """
+    method, known = pipeline.method, flow[0]
+    gaps = () if known is not None else (f"every pipeline rank keeps all parameters outside the blocks: {flow[1]}",)
+    limit = method.memory_limit or device_limit
+    by_hand = method.split is not None
+    if by_hand and method.memory_limit is None:
+        return Decision(method.cut(model, pipeline.ranks, known), gaps)
+    candidates = _candidates(pipeline, model, known, step, strategy, describe)
+    notices: tuple[str, ...] = ()
+    if step.activations is not None:
+        costs = [candidates.flops(index) for index in range(len(pipeline.blocks))]
     else:
-        flow.boundary_bytes //= _SAMPLES
-    return method.cut(model, ranks, flow), gap
+        costs = parameter_costs(model, list(pipeline.blocks), known)
+        notices = (_ESTIMATED,) if not by_hand else ()
+    balancer = Balancer(costs, method.ranks_of_stages(pipeline.ranks), candidates.need)
+    first = method.cut(model, pipeline.ranks, known).bounds if by_hand else None
+    bounds = first or balanced_bounds(costs, balancer.num_stages)
+    if limit is not None and max(size for _, size in balancer.needs(bounds)) > limit:
+        found = None if by_hand else balancer.fastest(limit)
+        if found is None:
+            raise _does_not_fit(balancer, bounds if by_hand else None, limit, method, step, strategy)
+        bounds = found
+        notices += (f"pipeline_parallel: stages of {_sizes(bounds)} blocks, as memory allows",)
+        notices += () if balancer.is_exhaustive else ("pipeline_parallel: not every cut was looked at",)
+    return Decision(method.cut(model, pipeline.ranks, known, bounds), gaps, notices)
+
+
+_ESTIMATED = (
+    "pipeline_parallel: stages are balanced by their parameters, and memory_limit counts no activations: "
+    "the model could not be traced without data"
+)
+
+
+def _candidates(
+    pipeline: Pipeline,
+    model: nn.Module,
+    flow: Dataflow | None,
+    step: Step,
+    strategy: Strategy,
+    describe: Callable[[Cut], tuple[Block, ...]],
+) -> CandidateStages:
+    count = len(pipeline.blocks)
+    path, _ = block_list(model, pipeline.method.blocks)
+    finest = place_stages(model, path, tuple(range(count + 1)), tuple(range(count)), flow)
+    step = step.replace(blocks=describe(finest), buffers=describe_buffers(model, finest), boundaries=())
+    ranks = pipeline.method.ranks_of_stages(pipeline.ranks)
+    return CandidateStages(step, count, ranks, functools.partial(cost_of, strategy))
+
+
+def _does_not_fit(
+    balancer: Balancer,
+    by_hand: tuple[int, ...] | None,
+    limit: int,
+    method: PipelineParallel,
+    step: Step,
+    strategy: Strategy,
+) -> StrategyError:
+    bounds = by_hand or balancer.smallest()
+    rank, size = max(balancer.needs(bounds), key=lambda each: each[1])
+    own = [stage for stage, owner in enumerate(balancer.ranks) if owner == rank]
+    helps = ["more pipeline ranks", "smaller micro-batches"]
+    helps += ["checkpoint"] if "checkpoint" not in strategy else []
+    helps += ["fsdp over an axis zero"] if step.shard_axis is None else []
+    helps += ["the schedule 1f1b"] if method.schedule == "gpipe" else []
+    helps += ["no split"] if by_hand else []
+    return StrategyError(
+        "pipeline_parallel: the stages given do not fit into a rank's memory"
+        if by_hand
+        else "pipeline_parallel: no cut into stages fits into a rank's memory",
+        expected=f"at most {readable_bytes(limit)} on every rank",
+        got=f"{readable_bytes(size)} on pipeline rank {rank} (stage {' and '.join(map(str, own))})"
+        + ("" if by_hand else f" where least is needed, with stages of {_sizes(bounds)} blocks"),
+        fix=f"use {', '.join(helps[:-1])} or {helps[-1]}; or set memory_limit to what there really is",
+    )
+
+
+def _sizes(bounds: tuple[int, ...]) -> str:
+    return ", ".join(str(end - first) for first, end in itertools.pairwise(bounds))
 
 
 def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool) -> list[Step]:
@@ -68,7 +197,8 @@ def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool
     hidden = None
     if cut.boundary_bytes is not None:
         hidden = cut.boundary_bytes * samples // (2 if in_half else 1)
-    return [step.replace(stages=Stages(cut.ranks, cut.sizes, rank, hidden)) for rank in range(cut.num_ranks)]
+    ranges, count = tuple(itertools.pairwise(cut.bounds)), cut.bounds[-1]
+    return [step.replace(stages=Stages(cut.ranks, ranges, count, rank, hidden)) for rank in range(cut.num_ranks)]
 
 
 def num_micro_batches(strategy: Strategy, given: int) -> int:
