@@ -14,11 +14,16 @@ from meshwright.cost import memory
 from meshwright.planner import measured_state
 from tests import tiny
 from tests.methods.split_runs import whole_weights
-from tests.methods.test_parity import BATCH, OPTIMIZERS, STEPS, check_weights
+from tests.methods.test_parity import BATCH, STEPS
 from tests.parity import models
 from tests.parity.layouts import LAYOUTS
 
-MODES = ("sgd", "adamw")
+# With twice that rate, one process in fp32 is 1e-5 away from itself in fp64 after ten steps of 8 layers.
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
+}
+MODES = tuple(OPTIMIZERS)
 
 
 @dataclass
@@ -98,8 +103,8 @@ def check(name, layout, every):
             _near(norms, expected.norms, 1e-5)
             weights = merged([own for *_, own in results])
             assert weights.keys() == expected.after.keys()
-            check_weights(weights, expected.before, expected.after)
             worst = apart(weights, expected)
+            assert worst < 1e-5
     return worst
 
 
@@ -119,6 +124,12 @@ def merged(parts):
 
 
 def apart(weights, expected):
-    """Distance between the weights, as a part of the distance they moved."""
-    moved = torch.stack([(expected.after[key] - value).norm() for key, value in expected.before.items()]).norm()
-    return (torch.stack([(weights[key] - expected.after[key]).norm() for key in expected.after]).norm() / moved).item()
+    """Distance between the weights, as a part of the distance they moved; each parameter's own is checked too."""
+    moved = {key: (expected.after[key] - value).norm() for key, value in expected.before.items()}
+    off = {key: (weights[key] - value).norm() for key, value in expected.after.items()}
+    whole = torch.stack(list(moved.values())).norm()
+    for key, value in expected.after.items():
+        if moved[key] > 1e-3 * whole:  # below: parameters that do not move, such as a key bias
+            rounding = torch.finfo(torch.float32).eps * value.norm()  # weights near one that move by a thousandth
+            assert off[key] < 3e-5 * moved[key] + rounding, (key, off[key], moved[key])
+    return (torch.stack(list(off.values())).norm() / whole).item()

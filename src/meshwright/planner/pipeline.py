@@ -19,8 +19,8 @@ from meshwright.methods.pipeline.cut import block_list
 from meshwright.methods.pipeline.parts import parameter_costs, place_stages
 from meshwright.methods.pipeline.trace import Dataflow, trace_blocks
 from meshwright.planner.parameters import describe_buffers
-from meshwright.planner.stages import CandidateStages
 from meshwright.planner.sizes import readable_bytes
+from meshwright.planner.stages import CandidateStages
 from meshwright.strategy import Strategy
 
 _SAMPLES = 2  # that a model is traced with: one alone is no batch for a BatchNorm
