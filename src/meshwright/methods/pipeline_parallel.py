@@ -39,8 +39,10 @@ _REFUSED = {
     "shard_planner": "leave it out; blocks are balanced by their time, or cut by hand with split=[…]",
     "pipe_ranks": "leave it out; the ranks follow from parallel_mode",
     "insert_before_modules": "cut by hand with split=[…], the number of blocks of every stage",
-    "use_c10d": "leave it out; stages always talk over torch.distributed's process groups",
-    "nstages": "leave it out; the number of stages is the pipeline axis times num_stages_per_rank",
+}
+_INERT = {
+    "dynamic_shape": "shapes may always change from batch to batch",
+    "use_c10d": "stages always talk over torch.distributed's process groups",
 }
 
 
@@ -50,7 +52,7 @@ class PipelineParallel(Method):
     ``Accelerated.step`` runs the schedule. A loop of one's own, ``loss_func(x, model(x)).backward()``, runs the stages
     one after the other, as GPipe does for one micro-batch. The ranks of a pipeline take the same samples.
 
-    Config: None, or keys. ``dynamic_shape`` of ATorch is accepted: shapes may always change from batch to batch.
+    Config: None, or keys. ``dynamic_shape`` and ``use_c10d`` of ATorch are accepted, and change nothing.
     """
 
     method_name: ClassVar[str] = "pipeline_parallel"
@@ -68,16 +70,22 @@ class PipelineParallel(Method):
     """What a rank may hold, in bytes or as "40 GiB"; None: the memory of a CUDA device, no limit on the CPU."""
     blocks: str | None = None
     """Path of the ModuleList that is cut; None: the only one there is."""
+    nstages: PositiveInt | None = None
+    """Of ATorch: the stages over all ranks, which must be those that there are."""
     dynamic_shape: bool | None = None
+    use_c10d: bool | None = None
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """Takes ATorch's names, and refuses its keys that have no meaning here."""
-        for key in keys.keys() & _REFUSED.keys():
+        given = dict(keys)
+        for key in sorted(keys.keys() & _REFUSED.keys()):
+            if keys.pop(key) is None:
+                continue
             raise StrategyError(
                 f"pipeline_parallel: {key!r} configures an engine of ATorch's, which there is none of here",
                 expected="schedule, num_micro_batches, num_stages_per_rank, split and blocks",
-                got=f"{key}={keys[key]!r}",
+                got=f"{key}={given[key]!r}",
                 fix=_REFUSED[key],
             )
         keys = {_RENAMED.get(key, key): value for key, value in keys.items()}
@@ -87,10 +95,9 @@ class PipelineParallel(Method):
         return keys
 
     def notices(self) -> list[str]:
-        """Says which accepted key changes nothing."""
-        if self.dynamic_shape is None:
-            return []
-        return ["pipeline_parallel: dynamic_shape changes nothing; shapes may always change from batch to batch"]
+        """Says which accepted keys change nothing."""
+        given = [key for key in _INERT if getattr(self, key) is not None]
+        return [f"pipeline_parallel: {key} changes nothing; {_INERT[key]}" for key in given]
 
     @property
     def stages_per_rank(self) -> int:
@@ -132,8 +139,16 @@ class PipelineParallel(Method):
         Raises:
             ModelError, StrategyError: Saying what it can.
         """
-        check_enough(blocks, ranks * self.stages_per_rank)
-        check_micro_batches(self.schedule, ranks, ranks * self.stages_per_rank, micro_batches)
+        stages = ranks * self.stages_per_rank
+        if self.nstages not in (None, stages):
+            raise StrategyError(
+                "pipeline_parallel: nstages is not the number of stages that there are",
+                expected=f"{stages}: a pipeline axis of {ranks}, with {self.stages_per_rank} on every rank",
+                got=str(self.nstages),
+                fix="leave nstages out, or set the axis, num_stages_per_rank or another schedule",
+            )
+        check_enough(blocks, stages)
+        check_micro_batches(self.schedule, ranks, stages, micro_batches)
 
     def check(self, job: Job) -> None:
         """Refuses models that cannot be cut, and numbers of micro-batches that the schedule cannot run with."""
