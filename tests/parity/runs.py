@@ -36,16 +36,21 @@ class Trained:
     after: dict[str, torch.Tensor]
 
 
+def batches():
+    """The global batches of every run."""
+    data = tiny.Tokens()
+    loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, num_replicas=1, rank=0, seed=0))
+    return [ids for _, ids in zip(range(STEPS), loader, strict=False)]
+
+
 @functools.cache
 def reference(name, layers, mode):
     model = models.build(name, layers)
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     optim_class, args = OPTIMIZERS[mode]
     optim = optim_class(model.parameters(), **args)
-    data = tiny.Tokens()
-    loader = DataLoader(data, BATCH, sampler=DistributedSampler(data, num_replicas=1, rank=0, seed=0))
     losses, norms = [], []
-    for _, ids in zip(range(STEPS), loader, strict=False):
+    for ids in batches():
         optim.zero_grad()
         inputs = models.prepare_for(name)(ids, "cpu")
         loss = models.loss_func(inputs, models.forward(name, model, inputs))
@@ -78,12 +83,14 @@ def train(name, layout, mode):
     return losses, norms, whole_weights(result.model) if mode == "sgd" else {}
 
 
-def check_state(result):
-    """Every class of state in bytes, on every rank, exactly."""
+def check_state(result, kinds=None):
+    """Every class of state in bytes (or those named), on every rank, exactly."""
     plan, job = result.plan, result._job
     step = plan.steps[job.index("pipeline")] if plan.steps else plan.step
     predicted = memory(step, job.coordinate)
-    for kind, size in measured_state(result.model, result.optim).items():
+    measured = measured_state(result.model, result.optim)
+    for kind in kinds or measured:
+        size = measured[kind]
         assert getattr(predicted, kind) == size, (kind, getattr(predicted, kind), size, str(result.strategy))
 
 

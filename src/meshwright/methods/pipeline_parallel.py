@@ -61,7 +61,7 @@ class PipelineParallel(Method):
 
     schedule: Annotated[ScheduleName, BeforeValidator(schedule_name)] = "1f1b"
     num_micro_batches: PositiveInt | None = None
-    """Parts of a batch that travel one after the other; None: as ``accelerate`` was told."""
+    """Parts of a batch that travel one after the other; None: as ``accelerate`` was told, else one for every rank."""
     num_stages_per_rank: PositiveInt | None = None
     """Stages on every rank: 2 or more for ``interleaved``, 2 for ``zbv`` and ``dualpipev``, 1 for the others."""
     split: tuple[PositiveInt, ...] | None = None
@@ -128,6 +128,10 @@ class PipelineParallel(Method):
     def ranks_of_stages(self, ranks: int) -> tuple[int, ...]:
         """The pipeline rank of every stage, for an axis of so many ranks."""
         return stage_ranks(self.schedule, ranks, self.stages_per_rank)
+
+    def fewest_micro_batches(self, ranks: int) -> int:
+        """One for every rank of the axis; for every stage where the schedule needs as many."""
+        return ranks * (self.stages_per_rank if SCHEDULES[self.schedule].needs_full else 1)
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         """The blocks that are cut."""

@@ -201,8 +201,9 @@ def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool
     return [step.replace(stages=Stages(cut.ranks, ranges, count, rank, hidden)) for rank in range(cut.num_ranks)]
 
 
-def num_micro_batches(strategy: Strategy, given: int) -> int:
-    """The method's own number, or what ``accelerate`` was given."""
-    method = strategy.get("pipeline_parallel")
-    own = method.num_micro_batches if isinstance(method, PipelineParallel) else None
-    return own or given
+def num_micro_batches(resolved: Resolved, given: int | None) -> int:
+    """The pipeline's own number, what ``accelerate`` was given, or the fewest that keep every rank busy."""
+    method, ranks = resolved.strategy.get("pipeline_parallel"), dict(resolved.axes).get("pipeline", 1)
+    if not isinstance(method, PipelineParallel):
+        return given or 1
+    return method.num_micro_batches or given or method.fewest_micro_batches(ranks)

@@ -79,7 +79,7 @@ class Workload:
             there is no sample to be had.
         forward: ``forward(model, inputs)`` computes the loss.
         batch_size: Samples per step over all ranks; None when unknown.
-        num_micro_batches: Micro-batches per step.
+        num_micro_batches: Micro-batches per step; None: 1, or as many as a pipeline takes.
         world: Number of ranks.
         zero_level: See ``init_distributed``.
         limit_bytes: What one rank may hold.
@@ -91,7 +91,7 @@ class Workload:
     inputs_of: Callable[[int], Any]
     forward: Callable[[nn.Module, Any], Any]
     batch_size: int | None
-    num_micro_batches: int
+    num_micro_batches: int | None
     world: int
     zero_level: int
     limit_bytes: int | None
@@ -104,7 +104,7 @@ class Workload:
             StrategyError: When its methods do not fit together or do not fit the world.
         """
         resolved = resolve(strategy, self.world, self.zero_level)
-        micro_batches = num_micro_batches(resolved.strategy, self.num_micro_batches)
+        micro_batches = num_micro_batches(resolved, self.num_micro_batches)
         pipeline = pipeline_of(resolved, self.model, micro_batches)
         flow = self._flow(pipeline) if pipeline is not None else None
         split = self._split(resolved)

@@ -16,7 +16,15 @@ from meshwright.store.entries import ModelEntries, model_entries, stored_name
 from meshwright.store.file_format import check_tensors, make_folder, read_file, write_file
 from meshwright.store.folder import is_folder, read_folder, write_folder
 from meshwright.store.rank_order import in_model_order, to_rank_order_
-from meshwright.store.stages import collect_from_stage, refuse_stages, spread_to_stage, whole_entries
+from meshwright.store.stages import (
+    collect_from_stage,
+    collect_parts,
+    holders_of,
+    refuse_parts,
+    refuse_stages,
+    spread_to_stage,
+    whole_entries,
+)
 from meshwright.store.transfer import collect, spread
 from meshwright.store.writer import wait_for_saves, write_later
 
@@ -35,7 +43,7 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
     gathered one by one; rank 0 keeps them and writes. The file appears under its name when it is complete.
 
     Args:
-        model: Plain, DDP, FSDP2, made of Blocks, or any of these compiled.
+        model: Plain, DDP, FSDP2, made of Blocks, split over any axes by ``accelerate``, or any of these compiled.
         file: Where to write; missing folders are made.
         non_blocking: Write in the background. The next ``save`` or ``load``, :func:`wait_for_saves` and the end of the
             program wait for it.
@@ -51,7 +59,8 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
     with same_on_every_rank():
         if rank() == 0:
             make_folder(path.parent)
-    state_dict = _gathered(entries, stages)
+    holders = holders_of(entries.raw)
+    state_dict = _gathered(entries, stages) if not holders else _joined(entries, holders)
     with same_on_every_rank():
         if rank() == 0 and non_blocking:
             write_later(path, state_dict)
@@ -86,6 +95,7 @@ def save_folder(
         refuse_stages(model, "save_folder")
         entries = model_entries(model)
         check_tensors(Path(folder), entries.raw)
+    refuse_parts(holders_of(entries.raw), "save_folder", "use meshwright.save")
     tensors = in_model_order(entries, {stored_name(name): value for name, value in entries.raw.items()})
     stem = f"{prefix}.model" if prefix else "model"
     write_folder(
@@ -110,6 +120,12 @@ def _gathered(entries: ModelEntries, stages: Mapping[str, int]) -> dict[str, Any
             copies[id(value)] = collect_from_stage(value, stages[name]) if name in stages else collect(value)
         state_dict[stored_name(name)] = copies[id(value)]
     return state_dict if rank() == 0 else {}
+
+
+def _joined(entries: ModelEntries, holders: Mapping[str, int]) -> dict[str, Any]:
+    """The same for the stages of ``pipeline_parallel``."""
+    own = entries.raw | in_model_order(entries, _tensors(entries))
+    return {stored_name(name): value for name, value in collect_parts(own, holders).items()}
 
 
 def _tensors(entries: ModelEntries) -> dict[str, torch.Tensor]:
@@ -142,6 +158,8 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
     with same_on_every_rank():
         wait_for_saves()
         entries, stages = whole_entries(model)
+    refuse_parts(holders_of(entries.raw), "load", "load before accelerate, or use meshwright.store.CheckpointStore")
+    with same_on_every_rank():
         if rank() == 0:
             found = read_folder(path)[0] if is_folder(path) else read_file(path)
     described = gather_objects({name: _describe(value) for name, value in found.items()} if rank() == 0 else None)[0]
