@@ -104,28 +104,26 @@ def decide_cut(
     """
     method, known = pipeline.method, flow[0]
     gaps = () if known is not None else (f"every pipeline rank keeps all parameters outside the blocks: {flow[1]}",)
-    limit = method.memory_limit or device_limit
-    by_hand = method.split is not None
-    if by_hand and method.memory_limit is None:
-        return Decision(method.cut(model, pipeline.ranks, known), gaps)
+    by_hand = method.cut(model, pipeline.ranks, known) if method.split is not None else None
+    if by_hand is not None and method.memory_limit is None:
+        return Decision(by_hand, gaps)
     candidates = _candidates(pipeline, model, known, step, strategy, describe)
-    notices: tuple[str, ...] = ()
     if step.activations is not None:
         costs = [candidates.flops(index) for index in range(len(pipeline.blocks))]
     else:
         costs = parameter_costs(model, list(pipeline.blocks), known)
-        notices = (_ESTIMATED,) if not by_hand else ()
     balancer = Balancer(costs, method.ranks_of_stages(pipeline.ranks), candidates.need)
-    first = method.cut(model, pipeline.ranks, known).bounds if by_hand else None
-    bounds = first or balanced_bounds(costs, balancer.num_stages)
+    notices: tuple[str, ...] = (_ESTIMATED,) if step.activations is None else ()
+    bounds = by_hand.bounds if by_hand is not None else balanced_bounds(costs, balancer.num_stages)
+    limit = method.memory_limit or device_limit
     if limit is not None and max(size for _, size in balancer.needs(bounds)) > limit:
-        found = None if by_hand else balancer.fastest(limit)
+        found = balancer.fastest(limit) if by_hand is None else None
         if found is None:
-            raise _does_not_fit(balancer, bounds if by_hand else None, limit, method, step, strategy)
+            raise _does_not_fit(balancer, by_hand, limit, method, step, strategy)
         bounds = found
-        notices += (f"pipeline_parallel: stages of {_sizes(bounds)} blocks, as memory allows",)
-        notices += () if balancer.is_exhaustive else ("pipeline_parallel: not every cut was looked at",)
-    return Decision(method.cut(model, pipeline.ranks, known, bounds), gaps, notices)
+        looked = "" if balancer.is_exhaustive else ", of the cuts that were looked at"
+        notices += (f"pipeline_parallel: stages of {_sizes(bounds)} blocks, as memory allows{looked}",)
+    return Decision(by_hand or method.cut(model, pipeline.ranks, known, bounds), gaps, notices)
 
 
 _ESTIMATED = (
@@ -152,13 +150,13 @@ def _candidates(
 
 def _does_not_fit(
     balancer: Balancer,
-    by_hand: tuple[int, ...] | None,
+    by_hand: Cut | None,
     limit: int,
     method: PipelineParallel,
     step: Step,
     strategy: Strategy,
 ) -> StrategyError:
-    bounds = by_hand or balancer.smallest()
+    bounds = by_hand.bounds if by_hand is not None else balancer.smallest()
     rank, size = max(balancer.needs(bounds), key=lambda each: each[1])
     own = [stage for stage, owner in enumerate(balancer.ranks) if owner == rank]
     helps = ["more pipeline ranks", "smaller micro-batches"]
@@ -172,7 +170,8 @@ def _does_not_fit(
         else "pipeline_parallel: no cut into stages fits into a rank's memory",
         expected=f"at most {readable_bytes(limit)} on every rank",
         got=f"{readable_bytes(size)} on pipeline rank {rank} (stage {' and '.join(map(str, own))})"
-        + ("" if by_hand else f" where least is needed, with stages of {_sizes(bounds)} blocks"),
+        + ("" if by_hand else f" where least is needed, with stages of {_sizes(bounds)} blocks")
+        + ("" if balancer.is_exhaustive else " (of the cuts that were looked at)"),
         fix=f"use {', '.join(helps[:-1])} or {helps[-1]}; or set memory_limit to what there really is",
     )
 

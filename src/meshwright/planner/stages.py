@@ -23,6 +23,8 @@ class CandidateStages:
 
     def __init__(self, finest: Step, num_blocks: int, ranks: tuple[int, ...], cost: Callable[[Step], Step]) -> None:
         self._finest, self._num_blocks, self._ranks, self._cost = finest, num_blocks, ranks, cost
+        self._alike = _alike(finest, num_blocks)
+        self._needs: dict[tuple[int, tuple[tuple[int, ...], ...]], int] = {}  # of ranks with blocks of these kinds
 
     def flops(self, index: int) -> int:
         """Time of a block: operations of a micro-batch with recomputation; the first and last have what is around."""
@@ -31,7 +33,10 @@ class CandidateStages:
 
     def need(self, rank: int, ranges: Ranges) -> int:
         """Bytes that a rank holds whose first stages compute these blocks; unknown activations count as nothing."""
-        return memory(self._step(rank, ranges)).total
+        key = rank, tuple(self._alike[first:end] for first, end in ranges)
+        if key not in self._needs:
+            self._needs[key] = memory(self._step(rank, ranges)).total
+        return self._needs[key]
 
     def _step(self, rank: int, ranges: Ranges) -> Step:
         own = {index for first, end in ranges for index in range(first, end)}
@@ -66,3 +71,28 @@ def _placed(parameter: Parameter, rank: int, own: set[int]) -> Parameter:
     trains = bool(own.intersection(parameter.trained_on))
     lent = bool(parameter.lent_to) and not trains
     return dataclasses.replace(parameter, trained_on=(rank,) if trains else (), lent_to=(rank,) if lent else ())
+
+
+def _alike(finest: Step, num_blocks: int) -> tuple[int, ...]:
+    """A number for every block; rows of blocks with equal numbers hold and keep the same."""
+    known = finest.activations
+    amounts = [known.saved_at, *(part.freed_at for part in known.parts)] if known is not None else []
+    kinds: list[list[object]] = [[] for _ in range(num_blocks)]
+    for number, placed in enumerate(amounts):
+        for group, (places, size) in enumerate(placed):
+            for index in places:
+                if 0 <= index < num_blocks:
+                    # Neighbours share what one hands to the other; all share masks.
+                    among = tuple(p - index for p in places) if len(places) <= 2 else group
+                    kinds[index].append((number, among, size))
+    for block in finest.blocks:
+        for number, count in enumerate(block.on_ranks):
+            kinds[number].append((block.name, id(block), count))
+        for parameter in block.parameters:
+            for number in parameter.trained_on or ():
+                kinds[number].append(parameter.name)
+    for buffer in finest.buffers:
+        if buffer.on_rank is not None:
+            kinds[buffer.on_rank].append((buffer.numel, buffer.itemsize))
+    texts = [repr(sorted(map(repr, kind))) for kind in kinds]
+    return tuple(texts.index(text) for text in texts)

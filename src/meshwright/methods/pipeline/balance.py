@@ -12,7 +12,7 @@ Need = Callable[[int, tuple[Range, ...]], int]
 """``need(rank, ranges)``: bytes that a pipeline rank holds which computes these blocks; ranges are those of its first
 stages, in order, so that a part of a rank can be asked for. It grows with every block."""
 
-_MOST_VISITS = 200_000  # of one search; only ranks of several stages can come near
+_MOST_VISITS = 10_000  # of one search; only ranks of several stages can come near
 
 
 class Balancer:
@@ -46,10 +46,10 @@ class Balancer:
         return best
 
     def smallest(self) -> tuple[int, ...]:
-        """The bounds of the cut whose neediest rank needs least."""
+        """The bounds of the cut whose neediest rank needs least, but for a thousandth."""
         best = (*range(self.num_stages), len(self._costs))
         low, high = 0, self._most(best)
-        while low < high:
+        while high - low > high // 1000:
             found = self._within(float("inf"), middle := (low + high) // 2)
             best, low, high = (found, low, self._most(found)) if found is not None else (best, middle + 1, high)
         return best
