@@ -113,7 +113,7 @@ def decide_cut(
     else:
         costs = parameter_costs(model, list(pipeline.blocks), known)
     balancer = Balancer(costs, method.ranks_of_stages(pipeline.ranks), candidates.need)
-    notices: tuple[str, ...] = (_ESTIMATED,) if step.activations is None else ()
+    notices: tuple[str, ...] = (_ESTIMATED[by_hand is not None],) if step.activations is None else ()
     bounds = by_hand.bounds if by_hand is not None else balanced_bounds(costs, balancer.num_stages)
     limit = method.memory_limit or device_limit
     if limit is not None and max(size for _, size in balancer.needs(bounds)) > limit:
@@ -126,10 +126,10 @@ def decide_cut(
     return Decision(by_hand or method.cut(model, pipeline.ranks, known, bounds), gaps, notices)
 
 
-_ESTIMATED = (
-    "pipeline_parallel: stages are balanced by their parameters, and memory_limit counts no activations: "
-    "the model could not be traced without data"
-)
+_ESTIMATED = tuple(
+    f"pipeline_parallel: the model could not be traced without data: {what}memory_limit counts no activations"
+    for what in ("stages are balanced by their parameters, and ", "")
+)  # of a cut that is decided here, and of one by hand
 
 
 def _candidates(
