@@ -41,8 +41,8 @@ test: lint
 	$(BIN)/python -m pytest
 
 parity: $(READY)
-	$(BIN)/python -m pytest --parity=all tests/methods/test_parity.py tests/optim/test_parity_table.py
-	$(BIN)/python -m pytest --parity=all -m long
+	$(BIN)/python -m pytest --parity=all tests/methods/test_parity.py tests/optim/test_parity_table.py tests/parity
+	$(BIN)/python -m pytest --parity=all -m long --ignore=tests/parity
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'

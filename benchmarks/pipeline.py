@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshwright as mw
-from meshwright.methods.pipeline.schedules import bubble_fraction, live_peaks
+from meshwright.cost import memory
+from meshwright.methods.pipeline.schedules import bubble_fraction
 from meshwright.runtime.launch import inside_launcher, launch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt2"))
@@ -123,8 +124,8 @@ class Held:
             del Held.live[self.key]
 
 
-def peak_activations(schedule: str, micro_batches: int) -> int:
-    """Bytes of activations that the first rank keeps for backward at once; weights do not count."""
+def peak_activations(schedule: str, micro_batches: int) -> tuple[int, int]:
+    """Bytes of activations that a rank keeps for backward at once, and as the plan predicts; weights do not count."""
     torch.manual_seed(0)
     ids = torch.randint(0, 257, (micro_batches, 64))
     result = job(GPT2(**GPT_SIZES), schedule, micro_batches, next_token, ids[:1])
@@ -137,7 +138,7 @@ def peak_activations(schedule: str, micro_batches: int) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor if isinstance(held, Held) else held):
         result.step(ids)
-    return Held.peak
+    return Held.peak, memory(result.plan.steps[dist.get_rank()]).activations or 0
 
 
 def next_token(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -157,12 +158,12 @@ def main() -> None:
     figures: dict[str, dict[str, float]] = {}
     for schedule, stages in SCHEDULES.items():
         count = options.micro_batches
-        per_stage = [BLOCKS // (RANKS * stages)] * (RANKS * stages)
+        kept, foreseen = peak_activations(schedule, count)
         figures[schedule] = {
             "bubble": measured_bubble(schedule, count, options.unit_ms / 1000),
             "bubble_simulated": bubble_fraction(schedule, RANKS, stages, count),
-            "activation_bytes": peak_activations(schedule, count),
-            "blocks_in_flight": live_peaks(schedule, RANKS, stages, count, per_stage)[0],
+            "activation_bytes": kept,
+            "activation_bytes_simulated": foreseen,
         }
         if mw.rank() == 0:
             report(schedule, figures[schedule], figures["gpipe"])
@@ -172,10 +173,11 @@ def main() -> None:
 
 def report(schedule: str, own: dict[str, float], gpipe: dict[str, float]) -> None:
     """One line of the table."""
-    kept, foreseen = (own[key] / gpipe[key] for key in ("activation_bytes", "blocks_in_flight"))
+    kept, foreseen = (own[key] / gpipe[key] for key in ("activation_bytes", "activation_bytes_simulated"))
     print(
         f"{schedule:12} bubble {own['bubble']:6.3f} (simulated {own['bubble_simulated']:.3f})   activations of rank 0 "
-        f"{own['activation_bytes'] / 2**20:6.2f} MiB, / gpipe {kept:.3f} (simulated {foreseen:.3f})",
+        f"{own['activation_bytes'] / 2**20:6.2f} MiB (simulated {own['activation_bytes_simulated'] / 2**20:.2f}), "
+        f"/ gpipe {kept:.3f} (simulated {foreseen:.3f})",
         flush=True,
     )
 

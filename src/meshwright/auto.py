@@ -92,7 +92,8 @@ def accelerate(
         excluded: Methods that an automatic choice must not use.
         included: Methods that an automatic choice must use.
         max_grad_norm: Largest gradient norm; None measures it without clipping.
-        num_micro_batches: Parts into which ``step`` cuts a batch; None takes ``init_distributed``'s, or 1.
+        num_micro_batches: Parts into which ``step`` cuts a batch; None takes ``init_distributed``'s, or 1, or under a
+            pipeline one for each of its ranks (stages, where the schedule needs as many).
         find_unused_parameters: For DDP, when parts of the model do not take part in every step.
         ddp_options: Further keyword arguments of DistributedDataParallel, for strategies without a sharding method.
         sample_batch: A batch for predictions where there is no dataset; of any number of samples.
@@ -110,7 +111,7 @@ def accelerate(
     request = Request(
         model, optim_func, dataset, loss_func, strategy, prepare_input, model_input_format, optim_args,
         optim_param_func, dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args, excluded,
-        included, max_grad_norm, _first_given(num_micro_batches, world.num_micro_batches, 1), find_unused_parameters,
+        included, max_grad_norm, _first_given(num_micro_batches, world.num_micro_batches), find_unused_parameters,
         ddp_options, sample_batch, batch_size, sampler_seed, dry_run,
     )  # fmt: skip
     with same_on_every_rank():
@@ -137,8 +138,8 @@ def accelerate(
     return accelerated
 
 
-def _first_given(*values: int | None) -> int:
-    return next(value for value in values if value is not None)
+def _first_given(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
 
 
 def _check_not_taken(model: nn.Module) -> None:

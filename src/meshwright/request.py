@@ -55,7 +55,7 @@ class Request:
     excluded: Sequence[str]
     included: Sequence[str]
     max_grad_norm: float | None
-    num_micro_batches: int
+    num_micro_batches: int | None
     find_unused_parameters: bool
     ddp_options: Mapping[str, Any] | None
     sample_batch: Any
@@ -72,7 +72,7 @@ class Request:
         check_input_format(self.model_input_format)
         self.strategy_digest()
         check_model(self.model, device)
-        if self.num_micro_batches < 1:
+        if self.num_micro_batches is not None and self.num_micro_batches < 1:
             raise ConfigError(
                 "num_micro_batches is not a count",
                 expected="1 or more",

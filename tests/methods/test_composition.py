@@ -63,7 +63,7 @@ def test_every_method_has_both_twins_a_phase_and_a_summary():
         assert not config.__abstractmethods__
 
 
-@pytest.mark.parametrize("name", ["mixed_parallel", "ds_3d_parallel"])
+@pytest.mark.parametrize("name", ["mixed_parallel", "ds_3d_parallel", "deepspeed_3d_parallel"])
 def test_one_name_stands_for_the_methods_of_all_axes(name):
     mesh = ([("tensor", 2), ("pipeline", 2), ("data", 2)], None)
     inside = resolve(Strategy([(name, {"parallel_mode": mesh, "pipe_config": {"chunks": 4}})]), 8)
@@ -74,3 +74,34 @@ def test_one_name_stands_for_the_methods_of_all_axes(name):
     for strategy in ([name], [("parallel_mode", mesh), (name, {"parallel_mode": mesh})]):
         with pytest.raises(StrategyError, match=f"{name} needs one mesh"):
             resolve(Strategy(strategy), 8)
+
+
+SEED = [("tensor", 2), ("pipeline", 2), ("data", 2)]
+CONFIG_CLASS = {"base_seed": 1234, "tie_first": True, "tpinfo": None, "custom_patcher": None, "batch_fn": None}
+
+
+@pytest.mark.parametrize(
+    ("written", "world", "axes", "methods"),
+    [
+        (["parallel_mode"], 16, {"data": 16}, set()),
+        ([("parallel_mode", ([("data", 8)], None))], 16, {"data": 16}, set()),
+        ([("parallel_mode", ("tensor", 8)), "tensor_parallel"], 8, {"tensor": 8}, {"tensor_parallel"}),
+        ([("parallel_mode", [("pipeline", 4)]), "pipeline_parallel"], 4, {"pipeline": 4}, {"pipeline_parallel"}),
+        ([("parallel_mode", (SEED, None)), "mixed_parallel"], 16, {"tensor": 2, "pipeline": 2, "data": 4}, None),
+        ([("parallel_mode", (SEED, None)), "mixed_parallel"], 4, {"tensor": 2, "pipeline": 2, "data": 1}, None),
+        (
+            [("parallel_mode", [("tensor", 8), ("pipeline", 2), ("data", 2)]), "mixed_parallel"],
+            32, {"tensor": 8, "pipeline": 2, "data": 2}, None,
+        ),
+        ([("mixed_parallel", {"parallel_mode": (SEED[::-1], None)})], 8, dict(SEED[::-1]), None),
+        ([("parallel_mode", (SEED, None)), "ds_3d_parallel"], 8, dict(SEED), None),
+        ([("parallel_mode", (SEED, None)), ("deepspeed_3d_parallel", CONFIG_CLASS)], 8, dict(SEED), None),
+    ],
+)  # fmt: skip
+def test_what_the_seed_writes(written, world, axes, methods):
+    resolved = resolve(Strategy(written), world)
+    assert resolved.axes == tuple(axes.items())
+    expected = {"tensor_parallel", "pipeline_parallel"} if methods is None else methods
+    assert set(resolved.strategy.names) - {"parallel_mode"} == expected
+    inert = [notice for notice in resolved.notices if "changes nothing" in notice]
+    assert len(inert) == (2 if "deepspeed_3d_parallel" in str(written) else 0)

@@ -2,15 +2,24 @@
 
 import itertools
 import random
+from unittest import mock
 
 import pytest
 import torch
 
+from meshwright import Strategy, StrategyError
+from meshwright.cost import memory
 from meshwright.methods import PipelineParallel
-from meshwright.methods.pipeline.cut import balanced_bounds
+from meshwright.methods.pipeline.balance import Balancer, balanced_bounds
 from meshwright.methods.pipeline.schedules import SCHEDULES, bubble_fraction, live_peaks, stage_ranks
 from meshwright.methods.pipeline.trace import trace_blocks
+from meshwright.planner import Workload
+from meshwright.planner.stages import CandidateStages
 from tests import tiny
+
+
+def every_cut(count, stages):
+    return [(0, *inner, count) for inner in itertools.combinations(range(1, count), stages - 1)]
 
 
 def test_the_dearest_stage_is_as_cheap_as_any_cut_makes_it():
@@ -18,16 +27,45 @@ def test_the_dearest_stage_is_as_cheap_as_any_cut_makes_it():
     for _ in range(30):
         count, stages = choice.randint(3, 8), choice.randint(1, 3)
         costs = [choice.randint(1, 9) for _ in range(count)]
-        head, tail = choice.randint(0, 9), choice.randint(0, 9)
 
-        def dearest(bounds, costs=costs, head=head, tail=tail):
-            sums = [sum(costs[first:end]) for first, end in itertools.pairwise(bounds)]
-            return max(
-                [sums[0] + head + (tail if len(sums) == 1 else 0), *sums[1:-1], *[s + tail for s in sums[1:][-1:]]]
-            )
+        def dearest(bounds, costs=costs):
+            return max(sum(costs[first:end]) for first, end in itertools.pairwise(bounds))
 
-        every = [(0, *inner, count) for inner in itertools.combinations(range(1, count), stages - 1)]
-        assert dearest(balanced_bounds(costs, stages, head, tail)) == min(map(dearest, every))
+        assert dearest(balanced_bounds(costs, stages)) == min(map(dearest, every_cut(count, stages)))
+
+
+@pytest.mark.parametrize("ranks", [(0, 1, 2), (0, 1, 1, 0), (0, 1, 0, 1)], ids=["one", "v", "interleaved"])
+def test_the_fastest_of_the_cuts_that_fit(ranks):
+    """Against all cuts, for memory that grows with blocks of different sizes, more on early ranks."""
+    choice = random.Random(1)
+    none = 0
+    for _ in range(25):
+        costs = [choice.randint(1, 9) for _ in range(7)]
+        sizes = [choice.randint(1, 9) for _ in range(7)]
+
+        def need(rank, ranges, sizes=sizes):
+            return (4 - rank) * sum(sum(sizes[first:end]) for first, end in ranges)
+
+        def most(bounds, need=need):
+            ranges = list(itertools.pairwise(bounds))
+            return max(need(r, tuple(g for g, owner in zip(ranges, ranks, strict=True) if owner == r)) for r in ranks)
+
+        def dearest(bounds, costs=costs):
+            return max(sum(costs[first:end]) for first, end in itertools.pairwise(bounds))
+
+        every = every_cut(7, len(ranks))
+        limit = choice.choice(sorted(map(most, every)))
+        balancer = Balancer(costs, ranks, need)
+        fitting = [bounds for bounds in every if most(bounds) <= limit]
+        found = balancer.fastest(limit)
+        assert most(found) <= limit
+        assert dearest(found) == min(map(dearest, fitting))
+        least = min(map(most, every))
+        assert most(balancer.smallest()) == least
+        assert balancer.fastest(least - 1) is None
+        assert balancer.is_exhaustive
+        none += dearest(found) > min(map(dearest, every))
+    assert none > 2  # the limit matters in some
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (4, 4)])
@@ -70,10 +108,142 @@ def test_tied_weights_are_trained_at_both_ends_and_nothing_is_held_in_between():
         "norm.bias": ((3,), ()),
     }
     assert found.boundary_bytes == 2 * tiny.SEQ_LEN * 20 * 4
-    assert found.sizes[-1] <= min(found.sizes[:-1])  # the head is the last stage's work
+    assert found.sizes[-1] <= min(found.sizes[:-1])  # the head is the last stage's work, also counted in parameters
 
 
 def test_a_cut_by_hand_and_atorchs_words():
     assert cut(tiny.plain(num_layers=4), {"split": [1, 3]}).sizes == (1, 3)
     method = PipelineParallel.parse({"chunks": 4, "pipe_schedule": "Interleaved1F1B"})
     assert (method.num_micro_batches, method.schedule) == (4, "interleaved")
+
+
+class Slow(torch.nn.Module):
+    """A block that multiplies by its weight several times: more time, no more parameters."""
+
+    def __init__(self, times, width=16):
+        super().__init__()
+        self.times, self.weight = times, torch.nn.Parameter(torch.eye(width))
+
+    def forward(self, x):
+        for _ in range(self.times):
+            x = torch.tanh(x @ self.weight)
+        return x
+
+
+class Uneven(torch.nn.Module):
+    """Blocks of equal size: the first ones are slow and keep much; looked up before them, a head of 6 times behind."""
+
+    def __init__(self, times=(6, 6, 1, 1, 1, 1, 1, 1), head=6, words=400):
+        super().__init__()
+        self.table = torch.nn.Embedding(words, 16)
+        self.layers = torch.nn.ModuleList(Slow(each) for each in times)
+        self.head = torch.nn.Linear(16, 16 * head)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).square().mean()
+
+
+def workload(model, world=4, micro_batches=8, samples=8):
+    return Workload(
+        model=model, device=torch.device("cpu"), optim_func=lambda p: torch.optim.AdamW(p, lr=0.1), world=world,
+        inputs_of=lambda count: torch.zeros(count, 5, dtype=torch.long), forward=lambda m, x: m(x), zero_level=3,
+        batch_size=samples, num_micro_batches=micro_batches, limit_bytes=None,
+    )  # fmt: skip
+
+
+def planned(model, strategy, world=4):
+    return workload(model, world).plan(Strategy(strategy))
+
+
+def four(**keys):
+    return [("parallel_mode", {"pipeline": 4}), ("pipeline_parallel", keys)]
+
+
+def test_stages_take_equal_time_not_equal_parameters():
+    plan = planned(Uneven(), four())
+    assert plan.cut.sizes == (1, 1, 5, 1)
+    flops = [step.flops for step in plan.steps]
+    one = 3 * 2 * 5 * 16 * 16  # forward and backward of a product, for the 5 tokens of a micro-batch
+    assert flops == [6 * one, 6 * one, 5 * one, 7 * one]
+    assert plan.notices == ()
+    # Recomputation is time: not of the head, and with it a stage of five blocks is as dear as before.
+    again = planned(Uneven(), [*four(), "checkpoint"])
+    assert [step.recompute_flops for step in again.steps] == [2 * one, 2 * one, 5 * one // 3, one // 3]
+    frozen = Uneven(head=1)
+    for name, parameter in frozen.named_parameters():
+        parameter.requires_grad_(not name.startswith(("table", "layers.0", "layers.1")))
+    # No backward pass goes through the first two, and none beyond the third: 6, 6, 2, 3, 3, 3, 3 and 6 products.
+    assert planned(frozen, four()).cut.sizes == (1, 2, 3, 2)
+
+
+def test_the_least_time_that_memory_allows():
+    """Against every cut given by hand: early stages of 1f1b keep more micro-batches, and get fewer blocks."""
+    work = workload(Uneven(times=(2,) * 8, head=1, words=4), samples=64)
+    free = work.plan(Strategy(four()))
+    assert free.cut.sizes == (2, 2, 2, 2)
+    by_hand = [work.plan(Strategy(four(split=[b - a for a, b in itertools.pairwise(cut)]))) for cut in every_cut(8, 4)]
+    most = {each.cut.bounds: max(memory(step).total for step in each.steps) for each in by_hand}
+    dearest = {each.cut.bounds: max(step.flops for step in each.steps) for each in by_hand}
+    assert work.plan(Strategy(four(memory_limit=most[free.cut.bounds]))).cut == free.cut
+    limit = most[free.cut.bounds] - 1
+    tight = work.plan(Strategy(four(memory_limit=f"{limit} B")))
+    assert most[tight.cut.bounds] <= limit
+    assert dearest[tight.cut.bounds] == min(dearest[cut] for cut, size in most.items() if size <= limit)
+    assert tight.notices == ("pipeline_parallel: stages of 1, 2, 3, 2 blocks, as memory allows",)
+
+
+def test_no_cut_fits():
+    with pytest.raises(StrategyError) as caught:
+        planned(Uneven(), four(memory_limit="40 KiB"))
+    said = str(caught.value)
+    assert "at most 40.00 KiB on every rank" in said
+    assert "on pipeline rank 0 (stage 0) where least is needed, with stages of 1, " in said
+    assert "checkpoint" in said
+    assert "fsdp over an axis zero" in said
+    least = float(said.partition("Got ")[2].split(" ")[0])
+    fits = planned(Uneven(), four(memory_limit=int((least + 0.01) * 1024)))
+    assert max(memory(step).total for step in fits.steps) == pytest.approx(least * 1024, abs=6)
+    with pytest.raises(StrategyError, match=r"stages given do not fit.*no split"):
+        planned(Uneven(), four(memory_limit="40 KiB", split=[2, 2, 2, 2]))
+    assert planned(Uneven(), four(split=[2, 2, 2, 2])).cut.sizes == (2, 2, 2, 2)
+
+
+class Opaque(Uneven):
+    """Looks at values, which a trace without data has not."""
+
+    def forward(self, ids):
+        assert self.table.weight.sum().item() != 3
+        return super().forward(ids)
+
+
+def test_a_model_that_cannot_be_traced_is_balanced_by_parameters_and_says_so():
+    plan = planned(Opaque(), four())
+    assert plan.cut.sizes == (2, 2, 2, 2)
+    assert any("balanced by their parameters" in notice for notice in plan.notices)
+    with pytest.raises(StrategyError, match="no cut into stages fits"):
+        planned(Opaque(), four(memory_limit=1000))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("methods", [[], ["checkpoint", ("half", "bf16")], ["zero2"]], ids=str)
+def test_candidates_hold_what_the_cut_then_holds(schedule, methods):
+    """What the search asks of a rank is what the plan then says of it, for every kind of outside parameter."""
+    sharded = [("parallel_mode", {"pipeline": 2, "zero": 2})]
+    strategy = [*methods, *(sharded if methods == ["zero2"] else [("parallel_mode", {"pipeline": 2})])]
+    asked = {}
+    need = CandidateStages.need
+
+    def noted(self, rank, ranges):
+        asked[rank, ranges] = need(self, rank, ranges)
+        return asked[rank, ranges]
+
+    with mock.patch.object(CandidateStages, "need", noted):
+        pipeline = ("pipeline_parallel", {"schedule": schedule, "memory_limit": "1 GiB"})
+        plan = planned(tiny.plain(num_layers=5), [*strategy, pipeline], 4 if methods == ["zero2"] else 2)
+    ranges = list(itertools.pairwise(plan.cut.bounds))
+    for rank, step in enumerate(plan.steps):
+        own = tuple(each for each, owner in zip(ranges, plan.cut.ranks, strict=True) if owner == rank)
+        assert asked[rank, own] == memory(step).total

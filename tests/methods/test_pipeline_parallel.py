@@ -198,7 +198,7 @@ def test_what_cannot_be_cut_is_refused_everywhere(ranks):
         "blocks": "did you mean 'layers'",
         "schedule": "'gpipe', '1f1b', 'interleaved', 'zbv' or 'dualpipev'",
         "number": "2 for zbv and dualpipev",
-        "atorch": "balanced by their size",
+        "atorch": "balanced by their time",
         "residual": "adding the residual",
         "listless": "0 that hold parameters (none)",
         "lists": "2 that hold parameters (layers, decoder)",

@@ -71,14 +71,30 @@ class Block:
     on_ranks: tuple[int, ...] = ()  # of a pipeline's blocks: how many of them each rank holds
 
 
+Placed = tuple[tuple[tuple[int, ...], int], ...]
+"""Amounts, each with the places it belongs to: blocks of the list that a pipeline cuts, by their numbers; -1 is before
+the list, and the number of its blocks is behind it. What belongs to several places is once in a stage with any."""
+
+
 @dataclass(frozen=True)
 class Stages:
     """A pipeline as one of its ranks sees it."""
 
     ranks: tuple[int, ...]  # the rank of every stage
-    sizes: tuple[int, ...]  # blocks of every stage
+    ranges: tuple[tuple[int, int], ...]  # of the blocks that every stage computes: first, and end
+    num_blocks: int  # of the whole list
     here: int  # the rank whose step this is
     boundary_bytes: int | None = None  # what one block hands to the next in one micro-batch; None: unknown
+
+    def sums(self, amounts: Placed) -> list[int]:
+        """What of some amounts every stage has."""
+        return [sum(size for places, size in amounts if self._has(one, places)) for one in self.ranges]
+
+    def _has(self, blocks: tuple[int, int], places: tuple[int, ...]) -> bool:
+        """The stage of the first block has also what is before the list, that of the last what is behind it."""
+        first, end = blocks
+        behind = end + 1 if end == self.num_blocks else end
+        return any(first <= place < behind or (place == -1 and first == 0 < end) for place in places)
 
 
 @dataclass(frozen=True)
@@ -89,6 +105,8 @@ class RecomputePart:
     inside: tuple[str, ...]  # qualified names of the classes its modules lie in
     freed_bytes: int  # no longer saved between forward and backward (net of the inputs that are kept instead)
     working_bytes: int  # saved again while one such module runs backward (the largest)
+    freed_at: Placed = ()  # freed_bytes, where a pipeline cuts the model
+    flops_at: Placed = ()  # then: of their forward
 
 
 @dataclass(frozen=True)
@@ -99,6 +117,8 @@ class Activations:
     parts: tuple[RecomputePart, ...] = ()
     block_classes: tuple[str, ...] = ()  # classes of the model's repeated blocks
     working_bytes: int = 0  # of the part being recomputed
+    saved_at: Placed = ()  # saved_bytes, where a pipeline cuts the model
+    flops_at: Placed = ()  # then: of forward and backward
 
 
 @dataclass(frozen=True)
@@ -160,6 +180,7 @@ class Step:
     activations: Activations | None = None  # None: unknown (no sample batch, or the model could not be traced)
     stages: Stages | None = None  # where the mesh has a pipeline axis
     flops: int | None = None  # of one micro-batch, forward and backward; recomputation not counted
+    recompute_flops: int = 0  # of recomputation, where a pipeline cuts the model
     boundaries: tuple[Boundary, ...] = ()  # as one rank of its axis meets them; so are activations and flops
     parameters: Placement = Placement()
     gradients: Placement = Placement()

@@ -82,7 +82,7 @@ def _joined(parts: list[Watched]) -> Record:
         grads = [part.grads[0] if part.grads else torch.zeros_like(source) for part, source in every]
         whole.requires_grad_()
         whole.grad = _cat(grads) if whole.dim() else torch.stack(grads).sum()
-    return Record(first.name, first.group, whole, whole, first.keeps_grad)
+    return Record(first.name, first.group, whole, (whole,), first.keeps_grad)
 
 
 def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:

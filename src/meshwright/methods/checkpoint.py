@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -77,7 +78,9 @@ class Checkpoint(Method):
             return step
         wanted = known.block_classes if self.wrap_class is None else self.wrap_class
         chosen = [part for part in known.parts if _named(wanted, part.classes) and not _named(wanted, part.inside)]
-        return step.replace(activations=_recompute(known, chosen)).send(*self._repeated(step, wanted))
+        flops = sum(size for part in chosen for _, size in part.flops_at)
+        step = step.replace(activations=_recompute(known, chosen), recompute_flops=flops)
+        return step.send(*self._repeated(step, wanted))
 
     def _repeated(self, step: Step, wanted: tuple[str, ...]) -> list[Traffic]:
         """Forward's collectives over the axes tensor, sequence and context that recomputation sends again.
@@ -99,9 +102,8 @@ def _named(references: tuple[str, ...], names: tuple[str, ...]) -> bool:
 
 
 def _recompute(known: Activations, chosen: list[RecomputePart]) -> Activations:
-    return Activations(
+    return dataclasses.replace(
+        known,
         saved_bytes=max(known.saved_bytes - sum(part.freed_bytes for part in chosen), 0),
-        parts=known.parts,
-        block_classes=known.block_classes,
         working_bytes=max((part.working_bytes for part in chosen), default=0),
     )

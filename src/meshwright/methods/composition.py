@@ -46,8 +46,11 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
     Raises:
         StrategyError: Naming the methods.
     """
-    strategy = without_mixed(strategy)
-    notices = [notice for method in strategy.methods for notice in method.notices()]
+    written, strategy = strategy, without_mixed(strategy)
+    said = dict.fromkeys(
+        notice for each in (written, strategy) for method in each.methods for notice in method.notices()
+    )
+    notices = list(said)
     strategy, axes = _with_mesh(strategy, world)
     strategy = _with_zero_method(strategy, axes, zero_level, notices)
     strategy = _without_redundant_amp(strategy, notices)

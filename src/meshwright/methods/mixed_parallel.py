@@ -1,4 +1,5 @@
-"""``mixed_parallel`` and ``ds_3d_parallel``: one name for a mesh and the methods of its axes. Seed: ATorch.
+"""``mixed_parallel``, ``ds_3d_parallel`` (in ATorch's code ``deepspeed_3d_parallel``): one name for a mesh and the
+methods of its axes. Seed: ATorch.
 
 They are no methods of their own: a strategy with one is read as the strategy with what it stands for.
 """
@@ -59,6 +60,48 @@ class Ds3dParallel(MixedParallel):
 
     method_name: ClassVar[str] = "ds_3d_parallel"
 
+    base_seed: int | None = None
+    """Of ATorch's config class: changes nothing."""
+    tie_first: bool | None = None
+    """Of ATorch's config class: changes nothing."""
+
+    @classmethod
+    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Refuses what told DeepSpeed's engine of a model, with what to do instead."""
+        for key in keys.keys() & _REFUSED.keys():
+            if keys[key] is not None:
+                raise StrategyError(
+                    f"{cls.method_name}: {key!r} configures DeepSpeed's engine, which there is none of here",
+                    expected="parallel_mode, pipe_config, tensor_config, base_seed and tie_first",
+                    got=f"{key}={keys[key]!r}",
+                    fix=_REFUSED[key],
+                )
+        return {key: value for key, value in keys.items() if key not in _REFUSED}
+
+    def notices(self) -> list[str]:
+        """Says which accepted keys change nothing."""
+        inert = {"base_seed": "init_distributed seeds every rank", "tie_first": "tied weights are found"}
+        given = [key for key in inert if getattr(self, key) is not None]
+        return [f"{self.method_name}: {key} changes nothing; {inert[key]}" for key in given]
+
+
+_REFUSED = {
+    "tpinfo": "leave it out; layers to split are found, or named: tensor_config={'plan': {'layers.*.up': 'colwise'}}",
+    "custom_patcher": "leave it out; the model is trained as it is, without a patch",
+    "logit_helper": "leave it out; losses take logits whose words lie on several ranks",
+    "ds_config": "leave it out; micro-batches and precision are num_micro_batches, amp_native and half",
+    "batch_fn": "pass it as prepare_input",
+}
+
+
+class DeepSpeed3dParallel(Ds3dParallel):
+    """The same by the name that ATorch's code has for it."""
+
+    method_name: ClassVar[str] = "deepspeed_3d_parallel"
+
+
+_NAMES = (MixedParallel.method_name, Ds3dParallel.method_name, DeepSpeed3dParallel.method_name)
+
 
 def without_mixed(strategy: Strategy) -> Strategy:
     """The strategy with what ``mixed_parallel`` and ``ds_3d_parallel`` stand for in their place.
@@ -66,7 +109,7 @@ def without_mixed(strategy: Strategy) -> Strategy:
     Raises:
         StrategyError: When no mesh is named, or two are.
     """
-    for name in ("mixed_parallel", "ds_3d_parallel"):
+    for name in _NAMES:
         mixed, own = strategy.get(name), strategy.get("parallel_mode")
         if not isinstance(mixed, MixedParallel):
             continue

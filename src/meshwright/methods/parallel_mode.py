@@ -38,6 +38,8 @@ class ParallelMode(Method):
         """Reads ``([(name, size), …], rank_order)`` with ATorch's further items, and a bare list of axes."""
         if not isinstance(raw, tuple | list) or not raw:
             return super().from_short(raw)
+        if len(raw) == 2 and isinstance(raw[0], str):  # one axis
+            return {"axes": (raw,)}
         if all(isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str) for item in raw):
             return {"axes": raw}
         if len(raw) > 2 and raw[2]:

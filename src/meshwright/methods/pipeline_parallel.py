@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, PositiveInt
+from pydantic import BeforeValidator, ByteSize, PositiveInt
 from torch import nn
 
 from meshwright.cost import Step
@@ -14,11 +13,12 @@ from meshwright.errors import StrategyError
 from meshwright.inspect import keep_name_order
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
+from meshwright.methods.pipeline.balance import balanced_bounds
 from meshwright.methods.pipeline.chain import Line
 from meshwright.methods.pipeline.cost import stage_cost
-from meshwright.methods.pipeline.cut import Cut, balanced_bounds, block_list, check_apart, check_enough, given_bounds
+from meshwright.methods.pipeline.cut import Cut, block_list, check_apart, check_enough, given_bounds
 from meshwright.methods.pipeline.engine import PipelineEngine
-from meshwright.methods.pipeline.parts import keep_part, part_of, place_outside
+from meshwright.methods.pipeline.parts import keep_part, parameter_costs, part_of, place_stages
 from meshwright.methods.pipeline.schedules import (
     SCHEDULES,
     ScheduleName,
@@ -37,11 +37,13 @@ _RENAMED = {"pipe_schedule": "schedule", "chunks": "num_micro_batches"}
 
 # What ATorch's two engines needed to be told, and what this one does instead.
 _REFUSED = {
-    "shard_planner": "leave it out; blocks are balanced by their size, or cut by hand with split=[…]",
+    "shard_planner": "leave it out; blocks are balanced by their time, or cut by hand with split=[…]",
     "pipe_ranks": "leave it out; the ranks follow from parallel_mode",
     "insert_before_modules": "cut by hand with split=[…], the number of blocks of every stage",
-    "use_c10d": "leave it out; stages always talk over torch.distributed's process groups",
-    "nstages": "leave it out; the number of stages is the pipeline axis times num_stages_per_rank",
+}
+_INERT = {
+    "dynamic_shape": "shapes may always change from batch to batch",
+    "use_c10d": "stages always talk over torch.distributed's process groups",
 }
 
 
@@ -51,7 +53,7 @@ class PipelineParallel(Method):
     ``Accelerated.step`` runs the schedule. A loop of one's own, ``loss_func(x, model(x)).backward()``, runs the stages
     one after the other, as GPipe does for one micro-batch. The ranks of a pipeline take the same samples.
 
-    Config: None, or keys. ``dynamic_shape`` of ATorch is accepted: shapes may always change from batch to batch.
+    Config: None, or keys. ``dynamic_shape`` and ``use_c10d`` of ATorch are accepted, and change nothing.
     """
 
     method_name: ClassVar[str] = "pipeline_parallel"
@@ -60,23 +62,31 @@ class PipelineParallel(Method):
 
     schedule: Annotated[ScheduleName, BeforeValidator(schedule_name)] = "1f1b"
     num_micro_batches: PositiveInt | None = None
-    """Parts of a batch that travel one after the other; None: as ``accelerate`` was told."""
+    """Parts of a batch that travel one after the other; None: as ``accelerate`` was told, else one for every rank."""
     num_stages_per_rank: PositiveInt | None = None
     """Stages on every rank: 2 or more for ``interleaved``, 2 for ``zbv`` and ``dualpipev``, 1 for the others."""
     split: tuple[PositiveInt, ...] | None = None
-    """Blocks of every stage; None balances."""
+    """Blocks of every stage; None balances their time, as far as memory lasts."""
+    memory_limit: ByteSize | None = None
+    """What a rank may hold, in bytes or as "40 GiB"; None: the memory of a CUDA device, no limit on the CPU."""
     blocks: str | None = None
     """Path of the ModuleList that is cut; None: the only one there is."""
+    nstages: PositiveInt | None = None
+    """Of ATorch: the stages over all ranks, which must be those that there are."""
     dynamic_shape: bool | None = None
+    use_c10d: bool | None = None
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """Takes ATorch's names, and refuses its keys that have no meaning here."""
-        for key in keys.keys() & _REFUSED.keys():
+        given = dict(keys)
+        for key in sorted(keys.keys() & _REFUSED.keys()):
+            if keys.pop(key) is None:
+                continue
             raise StrategyError(
                 f"pipeline_parallel: {key!r} configures an engine of ATorch's, which there is none of here",
                 expected="schedule, num_micro_batches, num_stages_per_rank, split and blocks",
-                got=f"{key}={keys[key]!r}",
+                got=f"{key}={given[key]!r}",
                 fix=_REFUSED[key],
             )
         keys = {_RENAMED.get(key, key): value for key, value in keys.items()}
@@ -86,55 +96,43 @@ class PipelineParallel(Method):
         return keys
 
     def notices(self) -> list[str]:
-        """Says which accepted key changes nothing."""
-        if self.dynamic_shape is None:
-            return []
-        return ["pipeline_parallel: dynamic_shape changes nothing; shapes may always change from batch to batch"]
+        """Says which accepted keys change nothing."""
+        given = [key for key in _INERT if getattr(self, key) is not None]
+        return [f"pipeline_parallel: {key} changes nothing; {_INERT[key]}" for key in given]
 
     @property
     def stages_per_rank(self) -> int:
         """Stages on every rank."""
         return self.num_stages_per_rank or (1 if self.schedule in ("gpipe", "1f1b") else 2)
 
-    def cut(self, model: nn.Module, ranks: int, flow: Dataflow | None) -> Cut:
-        """Decides the cut of a plain model.
+    def cut(self, model: nn.Module, ranks: int, flow: Dataflow | None, bounds: tuple[int, ...] | None = None) -> Cut:
+        """The cut of a plain model.
 
         Args:
             model: The whole model.
             ranks: Of the pipeline axis.
             flow: What blocks depend on (see :meth:`blocks_of`); None when that could not be found out.
+            bounds: Of the stages; None takes those given by hand, or balances by parameters.
 
         Raises:
             ModelError, StrategyError: When the model cannot be cut so.
         """
         path, found = block_list(model, self.blocks)
         check_apart(model, path)
-        stages = stage_ranks(self.schedule, ranks, self.stages_per_rank)
-        bounds = self._bounds(model, list(found), len(stages), flow)
-        cut = Cut(path, bounds, stages, ())
-        owners = [cut.rank_of_block(index) for index in range(len(found))]
-        return dataclasses.replace(
-            cut,
-            outside=tuple(place_outside(model, list(found), owners, flow)),
-            late=flow.late if flow is not None else frozenset(),
-            boundary_bytes=flow.boundary_bytes if flow is not None else None,
-        )
+        stages = self.ranks_of_stages(ranks)
+        if bounds is None and self.split is not None:
+            bounds = given_bounds(self.split, len(found), len(stages))
+        elif bounds is None:
+            bounds = balanced_bounds(parameter_costs(model, list(found), flow), len(stages))
+        return place_stages(model, path, bounds, stages, flow)
 
-    def _bounds(self, model: nn.Module, blocks: list[nn.Module], stages: int, flow: Dataflow | None) -> tuple[int, ...]:
-        if self.split is not None:
-            return given_bounds(self.split, len(blocks), stages)
-        # A matrix costs time in proportion to its elements; looking up an embedding costs next to none.
-        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        sizes = {name: p.numel() for name, p in model.named_parameters()}
-        looked_up = {name for name, p in model.named_parameters() if id(p) in tables}
-        tail = flow.tail if flow is not None else frozenset()
-        head = flow.uses[0] - looked_up - (tail if len(blocks) == 1 else set()) if flow is not None else frozenset()
-        return balanced_bounds(
-            [float(sum(p.numel() for p in block.parameters())) for block in blocks],
-            stages,
-            head=float(sum(sizes[name] for name in head)),
-            tail=float(sum(sizes[name] for name in tail)),
-        )
+    def ranks_of_stages(self, ranks: int) -> tuple[int, ...]:
+        """The pipeline rank of every stage, for an axis of so many ranks."""
+        return stage_ranks(self.schedule, ranks, self.stages_per_rank)
+
+    def fewest_micro_batches(self, ranks: int) -> int:
+        """One for every rank of the axis; for every stage where the schedule needs as many."""
+        return ranks * (self.stages_per_rank if SCHEDULES[self.schedule].needs_full else 1)
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         """The blocks that are cut."""
@@ -146,8 +144,16 @@ class PipelineParallel(Method):
         Raises:
             ModelError, StrategyError: Saying what it can.
         """
-        check_enough(blocks, ranks * self.stages_per_rank)
-        check_micro_batches(self.schedule, ranks, ranks * self.stages_per_rank, micro_batches)
+        stages = ranks * self.stages_per_rank
+        if self.nstages not in (None, stages):
+            raise StrategyError(
+                "pipeline_parallel: nstages is not the number of stages that there are",
+                expected=f"{stages}: a pipeline axis of {ranks}, with {self.stages_per_rank} on every rank",
+                got=str(self.nstages),
+                fix="leave nstages out, or set the axis, num_stages_per_rank or another schedule",
+            )
+        check_enough(blocks, stages)
+        check_micro_batches(self.schedule, ranks, stages, micro_batches)
 
     def check(self, job: Job) -> None:
         """Refuses models that cannot be cut, and numbers of micro-batches that the schedule cannot run with."""

@@ -56,13 +56,14 @@ class TensorParallel(Method):
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """Refuses the keys of ATorch's planner."""
         for key in _REFUSED:
-            if key in keys:
+            if keys.get(key) is not None:
                 raise StrategyError(
                     f"tensor_parallel: {key!r} configures ATorch's tracer, which there is none of here",
                     expected="plan, or nothing",
                     got=f"{key}={keys[key]!r}",
                     fix="leave it out; the number of ranks is the size of the axis 'tensor' in parallel_mode",
                 )
+            keys.pop(key, None)
         return keys
 
     def text_arguments(self) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from meshwright.planner.choose import choose
 from meshwright.planner.parameters import describe_blocks, measured_state
 from meshwright.planner.plan import Plan, Workload
 from meshwright.planner.saved import record_saved
+from meshwright.planner.sizes import readable_bytes
 from meshwright.planner.states import probe_optimizer
-from meshwright.planner.table import plan_table, readable_bytes
+from meshwright.planner.table import plan_table
 
 __all__ = [
     "Plan",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.planner.plan import Plan, Workload
-from meshwright.planner.table import readable_bytes
+from meshwright.planner.sizes import readable_bytes
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 
 _CANDIDATES = (

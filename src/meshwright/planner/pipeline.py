@@ -3,53 +3,181 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from meshwright.cost import Stages, Step
-from meshwright.errors import MeshwrightError
-from meshwright.methods import Cut, PipelineParallel
+from meshwright.cost import Block, Stages, Step
+from meshwright.errors import MeshwrightError, StrategyError
+from meshwright.methods import Cut, PipelineParallel, Resolved, cost_of
+from meshwright.methods.pipeline.balance import Balancer, balanced_bounds
+from meshwright.methods.pipeline.cut import block_list
+from meshwright.methods.pipeline.parts import parameter_costs, place_stages
 from meshwright.methods.pipeline.trace import Dataflow, trace_blocks
+from meshwright.planner.parameters import describe_buffers
+from meshwright.planner.sizes import readable_bytes
+from meshwright.planner.stages import CandidateStages
 from meshwright.strategy import Strategy
 
 _SAMPLES = 2  # that a model is traced with: one alone is no batch for a BatchNorm
 
 
-def decide_cut(
-    method: PipelineParallel,
-    ranks: int,
-    model: nn.Module,
-    inputs_of: Callable[[int], Any],
-    forward: Callable[[nn.Module, Any], Any],
-    micro_batches: int,
-) -> tuple[Cut, tuple[str, ...]]:
-    """Decides the cut, after a pass without data that tells which stage needs what outside the blocks.
+@dataclass(frozen=True)
+class Pipeline:
+    """What a strategy asks for: a pipeline of several ranks, over the blocks of a model."""
 
-    Returns:
-        The cut, and what could not be found out.
+    method: PipelineParallel
+    ranks: int
+    blocks: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A cut, what could not be found out, and what the user is told."""
+
+    cut: Cut | None = None
+    gaps: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+
+
+def pipeline_of(resolved: Resolved, model: nn.Module, micro_batches: int) -> Pipeline | None:
+    """The pipeline that a strategy asks for; None where there is none.
 
     Raises:
-        ModelError, StrategyError: When the model cannot be cut so.
+        ModelError, StrategyError: When the model has too few blocks, or a batch too few micro-batches.
     """
+    method, ranks = resolved.strategy.get("pipeline_parallel"), dict(resolved.axes).get("pipeline", 1)
+    if not isinstance(method, PipelineParallel) or ranks == 1:
+        return None
     blocks = method.blocks_of(model)
     method.check_numbers(len(blocks), ranks, micro_batches)
-    flow: Dataflow | None = None
-    gap: tuple[str, ...] = ()
+    return Pipeline(method, ranks, tuple(blocks))
+
+
+def trace_flow(
+    pipeline: Pipeline, model: nn.Module, inputs_of: Callable[[int], Any], forward: Callable[[nn.Module, Any], Any]
+) -> tuple[Dataflow | None, str]:
+    """A pass without data that tells which stage needs what outside the blocks; or None, and why not.
+
+    Raises:
+        ModelError: When the model cannot be cut.
+    """
     try:
         inputs = inputs_of(_SAMPLES)
-        flow = trace_blocks(model, blocks, inputs, forward) if inputs is not None else None
-        reason = "there is no sample to trace the model with; pass sample_batch"
+        if inputs is None:
+            return None, "there is no sample to trace the model with; pass sample_batch"
+        flow = trace_blocks(model, list(pipeline.blocks), inputs, forward)
     except MeshwrightError:
         raise
     except Exception as error:  # a user's model may do anything; it trains without this too
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if flow is None:
-        gap = (f"every pipeline rank keeps all parameters outside the blocks: {reason}",)
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    flow.boundary_bytes //= _SAMPLES
+    return flow, ""
+
+
+def decide_cut(
+    pipeline: Pipeline,
+    model: nn.Module,
+    flow: tuple[Dataflow | None, str],
+    step: Step,
+    strategy: Strategy,
+    describe: Callable[[Cut], tuple[Block, ...]],
+    device_limit: int | None,
+) -> Decision:
+    """Cuts a model: by hand, or so that the dearest stage takes the least time, among the cuts that fit into memory.
+
+    Args:
+        pipeline: What is asked for.
+        model: The whole model.
+        flow: Of :func:`trace_flow`.
+        step: Of the whole model, before any method, without blocks and buffers.
+        strategy: Resolved; its cost twins tell what a rank holds.
+        describe: The model's blocks as plain data, for a cut.
+        device_limit: What a rank may hold where the method does not say; None: no limit.
+
+    Raises:
+        StrategyError: When no cut fits; it names the smallest need.
+    """
+    method, known = pipeline.method, flow[0]
+    gaps = () if known is not None else (f"every pipeline rank keeps all parameters outside the blocks: {flow[1]}",)
+    by_hand = method.cut(model, pipeline.ranks, known) if method.split is not None else None
+    if by_hand is not None and method.memory_limit is None:
+        return Decision(by_hand, gaps)
+    candidates = _candidates(pipeline, model, known, step, strategy, describe)
+    if step.activations is not None:
+        costs = [candidates.flops(index) for index in range(len(pipeline.blocks))]
     else:
-        flow.boundary_bytes //= _SAMPLES
-    return method.cut(model, ranks, flow), gap
+        costs = parameter_costs(model, list(pipeline.blocks), known)
+    balancer = Balancer(costs, method.ranks_of_stages(pipeline.ranks), candidates.need)
+    notices: tuple[str, ...] = (_ESTIMATED[by_hand is not None],) if step.activations is None else ()
+    bounds = by_hand.bounds if by_hand is not None else balanced_bounds(costs, balancer.num_stages)
+    limit = method.memory_limit or device_limit
+    if limit is not None and max(size for _, size in balancer.needs(bounds)) > limit:
+        found = balancer.fastest(limit) if by_hand is None else None
+        if found is None:
+            raise _does_not_fit(balancer, by_hand, limit, method, step, strategy)
+        bounds = found
+        looked = "" if balancer.is_exhaustive else ", of the cuts that were looked at"
+        notices += (f"pipeline_parallel: stages of {_sizes(bounds)} blocks, as memory allows{looked}",)
+    return Decision(by_hand or method.cut(model, pipeline.ranks, known, bounds), gaps, notices)
+
+
+_ESTIMATED = tuple(
+    f"pipeline_parallel: the model could not be traced without data: {what}memory_limit counts no activations"
+    for what in ("stages are balanced by their parameters, and ", "")
+)  # of a cut that is decided here, and of one by hand
+
+
+def _candidates(
+    pipeline: Pipeline,
+    model: nn.Module,
+    flow: Dataflow | None,
+    step: Step,
+    strategy: Strategy,
+    describe: Callable[[Cut], tuple[Block, ...]],
+) -> CandidateStages:
+    count = len(pipeline.blocks)
+    path, _ = block_list(model, pipeline.method.blocks)
+    finest = place_stages(model, path, tuple(range(count + 1)), tuple(range(count)), flow)
+    step = step.replace(blocks=describe(finest), buffers=describe_buffers(model, finest), boundaries=())
+    ranks = pipeline.method.ranks_of_stages(pipeline.ranks)
+    return CandidateStages(step, count, ranks, functools.partial(cost_of, strategy))
+
+
+def _does_not_fit(
+    balancer: Balancer,
+    by_hand: Cut | None,
+    limit: int,
+    method: PipelineParallel,
+    step: Step,
+    strategy: Strategy,
+) -> StrategyError:
+    bounds = by_hand.bounds if by_hand is not None else balancer.smallest()
+    rank, size = max(balancer.needs(bounds), key=lambda each: each[1])
+    own = [stage for stage, owner in enumerate(balancer.ranks) if owner == rank]
+    helps = ["more pipeline ranks", "smaller micro-batches"]
+    helps += ["checkpoint"] if "checkpoint" not in strategy else []
+    helps += ["fsdp over an axis zero"] if step.shard_axis is None else []
+    helps += ["the schedule 1f1b"] if method.schedule == "gpipe" else []
+    helps += ["no split"] if by_hand else []
+    return StrategyError(
+        "pipeline_parallel: the stages given do not fit into a rank's memory"
+        if by_hand
+        else "pipeline_parallel: no cut into stages fits into a rank's memory",
+        expected=f"at most {readable_bytes(limit)} on every rank",
+        got=f"{readable_bytes(size)} on pipeline rank {rank} (stage {' and '.join(map(str, own))})"
+        + ("" if by_hand else f" where least is needed, with stages of {_sizes(bounds)} blocks")
+        + ("" if balancer.is_exhaustive else " (of the cuts that were looked at)"),
+        fix=f"use {', '.join(helps[:-1])} or {helps[-1]}; or set memory_limit to what there really is",
+    )
+
+
+def _sizes(bounds: tuple[int, ...]) -> str:
+    return ", ".join(str(end - first) for first, end in itertools.pairwise(bounds))
 
 
 def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool) -> list[Step]:
@@ -69,11 +197,13 @@ def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool
     if cut.boundary_bytes is not None:
         parts = step.size("sequence") * step.size("context")  # of the tokens, of which a rank's blocks hand on one
         hidden = cut.boundary_bytes * samples // ((2 if in_half else 1) * parts)
-    return [step.replace(stages=Stages(cut.ranks, cut.sizes, rank, hidden)) for rank in range(cut.num_ranks)]
+    ranges, count = tuple(itertools.pairwise(cut.bounds)), cut.bounds[-1]
+    return [step.replace(stages=Stages(cut.ranks, ranges, count, rank, hidden)) for rank in range(cut.num_ranks)]
 
 
-def num_micro_batches(strategy: Strategy, given: int) -> int:
-    """The method's own number, or what ``accelerate`` was given."""
-    method = strategy.get("pipeline_parallel")
-    own = method.num_micro_batches if isinstance(method, PipelineParallel) else None
-    return own or given
+def num_micro_batches(resolved: Resolved, given: int | None) -> int:
+    """The pipeline's own number, what ``accelerate`` was given, or the fewest that keep every rank busy."""
+    method, ranks = resolved.strategy.get("pipeline_parallel"), dict(resolved.axes).get("pipeline", 1)
+    if not isinstance(method, PipelineParallel):
+        return given or 1
+    return method.num_micro_batches or given or method.fewest_micro_batches(ranks)

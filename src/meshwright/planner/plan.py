@@ -16,16 +16,23 @@ from meshwright.cost import Activations, Block, Boundary, Memory, Step, memory
 from meshwright.errors import ModelError
 from meshwright.methods import (
     Cut,
-    PipelineParallel,
     Resolved,
     SampleRun,
     cost_of,
     resolve,
 )
 from meshwright.methods.dtypes import torch_dtype
-from meshwright.methods.tensor.trace import SplitTrace
+from meshwright.methods.pipeline.trace import Dataflow
 from meshwright.planner.parameters import describe_blocks, describe_buffers
-from meshwright.planner.pipeline import by_pipeline_rank, decide_cut, num_micro_batches
+from meshwright.planner.pipeline import (
+    Decision,
+    Pipeline,
+    by_pipeline_rank,
+    decide_cut,
+    num_micro_batches,
+    pipeline_of,
+    trace_flow,
+)
 from meshwright.planner.saved import predict_saved
 from meshwright.planner.states import StatesOf, probe_optimizer
 from meshwright.planner.traces import Trace, divides_tokens, trace_key, trace_of
@@ -67,7 +74,7 @@ class Workload:
             there is no sample to be had.
         forward: ``forward(model, inputs)`` computes the loss.
         batch_size: Samples per step over all ranks; None when unknown.
-        num_micro_batches: Micro-batches per step.
+        num_micro_batches: Micro-batches per step; None: 1, or as many as a pipeline takes.
         world: Number of ranks.
         zero_level: See ``init_distributed``.
         limit_bytes: What one rank may hold.
@@ -79,7 +86,7 @@ class Workload:
     inputs_of: Callable[[int], Any]
     forward: Callable[[nn.Module, Any], Any]
     batch_size: int | None
-    num_micro_batches: int
+    num_micro_batches: int | None
     world: int
     zero_level: int
     limit_bytes: int | None
@@ -92,23 +99,31 @@ class Workload:
             StrategyError: When its methods do not fit together or do not fit the world.
         """
         resolved = resolve(strategy, self.world, self.zero_level)
+        micro_batches = num_micro_batches(resolved, self.num_micro_batches)
+        pipeline = pipeline_of(resolved, self.model, micro_batches)
+        flow = self._flow(pipeline) if pipeline is not None else None
         split = self._split(resolved)
-        micro_batches = num_micro_batches(resolved.strategy, self.num_micro_batches)
-        cut, gap = self._cut(resolved, micro_batches)
         samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
         param_dtype, autocast_dtype = _precision_of(resolved)
-        activations, flops, boundaries, gaps = self._activations(param_dtype, autocast_dtype, samples, split)
+        blocks = pipeline.blocks if pipeline is not None else ()
+        activations, flops, boundaries, gaps = self._activations(param_dtype, autocast_dtype, samples, split, blocks)
         step = Step(
-            blocks=self._blocks(split, cut),
+            blocks=(),
             axes=resolved.axes,
             shard_axis=resolved.shard_axis,
-            buffers=describe_buffers(self.model, cut),
             num_micro_batches=micro_batches,
             on_cpu=self.device.type == "cpu",
             activations=activations,
             flops=flops,
             boundaries=boundaries,
         )
+        decided = Decision()
+        if pipeline is not None and flow is not None:
+            describe = functools.partial(self._blocks, split)
+            limit = self.limit_bytes if self.device.type == "cuda" else None
+            decided = decide_cut(pipeline, self.model, flow, step, resolved.strategy, describe, limit)
+        cut = decided.cut
+        step = step.replace(blocks=self._blocks(split, cut), buffers=describe_buffers(self.model, cut))
         every = [
             cost_of(resolved.strategy, each)
             for each in by_pipeline_rank(step, cut, samples, in_half=param_dtype is not None)
@@ -119,25 +134,20 @@ class Workload:
             most,
             memory(most),
             self.limit_bytes,
-            resolved.notices,
-            (*gaps, *gap),
+            (*resolved.notices, *decided.notices),
+            (*gaps, *decided.gaps),
             cut,
             tuple(every) if cut is not None else (),
         )
 
-    def _cut(self, resolved: Resolved, micro_batches: int) -> tuple[Cut | None, tuple[str, ...]]:
-        """Where a pipeline axis cuts the model; each method and size is decided once."""
-        method, ranks = resolved.strategy.get("pipeline_parallel"), dict(resolved.axes).get("pipeline", 1)
-        if not isinstance(method, PipelineParallel) or ranks == 1:
-            return None, ()
-        if (method, ranks) not in self._cuts:
-            self._cuts[method, ranks] = decide_cut(
-                method, ranks, self.model, self.inputs_of, self.forward, micro_batches
-            )
-        return self._cuts[method, ranks]
+    def _flow(self, pipeline: Pipeline) -> tuple[Dataflow | None, str]:
+        """What the blocks depend on; each list of blocks is traced once."""
+        if pipeline.blocks not in self._flows:
+            self._flows[pipeline.blocks] = trace_flow(pipeline, self.model, self.inputs_of, self.forward)
+        return self._flows[pipeline.blocks]
 
     @functools.cached_property
-    def _cuts(self) -> dict[tuple[PipelineParallel, int], tuple[Cut, tuple[str, ...]]]:
+    def _flows(self) -> dict[tuple[nn.Module, ...], tuple[Dataflow | None, str]]:
         return {}
 
     def _split(self, resolved: Resolved) -> Trace | None:
@@ -171,15 +181,27 @@ class Workload:
         return {}
 
     def _activations(
-        self, param_dtype: str | None, autocast_dtype: str | None, samples: int, split: Trace | None
+        self,
+        param_dtype: str | None,
+        autocast_dtype: str | None,
+        samples: int,
+        split: Trace | None,
+        blocks: tuple[nn.Module, ...],
     ) -> Traced:
         """Activations and FLOPs of a micro-batch; each precision and size is traced once."""
-        key = (param_dtype, autocast_dtype, samples, split)
+        key = (param_dtype, autocast_dtype, samples, split, blocks)
         if key not in self._known:
             self._known[key] = self._trace(*key)
         return self._known[key]
 
-    def _trace(self, param_dtype: str | None, autocast_dtype: str | None, samples: int, split: Trace | None) -> Traced:
+    def _trace(
+        self,
+        param_dtype: str | None,
+        autocast_dtype: str | None,
+        samples: int,
+        split: Trace | None,
+        blocks: tuple[nn.Module, ...],
+    ) -> Traced:
         try:
             inputs = self.inputs_of(samples)
             if inputs is None:
@@ -191,12 +213,14 @@ class Workload:
                 param_dtype=torch_dtype(param_dtype) if param_dtype else None,
                 autocast_dtype=torch_dtype(autocast_dtype) if autocast_dtype else None,
                 split=split,
+                blocks=blocks,
             )
         except Exception as error:  # a user's model may do anything; training does not depend on this prediction
             reason = (str(error).splitlines() or [""])[0][:160]
-            if divides_tokens(split) and isinstance(error, ModelError):
-                raise  # training would fail in the same way
-            if isinstance(split, SplitTrace) and self._trace(param_dtype, autocast_dtype, samples, None)[0] is not None:
+            if divides_tokens(split):
+                if isinstance(error, ModelError):
+                    raise  # training would fail in the same way
+            elif split is not None and self._trace(param_dtype, autocast_dtype, samples, None, ())[0] is not None:
                 raise _does_not_fit(f"{type(error).__name__} while tracing ({reason})") from error
             return None, None, (), (f"activations are not predicted: {type(error).__name__} while tracing ({reason})",)
         return activations, flops, boundaries, ()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.cost import Activations, Boundary, RecomputePart
+from meshwright.cost import Activations, Boundary, Placed, RecomputePart
 from meshwright.methods.tensor.trace import SaveLog
 from meshwright.nn import class_names, find_blocks
 from meshwright.planner.traces import Trace
-
-_BACKWARD_FLOPS = 2  # the two products of backward, each as large as the one of forward
+from meshwright.planner.work import BACKWARD_FLOPS, PlacedWork
 
 
 @dataclass
@@ -33,6 +33,8 @@ class SavedTensors:
     weights: set[int] = field(default_factory=set)  # storages of parameters and buffers: saved, but not by forward
     alive: list[Any] = field(default_factory=list)  # keeps storages from being freed and their addresses reused
     log: SaveLog = field(default_factory=list)  # the module stack of every save, in order
+    places: dict[int, set[int]] = field(default_factory=dict)  # storage -> where in the list of blocks it was saved
+    run_at: dict[nn.Module, set[int]] = field(default_factory=dict)  # module -> where it ran
 
     @property
     def bytes(self) -> int:
@@ -41,27 +43,36 @@ class SavedTensors:
 
 
 @contextlib.contextmanager
-def record_saved(model: nn.Module, *, keep_alive: bool = False) -> Iterator[SavedTensors]:
+def record_saved(
+    model: nn.Module, *, keep_alive: bool = False, blocks: Sequence[nn.Module] = ()
+) -> Iterator[SavedTensors]:
     """Records what a forward pass inside the block saves for backward.
 
     Args:
         model: The model that runs; gathered weights of sharded modules are recognised while they run.
         keep_alive: Keep every saved tensor until the end of the record: only for fake tensors, which hold no data.
+        blocks: Those of a list that a pipeline cuts, in the order in which they run; places are told by them.
     """
     saved = SavedTensors()
     stack: list[nn.Module] = []
+    index = {block: number for number, block in enumerate(blocks)}
+    place = -1
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         key, size = _storage(tensor)
         saved.sizes[key] = size
         saved.savers.setdefault(key, []).append(tuple(stack))
+        saved.places.setdefault(key, set()).add(place)
         saved.log.append(tuple(stack))
         if keep_alive:
             saved.alive.append(tensor)
         return tensor
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal place
         stack.append(module)
+        place = index.get(module, place)
+        saved.run_at.setdefault(module, set()).add(place)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         saved.inputs.setdefault(module, {}).update(map(_storage, tensors))
         if keep_alive:
@@ -70,7 +81,9 @@ def record_saved(model: nn.Module, *, keep_alive: bool = False) -> Iterator[Save
             saved.weights.add(_storage(tensor)[0])
 
     def leave(module: nn.Module, *_: Any) -> None:
+        nonlocal place
         stack.pop()
+        place += index.get(module) == len(blocks) - 1  # behind the last one
 
     hooks = [
         hook
@@ -103,6 +116,7 @@ def predict_saved(
     param_dtype: torch.dtype | None,
     autocast_dtype: torch.dtype | None,
     split: Trace | None = None,
+    blocks: Sequence[nn.Module] = (),
 ) -> tuple[Activations, int, tuple[Boundary, ...]]:
     """Predicts what one micro-batch saves, in a forward pass over fake tensors; the model itself is not touched.
 
@@ -113,6 +127,7 @@ def predict_saved(
         param_dtype: Precision of the parameters as they compute; None keeps their own.
         autocast_dtype: Precision of autocast; None runs without.
         split: Lets the model run as one rank of the axes that divide layers and tokens; None runs it whole.
+        blocks: Those that a pipeline cuts: activations and operations are told apart by their places then.
 
     Returns:
         The activations, the floating-point operations of forward and backward (recomputation not counted), and what is
@@ -135,13 +150,19 @@ def predict_saved(
     fake_inputs = tree_map(lambda leaf: converted(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
     counter = FlopCounterMode(display=False)
     autocast = torch.autocast(device.type, dtype=autocast_dtype) if autocast_dtype else contextlib.nullcontext()
-    with warnings.catch_warnings(), fake, counter, autocast, record_saved(model, keep_alive=True) as saved:
+    work = PlacedWork(model, blocks, counter)
+    recorded = record_saved(model, keep_alive=True, blocks=blocks)
+    with warnings.catch_warnings(), fake, counter, autocast, recorded as saved:
         warnings.simplefilter("ignore")
-        with split.running(saved.log) if split is not None else contextlib.nullcontext():
-            torch.func.functional_call(_Forward(model, forward), state, (fake_inputs,))
+        as_one_rank = split.running(saved.log) if split is not None else contextlib.nullcontext()
+        with as_one_rank, work.counting() if blocks else contextlib.nullcontext():
+            loss = torch.func.functional_call(_Forward(model, forward), state, (fake_inputs,))
+        flops = counter.get_total_flops() * (1 + BACKWARD_FLOPS)
+        boundaries = split.boundaries(model, saved.log) if split is not None else ()
         activations = _summarise(model, saved)
-    boundaries = split.boundaries(model, saved.log) if split is not None else ()
-    return activations, counter.get_total_flops() * (1 + _BACKWARD_FLOPS), boundaries
+        if blocks:
+            activations = _with_flops(activations, work, loss)
+    return activations, flops, boundaries
 
 
 def _one_ranks(fake: torch.Tensor, tensor: torch.Tensor, split: Trace | None) -> torch.Tensor:
@@ -171,7 +192,25 @@ def _summarise(model: nn.Module, saved: SavedTensors) -> Activations:
         if module is not model:
             by_class.setdefault(tuple(class_names(module)), []).append(module)
     parts = tuple(_part(classes, modules, saved) for classes, modules in by_class.items())
-    return Activations(saved.bytes, parts, tuple(sorted(block_classes)))
+    sizes = [(saved.places[s], size) for s, size in saved.sizes.items() if s not in saved.weights]
+    return Activations(saved.bytes, parts, tuple(sorted(block_classes)), saved_at=_grouped(sizes))
+
+
+def _with_flops(activations: Activations, work: PlacedWork, loss: torch.Tensor) -> Activations:
+    """The same with the operations of every place; runs backward."""
+    parts = tuple(
+        dataclasses.replace(part, flops_at=_grouped(({place}, flops) for place, flops in work.of(part.classes)))
+        for part in activations.parts
+    )
+    return dataclasses.replace(activations, parts=parts, flops_at=work.everything(loss))
+
+
+def _grouped(amounts: Iterable[tuple[set[int], int]]) -> Placed:
+    found: dict[tuple[int, ...], int] = {}
+    for places, amount in amounts:
+        key = tuple(sorted(places))
+        found[key] = found.get(key, 0) + amount
+    return tuple(found.items())
 
 
 def _part(classes: tuple[str, ...], modules: list[nn.Module], saved: SavedTensors) -> RecomputePart:
@@ -188,8 +227,15 @@ def _part(classes: tuple[str, ...], modules: list[nn.Module], saved: SavedTensor
     )
     stacks = {module for every in saved.savers.values() for stack in every for module in _above(stack, chosen)}
     inside = tuple(sorted({name for module in stacks for name in class_names(module)}))
-    added = sum(size for storage, size in kept.items() if storage not in saved.sizes)  # masks, for example
-    return RecomputePart(classes, inside, sum(saved.sizes[s] for s in freed - kept.keys()) - added, working)
+    added = {storage: size for storage, size in kept.items() if storage not in saved.sizes}  # masks, for example
+    changes = [(saved.places[s], saved.sizes[s]) for s in freed - kept.keys()]
+    changes += [(_taken_at(modules, storage, saved), -size) for storage, size in added.items()]
+    freed_bytes = sum(size for _, size in changes)
+    return RecomputePart(classes, inside, freed_bytes, working, freed_at=_grouped(changes))
+
+
+def _taken_at(modules: list[nn.Module], storage: int, saved: SavedTensors) -> set[int]:
+    return {place for module in modules if storage in saved.inputs[module] for place in saved.run_at[module]}
 
 
 def _above(stack: tuple[nn.Module, ...], chosen: set[nn.Module]) -> tuple[nn.Module, ...]:

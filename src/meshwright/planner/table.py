@@ -8,6 +8,7 @@ from rich import box
 from rich.table import Table
 
 from meshwright.planner.plan import Plan
+from meshwright.planner.sizes import readable_bytes
 
 _ROWS = (
     ("parameters", "parameters"),
@@ -21,16 +22,6 @@ _ROWS = (
     ("gathered", "gathered while computing"),
 )
 _ALWAYS = {"parameters", "gradients", "optimizer", "activations", "buffers"}
-
-
-def readable_bytes(size: int) -> str:
-    """A size for people, in binary units: ``"1.50 GiB"``."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"
 
 
 def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:

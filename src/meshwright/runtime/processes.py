@@ -60,8 +60,8 @@ def init_distributed(
             are one pipeline; every one of them feeds its own batch (with ``tp_size``, that of its tensor group).
         tp_size: Ranks of a tensor group: neighbouring ones, that work on the same batch and split the layers of
             :mod:`meshwright.nn` among themselves. See :func:`meshwright.runtime.process_grid`.
-        num_micro_batches: Default of ``accelerate(num_micro_batches=)``, where None means 1; and into how many parts
-            a pipeline of ``pipe_size`` stages cuts the batches of its ranks taken together, where None means pipe_size.
+        num_micro_batches: Default of ``accelerate(num_micro_batches=)``; and into how many parts a pipeline of
+            ``pipe_size`` stages cuts the batches of its ranks taken together, where None means pipe_size.
         backend: torch.distributed backend; None means NCCL with CUDA and gloo without. ``"gloo"`` trains on the CPU.
         timeout_s: Seconds a collective may take before its rank gives up.
 

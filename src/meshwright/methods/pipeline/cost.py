@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from meshwright.cost import Activations, Block, Buffer, Parameter, Stages, Step, Traffic, local_shape
+from meshwright.cost import Activations, Block, Buffer, Parameter, Placed, Stages, Step, Traffic, local_shape
 from meshwright.methods.pipeline.schedules import live_peaks
 
 
@@ -14,13 +14,12 @@ def stage_cost(schedule: str, step: Step) -> Step:
     stages = step.stages
     assert stages is not None
     blocks = [_held(block, stages.here) for block in step.blocks]
-    share = sum(size for size, rank in _of_ranks(stages) if rank == stages.here) / sum(stages.sizes)
     lent = [_as_buffer(p) for block in step.blocks for p in block.parameters if stages.here in p.lent_to]
     step = step.replace(
         blocks=tuple(block for block in blocks if block is not None),
         buffers=(*(b for b in step.buffers if b.on_rank in (None, stages.here)), *lent),
         activations=_kept(schedule, step, stages) if step.activations is not None else None,
-        flops=round(step.flops * share) if step.flops is not None else None,
+        flops=_sum_here(stages, step.activations.flops_at) if step.activations is not None else None,
         boundaries=tuple(b for b in step.boundaries if b.on_ranks is None or stages.here in b.on_ranks),
     )
     return step.send(
@@ -30,8 +29,8 @@ def stage_cost(schedule: str, step: Step) -> Step:
     )
 
 
-def _of_ranks(stages: Stages) -> list[tuple[int, int]]:
-    return list(zip(stages.sizes, stages.ranks, strict=True))
+def _sum_here(stages: Stages, amounts: Placed) -> int:
+    return sum(size for size, rank in zip(stages.sums(amounts), stages.ranks, strict=True) if rank == stages.here)
 
 
 def _held(block: Block, rank: int) -> Block | None:
@@ -45,20 +44,22 @@ def _as_buffer(parameter: Parameter) -> Buffer:
 
 
 def _kept(schedule: str, step: Step, stages: Stages) -> Activations:
-    """Activations of all micro-batches in flight: those of the blocks, and on the last rank those behind them."""
+    """Activations of all micro-batches in flight on this rank, and what recomputation would change of them."""
     known = step.activations
     assert known is not None
-    freed = sum(part.freed_bytes for part in known.parts if set(known.block_classes) & set(part.classes[:1]))
-    inputs = sum(stages.sizes) * (stages.boundary_bytes or 0)  # of the blocks: saved, and kept when they are recomputed
-    inside = min(freed + inputs, known.saved_bytes)
-    ranks, stages_per_rank = max(stages.ranks) + 1, len(stages.ranks) // (max(stages.ranks) + 1)
-    live = live_peaks(schedule, ranks, stages_per_rank, step.num_micro_batches, stages.sizes)[stages.here]
-    factor = live / sum(stages.sizes)
-    only_last = [0] * (len(stages.ranks) - 1) + [1]
-    behind = live_peaks(schedule, ranks, stages_per_rank, step.num_micro_batches, only_last)[stages.here]
-    parts = tuple(dataclasses.replace(part, freed_bytes=round(part.freed_bytes * factor)) for part in known.parts)
-    saved = round(inside * factor) + (known.saved_bytes - inside) * behind
-    return dataclasses.replace(known, saved_bytes=saved, parts=parts)
+    ranks = max(stages.ranks) + 1
+
+    def in_flight(amounts: Placed) -> int:
+        sizes = stages.sums(amounts)
+        return live_peaks(schedule, ranks, len(sizes) // ranks, step.num_micro_batches, sizes)[stages.here]
+
+    parts = tuple(
+        dataclasses.replace(
+            part, freed_bytes=in_flight(part.freed_at), flops_at=(((), _sum_here(stages, part.flops_at)),)
+        )
+        for part in known.parts
+    )
+    return dataclasses.replace(known, saved_bytes=in_flight(known.saved_at), parts=parts)
 
 
 def _hidden_bytes(step: Step, stages: Stages, *, forward: bool) -> int:

@@ -173,34 +173,3 @@ def check_enough(blocks: int, stages: int) -> None:
             got=f"{blocks}",
             fix="use a smaller pipeline axis, or fewer stages on a rank",
         )
-
-
-def balanced_bounds(costs: Sequence[float], stages: int, head: float = 0.0, tail: float = 0.0) -> tuple[int, ...]:
-    """The cut into consecutive stages, none empty, whose dearest stage is the cheapest possible.
-
-    Args:
-        costs: Of every block, in any unit of time.
-        stages: How many.
-        head: Cost of what is computed before the blocks: the first stage's.
-        tail: Cost of what is computed after them: the last stage's.
-    """
-    count = len(costs)
-    sums = [0.0, *itertools.accumulate(costs)]
-
-    def cost(stage: int, first: int, end: int) -> float:
-        extra = (head if stage == 0 else 0.0) + (tail if stage == stages - 1 else 0.0)
-        return sums[end] - sums[first] + extra
-
-    # best[end] = (dearest stage, bounds so far) of the first stages over the first blocks
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, (0,))}
-    for stage in range(stages):
-        following: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for end in range(stage + 1, count - (stages - stage - 1) + 1):
-            options = [
-                (max(dearest, cost(stage, first, end)), (*bounds, end))
-                for first, (dearest, bounds) in best.items()
-                if first < end
-            ]
-            following[end] = min(options)
-        best = following
-    return best[count][1]

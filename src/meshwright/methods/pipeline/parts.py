@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -39,6 +40,46 @@ def place_outside(model: nn.Module, blocks: list[nn.Module], ranks: list[int], f
             lent = others if any(f == "lent" for _, _, f in _fates(model, parameter, flow.late)) else set()
         found.append(Outside(name, tuple(sorted(trained)), tuple(sorted(lent))))
     return found
+
+
+def place_stages(
+    model: nn.Module, path: str, bounds: tuple[int, ...], ranks: tuple[int, ...], flow: Dataflow | None
+) -> Cut:
+    """The cut with these bounds of stages on these ranks: places what lies outside the blocks.
+
+    Args:
+        model: The whole model.
+        path: Of the list of blocks.
+        bounds: Stage s computes blocks ``bounds[s]`` … ``bounds[s + 1] - 1``.
+        ranks: The pipeline rank of every stage.
+        flow: See :func:`place_outside`.
+    """
+    blocks = list(model.get_submodule(path).children())
+    cut = Cut(path, bounds, ranks, ())
+    owners = [cut.rank_of_block(index) for index in range(len(blocks))]
+    return dataclasses.replace(
+        cut,
+        outside=tuple(place_outside(model, blocks, owners, flow)),
+        late=flow.late if flow is not None else frozenset(),
+        boundary_bytes=flow.boundary_bytes if flow is not None else None,
+    )
+
+
+def parameter_costs(model: nn.Module, blocks: list[nn.Module], flow: Dataflow | None) -> list[int]:
+    """The time of every block where it is unknown: a matrix costs in proportion to its elements.
+
+    What is before the blocks counts with the first, and what is behind them with the last. Looking up an embedding
+    costs next to nothing.
+    """
+    costs = [sum(p.numel() for p in block.parameters()) for block in blocks]
+    if flow is None:
+        return costs
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    looked_up = {name for name, p in model.named_parameters() if id(p) in tables}
+    costs[0] += sum(sizes[name] for name in flow.uses[0] - looked_up - (flow.tail if len(blocks) == 1 else set()))
+    costs[-1] += sum(sizes[name] for name in flow.tail)
+    return costs
 
 
 def _fates(model: nn.Module, parameter: nn.Parameter, late: frozenset[str]) -> Iterator[tuple[nn.Module, str, Fate]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) 
     )
 
 
+@functools.cache
 def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
     """What every rank computes, in order: ``(kind, stage, micro-batch)``.
 
@@ -94,15 +96,31 @@ def live_peaks(
     Args:
         stage_sizes: What one micro-batch keeps in every stage, in any unit; the answer is in the same.
     """
-    peaks = []
+    return tuple(
+        max(sum(count * stage_sizes[stage] for stage, count in held) for held in row)
+        for row in _held_at_most(name, ranks, stages_per_rank, micro_batches)
+    )
+
+
+@functools.cache
+def _held_at_most(
+    name: str, ranks: int, stages_per_rank: int, micro_batches: int
+) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
+    """How many micro-batches of each of its stages a rank keeps at once, ``(stage, count)``; the largest such only."""
+    found = []
     for row in actions(name, ranks, stages_per_rank, micro_batches):
-        held = peak = 0
+        held = dict.fromkeys(sorted({stage for _, stage, _ in row}), 0)
+        moments = set()
         for kind, stage, _ in row:
             # The gradients of weights are the last to need what forward saved.
-            held += stage_sizes[stage] * {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)
+            held[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
+            moments.add(tuple(held.items()))
+        found.append(tuple(m for m in sorted(moments) if not any(_less(m, other) for other in moments)))
+    return tuple(found)
+
+
+def _less(held: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
+    return held != other and all(mine <= theirs for (_, mine), (_, theirs) in zip(held, other, strict=True))
 
 
 def bubble_fraction(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
