@@ -38,6 +38,9 @@ class Parameter:
     states: tuple[StateTensor, ...] = ()  # what the optimizer will keep for it
     sharded: bool = True  # False: left whole on every rank although others are sharded
     tensor_dim: int | None = None  # the dim that a tensor axis divides; None: none
+    expert: tuple[int | None, int] | None = (
+        None  # of experts: its expert's number in a list (None: stacked), of how many
+    )
     trained_on: tuple[int, ...] | None = None  # outside the blocks of a pipeline: the ranks that train it; None: all
     lent_to: tuple[int, ...] = ()  # the ranks that hold its first value as a buffer
 
@@ -108,7 +111,7 @@ class Boundary:
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
     path: str = ""  # of the layer
     on_ranks: tuple[int, ...] | None = None  # the pipeline ranks that run it; None: all
-    axis: Literal["tensor", "sequence"] = "tensor"
+    axis: Literal["tensor", "sequence", "expert"] = "tensor"
 
 
 @dataclass(frozen=True)

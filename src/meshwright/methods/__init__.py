@@ -4,9 +4,11 @@ from meshwright.methods.amp_native import AmpNative
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in_phase_order, resolve
+from meshwright.methods.expert.trace import ExpertTrace
+from meshwright.methods.expert_parallel import ExpertParallel
 from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
-from meshwright.methods.job import Job
+from meshwright.methods.job import SAMPLED, Job
 from meshwright.methods.outer import Outer
 from meshwright.methods.parallel_mode import ParallelMode
 from meshwright.methods.pipeline.cut import Cut
@@ -20,9 +22,12 @@ from meshwright.methods.zero1 import Zero1
 from meshwright.methods.zero2 import Zero2
 
 __all__ = [
+    "SAMPLED",
     "AmpNative",
     "Checkpoint",
     "Cut",
+    "ExpertParallel",
+    "ExpertTrace",
     "Fsdp",
     "Half",
     "Job",

@@ -16,11 +16,14 @@ from meshwright.cost import Activations, Block, Boundary, Memory, Step, memory
 from meshwright.errors import ModelError
 from meshwright.methods import (
     Cut,
+    ExpertParallel,
+    ExpertTrace,
     PipelineParallel,
     Resolved,
     SampleRun,
     SequenceParallel,
     SequenceTrace,
+    SAMPLED,
     TensorParallel,
     cost_of,
     resolve,
@@ -33,10 +36,10 @@ from meshwright.planner.saved import predict_saved
 from meshwright.planner.states import StatesOf, probe_optimizer
 from meshwright.strategy import Strategy
 
-Trace = SplitTrace | SequenceTrace
+Trace = SplitTrace | SequenceTrace | ExpertTrace
 
 Traced = tuple[Activations | None, int | None, tuple[Boundary, ...], tuple[str, ...]]
-"""Activations, FLOPs and collectives over the tensor or sequence axis of a micro-batch, and what there is to say."""
+"""Activations, FLOPs and collectives over the tensor, sequence or expert axis of a micro-batch, and what there is to say."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,12 @@ class Workload:
             if (sequence, size) not in self._splits:
                 self._splits[sequence, size] = SequenceTrace(self.model, size)
             return self._splits[sequence, size]
+        experts, groups = resolved.strategy.get("expert_parallel"), dict(resolved.axes).get("expert", 1)
+        if isinstance(experts, ExpertParallel) and groups > 1:
+            experts.check_axes(dict(resolved.axes))
+            if (experts, groups) not in self._splits:
+                self._splits[experts, groups] = experts.trace(self.model, groups)
+            return self._splits[experts, groups]
         method, ranks = resolved.strategy.get("tensor_parallel"), dict(resolved.axes).get("tensor", 1)
         if not isinstance(method, TensorParallel):
             return None
@@ -163,7 +172,8 @@ class Workload:
     def _blocks(self, split: Trace | None, cut: Cut | None) -> tuple[Block, ...]:
         if (split, cut) not in self._described:
             dims = split.dims if split else None
-            self._described[split, cut] = describe_blocks(self.model, self._states_of, dims, cut)
+            experts = split.experts if isinstance(split, ExpertTrace) else None
+            self._described[split, cut] = describe_blocks(self.model, self._states_of, dims, cut, experts)
         return self._described[split, cut]
 
     @functools.cached_property
@@ -172,7 +182,7 @@ class Workload:
         return probe_optimizer(self.optim_func, self.device, params)
 
     @functools.cached_property
-    def _splits(self) -> dict[tuple[TensorParallel | SequenceParallel, int], Trace | None]:
+    def _splits(self) -> dict[tuple[TensorParallel | SequenceParallel | ExpertParallel, int], Trace | None]:
         return {}
 
     @functools.cached_property
@@ -207,7 +217,7 @@ class Workload:
             )
         except Exception as error:  # a user's model may do anything; training does not depend on this prediction
             reason = (str(error).splitlines() or [""])[0][:160]
-            if isinstance(split, SequenceTrace):
+            if isinstance(split, SequenceTrace | ExpertTrace):
                 if isinstance(error, ModelError):
                     raise  # training would fail in the same way
             elif split is not None and self._trace(param_dtype, autocast_dtype, samples, None)[0] is not None:
@@ -239,4 +249,4 @@ def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:
 
 def _replicas(resolved: Resolved) -> int:
     sizes = dict(resolved.axes)
-    return sizes.get("replica", 1) * sizes.get("data", 1) * sizes.get("zero", 1)
+    return math.prod(sizes.get(axis, 1) for axis in SAMPLED)

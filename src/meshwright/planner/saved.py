@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.cost import Activations, Boundary, RecomputePart
-from meshwright.methods import SequenceTrace
+from meshwright.methods import ExpertTrace, SequenceTrace
 from meshwright.methods.tensor.trace import SaveLog, SplitTrace
 from meshwright.nn import class_names, find_blocks
 
@@ -102,7 +102,7 @@ def predict_saved(
     *,
     param_dtype: torch.dtype | None,
     autocast_dtype: torch.dtype | None,
-    split: SplitTrace | SequenceTrace | None = None,
+    split: SplitTrace | SequenceTrace | ExpertTrace | None = None,
 ) -> tuple[Activations, int, tuple[Boundary, ...]]:
     """Predicts what one micro-batch saves, in a forward pass over fake tensors; the model itself is not touched.
 
@@ -112,7 +112,7 @@ def predict_saved(
         forward: ``forward(model, inputs)`` computes the loss.
         param_dtype: Precision of the parameters as they compute; None keeps their own.
         autocast_dtype: Precision of autocast; None runs without.
-        split: Lets the model run as one rank of a tensor or sequence axis; None runs it whole.
+        split: Lets the model run as one rank of a tensor, sequence or expert axis; None runs it whole.
 
     Returns:
         The activations, the floating-point operations of forward and backward (recomputation not counted), and what is
@@ -144,7 +144,9 @@ def predict_saved(
     return activations, counter.get_total_flops() * (1 + _BACKWARD_FLOPS), boundaries
 
 
-def _one_ranks(fake: torch.Tensor, tensor: torch.Tensor, split: SplitTrace | SequenceTrace | None) -> torch.Tensor:
+def _one_ranks(
+    fake: torch.Tensor, tensor: torch.Tensor, split: SplitTrace | SequenceTrace | ExpertTrace | None
+) -> torch.Tensor:
     if split is None or not isinstance(tensor, nn.Parameter):
         return fake
     shape = split.local_shape(tensor)
