@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from meshwright.cost import Activations, Block, Boundary, Memory, Step, memory
 from meshwright.errors import ModelError
 from meshwright.methods import (
+    SAMPLED,
     Cut,
     ExpertParallel,
     ExpertTrace,
@@ -23,7 +24,6 @@ from meshwright.methods import (
     SampleRun,
     SequenceParallel,
     SequenceTrace,
-    SAMPLED,
     TensorParallel,
     cost_of,
     resolve,
@@ -39,7 +39,7 @@ from meshwright.strategy import Strategy
 Trace = SplitTrace | SequenceTrace | ExpertTrace
 
 Traced = tuple[Activations | None, int | None, tuple[Boundary, ...], tuple[str, ...]]
-"""Activations, FLOPs and collectives over the tensor, sequence or expert axis of a micro-batch, and what there is to say."""
+"""Activations, FLOPs and collectives inside the layers of a micro-batch, and what there is to say."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ Shapes: rows of H features; an expert returns as many rows and features as it ta
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -125,17 +126,25 @@ def questions_of(block: nn.Module, run: Callable[[], Any], listen: Callable[[Hea
         asked.append((number, given))
         return torch.zeros_like(given, dtype=answer_dtype(given))
 
-    buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     listen(note)
     try:
-        with preserved_rng():
+        with preserved_rng(), preserved_buffers(block):
             run()
     finally:
         listen(None)
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
     return asked
+
+
+@contextlib.contextmanager
+def preserved_buffers(module: nn.Module) -> Iterator[None]:
+    """Leaves a module's buffers as they were before the block."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def answering(asked: Sequence[Question], answers: Sequence[torch.Tensor]) -> Hear:

@@ -15,7 +15,14 @@ from torch import nn
 
 from meshwright.errors import ModelError
 from meshwright.methods.expert.layers import ExpertLayer, ListedExperts, StackedExperts
-from meshwright.methods.expert.listed import DividedExperts, Hear, answering, check_answer, questions_of
+from meshwright.methods.expert.listed import (
+    DividedExperts,
+    Hear,
+    answering,
+    check_answer,
+    preserved_buffers,
+    questions_of,
+)
 from meshwright.methods.expert.stacked import run_rows
 from meshwright.methods.tensor.engine import lent
 from meshwright.runtime import preserved_rng
@@ -107,7 +114,7 @@ def _counting(layer: StackedExperts, number: int) -> Iterator[None]:
 def _prove_listed(layer: ListedExperts) -> tuple[int, float] | None:
     block, experts = layer.block, layer.experts
     like = next(experts.parameters())
-    with _evaluating(block):
+    with _evaluating(block), preserved_buffers(block):
         for shape in ((1, _TOKENS), (_TOKENS,)):
             hidden = torch.randn(*shape, _features(experts), device=like.device, dtype=like.dtype)
             try:

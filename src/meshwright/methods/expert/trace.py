@@ -138,5 +138,5 @@ def _without_grouped_kernels() -> Iterator[None]:
     if transformers is None or not hasattr(transformers, "_can_use_grouped_mm"):
         yield
         return
-    with mock.patch.object(transformers, "_can_use_grouped_mm", lambda *_: False):
+    with mock.patch.object(transformers, "_can_use_grouped_mm", return_value=False):
         yield

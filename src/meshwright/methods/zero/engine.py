@@ -56,7 +56,8 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
 
 def _shard_experts(config: ZeroMethod, job: Job, reshard_after_forward: bool | int) -> set[nn.Parameter]:
     """Shards experts over the ranks that hold the same ones; where there are none, returns their parameters."""
-    assert job.experts is not None and job.shard_axis is not None
+    assert job.experts is not None
+    assert job.shard_axis is not None
     policy = _precision(config, job)
     if job.shard_axis == "expert":
         job.experts.compute_in(policy.param_dtype)
