@@ -61,7 +61,7 @@ class Moe(nn.Module):
         for number, expert in enumerate(self.experts):
             token, slot = torch.where(index == number)
             if len(token):
-                out.index_add_(0, token, expert(tokens[token]) * weights[token, slot, None])
+                out.index_add_(0, token, (expert(tokens[token]) * weights[token, slot, None]).to(out.dtype))
         return out.view_as(x)
 
 

@@ -27,7 +27,7 @@ from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, Stages
 from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
-AVERAGED = ("sequence", "data", "expert", "zero")
+AVERAGED = ("sequence", "expert", "data", "zero")
 """The axes over which gradients are averaged in every step, in the order of the mesh."""
 
 SAMPLED = ("replica", "data", "zero", "expert")

@@ -85,7 +85,7 @@ def replicate(job: Job) -> None:
     trainable = any(parameter.requires_grad for parameter in job.model.parameters())
     if job.shard_axis is not None or job.num_averaged == 1 or not trainable:
         return
-    group = job.flat_mesh("sequence", "data", "expert").get_group()
+    group = job.flat_mesh("sequence", "expert", "data").get_group()
     if job.experts is not None:
         job.micro_batch = _with_experts(job, job.experts.parameters(), group)
         return

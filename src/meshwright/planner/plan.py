@@ -220,10 +220,25 @@ class Workload:
             if isinstance(split, SequenceTrace | ExpertTrace):
                 if isinstance(error, ModelError):
                     raise  # training would fail in the same way
-            elif split is not None and self._trace(param_dtype, autocast_dtype, samples, None)[0] is not None:
+                sent = self._sent_to_experts(split, param_dtype, autocast_dtype, samples)
+                gap = f"activations are not predicted: {type(error).__name__} while tracing ({reason})"
+                return None, None, sent, (gap,)
+            if split is not None and self._trace(param_dtype, autocast_dtype, samples, None)[0] is not None:
                 raise _does_not_fit(f"{type(error).__name__} while tracing ({reason})") from error
             return None, None, (), (f"activations are not predicted: {type(error).__name__} while tracing ({reason})",)
         return activations, flops, boundaries, ()
+
+    def _sent_to_experts(
+        self, split: Trace, param_dtype: str | None, autocast_dtype: str | None, samples: int
+    ) -> tuple[Boundary, ...]:
+        """What travels, where experts that cannot run without data are passed over; nothing where more cannot."""
+        if not isinstance(split, ExpertTrace) or split.stands_in:
+            return ()
+        split.stands_in = True
+        try:
+            return self._trace(param_dtype, autocast_dtype, samples, split)[2]
+        finally:
+            split.stands_in = False
 
 
 def _does_not_fit(got: str) -> ModelError:

@@ -28,6 +28,7 @@ from meshwright.store.plain import from_plain, to_plain
 from meshwright.store.rank_order import in_model_order, to_rank_order_
 from meshwright.store.record import TensorRecord, tensor_records
 from meshwright.store.transfer import collect, spread
+from meshwright.store.union import refuse_parts
 from meshwright.store.writer import wait_for_saves, write_later
 
 
@@ -63,6 +64,7 @@ def save_optimizer(
     with same_on_every_rank():
         wait_for_saves()
         tensors, contents = _capture(optimizer, model)
+    refuse_parts(tensors, "save_optimizer")
     if folder:
         stem = f"{prefix}.{INDEX_KEY}" if prefix else INDEX_KEY
         metadata = {INDEX_KEY: dataclasses.asdict(contents)}

@@ -94,6 +94,16 @@ class DividedExperts(nn.Module):
         return torch.cat([part.to(dtype) for part in parts])
 
 
+def changed_input(block: nn.Module) -> ModelError:
+    """What to say of a block that cannot run twice on its input."""
+    return ModelError(
+        f"expert_parallel: {type(block).__name__} changes its input in place",
+        expected="an input that is the same after forward: the block runs twice",
+        got="another version of a tensor",
+        fix="write x = x * noise, not x *= noise",
+    )
+
+
 def check_answer(number: int, given: torch.Tensor, answer: Any) -> None:
     """Refuses experts that return something else than a tensor of the shape they take.
 
@@ -196,12 +206,7 @@ class ListedDispatch:
         versions = [tensor._version for tensor in inputs]
         asked = questions_of(self._block, functools.partial(forward, *args, **kwargs), self._listen)
         if [tensor._version for tensor in inputs] != versions:
-            raise ModelError(
-                f"expert_parallel: {type(self._block).__name__} changes its input in place",
-                expected="an input that is the same after forward: the block runs twice",
-                got="another version of a tensor",
-                fix="write x = x * noise, not x *= noise",
-            )
+            raise changed_input(self._block)
         answers, link = self._ask(asked, next(tensor for tensor in inputs if tensor.is_floating_point()))
         self._listen(answering(asked, answers))
         try:

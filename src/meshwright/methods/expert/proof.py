@@ -19,6 +19,7 @@ from meshwright.methods.expert.listed import (
     DividedExperts,
     Hear,
     answering,
+    changed_input,
     check_answer,
     preserved_buffers,
     questions_of,
@@ -143,12 +144,14 @@ def _compare_listed(layer: ListedExperts, hidden: torch.Tensor, whole: Any) -> t
         before = hidden._version
         asked = questions_of(block, lambda: block(hidden), listen)
         if hidden._version != before:
-            raise ModelError("the input is changed in place")
+            raise changed_input(block)
         answers = [experts[number](given) for number, given in asked]
         for (number, given), answer in zip(asked, answers, strict=True):
             check_answer(number, given, answer)
         listen(answering(asked, answers))
         parts = block(hidden)
+    except ModelError:
+        raise
     except Exception as error:
         raise _not_in_parts(layer.path, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
     finally:

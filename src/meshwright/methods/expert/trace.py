@@ -47,6 +47,8 @@ class ExpertTrace:
         """For every expert's parameter the number of its expert in a list (None: stacked), and of how many."""
         self.dims: dict[nn.Parameter, int] = {}
         """The dims of parameters that the axis divides as it divides work: none."""
+        self.stands_in = False
+        """Whether stacked experts only count: for those that cannot run without data."""
         self._stack: list[nn.Module] = []  # the modules that run
         self._log: list[tuple[nn.Module, ...]] = []
         self._sent: list[tuple[Literal["forward", "backward"], int, int, tuple[nn.Module, ...]]] = []
@@ -74,6 +76,8 @@ class ExpertTrace:
                     )
                 elif self._proved[layer] is not None:
                     stack.enter_context(mock.patch.object(layer.block, "forward", self._mean_forward(layer)))
+                if self.stands_in and isinstance(layer, StackedExperts):
+                    stack.enter_context(mock.patch.object(layer.module, "forward", _stand_in(layer.module)))
             stack.enter_context(_without_grouped_kernels())
             yield
 
@@ -126,6 +130,18 @@ class ExpertTrace:
 
 def _names(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     return tuple(sorted({name for module in modules for name in class_names(module)}))
+
+
+def _stand_in(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """Something of the shape of the answers, for which gradients are needed if they are for the experts."""
+    weights = list(module.parameters())
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden = Call.of(module, args, kwargs).hidden
+        anchor = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
+        return hidden + anchor.requires_grad_(any(weight.requires_grad for weight in weights))
+
+    return forward
 
 
 @contextlib.contextmanager

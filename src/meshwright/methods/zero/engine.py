@@ -74,7 +74,7 @@ def _shard_experts(config: ZeroMethod, job: Job, reshard_after_forward: bool | i
 def _mesh(job: Job) -> DeviceMesh:
     mesh = job.require_mesh()
     assert job.shard_axis is not None
-    replicated = [axis for axis in ("sequence", "data", "expert") if axis != job.shard_axis and job.size(axis) > 1]
+    replicated = [axis for axis in ("sequence", "expert", "data") if axis != job.shard_axis and job.size(axis) > 1]
     if len(replicated) > 1:
         name = job.flat_mesh(*replicated).mesh_dim_names[0]  # type: ignore[index]
         return mesh[name, job.shard_axis]
