@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from meshwright.batches import call_model, first_loss, micro_batches
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, PipelineEngine
-from meshwright.optim import GuardedOptimizer, OuterOptimizer, clip_gradients, guard_of
+from meshwright.optim import GuardedOptimizer, OuterOptimizer, Stages, clip_gradients, guard_of
 from meshwright.planner import Plan, measured_state, record_saved
 from meshwright.runtime import peak_memory_bytes, preserved_rng, synchronize_device
 from meshwright.strategy import Strategy
@@ -188,6 +188,11 @@ class Accelerated:
         if isinstance(loss, list | tuple):
             return [self._guard.scaled(loss[0]), *loss[1:]]
         return self._guard.scaled(loss)
+
+    @property
+    def stages(self) -> Stages | None:
+        """For norms, where ranks hold parameters of their own; None where every rank holds the whole model."""
+        return self._job.stages
 
     @property
     def _guard(self) -> GuardedOptimizer | None:

@@ -77,6 +77,13 @@ def test_tensor_parallelism_is_an_axis_and_a_method(plugin):
     assert plugin.strategy(8) == mw.Strategy([mode, "tensor_parallel", "zero2", ("half", "bf16")])
 
 
+def test_experts_are_an_axis_and_a_method():
+    plugin = MoeHybridParallelPlugin(ep_size=2, zero_stage=1, precision="bf16")
+    mode = ("parallel_mode", [("expert", 2), ("data", 2)])
+    assert plugin.strategy(4) == mw.Strategy([mode, "expert_parallel", "zero1", ("half", "bf16")])
+    assert "expert_parallel" not in MoeHybridParallelPlugin(ep_size=1).strategy(4)
+
+
 def test_the_keyword_arguments_of_the_seed_are_accepted():
     plugin = HybridParallelPlugin(tp_size=1, zero_stage=2, pp_size=1, enable_all_optimization=True)
     (notice,) = plugin.notices()

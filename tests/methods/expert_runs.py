@@ -278,5 +278,5 @@ def refusals():
         "ignored": said_of(net(), mesh, "expert_parallel", tuple(own)),
         "no method": said_of(net(), mesh),
         "no axis": said_of(net(), {"data": 2}, "expert_parallel"),
-        "beside": said_of(net(), {"expert": 1, "tensor": 2}, "expert_parallel", "tensor_parallel"),
+        "one rank": said_of(net(), {"expert": 1, "data": 2}, "expert_parallel"),
     }

@@ -94,7 +94,7 @@ def test_what_cannot_work_is_refused_on_all_ranks(ranks):
             "ignored": "atorch_ignored_cls",
             "no method": "add expert_parallel",
             "no axis": "expert_parallel has no mesh axis",
-            "beside": "nothing",
+            "one rank": "nothing",
         }.items():
             assert words in said[name], (name, said[name])
 

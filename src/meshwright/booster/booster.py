@@ -141,7 +141,9 @@ class Booster(CheckpointVerbs):
         if accelerated.optim is None:
             return None
         max_norm, norm_type = self.plugin.clipping if self.plugin is not None else (0.0, 2.0)
-        boosted = BoostedOptimizer(accelerated.optim, accelerated.model, max_norm=max_norm, norm_type=norm_type)
+        boosted = BoostedOptimizer(
+            accelerated.optim, accelerated.model, max_norm=max_norm, norm_type=norm_type, stages=accelerated.stages
+        )
         self._optimizers[accelerated.model] = boosted
         return boosted
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError
-from meshwright.optim import GuardedOptimizer, local_tensor
+from meshwright.optim import GuardedOptimizer, Stages, local_tensor
 
 
 class BoostedOptimizer(GuardedOptimizer):
@@ -21,10 +21,17 @@ class BoostedOptimizer(GuardedOptimizer):
         model: What it updates.
         max_norm: Largest gradient norm, applied in every step; 0 for no clipping.
         norm_type: p of the p-norm.
+        stages: Where the model is one rank's part, of a pipeline or of experts: norms are those of all of them.
     """
 
     def __init__(
-        self, optimizer: Optimizer, model: nn.Module, *, max_norm: float = 0.0, norm_type: float = 2.0
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        stages: Stages | None = None,
     ) -> None:
         if isinstance(optimizer, GuardedOptimizer):
             guards = {
@@ -32,9 +39,9 @@ class BoostedOptimizer(GuardedOptimizer):
                 "master": optimizer.master,
                 "skip_nonfinite": optimizer.skip_nonfinite,
             }
-            super().__init__(optimizer.inner, **guards)  # type: ignore[arg-type]
+            super().__init__(optimizer.inner, **guards, stages=stages)  # type: ignore[arg-type]
         else:
-            super().__init__(optimizer)
+            super().__init__(optimizer, stages=stages)
         self.model = model
         self.max_norm, self.norm_type = max_norm, norm_type
         self._last_norm: torch.Tensor | None = None

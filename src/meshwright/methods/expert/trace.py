@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.cost import Boundary
 from meshwright.methods.expert.layers import ExpertLayer, ListedExperts, StackedExperts
+from meshwright.methods.expert.listed import answer_dtype
 from meshwright.methods.expert.proof import prove
 from meshwright.methods.expert.stacked import Call
 from meshwright.nn import class_names
@@ -91,7 +92,8 @@ class ExpertTrace:
         def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             call = Call.of(module, args, kwargs)
             grad = call.hidden.requires_grad or any(weight.requires_grad for weight in module.parameters())
-            self._count(call.index.numel() * call.hidden.shape[1] * call.hidden.element_size(), layer, grad=grad)
+            size = call.index.numel() * call.hidden.shape[1] * call.hidden.element_size()
+            self._count(layer, size, size, grad=grad)
 
         return count
 
@@ -104,19 +106,21 @@ class ExpertTrace:
             tokens = hidden.reshape(-1, features)
             places = torch.arange(round(tokens.shape[0] * rate), device=hidden.device) % tokens.shape[0]
             grad = hidden.requires_grad or any(weight.requires_grad for weight in layer.experts.parameters())
-            self._count(len(places) * features * hidden.element_size(), layer, grad=grad)
+            numel = len(places) * features
+            self._count(layer, numel * hidden.element_size(), numel * answer_dtype(hidden).itemsize, grad=grad)
             parts = tokens[places].tensor_split(layer.num_experts)
             answers = torch.cat([expert(part) for expert, part in zip(layer.experts, parts, strict=True)])
             return torch.zeros_like(tokens).index_add(0, places, answers.to(tokens.dtype)).view(hidden.shape)
 
         return forward
 
-    def _count(self, size: int, layer: ExpertLayer, *, grad: bool) -> None:
+    def _count(self, layer: ExpertLayer, asked: int, answered: int, *, grad: bool) -> None:
+        """Counts, in bytes, the numbers of rows that ranks tell each other, the rows, and the answers."""
         position, around = len(self._log), tuple(self._stack)
-        for sent in (layer.num_experts * _COUNT_BYTES, size, size):
-            self._sent.append(("forward", sent, position, around))
-        if grad:
-            self._sent += [("backward", size, position, around)] * 2
+        for size in (layer.num_experts * _COUNT_BYTES, asked, answered):
+            self._sent.append(("forward", size, position, around))
+        for size in (asked, answered) if grad else ():
+            self._sent.append(("backward", size, position, around))
 
     def boundaries(self, model: nn.Module, log: list[tuple[nn.Module, ...]]) -> tuple[Boundary, ...]:
         """What the last run sends in one micro-batch."""
