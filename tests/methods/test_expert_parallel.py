@@ -23,6 +23,7 @@ CASES = {
     "half": (2, "mixtral", {"expert": 2}, [("half", "bf16")], "bf16", 1),
     "amp": (2, "mixtral", {"expert": 2}, ["zero1", ("amp_native", "bf16")], "bf16", 1),
     "amp listed": (2, "listed", {"expert": 2}, [("amp_native", "bf16")], "bf16", 1),
+    "half listed": (2, "listed", {"expert": 2}, ["zero2", ("half", "bf16")], "bf16", 1),
     "data": (4, "mixtral", {"expert": 2, "data": 2}, [], "sgd", 2),
     "listed data": (4, "listed", {"expert": 2, "data": 2}, [], "sgd", 1),
     "listed fsdp": (4, "listed", {"zero": 2, "expert": 2}, ["fsdp"], "sgd", 2),
@@ -75,9 +76,9 @@ def test_ranks_and_experts_without_tokens(ranks):
 def test_checkpoints_go_between_layouts(ranks, tmp_path, name):
     divided = [("parallel_mode", {"expert": 2}), "expert_parallel", "fsdp"]
     before = ranks(2).run(expert_runs.save_and_go_on, tmp_path / "divided", name, divided)
-    after = ranks(2).run(expert_runs.load_and_go_on, tmp_path / "divided", name, ["fsdp"])
+    after = ranks(1).run(expert_runs.load_and_go_on, tmp_path / "divided", name, [])
     assert after[0] == pytest.approx(before[0], rel=1e-5)
-    ranks(2).run(expert_runs.save_and_go_on, tmp_path / "whole", name, [])
+    ranks(2).run(expert_runs.save_and_go_on, tmp_path / "whole", name, ["fsdp"])
     after = ranks(2).run(expert_runs.load_and_go_on, tmp_path / "whole", name, divided[:2])
     assert after[0] == pytest.approx(before[0], rel=1e-4)
 

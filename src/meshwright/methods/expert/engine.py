@@ -40,9 +40,10 @@ class Experts:
         return {each for module in self.modules for each in module.modules()}
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
-        """Sets the precision in which stacked weights compute that nobody gathers."""
-        for dispatch in self.dispatches:
-            dispatch.compute_dtype = dtype
+        """Sets the precision in which weights compute that nobody gathers."""
+        lists = (module for module in self.modules if isinstance(module, DividedExperts))
+        for each in (*self.dispatches, *lists):
+            each.compute_dtype = dtype
 
     def run_always(self) -> None:
         """Lets experts run that no token was sent to: their gradients are then zeros, where none would be missed."""

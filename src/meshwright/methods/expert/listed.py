@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.methods.expert.exchange import ExpertAxis
+from meshwright.methods.tensor.engine import lent
 from meshwright.runtime import preserved_rng
 
 Question = tuple[int, torch.Tensor]
@@ -44,6 +45,8 @@ class DividedExperts(nn.Module):
         self.numbers = numbers
         self.run_always = False
         """Whether experts run that nobody asks: where their gradients are reduced by what must find some."""
+        self.compute_dtype: torch.dtype | None = None
+        """Precision in which weights compute that nobody gathers; None: their own."""
         self._count = len(experts)
         self.hear: Hear | None = None
         for number in numbers:
@@ -86,12 +89,20 @@ class DividedExperts(nn.Module):
             if self.run_always or any(of_rank[position] >= 0 for of_rank in counts):
                 places = range(position, len(parts), len(self.numbers))
                 rows = torch.cat([parts[place] for place in places])
-                answers = self.get_submodule(str(number))(rows)
+                answers = self._run(self.get_submodule(str(number)), rows)
                 check_answer(number, rows, answers)
                 answered = answers.to(dtype).split([parts[place].shape[0] for place in places])
                 for place, answer in zip(places, answered, strict=True):
                     parts[place] = answer
         return torch.cat([part.to(dtype) for part in parts])
+
+    def _run(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        with contextlib.ExitStack() as stack:
+            for module in expert.modules() if self.compute_dtype is not None else ():
+                own = module.named_parameters(recurse=False)
+                stack.enter_context(lent(module, {name: p.to(self.compute_dtype) for name, p in own}))
+            answers: torch.Tensor = expert(rows)
+        return answers
 
 
 def changed_input(block: nn.Module) -> ModelError:
