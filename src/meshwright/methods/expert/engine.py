@@ -41,9 +41,11 @@ class Experts:
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
         """Sets the precision in which weights compute that nobody gathers."""
-        lists = (module for module in self.modules if isinstance(module, DividedExperts))
-        for each in (*self.dispatches, *lists):
-            each.compute_dtype = dtype
+        for dispatch in self.dispatches:
+            dispatch.compute_dtype = dtype
+        for module in self.modules:
+            if isinstance(module, DividedExperts):
+                module.compute_dtype = dtype
 
     def run_always(self) -> None:
         """Lets experts run that no token was sent to: their gradients are then zeros, where none would be missed."""
