@@ -208,6 +208,35 @@ def without_tokens(name, strategy):
     return apart, step.loss.item() - loss.item()
 
 
+class Picky(Moe):
+    """Asks its experts only where it is told to."""
+
+    asks = True
+
+    def forward(self, x):
+        return super().forward(x) if self.asks else x * 2 + self.router(x).sum()
+
+
+def without_questions():
+    """A step in which the block of one rank asks nothing: how far weights are from those of one process."""
+    batch = torch.arange(4 * tiny.SEQ_LEN).view(4, -1) % 61
+    torch.manual_seed(0)
+    plain = net(Picky)
+    torch.manual_seed(0)
+    result = accelerated("listed", [("parallel_mode", {"expert": 2}), "expert_parallel"], "sgd", model=net(Picky))
+    for block in result.model.blocks:
+        block.moe.asks = mw.rank() == 0
+    result.step(batch.chunk(2)[mw.rank()])
+    optim = torch.optim.SGD(plain.parameters(), **OPTIMIZERS["sgd"][1])
+    for ids, asks in zip(batch.chunk(2), (True, False), strict=True):
+        for block in plain.blocks:
+            block.moe.asks = asks
+        (tiny.loss_func(ids, plain(ids)) / 2).backward()
+    optim.step()
+    expected = dict(plain.named_parameters())
+    return max((value - expected[key]).abs().max().item() for key, value in whole_weights(result.model).items())
+
+
 def save_and_go_on(directory, name, strategy):
     """Three steps, a checkpoint, three more: their losses."""
     result = accelerated(name, strategy, "adamw")

@@ -70,6 +70,7 @@ def test_ranks_and_experts_without_tokens(ranks):
         for apart, loss in ranks(2).run(expert_runs.without_tokens, name, [mesh, "expert_parallel"]):
             assert apart < 1e-6
             assert abs(loss) < 1e-6
+    assert max(ranks(2).run(expert_runs.without_questions)) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["listed", pytest.param("mixtral", marks=LONG)])
