@@ -128,7 +128,7 @@ class Accelerated:
         # Replicas skip steps of their own, and their learning rates must not drift apart for it.
         if self.lr_scheduler is not None and not (skipped and not isinstance(self.optim, OuterOptimizer)):
             self.lr_scheduler.step()
-        return StepResult(self._mean(loss, ("data", "zero")), grad_norm, skipped)
+        return StepResult(self._mean(loss, ("data", "zero", "expert")), grad_norm, skipped)
 
     def measured_step(self, batch: Any) -> tuple[StepResult, dict[str, int]]:
         """A :meth:`step` that also measures: bytes this rank really holds, by the classes of ``plan.memory``.
@@ -196,7 +196,7 @@ class Accelerated:
 
     @property
     def stages(self) -> Stages | None:
-        """For norms over the parameters of all stages; None where every rank holds the whole model."""
+        """For norms, where ranks hold parameters of their own; None where every rank holds the whole model."""
         return self._job.stages
 
     @property
@@ -208,7 +208,7 @@ class Accelerated:
         """The mean loss over the global batch, without gradients; 0-dim, equal on every rank."""
         inputs = self.prepare_input(batch, self.device)
         output = call_model(self.model, inputs, self._model_input_format)
-        loss = self._mean(first_loss(self._job.loss_func(inputs, output)), ("replica", "data", "zero"))
+        loss = self._mean(first_loss(self._job.loss_func(inputs, output)), ("replica", "data", "zero", "expert"))
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # else weights gathered here would outlive a change of the shards

@@ -102,6 +102,13 @@ def test_stages_and_tokens_are_axes_and_methods():
     assert "num_model_chunks changes nothing" in chunks
 
 
+def test_experts_are_an_axis_and_a_method():
+    plugin = MoeHybridParallelPlugin(ep_size=2, zero_stage=1, precision="bf16")
+    mode = ("parallel_mode", [("expert", 2), ("data", 2)])
+    assert plugin.strategy(4) == mw.Strategy([mode, "expert_parallel", "zero1", ("half", "bf16")])
+    assert "expert_parallel" not in MoeHybridParallelPlugin(ep_size=1).strategy(4)
+
+
 def test_the_keyword_arguments_of_the_seed_are_accepted():
     plugin = HybridParallelPlugin(tp_size=1, zero_stage=2, pp_size=1, enable_all_optimization=True)
     (notice,) = plugin.notices()
@@ -153,7 +160,9 @@ TOKENS = {"enable_sequence_parallelism": True}
         (lambda: HybridParallelPlugin(**HYBRID, microbatch_size=3).num_micro_batches(4), "does not divide the batch"),
         (lambda: HybridParallelPlugin(tp_size=3, pp_size=1).strategy(4), r"tensor 3 = 3.*multiple of 3"),
         (lambda: HybridParallelPlugin(tp_size=0, pp_size=1).strategy(4), "not a number of ranks"),
-        (lambda: MoeHybridParallelPlugin(**HYBRID, ep_size=2), "experts divided between ranks"),
+        (lambda: MoeHybridParallelPlugin(tp_size=2, pp_size=1, ep_size=2), "other model parallelism"),
+        (lambda: MoeHybridParallelPlugin(**HYBRID, ep_size=3).strategy(4), "expert 3 = 3"),
+        (lambda: MoeHybridParallelPlugin(**HYBRID, moe_tp_size=2), "tensor parallelism of its own"),
         (lambda: GeminiPlugin(offload_optim_frac=0.5), "host memory"),
         (lambda: GeminiPlugin(placement_policy="auto"), "placement_policy"),
         (lambda: GeminiPlugin(shard_param_frac=0.5), "shard_param_frac"),

@@ -56,6 +56,7 @@ CONFIGS = {
     ),
     "sequence_parallel": st.just({}),
     "context_parallel": st.fixed_dictionaries({}, optional={"balance": st.booleans()}),
+    "expert_parallel": st.fixed_dictionaries({}, optional={"experts": st.just(["blocks.*.moe.units"])}),
     "half": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "master_weights": st.booleans()}),
     "amp_native": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "skip_if_nonfinite": st.booleans()}),
     "checkpoint": st.fixed_dictionaries({}, optional={"wrap_class": CLASSES, "no_reentrant": st.booleans()}),

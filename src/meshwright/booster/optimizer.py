@@ -21,7 +21,7 @@ class BoostedOptimizer(GuardedOptimizer):
         model: What it updates.
         max_norm: Largest gradient norm, applied in every step; 0 for no clipping.
         norm_type: p of the p-norm.
-        stages: Where the model is one pipeline rank's part: norms are those of all of them.
+        stages: Where the model is one rank's part, of a pipeline or of experts: norms are those of all of them.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from typing import Literal
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
 Moment = Literal["forward", "backward", "update"]
-BoundaryAxis = Literal["tensor", "sequence", "context"]
+BoundaryAxis = Literal["tensor", "sequence", "context", "expert"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class Parameter:
     states: tuple[StateTensor, ...] = ()  # what the optimizer will keep for it
     sharded: bool = True  # False: left whole on every rank although others are sharded
     tensor_dim: int | None = None  # the dim that a tensor axis divides; None: none
+    expert: tuple[int | None, int] | None = (
+        None  # of experts: its expert's number in a list (None: stacked), of how many
+    )
     trained_on: tuple[int, ...] | None = None  # outside the blocks of a pipeline: the ranks that train it; None: all
     lent_to: tuple[int, ...] = ()  # the ranks that hold its first value as a buffer
 

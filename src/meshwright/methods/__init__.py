@@ -6,9 +6,11 @@ from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in_phase_order, resolve
 from meshwright.methods.context.trace import TracedContext
 from meshwright.methods.context_parallel import ContextParallel
+from meshwright.methods.expert.trace import ExpertTrace
+from meshwright.methods.expert_parallel import ExpertParallel
 from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
-from meshwright.methods.job import Job
+from meshwright.methods.job import SAMPLED, Job
 from meshwright.methods.outer import Outer
 from meshwright.methods.parallel_mode import ParallelMode
 from meshwright.methods.pipeline.chain import StageOutput
@@ -23,10 +25,13 @@ from meshwright.methods.zero1 import Zero1
 from meshwright.methods.zero2 import Zero2
 
 __all__ = [
+    "SAMPLED",
     "AmpNative",
     "Checkpoint",
     "ContextParallel",
     "Cut",
+    "ExpertParallel",
+    "ExpertTrace",
     "Fsdp",
     "Half",
     "Job",

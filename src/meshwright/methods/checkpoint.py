@@ -83,7 +83,7 @@ class Checkpoint(Method):
         return step.send(*self._repeated(step, wanted))
 
     def _repeated(self, step: Step, wanted: tuple[str, ...]) -> list[Traffic]:
-        """Forward's collectives over the axes tensor, sequence and context that recomputation sends again.
+        """Forward's collectives over the axes tensor, sequence, context and expert that recomputation sends again.
 
         torch stops it at the last saved tensor: what a module sends after that is not sent again. The reentrant
         implementation runs to the end.

@@ -21,6 +21,7 @@ _METHOD_OF_AXIS = {
     "pipeline": "pipeline_parallel",
     "sequence": "sequence_parallel",
     "context": "context_parallel",
+    "expert": "expert_parallel",
     "replica": "outer",
 }
 
@@ -66,7 +67,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
                 got=f"{name}={size}",
                 fix=f"add {method} to the strategy"
                 if known
-                else "use the axes data, zero, sequence, context, tensor, pipeline and replica",
+                else "use the axes data, zero, sequence, context, expert, tensor, pipeline and replica",
             )
     for name, method in _METHOD_OF_AXIS.items():
         if method in strategy and name not in dict(axes):
@@ -79,7 +80,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
     if shard_axis is not None and shard_axis not in dict(axes):
         raise StrategyError(
             f"{shards} has no mesh axis to shard over",
-            expected="an axis 'zero', 'data', 'sequence' or 'context'",
+            expected="an axis 'zero', 'data', 'sequence', 'context' or 'expert'",
             got=str(dict(axes)),
         )
     _check_beside_tokens(strategy, dict(axes))
@@ -99,11 +100,13 @@ def _check_beside_tokens(strategy: Strategy, sizes: dict[str, int]) -> None:
 
 
 def _shard_axis(sizes: dict[str, int]) -> str:
-    """``zero``, else ``data``; ranks of a sequence hold equal parameters too, and are taken where they are alone."""
-    equal = [axis for axis in ("sequence", "context") if sizes.get(axis, 1) > 1]
-    if "zero" in sizes or not equal or sizes.get("data", 1) > 1:
+    """``zero``, else ``data``; ranks of a sequence hold equal parameters too, and are taken where they are alone.
+
+    So are ranks along experts, which hold all other parameters.
+    """
+    if "zero" in sizes or sizes.get("data", 1) > 1:
         return "zero" if "zero" in sizes else "data"
-    return equal[0]
+    return next((axis for axis in ("sequence", "context", "expert") if sizes.get(axis, 1) > 1), "data")
 
 
 def _with_mesh(strategy: Strategy, world: int) -> tuple[Strategy, Axes]:
@@ -166,7 +169,7 @@ def apply_strategy(job: Job) -> None:
     with same_on_every_rank():
         for method in methods:
             method.check(job)
-    if job.shard_axis is None and job.size("tensor") == job.size("pipeline") == 1:
+    if job.shard_axis is None and job.size("tensor") == job.size("pipeline") == job.size("expert") == 1:
         job.model.to(job.device)  # a method that splits moves it part by part: whole, it may not fit
     for method in methods:
         if method.phase < Phase.REPLICATE:
@@ -175,6 +178,8 @@ def apply_strategy(job: Job) -> None:
         replicate(job)
     else:
         finish_pipeline(job, job.pipeline)
+    if job.experts is not None:
+        job.stages = job.experts.stages(job.model, job.device)
     for method in methods:
         if method.phase > Phase.REPLICATE:
             method.apply(job)

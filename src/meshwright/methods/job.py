@@ -16,6 +16,8 @@ from torch.optim import Optimizer
 
 from meshwright.errors import ModelError
 from meshwright.methods.dtypes import DType
+from meshwright.methods.expert.engine import Experts
+from meshwright.methods.expert.layers import ExpertLayer
 from meshwright.methods.pipeline.cut import Cut
 from meshwright.methods.pipeline.engine import PipelineEngine
 from meshwright.methods.tensor.calls import SampleRun
@@ -25,8 +27,11 @@ from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, Stages
 from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
-AVERAGED = ("context", "sequence", "data", "zero")
+AVERAGED = ("context", "sequence", "expert", "data", "zero")
 """The axes over which gradients are averaged in every step, in the order of the mesh."""
+
+SAMPLED = ("replica", "data", "zero", "expert")
+"""The axes along which ranks take different samples, as they number replicas: outermost first."""
 
 MicroBatchContext = Callable[[bool], contextlib.AbstractContextManager[None]]
 
@@ -71,7 +76,11 @@ class Job:
 
     pipeline: PipelineEngine | None = None  # pipeline_parallel: the model is one rank's part, and runs in stages
     split: tuple[Split, str] | None = None  # of tensor_parallel's check, over the whole model, and what is said of it
-    is_split: bool = False  # tensor_parallel: some parameters are DTensors already, all values are rank 0's
+    expert_layers: list[tuple[ExpertLayer, int | None]] = field(default_factory=list)  # of expert_parallel's check
+    experts: Experts | None = None  # expert_parallel: those of this rank
+    is_split: bool = (
+        False  # tensor_parallel, expert_parallel: some parameters are DTensors already, all values are rank 0's
+    )
     precision: Precision | None = None  # set by a precision method for the method that shards
     loss_scaling: bool = False  # fp16: gradients would underflow
     loss_scale: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of LossScaler
@@ -98,7 +107,7 @@ class Job:
     @property
     def num_replicas(self) -> int:
         """How many ranks, or groups of ranks, train on different samples."""
-        return self.size("replica") * self.size("data") * self.size("zero")
+        return math.prod(self.size(axis) for axis in SAMPLED)
 
     @property
     def num_averaged(self) -> int:
@@ -121,8 +130,10 @@ class Job:
     @property
     def replica(self) -> int:
         """Which of them this rank belongs to."""
-        inside = self.index("data") * self.size("zero") + self.index("zero")
-        return self.index("replica") * self.size("data") * self.size("zero") + inside
+        place = 0
+        for axis in SAMPLED:
+            place = place * self.size(axis) + self.index(axis)
+        return place
 
     def build_optimizer(self) -> Optimizer | None:
         """Builds the optimizer over the model as it is now, with its guards; ``finish_optimizer`` comes after it."""

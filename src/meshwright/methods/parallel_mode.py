@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.cost import Step, Traffic, element_bytes
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
-from meshwright.methods.job import Job
+from meshwright.methods.job import Job, MicroBatchContext
 from meshwright.methods.replicas import GradientAverager
 from meshwright.runtime import AXES, build_mesh, check_axes
 
@@ -78,14 +79,18 @@ class ParallelMode(Method):
 
 
 def replicate(job: Job) -> None:
-    """Averages gradients over ``data``, ``sequence`` and ``context``, where no method shards the parameters.
+    """Averages gradients over ``data``, ``expert``, ``sequence`` and ``context``, where no method shards parameters.
 
-    DDP does it, and buckets of our own where ``tensor_parallel`` has made DTensors of parameters.
+    DDP does it, and buckets of our own where parameters have become DTensors or differ from rank to rank. Experts are
+    averaged over ``data`` alone.
     """
     trainable = any(parameter.requires_grad for parameter in job.model.parameters())
     if job.shard_axis is not None or job.num_averaged == 1 or not trainable:
         return
-    group = job.flat_mesh("context", "sequence", "data").get_group()
+    group = job.flat_mesh("context", "sequence", "expert", "data").get_group()
+    if job.experts is not None:
+        job.micro_batch = _with_experts(job, job.experts.parameters(), group)
+        return
     if job.is_split:
         averager = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters)
         job.micro_batch = averager.accumulating
@@ -102,6 +107,23 @@ def replicate(job: Job) -> None:
     job.micro_batch = lambda is_last: contextlib.nullcontext() if is_last else _without_reduction(replicas)
 
 
+def _with_experts(job: Job, experts: set[nn.Parameter], group: dist.ProcessGroup) -> MicroBatchContext:
+    """Experts may get no token on any rank: they have no gradient then, as in one process."""
+    others = set(job.model.parameters()) - experts
+    dense = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters, only=others)
+    if job.size("data") == 1:
+        return dense.accumulating
+    over_data = job.require_mesh().get_group("data")
+    divided = GradientAverager(job.model, over_data, allow_unused=True, only=experts)
+
+    @contextlib.contextmanager
+    def accumulating(is_last: bool) -> Iterator[None]:
+        with dense.accumulating(is_last), divided.accumulating(is_last):
+            yield
+
+    return accumulating
+
+
 @contextlib.contextmanager
 def _without_reduction(replicas: nn.Module) -> Iterator[None]:
     assert isinstance(replicas, DistributedDataParallel)
@@ -113,14 +135,14 @@ def replicate_cost(step: Step) -> Step:
     """Twin of :func:`replicate`: one all-reduce of every gradient per step."""
     if step.shard_axis is not None:
         return step
-    total = sum(
-        count * parameter.numel * element_bytes(parameter, step.reduce_itemsize)
-        for count, parameter in step.every_parameter()
-        if parameter.trainable
-    )
-    # Over all of them at once, where there are several.
-    axis = next((name for name in ("data", "sequence") if step.size(name) > 1), "context")
-    return step.send(Traffic("all_reduce", axis, total, "backward"))
+    trained = [(count, parameter) for count, parameter in step.every_parameter() if parameter.trainable]
+    size = [(count * element_bytes(p, step.reduce_itemsize), p) for count, p in trained]
+    total = sum(each * p.numel for each, p in size if p.expert is None)
+    # With a word for each expert's parameter: whether it has a gradient.
+    experts = sum(each * (p.numel + 1) for each, p in size if p.expert is not None)
+    # Over all axes at once, where there are several.
+    axis = next((axis for axis in ("data", "sequence", "context", "expert") if step.size(axis) > 1), "data")
+    return step.send(Traffic("all_reduce", axis, total, "backward"), Traffic("all_reduce", "data", experts, "backward"))
 
 
 def _spelled(item: Any) -> Any:

@@ -7,7 +7,7 @@ every gradient twice; plain buckets over local shards need neither.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -38,13 +38,22 @@ class GradientAverager:
         group: The ranks to average over.
         allow_unused: Whether parameters may get no gradient in a step; such a parameter keeps none if no rank has one.
         in_backward: False averages only when :meth:`average` is called.
+        only: The parameters to average; None: all of the model's.
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup, *, allow_unused: bool, in_backward: bool = True
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        *,
+        allow_unused: bool,
+        in_backward: bool = True,
+        only: Collection[nn.Parameter] | None = None,
     ) -> None:
         self._group, self._allow_unused = group, allow_unused
-        self._names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        every = ((n, p) for n, p in model.named_parameters() if only is None or p in only)
+        trainable = [(name, parameter) for name, parameter in every if parameter.requires_grad]
+        self._names = {parameter: name for name, parameter in trainable}
         self._buckets = _cut(list(self._names))
         self._bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
         self._enabled = True  # False: micro-batches whose gradients only accumulate

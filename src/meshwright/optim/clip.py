@@ -19,16 +19,20 @@ Layout = tuple[DeviceMesh, tuple[int, ...]] | None
 
 @dataclass(frozen=True)
 class Stages:
-    """The ranks of a pipeline, each of which holds parameters of its own, and some that others hold too."""
+    """Ranks that hold parameters of their own, as those of a pipeline do, and some that others hold too."""
 
     group: dist.ProcessGroup
     device: torch.device
     counted_elsewhere: frozenset[torch.Tensor]  # parameters that an earlier rank holds too: norms count them there
+    alike: frozenset[torch.Tensor] = frozenset()  # held by all of them together, equal or as shards of one tensor
 
     def with_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> Stages:
         """The same, where the fp32 copies of parameters count in their place."""
-        copies = {masters[parameter] for parameter in self.counted_elsewhere if parameter in masters}
-        return Stages(self.group, self.device, self.counted_elsewhere | copies)
+
+        def with_copies(parameters: frozenset[torch.Tensor]) -> frozenset[torch.Tensor]:
+            return parameters | {masters[parameter] for parameter in parameters if parameter in masters}
+
+        return Stages(self.group, self.device, with_copies(self.counted_elsewhere), with_copies(self.alike))
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,7 +44,12 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0, stages: Stages | None = None) -> torch.Tensor:
+def total_norm(
+    tensors: Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    stages: Stages | None = None,
+    alike: Iterable[torch.Tensor] = (),
+) -> torch.Tensor:
     """The norm of many tensors as if they were one vector, in fp32 and without waiting for the device.
 
     Local shards are summed first, so a world of any size costs one all-reduce of one number per mesh axis that shards.
@@ -50,6 +59,7 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0, stages: 
         tensors: Plain tensors (equal on all ranks) and DTensors (sharded or replicated).
         norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
         stages: Adds the tensors of the other ranks of a pipeline; none may be named twice.
+        alike: Further tensors, which the ranks of ``stages`` hold together.
 
     Returns:
         0-dim fp32 tensor (fp64 for fp64 tensors), equal on every rank.
@@ -57,17 +67,23 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0, stages: 
     Raises:
         ModelError: When a tensor is an unreduced partial sum.
     """
-    by_layout: dict[Layout, list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        by_layout[layout_of(tensor)].append(local_tensor(tensor))
-    norms = [_reduced(layout, parts, norm_type) for layout, parts in by_layout.items()]
+    norms = _norms(tensors, norm_type)
     infinite = norm_type == float("inf")
     if stages is not None:
         norms = [_over_stages(stages, norms, infinite)]
+    norms += [norm.to(norms[0].device) if norms else norm for norm in _norms(alike, norm_type)]
     if not norms:
         return torch.zeros(())
     every = torch.stack(norms)
     return every.max() if infinite else every.sum().pow(1.0 / norm_type)
+
+
+def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
+    """Sums of |x|^p (maxima for the infinity norm), one for each layout."""
+    by_layout: dict[Layout, list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_layout[layout_of(tensor)].append(local_tensor(tensor))
+    return [_reduced(layout, parts, norm_type) for layout, parts in by_layout.items()]
 
 
 def _over_stages(stages: Stages, norms: list[torch.Tensor], infinite: bool) -> torch.Tensor:
@@ -147,8 +163,10 @@ def clip_grad_norm_(
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = [parameter.grad for parameter in with_gradient if parameter.grad is not None]
     elsewhere = stages.counted_elsewhere if stages is not None else frozenset()
-    counted = [p.grad for p in with_gradient if p.grad is not None and p not in elsewhere]
-    norm = total_norm(counted, norm_type, stages)
+    together = stages.alike if stages is not None else frozenset()
+    counted = [p.grad for p in with_gradient if p.grad is not None and p not in elsewhere and p not in together]
+    alike = [p.grad for p in with_gradient if p.grad is not None and p in together]
+    norm = total_norm(counted, norm_type, stages, alike)
     if max_norm < float("inf"):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         multiply_([local_tensor(gradient) for gradient in gradients], scale)

@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 from meshwright.cost import Activations, Block, Boundary, Memory, Step, memory
 from meshwright.errors import ModelError
 from meshwright.methods import (
+    SAMPLED,
     Cut,
+    ExpertTrace,
     Resolved,
     SampleRun,
     cost_of,
@@ -35,11 +37,11 @@ from meshwright.planner.pipeline import (
 )
 from meshwright.planner.saved import predict_saved
 from meshwright.planner.states import StatesOf, probe_optimizer
-from meshwright.planner.traces import Trace, divides_tokens, trace_key, trace_of
+from meshwright.planner.traces import Trace, divides_batch, trace_key, trace_of
 from meshwright.strategy import Strategy
 
 Traced = tuple[Activations | None, int | None, tuple[Boundary, ...], tuple[str, ...]]
-"""Activations, FLOPs and collectives over tensor, sequence and context of a micro-batch, and what there is to say."""
+"""Activations, FLOPs and collectives inside the layers of a micro-batch, and what there is to say."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Workload:
         return {}
 
     def _split(self, resolved: Resolved) -> Trace | None:
-        """How the axes tensor, sequence and context divide the work; each plan and size is worked out once."""
+        """How axes divide layers, tokens and experts; each plan and size is worked out once."""
         key = trace_key(resolved)
         if key not in self._splits:
             self._splits[key] = trace_of(resolved, self.model, SampleRun(self.inputs_of, self.forward))
@@ -160,7 +162,8 @@ class Workload:
     def _blocks(self, split: Trace | None, cut: Cut | None) -> tuple[Block, ...]:
         if (split, cut) not in self._described:
             dims = split.dims if split else None
-            self._described[split, cut] = describe_blocks(self.model, self._states_of, dims, cut)
+            experts = split.experts if isinstance(split, ExpertTrace) else None
+            self._described[split, cut] = describe_blocks(self.model, self._states_of, dims, cut, experts)
         return self._described[split, cut]
 
     @functools.cached_property
@@ -217,13 +220,28 @@ class Workload:
             )
         except Exception as error:  # a user's model may do anything; training does not depend on this prediction
             reason = (str(error).splitlines() or [""])[0][:160]
-            if divides_tokens(split):
+            if divides_batch(split):
                 if isinstance(error, ModelError):
                     raise  # training would fail in the same way
-            elif split is not None and self._trace(param_dtype, autocast_dtype, samples, None, ())[0] is not None:
+                sent = self._sent_to_experts(split, param_dtype, autocast_dtype, samples)
+                gap = f"activations are not predicted: {type(error).__name__} while tracing ({reason})"
+                return None, None, sent, (gap,)
+            if split is not None and self._trace(param_dtype, autocast_dtype, samples, None, ())[0] is not None:
                 raise _does_not_fit(f"{type(error).__name__} while tracing ({reason})") from error
             return None, None, (), (f"activations are not predicted: {type(error).__name__} while tracing ({reason})",)
         return activations, flops, boundaries, ()
+
+    def _sent_to_experts(
+        self, split: Trace | None, param_dtype: str | None, autocast_dtype: str | None, samples: int
+    ) -> tuple[Boundary, ...]:
+        """What travels, where experts that cannot run without data are passed over; nothing where more cannot."""
+        if not isinstance(split, ExpertTrace) or split.stands_in:
+            return ()
+        split.stands_in = True
+        try:
+            return self._trace(param_dtype, autocast_dtype, samples, split, ())[2]
+        finally:
+            split.stands_in = False
 
 
 def _does_not_fit(got: str) -> ModelError:
@@ -249,4 +267,4 @@ def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:
 
 def _replicas(resolved: Resolved) -> int:
     sizes = dict(resolved.axes)
-    return sizes.get("replica", 1) * sizes.get("data", 1) * sizes.get("zero", 1)
+    return math.prod(sizes.get(axis, 1) for axis in SAMPLED)

@@ -126,7 +126,7 @@ def predict_saved(
         forward: ``forward(model, inputs)`` computes the loss.
         param_dtype: Precision of the parameters as they compute; None keeps their own.
         autocast_dtype: Precision of autocast; None runs without.
-        split: Lets the model run as one rank of the axes that divide layers and tokens; None runs it whole.
+        split: Lets the model run as one rank of the axes that divide layers, tokens or experts; None runs it whole.
         blocks: Those that a pipeline cuts: activations and operations are told apart by their places then.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Running a plain model as one rank of the axes that divide its layers and its tokens would."""
+"""Running a plain model as one rank of the axes that divide its layers, tokens or experts would."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import nn
 from meshwright.cost import Boundary
 from meshwright.methods import (
     ContextParallel,
+    ExpertParallel,
+    ExpertTrace,
     Resolved,
     SampleRun,
     TensorParallel,
@@ -71,7 +73,11 @@ def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace |
     Raises:
         ModelError: When the model cannot be divided so.
     """
-    tensor, ranks = resolved.strategy.get("tensor_parallel"), dict(resolved.axes).get("tensor", 1)
+    sizes, experts = dict(resolved.axes), resolved.strategy.get("expert_parallel")
+    if isinstance(experts, ExpertParallel) and sizes.get("expert", 1) > 1:
+        experts.check_axes(sizes)
+        return experts.trace(model, sizes["expert"])
+    tensor, ranks = resolved.strategy.get("tensor_parallel"), sizes.get("tensor", 1)
     layers = tensor.trace(model, ranks, sample) if isinstance(tensor, TensorParallel) else None
     tokens = _tokens_trace(resolved, model)
     return LayersAndTokens(layers, tokens) if layers and tokens else layers or tokens
@@ -88,12 +94,13 @@ def _tokens_trace(resolved: Resolved, model: nn.Module) -> TokensTrace | None:
     return TokensTrace(model, *axes) if axes else None
 
 
-def divides_tokens(trace: Trace | None) -> bool:
-    """Whether tokens are divided: a model that cannot be traced so cannot be trained so either."""
-    return isinstance(trace, TokensTrace | LayersAndTokens)
+def divides_batch(trace: Trace | None) -> bool:
+    """Whether tokens or samples are divided: a model that cannot be traced so cannot be trained so either."""
+    return isinstance(trace, TokensTrace | LayersAndTokens | ExpertTrace)
 
 
 def trace_key(resolved: Resolved) -> tuple[object, ...]:
     """Equal for strategies with one trace."""
-    named = [resolved.strategy.get(f"{name}_parallel") for name in ("tensor", "sequence", "context")]
-    return *named, *(dict(resolved.axes).get(axis, 1) for axis in ("tensor", "sequence", "context"))
+    axes = ("tensor", "sequence", "context", "expert")
+    named = [resolved.strategy.get(f"{name}_parallel") for name in axes]
+    return *named, *(dict(resolved.axes).get(axis, 1) for axis in axes)

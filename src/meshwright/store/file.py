@@ -19,6 +19,7 @@ from meshwright.store.parts import PartEntries, collect_held, spread_held
 from meshwright.store.rank_order import in_model_order, to_rank_order_
 from meshwright.store.stages import collect_from_stage, refuse_stages, spread_to_stage, whole_entries
 from meshwright.store.transfer import collect, spread
+from meshwright.store.union import refuse_parts
 from meshwright.store.writer import wait_for_saves, write_later
 
 
@@ -91,6 +92,7 @@ def save_folder(
     parts = PartEntries.of(entries)
     gather: Callable[[str], torch.Tensor | None] | None = None
     if parts is None:
+        refuse_parts(entries.raw, "save_folder")
         tensors = in_model_order(entries, {stored_name(name): value for name, value in entries.raw.items()})
     else:
         own, held, tied = in_model_order(entries, entries.tensors), parts.held, parts.tied
@@ -114,6 +116,7 @@ def save_folder(
 
 def _gathered(entries: ModelEntries, stages: Mapping[str, int]) -> dict[str, Any]:
     """Full copies on the host of rank 0; elsewhere empty. Holds one full tensor at a time on the other ranks."""
+    refuse_parts(entries.raw, "save")
     state_dict: dict[str, Any] = {}
     copies: dict[int, torch.Tensor | None] = {}  # tied names share one copy
     for name, value in (entries.raw | in_model_order(entries, _tensors(entries))).items():
@@ -216,6 +219,7 @@ def _compare(
 @torch.no_grad()
 def _fill(entries: ModelEntries, stages: Mapping[str, int], found: dict[str, Any], described: dict[str, Any]) -> None:
     """Sends every tensor from rank 0 into its place; tied ones once."""
+    refuse_parts(entries.raw, "load")
     done: set[int] = set()
     extra: dict[str, Any] = {}
     for name, target in entries.raw.items():

@@ -32,7 +32,7 @@ from meshwright.store.plain import from_plain, to_plain
 from meshwright.store.rank_order import in_model_order, to_rank_order_
 from meshwright.store.record import TensorRecord, tensor_records
 from meshwright.store.transfer import collect, spread
-from meshwright.store.union import names_of_others, united_optimizer
+from meshwright.store.union import names_of_others, refuse_parts, united_optimizer
 from meshwright.store.writer import wait_for_saves, write_later
 
 
@@ -70,7 +70,9 @@ def save_optimizer(
         tensors, contents = _capture(optimizer, model)
     part = part_of_whole(unwrapped(model))
     gather: Callable[[str], torch.Tensor | None] | None = None
-    if part is not None:
+    if part is None:
+        refuse_parts(tensors, "save_optimizer")
+    else:
         own, held = tensors, held_by_ranks(tensors)
         contents = _united_contents(contents, part.names)
         tensors = {name: each.empty("meta") for name, each in held.items()}

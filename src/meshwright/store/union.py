@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from meshwright.errors import CheckpointError, join_names
 from meshwright.runtime import gather_objects
 from meshwright.store.record import GroupRecord, OptimizerRecord, Record
 
@@ -34,6 +35,23 @@ def names_of_others(entries: Iterable[str], updated: Iterable[str]) -> Others:
         frozenset(name for names, _ in every for name in names).difference(own[0]),
         frozenset(name for _, names in every for name in names).difference(own[1]),
     )
+
+
+def refuse_parts(names: Iterable[str], what: str) -> None:
+    """Refuses what would write or fill one rank's part as if it were the whole; collective, one small gather.
+
+    Raises:
+        CheckpointError: On every rank, when ranks hold tensors of different names.
+    """
+    every: list[list[str]] = gather_objects(sorted(names))
+    if any(each != every[0] for each in every):
+        apart = sorted(set().union(*every) - set(every[0]).intersection(*every))
+        raise CheckpointError(
+            f"{what} does not join what ranks hold under names of their own",
+            expected="the same names on every rank",
+            got=f"listed experts or pipeline stages, such as {join_names(apart, 3)}",
+            fix="use a CheckpointStore, which does",
+        )
 
 
 def united(record: Record) -> Record:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshwright.data import global_batch_loader
 from meshwright.errors import ConfigError
-from meshwright.methods import resolve
+from meshwright.methods import SAMPLED, resolve
 from meshwright.runtime import coordinate_of, rank, world_size
 from meshwright.strategy import Strategy
 
@@ -154,8 +154,11 @@ class Plugin(ABC):
         """Which data-parallel replica this rank belongs to, and how many there are."""
         axes = resolve(self.strategy(world_size()), world_size()).axes
         sizes, here = dict(axes), coordinate_of(rank(), axes)
-        inner = sizes.get("zero", 1)
-        return here.get("data", 0) * inner + here.get("zero", 0), sizes.get("data", 1) * inner
+        replica, replicas = 0, 1
+        for axis in SAMPLED:
+            replica = replica * sizes.get(axis, 1) + here.get(axis, 0)
+            replicas *= sizes.get(axis, 1)
+        return replica, replicas
 
     def _is_default(self, option: Field[Any]) -> bool:
         return bool(getattr(self, option.name) == option.default)

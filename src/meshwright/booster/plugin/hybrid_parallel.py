@@ -136,17 +136,37 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class MoeHybridParallelPlugin(HybridParallelPlugin):
-    """:class:`HybridParallelPlugin` with every expert on every rank: ``ep_size`` must be 1. Seed: ColossalAI.
+    """:class:`HybridParallelPlugin` whose experts are divided over ``ep_size`` ranks. Seed: ColossalAI.
+
+    The ranks of an expert group take different samples, so ``ep_size`` divides the data-parallel ranks. The method
+    ``expert_parallel`` finds the experts of a plain or transformers model; there are no policies to write.
 
     Experts that no sample of a rank was routed to get no gradient there, so DDP looks for unused parameters.
     """
 
-    ep_size: int = only(
-        1, "experts divided between ranks", "use ep_size=1 with zero_stage=3, which shards experts like all weights"
-    )
-    moe_tp_size: int = only(1, "tensor parallelism of its own for experts", "use tp_size")
+    ep_size: int = 1
+    moe_tp_size: int = only(1, "tensor parallelism of its own for experts", "use ep_size")
     force_overlap_comm: bool = inert(False, "communication overlaps with computation on CUDA")
-    moe_dp_outside: bool = inert(True, "experts have no axis of their own")
+    moe_dp_outside: bool = inert(True, "the ranks of an expert group lie side by side")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        others = {name: getattr(self, name) for name in ("tp_size", "pp_size", "sp_size")}
+        if self.ep_size != 1 and any(size not in (1, None) for size in others.values()):
+            raise ConfigError(
+                "MoeHybridParallelPlugin: ep_size does not go together with other model parallelism in this version",
+                expected="tp_size, pp_size and sp_size of 1",
+                got=", ".join(f"{name}={size}" for name, size in others.items()),
+                fix="use zero_stage to lower a rank's memory, or ep_size=1",
+            )
+
+    def strategy(self, world: int) -> Strategy:
+        """With ``expert_parallel`` over the axis expert, inside data parallelism."""
+        strategy = super().strategy(world)
+        if self.ep_size == 1:
+            return strategy
+        mesh = mesh_of(self, world, {"expert": self.ep_size}, rest="data")
+        return strategy.with_method(("parallel_mode", mesh)).with_method("expert_parallel")
 
     @property
     def ddp_options(self) -> Mapping[str, Any]:

@@ -91,7 +91,7 @@ def _of_local_parts(module: nn.Module, wanted: str, axis: TensorAxis) -> Callabl
     whole = functools.partial(axis.gather, dim=-1)
 
     def around(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        with _lent(module, {name: local(p) for name, p in module.named_parameters(recurse=False)}):
+        with lent(module, {name: local(p) for name, p in module.named_parameters(recurse=False)}):
             output = forward(*args, **kwargs)
         if wanted == "logits" and torch.is_grad_enabled():
             part = output.shape[-1]
@@ -111,7 +111,7 @@ def _adding_up(module: nn.Module, splits_input: bool, scatters: bool, axis: Tens
         parts: dict[str, torch.Tensor | None] = {"weight": local(module.weight)}  # type: ignore[arg-type]
         if bias is not None:
             parts["bias"] = torch.zeros_like(bias) if is_transposed(module) else None
-        with _lent(module, parts):
+        with lent(module, parts):
             output = add(forward(axis.cut(features, -1) if splits_input else features))
         if bias is None:
             return output
@@ -130,7 +130,7 @@ def _looking_up(module: nn.Embedding, axis: TensorAxis) -> Callable[..., Any]:
 
     def around(forward: Callable[..., torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
         elsewhere = (ids < first) | (ids >= first + rows)
-        with _lent(module, {"weight": local(module.weight)}):
+        with lent(module, {"weight": local(module.weight)}):
             found = forward((ids - first).masked_fill(elsewhere, 0))
         return axis.add(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 
@@ -141,7 +141,7 @@ def _with_summed_gradients(module: nn.Module, axis: TensorAxis) -> Callable[...,
     """For a module whose parameters are whole while each rank feeds it other features, such as a norm within heads."""
 
     def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with _lent(module, {name: axis.copy(p) for name, p in module.named_parameters(recurse=False)}):
+        with lent(module, {name: axis.copy(p) for name, p in module.named_parameters(recurse=False)}):
             return forward(*args, **kwargs)
 
     return around
@@ -153,7 +153,7 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _lent(module: nn.Module, tensors: dict[str, torch.Tensor | None]) -> Iterator[None]:
+def lent(module: nn.Module, tensors: dict[str, torch.Tensor | None]) -> Iterator[None]:
     """Lets a module compute with other tensors in the place of its parameters."""
     own = {name: module._parameters[name] for name in tensors}
     module._parameters.update(tensors)  # type: ignore[arg-type]

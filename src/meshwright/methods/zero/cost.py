@@ -52,7 +52,7 @@ def _marked(config: ZeroMethod, block: Block) -> Block:
 
     def marked(parameter: Parameter) -> Parameter:
         ignored = any(names_class(reference, parameter.owners) for reference in config.atorch_ignored_cls)
-        return dataclasses.replace(parameter, sharded=not ignored)
+        return dataclasses.replace(parameter, sharded=parameter.sharded and not ignored)
 
     return dataclasses.replace(block, parameters=tuple(map(marked, block.parameters)))
 
@@ -67,17 +67,26 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
         for count, p, name in sharded
         if name != "outside"
     )
-    gradients = sum(
-        count * padded_bytes(step, p, element_bytes(p, step.reduce_itemsize)) for count, p, _ in sharded if p.trainable
+    reduced = [
+        (count * padded_bytes(step, p, element_bytes(p, step.reduce_itemsize)), p.expert is not None)
+        for count, p, _ in sharded
+        if p.trainable
+    ]
+    gradients = sum(size for size, _ in reduced)
+    experts = sum(size for size, of_expert in reduced if of_expert)
+    whole = sum(
+        c * p.numel * p.itemsize for _, c, p in _parameters(step) if p.trainable and not p.sharded and p.expert is None
     )
-    whole = sum(c * p.numel * p.itemsize for _, c, p in _parameters(step) if p.trainable and not p.sharded)
-    # Over all of them at once, where there are several beside the sharding axis.
-    beside = next((name for name in ("data", "sequence", "context") if name != axis and step.size(name) > 1), axis)
+    # Over all axes beside the sharding one at once, where there are several; experts only over data.
+    others = ("data", "sequence", "context", "expert")
+    beside = next((each for each in others if each != axis and step.size(each) > 1), axis)
+    beside_experts = "data" if axis == "zero" else axis
     return step.send(
         Traffic("all_gather", axis, weights * (1 if gathers == "once" else micro_batches), "forward"),
         Traffic("all_gather", axis, inside * micro_batches if gathers == "twice" else 0, "backward"),
         Traffic("reduce_scatter", axis, gradients * (1 if reduce_once else micro_batches), "backward"),
-        Traffic("all_reduce", beside, gradients // step.size(axis) if beside != axis else 0, "backward"),
+        Traffic("all_reduce", beside, (gradients - experts) // step.size(axis) if beside != axis else 0, "backward"),
+        Traffic("all_reduce", "data", experts // step.size(axis) if beside_experts != axis else 0, "backward"),
         Traffic("all_reduce", axis, whole * micro_batches, "backward"),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -34,11 +35,14 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     units = choose_units(config, job.model)
     if config.sync_module_states and not job.is_split and job.pipeline is None:
         broadcast_states(job.model)
-    options = {"mesh": _mesh(job), "mp_policy": _precision(config, job), "ignored_params": units.ignored or None}
+    apart = _shard_experts(config, job, reshard_after_forward) if job.experts is not None else set()
+    inside = job.experts.inside() if job.experts is not None else set()
+    ignored = units.ignored | apart
+    options = {"mesh": _mesh(job), "mp_policy": _precision(config, job), "ignored_params": ignored or None}
     if units.trainable:
         fully_shard(units.trainable, reshard_after_forward=False, **options)  # type: ignore[call-overload]
     for _, module in reversed(units.modules):  # inner before outer
-        if not isinstance(module, FSDPModule):
+        if not isinstance(module, FSDPModule) and module not in inside:
             fully_shard(module, reshard_after_forward=reshard_after_forward, **options)  # type: ignore[call-overload]
     # The root is needed first in backward: freeing it in between would only gather it twice.
     fully_shard(job.model, reshard_after_forward=False, **options)  # type: ignore[call-overload]
@@ -50,10 +54,28 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     job.micro_batch = _micro_batch_context(job.model, reduce_once=reduce_once, keep=reshard_after_forward is False)
 
 
+def _shard_experts(config: ZeroMethod, job: Job, reshard_after_forward: bool | int) -> set[nn.Parameter]:
+    """Shards experts over the ranks that hold the same ones; where there are none, returns their parameters."""
+    assert job.experts is not None
+    assert job.shard_axis is not None
+    policy = _precision(config, job)
+    if job.shard_axis == "expert":
+        job.experts.compute_in(policy.param_dtype)
+        return job.experts.parameters()
+    job.experts.run_always()
+    replicated = job.shard_axis != "data" and job.size("data") > 1
+    mesh = job.require_mesh()[("data", job.shard_axis) if replicated else job.shard_axis]
+    policy = dataclasses.replace(policy, cast_forward_inputs=False)  # among them are the router's weights
+    for module in job.experts.modules:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)  # type: ignore[arg-type]
+    return set()
+
+
 def _mesh(job: Job) -> DeviceMesh:
     mesh = job.require_mesh()
     assert job.shard_axis is not None
-    replicated = [axis for axis in ("context", "sequence", "data") if axis != job.shard_axis and job.size(axis) > 1]
+    others = ("context", "sequence", "expert", "data")
+    replicated = [axis for axis in others if axis != job.shard_axis and job.size(axis) > 1]
     if len(replicated) > 1:
         name = job.flat_mesh(*replicated).mesh_dim_names[0]  # type: ignore[index]
         return mesh[name, job.shard_axis]

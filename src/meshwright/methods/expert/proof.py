@@ -1,0 +1,196 @@
+"""Trying out, on a few random tokens, that a layer of experts computes the same in parts; nothing is changed.
+
+Experts that see each other's tokens, that use weights otherwise than as factors, or a block that does more with its
+list than call it, would train wrongly when divided: they are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import ModelError
+from meshwright.methods.expert.layers import ExpertLayer, ListedExperts, StackedExperts
+from meshwright.methods.expert.listed import (
+    DividedExperts,
+    Hear,
+    answering,
+    changed_input,
+    check_answer,
+    preserved_buffers,
+    questions_of,
+)
+from meshwright.methods.expert.stacked import run_rows
+from meshwright.methods.tensor.engine import lent
+from meshwright.runtime import preserved_rng
+
+_TOKENS = 4
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def prove(layer: ExpertLayer, ranks: int) -> tuple[int, float] | None:
+    """Runs a layer whole and in parts.
+
+    Returns:
+        For a list: features of a row, and rows that experts are given per token; None where the block is not called
+        with one tensor, and nothing was tried.
+
+    Raises:
+        ModelError: When parts do not compute what the whole does.
+    """
+    with torch.no_grad(), preserved_rng():
+        torch.manual_seed(0)
+        if isinstance(layer, StackedExperts):
+            _prove_stacked(layer, ranks)
+            return None
+        return _prove_listed(layer)
+
+
+def _prove_stacked(layer: StackedExperts, ranks: int) -> None:
+    module, per_rank = layer.module, layer.num_experts // ranks
+    weights = dict(module.named_parameters(recurse=False))
+    like = next(weight for weight in weights.values() if weight.dim() == 3)
+    experts = torch.tensor(sorted({0, per_rank - 1, layer.num_experts - per_rank, layer.num_experts - 1}))
+    index = torch.stack([experts.roll(token)[: min(2, len(experts))] for token in range(_TOKENS)]).to(like.device)
+    factors = torch.rand(index.shape, device=like.device, dtype=like.dtype)
+    last: Exception | None = None
+    for features in _sizes(layer):
+        hidden = torch.randn(_TOKENS, features, device=like.device, dtype=like.dtype)
+        try:
+            whole = module(hidden, index, factors)
+        except Exception as error:  # the wrong number of features, or another order of arguments
+            last = error
+            continue
+        _compare(layer.path, _sum_of_parts(layer, weights, hidden, index, factors, per_rank), whole)
+        return
+    raise ModelError(
+        f"expert_parallel: {layer.path} cannot be called as experts are",
+        expected="tokens (T, H), the experts of each (T, k) and their weights (T, k)",
+        got=f"{type(last).__name__}: {(str(last).splitlines() or [''])[0][:120]}",
+        fix="give a module of stacked experts such a forward; for example transformers' MixtralExperts",
+    )
+
+
+def _sizes(layer: StackedExperts) -> list[int]:
+    """What the number of features may be, most likely first."""
+    named = [getattr(layer.module, name, None) for name in ("hidden_dim", "hidden_size")]
+    sizes = [size for p in layer.module.parameters() if p.dim() == 3 for size in p.shape[1:]]
+    return list(dict.fromkeys([*(size for size in named if isinstance(size, int)), *sizes]))
+
+
+def _sum_of_parts(
+    layer: StackedExperts,
+    weights: dict[str, nn.Parameter],
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    factors: torch.Tensor,
+    per_rank: int,
+) -> torch.Tensor:
+    """What ranks compute, each with its part of the experts, weighted and added up."""
+    total = torch.zeros_like(hidden)
+    for rank in (index // per_rank).unique().tolist():
+        token, place = (index // per_rank == rank).nonzero(as_tuple=True)
+        part = {name: weight.narrow(0, rank * per_rank, per_rank) for name, weight in weights.items()}
+        with lent(layer.module, dict(part)), _counting(layer, per_rank):
+            rows = run_rows(layer.module.forward, hidden[token], index[token, place] - rank * per_rank)
+        total.index_add_(0, token, (rows * factors[token, place, None]).to(total.dtype))
+    return total
+
+
+@contextlib.contextmanager
+def _counting(layer: StackedExperts, number: int) -> Iterator[None]:
+    for name in layer.counters:
+        setattr(layer.module, name, number)
+    try:
+        yield
+    finally:
+        for name in layer.counters:
+            setattr(layer.module, name, layer.num_experts)
+
+
+def _prove_listed(layer: ListedExperts) -> tuple[int, float] | None:
+    block, experts = layer.block, layer.experts
+    like = next(experts.parameters())
+    with _evaluating(block), preserved_buffers(block):
+        for shape in ((1, _TOKENS), (_TOKENS,)):
+            hidden = torch.randn(*shape, _features(experts), device=like.device, dtype=like.dtype)
+            try:
+                with preserved_rng():
+                    whole = block(hidden)
+            except Exception:  # it takes other arguments; the first step will show what it asks
+                continue
+            return _compare_listed(layer, hidden, whole)
+    return None
+
+
+def _features(experts: nn.ModuleList) -> int:
+    """What the first layer of an expert takes; where it is transposed or else, the block will refuse it."""
+    return next(p for p in experts.parameters() if p.dim() > 1).shape[-1]
+
+
+def _compare_listed(layer: ListedExperts, hidden: torch.Tensor, whole: Any) -> tuple[int, float]:
+    block, experts = layer.block, layer.experts
+    stand_in = DividedExperts(experts, range(0))
+
+    def listen(hear: Hear | None) -> None:
+        stand_in.hear = hear
+
+    block._modules[layer.name] = stand_in
+    try:
+        before = hidden._version
+        asked = questions_of(block, lambda: block(hidden), listen)
+        if hidden._version != before:
+            raise changed_input(block)
+        answers = [experts[number](given) for number, given in asked]
+        for (number, given), answer in zip(asked, answers, strict=True):
+            check_answer(number, given, answer)
+        listen(answering(asked, answers))
+        parts = block(hidden)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise _not_in_parts(layer.path, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
+    finally:
+        block._modules[layer.name] = experts
+    _compare(layer.path, _tensor(parts), _tensor(whole))
+    rows = sum(given.numel() // given.shape[-1] for _, given in asked)
+    return (asked[0][1].shape[-1] if asked else hidden.shape[-1]), rows / _TOKENS
+
+
+def _tensor(output: Any) -> torch.Tensor:
+    """The first tensor of what a block returns."""
+    while not isinstance(output, torch.Tensor):
+        output = output[0] if isinstance(output, tuple | list) else next(iter(output.values()))
+    return output
+
+
+@contextlib.contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()  # dropout would draw in another order
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
+
+
+def _compare(path: str, parts: torch.Tensor, whole: torch.Tensor) -> None:
+    tolerance = 5e-2 if whole.dtype in _HALF else 1e-4
+    apart = (parts.float() - whole.float()).norm() / whole.float().norm().clamp(min=1e-30)
+    if not apart < tolerance:
+        raise _not_in_parts(path, f"a difference of {apart.item():.1e}, relative")
+
+
+def _not_in_parts(path: str, got: str) -> ModelError:
+    return ModelError(
+        f"expert_parallel: {path or 'the model'} does not compute the same when its experts are divided",
+        expected="experts that work on each token alone, whose answers are multiplied by weights and added; and a "
+        "block that only calls them, with inputs that do not depend on answers",
+        got=got,
+        fix="name the lists that hold experts with the key experts, or leave the method out",
+    )

@@ -1,0 +1,140 @@
+"""``expert_parallel``: the experts of every layer are divided over the mesh axis ``expert``; tokens travel to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from meshwright.cost import Block, Parameter, Step
+from meshwright.errors import StrategyError
+from meshwright.methods.base import Method, Phase
+from meshwright.methods.expert.engine import divide
+from meshwright.methods.expert.layers import ExpertLayer, ListedExperts, expert_layers
+from meshwright.methods.expert.proof import prove
+from meshwright.methods.expert.trace import ExpertTrace
+from meshwright.methods.job import Job
+from meshwright.methods.zero.config import ZeroMethod
+from meshwright.runtime import check_equal
+
+AXIS: Literal["expert"] = "expert"
+_NOT_BESIDE = ("replica", "pipeline", "context", "sequence", "tensor")
+
+
+class ExpertParallel(Method):
+    """Each rank along the axis ``expert`` holds an equal part of every layer's experts (GShard: Lepikhin et al. 2020).
+
+    The ranks take different samples, as data-parallel ranks do. An all-to-all sends tokens to the ranks of their
+    experts, which compute with the layer's own code; another sends the answers back, where they are multiplied by the
+    router's weights. No token is dropped.
+
+    Stacked experts (transformers': Mixtral, Qwen-MoE, DeepSeek, …) are found by structure; lists of experts that a
+    plain block loops over by "expert" in the list's name, or by ``experts``. A layer is tried out in parts before it is
+    divided, where a block takes one tensor.
+
+    Config: None, or ``{"experts": ["blocks.*.moe.units"]}`` to name the modules that hold experts.
+    """
+
+    method_name: ClassVar[str] = "expert_parallel"
+    phase: ClassVar[Phase] = Phase.TENSOR
+    summary: ClassVar[str] = "divides experts over the expert axis; tokens are sent to them and back"
+
+    experts: tuple[str, ...] = ()
+
+    @staticmethod
+    def check_axes(axes: Mapping[str, int]) -> None:
+        """Refuses axes beside which it does not work.
+
+        Raises:
+            StrategyError: Naming them.
+        """
+        others = [axis for axis in _NOT_BESIDE if axes.get(axis, 1) > 1]
+        if others and axes.get(AXIS, 1) > 1:
+            raise StrategyError(
+                f"expert_parallel does not go together with the axis {others[0]!r} in this version",
+                expected="the axes expert, data and zero",
+                got=str(dict(axes)),
+                fix="use zero1, zero2 or fsdp, over zero or the expert axis itself, to lower a rank's memory",
+            )
+
+    def trace(self, model: nn.Module, ranks: int) -> ExpertTrace:
+        """What predictions need to run the model as one of ``ranks`` ranks."""
+        return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks)
+
+    def check(self, job: Job) -> None:
+        """Refuses models whose experts cannot be divided, and methods that would treat them as if they were not."""
+        if job.size(AXIS) == 1:
+            return
+        self.check_axes(dict(job.axes))
+        for method in job.strategy.methods:
+            if isinstance(method, ZeroMethod) and (method.atorch_ignored_cls or method.wrap_trainable_outmost):
+                raise StrategyError(
+                    f"{method.method_name}: atorch_ignored_cls and wrap_trainable_outmost do not go together with an "
+                    "expert axis",
+                    expected="neither of them",
+                    got=str(method),
+                    fix="leave them out",
+                )
+        layers = expert_layers(job.model, self.experts, job.size(AXIS))
+        # Kept: trying out takes time.
+        job.expert_layers = [(layer, _features(layer, job)) for layer in layers]
+
+    def apply(self, job: Job) -> None:
+        """Divides the experts; the rest of the model stays whole on every rank."""
+        if job.size(AXIS) == 1:
+            return
+        said = _summary(job)
+        check_equal("The division of the experts", said, "give every rank the same model")
+        job.notices.append(said)
+        job.experts = divide(job.model, job.expert_layers, job.require_mesh()[AXIS], job.device)
+        job.expert_layers = []  # they would keep the experts of other ranks
+        job.is_split = True
+        if job.shard_axis is None:
+            job.model.to(job.device)
+
+    def cost(self, step: Step) -> Step:
+        """A rank's part of the experts, and what is exchanged where every expert is sent as many tokens as any other.
+
+        Real bytes are those in the mean over the ranks; a rank whose experts are liked receives more.
+        """
+        ranks = step.size(AXIS)
+        if ranks == 1:
+            return step
+        step = step.replace(blocks=tuple(_divided(block, step, ranks) for block in step.blocks))
+        return step.send_boundaries(AXIS)
+
+
+def _features(layer: ExpertLayer, job: Job) -> int | None:
+    proved = prove(layer, job.size(AXIS))
+    if proved is None and isinstance(layer, ListedExperts):
+        job.notices.append(f"expert_parallel: {layer.path} was not tried out in parts: it takes more than one tensor")
+    return proved[0] if proved is not None else None
+
+
+def _summary(job: Job) -> str:
+    sizes = {name: parameter.numel() for name, parameter in job.model.named_parameters()}
+    inside = sum(sizes[name] for layer, _ in job.expert_layers for name, _ in layer.names())
+    counts = sorted({layer.num_experts for layer, _ in job.expert_layers})
+    return (
+        f"expert_parallel divides {100 * inside / sum(sizes.values()):.0f}% of the parameters over {job.size(AXIS)} "
+        f"ranks: {' or '.join(map(str, counts))} experts in each of {len(job.expert_layers)} layers"
+    )
+
+
+def _divided(block: Block, step: Step, ranks: int) -> Block:
+    parts = (_part(parameter, step, ranks) for parameter in block.parameters)
+    return dataclasses.replace(block, parameters=tuple(part for part in parts if part is not None))
+
+
+def _part(parameter: Parameter, step: Step, ranks: int) -> Parameter | None:
+    """What the first rank of the axis holds; None: nothing. Experts of a list are equal, so others hold as much."""
+    if parameter.expert is None:
+        return parameter
+    number, experts = parameter.expert
+    if number is not None and number >= experts // ranks:
+        return None
+    shape = parameter.shape if number is not None else (parameter.shape[0] // ranks, *parameter.shape[1:])
+    # Ranks along the axis hold different experts: there is nobody to shard them over, where it is the only one.
+    return dataclasses.replace(parameter, shape=shape, sharded=step.shard_axis != AXIS)

@@ -1,0 +1,134 @@
+"""``expert_parallel`` against one plain process, and both twins; what it cannot work on is refused."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.methods import ExpertParallel
+from meshwright.methods.expert.layers import expert_layers
+from meshwright.methods.expert.proof import prove
+from tests.methods import expert_runs
+from tests.methods.test_parity import check_weights
+
+CASES = {
+    "mixtral": (2, "mixtral", {"expert": 2}, [], "sgd", 1),
+    "listed": (2, "listed", {"expert": 2}, ["checkpoint"], "sgd", 2),
+    "fsdp": (4, "mixtral", {"expert": 2, "zero": 2}, ["fsdp", "checkpoint"], "sgd", 2),
+    "stacked": (2, "stacked", {"expert": 2}, ["fsdp"], "adamw", 1),
+    "eager": (2, "eager", {"expert": 2}, ["zero2"], "sgd", 1),
+    "qwen3": (2, "qwen3", {"expert": 2}, [("checkpoint", {"no_reentrant": False})], "sgd", 1),
+    "half": (2, "mixtral", {"expert": 2}, [("half", "bf16")], "bf16", 1),
+    "amp": (2, "mixtral", {"expert": 2}, ["zero1", ("amp_native", "bf16")], "bf16", 1),
+    "amp listed": (2, "listed", {"expert": 2}, [("amp_native", "bf16")], "bf16", 1),
+    "half listed": (2, "listed", {"expert": 2}, ["zero2", ("half", "bf16")], "bf16", 1),
+    "data": (4, "mixtral", {"expert": 2, "data": 2}, [], "sgd", 2),
+    "listed data": (4, "listed", {"expert": 2, "data": 2}, [], "sgd", 1),
+    "listed fsdp": (4, "listed", {"zero": 2, "expert": 2}, ["fsdp"], "sgd", 2),
+    "listed zero1": (2, "listed", {"expert": 2}, ["zero1"], "adamw", 1),
+    "over data": (4, "stacked", {"data": 2, "expert": 2}, ["zero2"], "sgd", 1),
+    "four": (4, "listed", {"expert": 4}, ["fsdp", "checkpoint"], "sgd", 1),
+    "three axes": (8, "stacked", {"data": 2, "zero": 2, "expert": 2}, ["fsdp"], "sgd", 1),
+}
+SHORT = ("mixtral", "listed", "fsdp")
+LONG = pytest.mark.long
+reference = functools.cache(expert_runs.reference)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else LONG) for c in CASES])
+def test_parity(ranks, case):
+    world, name, mesh, methods, mode, micro = CASES[case]
+    strategy = [("parallel_mode", mesh), "expert_parallel", *methods]
+    results = ranks(world).run(expert_runs.train, name, strategy, mode, micro)
+    losses, norms, before, expected = reference(name, "sgd" if mode == "sgd" else "adamw")
+    assert all(result[:2] == results[0][:2] for result in results)
+    assert results[0][0] == pytest.approx(losses, rel=1e-2 if mode == "bf16" else 1e-4)
+    assert results[0][1] == pytest.approx(norms, rel={"bf16": 5e-2, "adamw": 1e-4, "sgd": 1e-5}[mode])
+    if mode == "sgd":
+        check_weights({key: value for result in results for key, value in result[2].items()}, before, expected)
+    check_traffic([result[3] for result in results])
+    assert len({result[4][0] for result in results}) == 1
+    assert all(result[4][1] for result in results) or name in ("eager", "stacked"), "these cannot be traced"
+    runs = 11 * micro * (2 if "checkpoint" in methods else 1) + 1  # asking leaves buffers as they are
+    assert all(result[4][2] <= {runs} for result in results)
+
+
+def check_traffic(every):
+    """All-to-alls as predicted in the mean over the ranks; other collectives on each."""
+    exchanged = [sent.pop("all_to_all") for sent, _ in every]
+    predicted = [expected.pop("all_to_all") for _, expected in every]
+    assert sum(exchanged) == sum(predicted)
+    for sent, expected in every:
+        assert sent == expected
+
+
+def test_ranks_and_experts_without_tokens(ranks):
+    mesh = ("parallel_mode", {"expert": 2})
+    for name in ("stacked", "listed"):
+        for apart, loss in ranks(2).run(expert_runs.without_tokens, name, [mesh, "expert_parallel"]):
+            assert apart < 1e-6
+            assert abs(loss) < 1e-6
+    assert max(ranks(2).run(expert_runs.without_questions)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["listed", pytest.param("mixtral", marks=LONG)])
+def test_checkpoints_go_between_layouts(ranks, tmp_path, name):
+    divided = [("parallel_mode", {"expert": 2}), "expert_parallel", "fsdp"]
+    before = ranks(2).run(expert_runs.save_and_go_on, tmp_path / "divided", name, divided)
+    after = ranks(1).run(expert_runs.load_and_go_on, tmp_path / "divided", name, [])
+    assert after[0] == pytest.approx(before[0], rel=1e-5)
+    ranks(2).run(expert_runs.save_and_go_on, tmp_path / "whole", name, ["fsdp"])
+    after = ranks(2).run(expert_runs.load_and_go_on, tmp_path / "whole", name, divided[:2])
+    assert after[0] == pytest.approx(before[0], rel=1e-4)
+
+
+def test_what_cannot_work_is_refused_on_all_ranks(ranks):
+    for said in ranks(2).run(expert_runs.refusals):
+        for name, words in {
+            "indivisible": "does not divide the experts of blocks.0.moe.experts",
+            "unlike": "differ",
+            "none": "no experts that can be divided",
+            "pattern": "'blocks.*.moe.units' names no module",
+            "in place": "changes its input in place",
+            "chain": "does not compute the same when its experts are divided",
+            "ignored": "atorch_ignored_cls",
+            "no method": "add expert_parallel",
+            "no axis": "expert_parallel has no mesh axis",
+            "one rank": "nothing",
+        }.items():
+            assert words in said[name], (name, said[name])
+
+
+def test_other_axes_are_refused():
+    with pytest.raises(mw.errors.StrategyError, match="'pipeline'"):
+        ExpertParallel.check_axes({"expert": 2, "pipeline": 2})
+    ExpertParallel.check_axes({"expert": 2, "tensor": 1, "zero": 2, "data": 2})
+
+
+def test_experts_are_found_and_proved():
+    listed, stacked = expert_runs.build("listed"), expert_runs.build("stacked")
+    for model, number in ((listed, 2), (stacked, 2)):
+        layers = expert_layers(model, (), 2)
+        assert len(layers) == number
+    assert prove(expert_layers(listed, (), 4)[0], 4) == (expert_runs.WIDTH, expert_runs.TOP_K)
+    assert listed.blocks[0].moe.calls == 0
+    assert prove(expert_layers(stacked, ("blocks.*.moe.units",), 2)[1], 2) is None
+    stacked.blocks[0].moe.units.bias = nn.Parameter(torch.zeros(7))
+    with pytest.raises(mw.ModelError, match="not one for each expert"):
+        expert_layers(stacked, (), 2)
+
+
+class Crowd(expert_runs.Units):
+    """Experts that look at each other's tokens."""
+
+    def forward(self, hidden, index, weights):
+        return super().forward(hidden - hidden.mean(0), index, weights)
+
+
+def test_experts_that_mix_tokens_are_refused():
+    model = expert_runs.build("stacked")
+    model.blocks[1].moe.units = Crowd()
+    with pytest.raises(mw.ModelError, match=r"blocks.1.moe.units does not compute the same"):
+        prove(expert_layers(model, (), 2)[1], 2)
