@@ -40,6 +40,8 @@ class Parameter:
     tensor_dim: int | None = None  # the dim that a tensor axis divides; None: none
     trained_on: tuple[int, ...] | None = None  # outside the blocks of a pipeline: the ranks that train it; None: all
     lent_to: tuple[int, ...] = ()  # the ranks that hold its first value as a buffer
+    num_fp8: int = 0  # layers that multiply with it in 8 bits
+    gather_itemsize: int | None = None  # bytes per element when it is gathered; None: as the step computes
 
     @property
     def numel(self) -> int:
@@ -156,6 +158,7 @@ class Step:
     activations: Activations | None = None  # None: unknown (no sample batch, or the model could not be traced)
     stages: Stages | None = None  # where the mesh has a pipeline axis
     flops: int | None = None  # of one micro-batch, forward and backward; recomputation not counted
+    fp8_flops: int = 0  # those of them that run in 8 bits
     boundaries: tuple[Boundary, ...] = ()  # as one rank of its axis meets them; so are activations and flops
     parameters: Placement = Placement()
     gradients: Placement = Placement()

@@ -4,6 +4,7 @@ from meshwright.methods.amp_native import AmpNative
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in_phase_order, resolve
+from meshwright.methods.fp8 import Fp8
 from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
 from meshwright.methods.job import Job
@@ -23,6 +24,7 @@ __all__ = [
     "AmpNative",
     "Checkpoint",
     "Cut",
+    "Fp8",
     "Fsdp",
     "Half",
     "Job",

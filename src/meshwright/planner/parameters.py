@@ -21,6 +21,7 @@ def describe_blocks(
     states_of: StatesOf,
     tensor_dims: Mapping[nn.Parameter, int] | None = None,
     cut: Cut | None = None,
+    num_fp8: Mapping[nn.Parameter, int] | None = None,
 ) -> tuple[Block, ...]:
     """Lists the distinct blocks of a model; what lies in no repeated block is the block ``outside``.
 
@@ -29,20 +30,21 @@ def describe_blocks(
         states_of: What the optimizer keeps for a parameter.
         tensor_dims: The dim of each parameter that a tensor axis divides.
         cut: Where a pipeline axis cuts the model.
+        num_fp8: How many layers multiply with a parameter in 8 bits.
     """
     seen: set[nn.Parameter] = set()
-    owners, dims = _owners(model), tensor_dims or {}
+    owners, dims, eights = _owners(model), tensor_dims or {}, num_fp8 or {}
     places = {item.name: item for item in cut.outside} if cut is not None else {}
     entries: dict[Block, list[int]] = {}  # per distinct block, how many of them every pipeline rank holds
     for path, module in find_blocks(model):
-        parameters = _describe(module, path + ".", owners, seen, states_of, dims, places)
+        parameters = _describe(module, path + ".", owners, seen, states_of, dims, places, eights)
         rank = cut.rank_of(path) if cut is not None else 0
         if parameters and rank is not None:
             counts = entries.setdefault(Block(class_name(type(module)), 1, parameters), [0] * _ranks(cut))
             counts[rank] += 1
         elif parameters:
             entries.setdefault(Block(class_name(type(module)), 1, parameters), []).append(1)
-    outside = _describe(model, "", owners, seen, states_of, dims, places)
+    outside = _describe(model, "", owners, seen, states_of, dims, places, eights)
     blocks = [
         Block(block.name, sum(counts), block.parameters, tuple(counts) if cut is not None and _in_list(block) else ())
         for block, counts in entries.items()
@@ -83,6 +85,7 @@ def _describe(
     states_of: StatesOf,
     tensor_dims: Mapping[nn.Parameter, int],
     places: Mapping[str, Outside],
+    num_fp8: Mapping[nn.Parameter, int],
 ) -> tuple[Parameter, ...]:
     described = []
     for name, parameter in module.named_parameters():
@@ -102,6 +105,7 @@ def _describe(
                 tensor_dim=tensor_dims.get(parameter),
                 trained_on=place.trained_on if place is not None else None,
                 lent_to=place.lent_to if place is not None else (),
+                num_fp8=num_fp8.get(parameter, 0),
             )
         )
     return tuple(described)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from meshwright.cost import Activations, Block, Boundary, Memory, Step, memory
 from meshwright.errors import ModelError
 from meshwright.methods import (
     Cut,
+    Fp8,
     PipelineParallel,
     Resolved,
     SampleRun,
@@ -26,6 +28,7 @@ from meshwright.methods import (
     resolve,
 )
 from meshwright.methods.dtypes import torch_dtype
+from meshwright.methods.float8.trace import Fp8Trace
 from meshwright.methods.tensor.trace import SplitTrace
 from meshwright.planner.parameters import describe_blocks, describe_buffers
 from meshwright.planner.pipeline import by_pipeline_rank, decide_cut, num_micro_batches
@@ -35,8 +38,9 @@ from meshwright.strategy import Strategy
 
 Trace = SplitTrace | SequenceTrace
 
-Traced = tuple[Activations | None, int | None, tuple[Boundary, ...], tuple[str, ...]]
-"""Activations, FLOPs and collectives over the tensor or sequence axis of a micro-batch, and what there is to say."""
+Traced = tuple[Activations | None, int | None, tuple[Boundary, ...], tuple[str, ...], int]
+"""Of a micro-batch: activations, FLOPs, collectives over the tensor or sequence axis, what there is to say, and how many
+of the FLOPs are in 8 bits."""
 
 
 @dataclass(frozen=True)
@@ -95,15 +99,17 @@ class Workload:
         Raises:
             StrategyError: When its methods do not fit together or do not fit the world.
         """
-        resolved = resolve(strategy, self.world, self.zero_level)
-        split = self._split(resolved)
+        resolved = resolve(strategy, self.world, self.zero_level, self.device)
+        split, fp8 = self._split(resolved), self._fp8(resolved)
         micro_batches = num_micro_batches(resolved.strategy, self.num_micro_batches)
         cut, gap = self._cut(resolved, micro_batches)
         samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
         param_dtype, autocast_dtype = _precision_of(resolved)
-        activations, flops, boundaries, gaps = self._activations(param_dtype, autocast_dtype, samples, split)
+        activations, flops, boundaries, gaps, fp8_flops = self._activations(
+            param_dtype, autocast_dtype, samples, split, fp8
+        )
         step = Step(
-            blocks=self._blocks(split, cut),
+            blocks=self._blocks(split, cut, fp8),
             axes=resolved.axes,
             shard_axis=resolved.shard_axis,
             buffers=describe_buffers(self.model, cut),
@@ -111,6 +117,7 @@ class Workload:
             on_cpu=self.device.type == "cpu",
             activations=activations,
             flops=flops,
+            fp8_flops=fp8_flops,
             boundaries=boundaries,
         )
         every = [
@@ -160,11 +167,24 @@ class Workload:
             self._splits[method, ranks] = method.trace(self.model, ranks, sample)
         return self._splits[method, ranks]
 
-    def _blocks(self, split: Trace | None, cut: Cut | None) -> tuple[Block, ...]:
-        if (split, cut) not in self._described:
+    def _fp8(self, resolved: Resolved) -> Fp8Trace | None:
+        """Which layers multiply in 8 bits; each choice is made once."""
+        method = resolved.strategy.get("fp8")
+        if not isinstance(method, Fp8):
+            return None
+        key = (method, resolved.shard_axis is not None, dict(resolved.axes).get("tensor", 1))
+        if key not in self._fp8s:
+            self._fp8s[key] = method.trace(self.model, sharded=key[1], tensor_ranks=key[2])
+        return self._fp8s[key]
+
+    def _blocks(self, split: Trace | None, cut: Cut | None, fp8: Fp8Trace | None) -> tuple[Block, ...]:
+        key = (split, cut, fp8)
+        if key not in self._described:
             dims = split.dims if split else None
-            self._described[split, cut] = describe_blocks(self.model, self._states_of, dims, cut)
-        return self._described[split, cut]
+            self._described[key] = describe_blocks(
+                self.model, self._states_of, dims, cut, fp8.num_weights if fp8 else None
+            )
+        return self._described[key]
 
     @functools.cached_property
     def _states_of(self) -> StatesOf:
@@ -176,7 +196,11 @@ class Workload:
         return {}
 
     @functools.cached_property
-    def _described(self) -> dict[tuple[Trace | None, Cut | None], tuple[Block, ...]]:
+    def _described(self) -> dict[tuple[Trace | None, Cut | None, Fp8Trace | None], tuple[Block, ...]]:
+        return {}
+
+    @functools.cached_property
+    def _fp8s(self) -> dict[tuple[Fp8, bool, int], Fp8Trace]:
         return {}
 
     @functools.cached_property
@@ -184,36 +208,53 @@ class Workload:
         return {}
 
     def _activations(
-        self, param_dtype: str | None, autocast_dtype: str | None, samples: int, split: Trace | None
+        self,
+        param_dtype: str | None,
+        autocast_dtype: str | None,
+        samples: int,
+        split: Trace | None,
+        fp8: Fp8Trace | None,
     ) -> Traced:
         """Activations and FLOPs of a micro-batch; each precision and size is traced once."""
-        key = (param_dtype, autocast_dtype, samples, split)
+        key = (param_dtype, autocast_dtype, samples, split, fp8)
         if key not in self._known:
             self._known[key] = self._trace(*key)
         return self._known[key]
 
-    def _trace(self, param_dtype: str | None, autocast_dtype: str | None, samples: int, split: Trace | None) -> Traced:
+    def _trace(
+        self,
+        param_dtype: str | None,
+        autocast_dtype: str | None,
+        samples: int,
+        split: Trace | None,
+        fp8: Fp8Trace | None,
+    ) -> Traced:
         try:
             inputs = self.inputs_of(samples)
             if inputs is None:
-                return None, None, (), ("activations are not predicted: there is no sample to trace the model with",)
-            activations, flops, boundaries = predict_saved(
-                self.model,
-                inputs,
-                self.forward,
-                param_dtype=torch_dtype(param_dtype) if param_dtype else None,
-                autocast_dtype=torch_dtype(autocast_dtype) if autocast_dtype else None,
-                split=split,
-            )
+                return _untraced("there is no sample to trace the model with")
+            with fp8.running() if fp8 is not None else contextlib.nullcontext():
+                activations, flops, boundaries = predict_saved(
+                    self.model,
+                    inputs,
+                    self.forward,
+                    param_dtype=torch_dtype(param_dtype) if param_dtype else None,
+                    autocast_dtype=torch_dtype(autocast_dtype) if autocast_dtype else None,
+                    split=split,
+                )
         except Exception as error:  # a user's model may do anything; training does not depend on this prediction
             reason = (str(error).splitlines() or [""])[0][:160]
             if isinstance(split, SequenceTrace):
                 if isinstance(error, ModelError):
                     raise  # training would fail in the same way
-            elif split is not None and self._trace(param_dtype, autocast_dtype, samples, None)[0] is not None:
+            elif split is not None and self._trace(param_dtype, autocast_dtype, samples, None, fp8)[0] is not None:
                 raise _does_not_fit(f"{type(error).__name__} while tracing ({reason})") from error
-            return None, None, (), (f"activations are not predicted: {type(error).__name__} while tracing ({reason})",)
-        return activations, flops, boundaries, ()
+            return _untraced(f"{type(error).__name__} while tracing ({reason})")
+        return activations, flops, boundaries, (), fp8.flops if fp8 is not None else 0
+
+
+def _untraced(reason: str) -> Traced:
+    return None, None, (), (f"activations are not predicted: {reason}",), 0
 
 
 def _does_not_fit(got: str) -> ModelError:

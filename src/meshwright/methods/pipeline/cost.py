@@ -21,6 +21,7 @@ def stage_cost(schedule: str, step: Step) -> Step:
         buffers=(*(b for b in step.buffers if b.on_rank in (None, stages.here)), *lent),
         activations=_kept(schedule, step, stages) if step.activations is not None else None,
         flops=round(step.flops * share) if step.flops is not None else None,
+        fp8_flops=round(step.fp8_flops * share),
         boundaries=tuple(b for b in step.boundaries if b.on_ranks is None or stages.here in b.on_ranks),
     )
     return step.send(
