@@ -35,9 +35,7 @@ class Resolved:
     notices: tuple[str, ...]
 
 
-def resolve(
-    strategy: Strategy, world: int, zero_level: int = 3, device: torch.device | None = None
-) -> Resolved:
+def resolve(strategy: Strategy, world: int, zero_level: int = 3, device: torch.device | None = None) -> Resolved:
     """Completes a strategy for a number of ranks, and refuses one whose methods do not fit together.
 
     Args:

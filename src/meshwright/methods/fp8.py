@@ -75,7 +75,7 @@ class Fp8(Method):
         """Refuses keys that the recipe has no use for."""
         recipe = keys.get("recipe", "delayed")
         for key in _OF_HISTORY if recipe != "delayed" else ():
-            if key in keys:
+            if keys.get(key, cls.model_fields[key].default) != cls.model_fields[key].default:
                 raise StrategyError(
                     f"fp8: the recipe {recipe!r} has no history, which {key!r} belongs to",
                     expected="keys of the recipe, or the recipe 'delayed'",
@@ -118,7 +118,7 @@ class Fp8(Method):
         choice = self.choice(model, tensor_ranks)
         # Fake tensors are never multiplied: any device can pretend.
         options = self.options(sharded=sharded, tensor_ranks=tensor_ranks, emulate=True)
-        return Fp8Trace(choice.layers, options, choice.num_weights)
+        return Fp8Trace(choice.layers, options, choice.num_weights, self._multiple)
 
     def check(self, job: Job) -> None:
         """Refuses a model without fitting layers, a recipe without its library, and gathers that nothing asks for."""
@@ -131,10 +131,8 @@ class Fp8(Method):
             self._check_gathers(job, choice)
 
     def _check_gathers(self, job: Job, choice: Choice) -> None:
-        others = {id(p): name for name, p in job.model.named_parameters(remove_duplicate=False)}
-        names = {name: p for name, p in job.model.named_parameters(remove_duplicate=False)}
-        uses = [id(parameter) for parameter in names.values()]
-        tied = [others[id(layer.weight)] for layer in choice.layers.values() if uses.count(id(layer.weight)) > 1]
+        uses = [id(parameter) for _, parameter in job.model.named_parameters(remove_duplicate=False)]
+        tied = [name for name, layer in choice.layers.items() if uses.count(id(layer.weight)) > 1]
         half, beside = job.strategy.get("half"), [name for name in ("outer", "tensor_parallel") if name in job.strategy]
         found = (
             "no method that gathers weights" if job.shard_axis is None

@@ -39,8 +39,8 @@ from meshwright.strategy import Strategy
 Trace = SplitTrace | SequenceTrace
 
 Traced = tuple[Activations | None, int | None, tuple[Boundary, ...], tuple[str, ...], int]
-"""Of a micro-batch: activations, FLOPs, collectives over the tensor or sequence axis, what there is to say, and how many
-of the FLOPs are in 8 bits."""
+"""Of a micro-batch: activations, FLOPs, collectives over the tensor or sequence axis, what there is to say, and how
+many of the FLOPs are in 8 bits."""
 
 
 @dataclass(frozen=True)

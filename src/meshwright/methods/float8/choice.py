@@ -26,14 +26,16 @@ class Choice:
         """The weights of the layers, with the number of layers that share each."""
         counts: dict[nn.Parameter, int] = {}
         for layer in self.layers.values():
-            counts[layer.weight] = counts.get(layer.weight, 0) + 1
+            weight = layer._parameters["weight"]
+            assert weight is not None
+            counts[weight] = counts.get(weight, 0) + 1
         return counts
 
 
 def choose_layers(
     model: nn.Module, include: Sequence[str] | None, exclude: Sequence[str] | None, multiple: int
 ) -> Choice:
-    """Sorts the linear layers of a model; ``exclude`` is looked at first, as in ATorch.
+    """Sorts the linear layers of a model by what ``include`` and ``exclude`` say of their names, and by their dims.
 
     Args:
         model: A plain module.
@@ -43,11 +45,10 @@ def choose_layers(
     """
     choice = Choice()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        if any(part in name for part in exclude or ()):
-            choice.excluded.append(name)
-        elif include is not None and not any(part in name for part in include):
+        if not isinstance(module, nn.Linear) or module._parameters.get("weight") is None:
+            continue  # without a weight: another rank of a pipeline has it
+        wanted = include is None or any(part in name for part in include)
+        if not wanted or any(part in name for part in exclude or ()):
             choice.excluded.append(name)
         elif type(module) is not nn.Linear:
             choice.subclasses.append(name)  # computes in a way of its own, which a replacement would lose

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterable
@@ -47,12 +48,10 @@ def to_torchao(layers: Iterable[nn.Linear], recipe: str, *, rows: int, emulate: 
     change = _to_mx(emulate) if recipe == "mxfp8" else _to_float8(recipe, emulate, all_gather)
     for layer in layers:
         change(layer)
-        wrap_method(layer, "forward", functools.partial(_filled_up, rows))
+        wrap_method(layer, "forward", functools.partial(filled_up, rows))
 
 
 def _to_float8(recipe: str, emulate: bool, all_gather: bool) -> Callable[[nn.Linear], None]:
-    import dataclasses
-
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
@@ -85,7 +84,7 @@ def _to_mx(emulate: bool) -> Callable[[nn.Linear], None]:
     return change
 
 
-def _filled_up(rows: int, forward: Callable[[Any], Any], input: Any) -> Any:
+def filled_up(rows: int, forward: Callable[[Any], Any], input: Any) -> Any:
     """The gradient of a weight sums over rows, which must come in whole tiles; rows of zeros add nothing."""
     flat = input.reshape(-1, input.shape[-1])
     missing = -flat.shape[0] % rows

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.nn.fp8 import Fp8Options, to_fp8, to_plain
+from meshwright.methods.float8.torchao_layers import filled_up
+from meshwright.nn import wrap_method
+from meshwright.nn.fp8 import Fp8Linear, Fp8Options, to_fp8, to_plain
 
 _PRODUCTS = 3  # of a layer in forward and backward, each as large as the one of forward
 
@@ -19,14 +22,19 @@ class Fp8Trace:
 
     Args:
         layers: By name.
-        options: Of delayed scaling; None where the layers save what they would anyway (torchao's do: they cast again).
+        options: Of delayed scaling; None for torchao's layers, which save what they would anyway, and cast it again.
         num_weights: The weights, with the number of layers that share each.
+        rows: What torchao's layers fill rows up to.
     """
 
     def __init__(
-        self, layers: Mapping[str, nn.Linear], options: Fp8Options | None, num_weights: Mapping[nn.Parameter, int]
+        self,
+        layers: Mapping[str, nn.Linear],
+        options: Fp8Options | None,
+        num_weights: Mapping[nn.Parameter, int],
+        rows: int,
     ) -> None:
-        self._layers, self._options, self.num_weights = layers, options, num_weights
+        self._layers, self._options, self.num_weights, self._rows = layers, options, num_weights, rows
         self.flops = 0
         """Of the products in 8 bits while the model ran last, forward and backward."""
 
@@ -34,17 +42,21 @@ class Fp8Trace:
     def running(self) -> Iterator[None]:
         """Around one forward; leaves the model as it was."""
         self.flops = 0
-        changed = []
         hooks = [layer.register_forward_pre_hook(self._count) for layer in self._layers.values()]
         try:
-            for layer in self._layers.values() if self._options is not None else ():
-                changed.append(to_fp8(layer, self._options))
+            for layer in self._layers.values():
+                if self._options is not None:
+                    to_fp8(layer, self._options)
+                else:
+                    wrap_method(layer, "forward", functools.partial(filled_up, self._rows))
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-            for each in changed:
-                to_plain(each)
+            for layer in self._layers.values():
+                if isinstance(layer, Fp8Linear):
+                    to_plain(layer)
+                layer.__class__ = nn.Linear
 
     def _count(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         features: torch.Tensor = args[0]

@@ -37,9 +37,9 @@ def cast(tensor: torch.Tensor, amax: torch.Tensor, known: torch.Tensor, recipe: 
     Args:
         tensor: Of any floating type.
         amax: Its :func:`largest`.
-        known: The scale from its history, 0-dim fp32; 0 where there is none yet. Then its own amax serves, and the scale
-            is rounded down to a power of two: ranks that see other data then round alike, as long as no history has
-            made their scales equal.
+        known: The scale from its history, 0-dim fp32; 0 where there is none yet. Then its own amax serves, and the
+            scale is rounded down to a power of two: ranks that see other data then round alike, as long as no history
+            has made their scales equal.
         recipe: Formats and margin.
         role: Which of the three tensors of a layer it is.
     """

@@ -166,7 +166,12 @@ def to_fp8(linear: nn.Linear, options: Fp8Options) -> Fp8Linear:
     linear.__class__ = Fp8Linear
     assert isinstance(linear, Fp8Linear)
     linear.fp8, linear._held = options, None
-    shapes = {"fp8_amax_history": (3, recipe.amax_history_len), "fp8_scale": (3,), "fp8_num_updates": (), "fp8_amax": (3,)}
+    shapes = {
+        "fp8_amax_history": (3, recipe.amax_history_len),
+        "fp8_scale": (3,),
+        "fp8_num_updates": (),
+        "fp8_amax": (3,),
+    }
     for name, shape in shapes.items():
         zeros = torch.zeros(shape, dtype=torch.int32, device=device)
         linear.register_buffer(name, zeros, persistent=name in PERSISTENT)
