@@ -41,4 +41,5 @@ class DelayedScaling:
 
     def scale(self, amax: torch.Tensor, role: int) -> torch.Tensor:
         """The factor that brings ``amax`` (fp32) to the largest value of the format; infinite where ``amax`` is 0."""
-        return torch.finfo(self.dtype(role)).max / amax / 2.0**self.margin
+        limit = torch.full_like(amax, torch.finfo(self.dtype(role)).max)  # a number over a tensor would round twice
+        return limit / amax / 2.0**self.margin
