@@ -189,6 +189,51 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(ranks, tmp_path):
     assert ranks(2).run(stop_and_go_on, tmp_path) == [(True, 4 * 3, True)] * 2
 
 
+def with_and_without(directory):
+    runs = {name: build(strategy) for name, strategy in (("with", [fp8()]), ("without", []))}
+    found = []
+    for name, other in (("with", "without"), ("without", "with")):
+        result, store = runs[name], CheckpointStore(directory / name)
+        result.step(own_part(result, 0))
+        store.save(TrainingState(result.model, result.optim))
+        mw.save(result.model, directory / f"{name}.pt")
+        strategy = [fp8()] if other == "with" else []
+        fresh, from_file = build(strategy), build(strategy)
+        store.load(TrainingState(fresh.model, fresh.optim))
+        mw.load(from_file.model, directory / f"{name}.pt")
+        want = result.model.last.weight
+        found += [torch.equal(each.model.last.weight, want) for each in (fresh, from_file)]
+        found.append(not any(map(any, scales(fresh.model))))
+        fresh.step(own_part(fresh, 1))
+    return found
+
+
+def test_fp8_may_come_and_go_between_checkpoints(ranks, tmp_path):
+    assert ranks(1).run(with_and_without, tmp_path) == [[True] * 6]
+
+
+def low_rank():
+    """peft's layers around frozen ones: these multiply in 8 bits."""
+    import peft
+
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(7, 32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 3))
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["1"]))
+    result = mw.accelerate(
+        model, torch.optim.AdamW, None, lambda x, out: (out - 1).square().mean(), strategy=[fp8()],
+        optim_args={"lr": 0.1}, sample_batch=BATCH[0],
+    )  # fmt: skip
+    losses = [result.step(BATCH[0].clone()).loss.item() for _ in range(8)]
+    return losses[-1] / losses[0], len(scales(result.model)), memory(result.plan.step).activations
+
+
+def test_around_frozen_weights_of_peft(ranks):
+    ((ratio, layers, activations),) = ranks(1).run(low_rank)
+    assert ratio < 0.8
+    assert layers == 1
+    assert activations > 0
+
+
 def dry_and_evaluated():
     result, other = build([fp8()]), build([fp8()])
     result.dry_run(own_part(result, 3))
@@ -242,7 +287,7 @@ def test_what_is_said_and_refused(ranks):
     assert said[0].count("fp8") == 1
     assert "fp8 is ignored: a CPU has no 8-bit matrix products" in said[0]
     assert "3 of 3 linear layers" in said[1]
-    assert "in 8 bits: layers.0, layers.1, lm_head" in said[1]
+    assert "in 8 bits: lm_head, layers.0, layers.1" in said[1]
     assert "lm_head predicts the vocabulary" in said[1]
     assert "2 of 3" in said[2]
     assert "predicts" not in said[2]

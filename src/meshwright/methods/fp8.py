@@ -174,7 +174,7 @@ class Fp8(Method):
     def _delayed(self, job: Job, choice: Choice, options: Fp8Options) -> None:
         layers = [to_fp8(layer, options) for layer in choice.layers.values()]
         # DDP would send them in every forward; they are equal already, or are not to be.
-        own = [f"{name}.{buffer}" for name in choice.layers for buffer in BUFFERS]
+        own = [f"{name}.{buffer}".lstrip(".") for name in choice.layers for buffer in BUFFERS]
         ignored = [*getattr(job.model, "_ddp_params_and_buffers_to_ignore", ()), *own]
         job.model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
         several = self.reduce_amax and any(job.size(axis) > 1 for axis in _AXES)

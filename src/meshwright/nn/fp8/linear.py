@@ -16,6 +16,11 @@ PERSISTENT = ("fp8_amax_history", "fp8_scale", "fp8_num_updates")
 BUFFERS = (*PERSISTENT, "fp8_amax", "fp8_weight")
 
 
+def is_scaling_state(name: str) -> bool:
+    """Whether an entry of a state dict is a scale or its history: a model can go on without, with and from scratch."""
+    return name.rpartition(".")[2] in PERSISTENT
+
+
 @dataclass(frozen=True)
 class Fp8Options:
     """What a layer is told.
