@@ -6,12 +6,13 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.cost import memory
+from meshwright.cost.devices import fp8_peak_flops_per_s
 from meshwright.methods import Fp8
 from meshwright.nn.fp8 import Fp8Linear
 from meshwright.store import CheckpointStore, TrainingState
 from tests.methods.test_traffic import Counter
 
-STEPS = 12
+STEPS = 11
 BATCH = torch.randn(STEPS, 16, 7, generator=torch.Generator().manual_seed(5))
 
 
@@ -99,24 +100,18 @@ def of_two_replicas(scales):
 
 
 REENTRANT = ("checkpoint", {"no_reentrant": False, "wrap_class": "Block"})
-LAYOUTS = [
-    ([fp8()],),
-    ([fp8()], 2),
-    ([fp8(), "fsdp"],),
-    ([fp8(), "fsdp", "checkpoint"], 2),
-    ([fp8(), "zero1"], 2),
-    ([fp8(), "zero2"],),
-    ([fp8(), REENTRANT],),
-]
+LAYOUTS = [([fp8()],), ([fp8(), "fsdp"],), ([fp8(), "fsdp", "checkpoint"], 2), ([fp8(), REENTRANT],)]
+MORE_LAYOUTS = [([fp8()], 2), ([fp8(), "zero1"], 2), ([fp8(), "zero2"],), ([fp8(), "zero2", REENTRANT], 2)]
 
 
-def test_every_layout_trains_as_one_process_does(ranks, alone):
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.long)], ids=str)
+def test_every_layout_trains_as_one_process_does(ranks, alone, layouts):
     (plain, _, _), (expected, expected_scales, wrong) = alone
     assert wrong == []
     assert expected == pytest.approx(plain, rel=3e-2)  # what 8 bits change
     assert expected != pytest.approx(plain, rel=1e-3)
-    first, second = ranks(2).run(train_all, LAYOUTS)
-    for layout, one, other in zip(LAYOUTS, first, second, strict=True):
+    first, second = ranks(2).run(train_all, layouts)
+    for layout, one, other in zip(layouts, first, second, strict=True):
         assert one == other, layout
         losses, found, wrong = one
         assert wrong == [], layout
@@ -224,14 +219,14 @@ def low_rank():
         optim_args={"lr": 0.1}, sample_batch=BATCH[0],
     )  # fmt: skip
     losses = [result.step(BATCH[0].clone()).loss.item() for _ in range(8)]
-    return losses[-1] / losses[0], len(scales(result.model)), memory(result.plan.step).activations
+    return losses[-1] / losses[0], len(scales(result.model)), result.plan.step.fp8_flops
 
 
 def test_around_frozen_weights_of_peft(ranks):
-    ((ratio, layers, activations),) = ranks(1).run(low_rank)
+    ((ratio, layers, flops),) = ranks(1).run(low_rank)
     assert ratio < 0.8
     assert layers == 1
-    assert activations > 0
+    assert flops == 3 * 2 * 16 * 32 * 32  # three products of 16 rows
 
 
 def dry_and_evaluated():
@@ -319,6 +314,23 @@ def test_short_forms_and_the_way_through_json():
     strategy = mw.Strategy([("fp8", {"include": ["layers"], "recipe": "rowwise"}), "fsdp"])
     assert mw.Strategy(strategy.to_json()) == strategy
     assert strategy.get("fp8").include == ("layers",)
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipe", "works"),
+    [((8, 0), "delayed", False), ((8, 9), "delayed", True), ((9, 0), "mxfp8", False), ((10, 0), "mxfp8", True)],
+)
+def test_it_is_left_out_where_the_hardware_lacks_it(monkeypatch, capability, recipe, works):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
+    said = Fp8(recipe=recipe).left_out_on(torch.device("cuda"))
+    assert said is None if works else f"fp8 is ignored: NVIDIA X has compute capability {capability[0]}." in said
+    assert Fp8(recipe=recipe, emulate=True).left_out_on(torch.device("cuda")) is None
+
+
+def test_peaks_in_8_bits():
+    assert fp8_peak_flops_per_s("NVIDIA H100 80GB HBM3") == 2 * 989.4e12
+    assert fp8_peak_flops_per_s("NVIDIA A100-SXM4-80GB") is None
 
 
 def test_a_missing_library_is_named(monkeypatch):
