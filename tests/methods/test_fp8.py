@@ -104,7 +104,7 @@ LAYOUTS = [([fp8()],), ([fp8(), "fsdp"],), ([fp8(), "fsdp", "checkpoint"], 2), (
 MORE_LAYOUTS = [([fp8()], 2), ([fp8(), "zero1"], 2), ([fp8(), "zero2"],), ([fp8(), "zero2", REENTRANT], 2)]
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(MORE_LAYOUTS, marks=pytest.mark.long)], ids=["some", "more"])
 def test_every_layout_trains_as_one_process_does(ranks, alone, layouts):
     (plain, _, _), (expected, expected_scales, wrong) = alone
     assert wrong == []
@@ -205,6 +205,39 @@ def with_and_without(directory):
 
 def test_fp8_may_come_and_go_between_checkpoints(ranks, tmp_path):
     assert ranks(1).run(with_and_without, tmp_path) == [[True] * 6]
+
+
+def overflow_on_one_rank():
+    result = build([fp8(), ("half", "fp16")])
+    while result.step(own_part(result, 0)).skipped:  # the first loss scale may be too large
+        pass
+    before, bad = scales(result.model), own_part(result, 1)
+    bad *= float("inf") if mw.rank() == 1 else 1.0
+    assert result.step(bad).skipped
+    assert scales(result.model) == before
+    assert not result.step(own_part(result, 2)).skipped
+    return scales(result.model)
+
+
+def forgotten_scales():
+    """Whether torchao's scales are there after a step, and not after other weights were loaded."""
+    result = build([fp8(recipe="tensorwise", all_gather=True), "fsdp"])
+    result.step(own_part(result, 0))
+    weight = result.model.layers[0][1].weight._local_tensor
+    known = weight._precomputed_scale is not None
+    result.model.load_state_dict({key: value.clone() for key, value in result.model.state_dict().items()})
+    return known, weight._precomputed_scale is None
+
+
+def overflow_and_loading():
+    return overflow_on_one_rank(), forgotten_scales()
+
+
+def test_skipped_steps_and_loaded_weights(ranks):
+    (scales, forgotten), (same_scales, _) = ranks(2).run(overflow_and_loading)
+    assert scales == same_scales
+    assert all(0 < scale < float("inf") for layer in scales for scale in layer)
+    assert forgotten == (True, True)
 
 
 def low_rank():
