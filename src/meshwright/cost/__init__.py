@@ -1,6 +1,6 @@
 """The simulated step: pure functions on plain data. Never imports torch."""
 
-from meshwright.cost.memory import Memory, element_bytes, local_shape, memory, padded_bytes, shape_on
+from meshwright.cost.memory import Memory, element_bytes, gathered_itemsize, local_shape, memory, padded_bytes, shape_on
 from meshwright.cost.names import names_class
 from meshwright.cost.owners import balanced_owners
 from meshwright.cost.step import (
@@ -42,6 +42,7 @@ __all__ = [
     "Traffic",
     "balanced_owners",
     "element_bytes",
+    "gathered_itemsize",
     "local_shape",
     "memory",
     "names_class",

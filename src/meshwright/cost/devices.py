@@ -20,6 +20,17 @@ _HALF_PEAKS = (
 )
 
 
+# The same in 8 bits, where the device has such products: twice the above, as these datasheets state too.
+_FP8_TIMES_HALF = 2
+_WITH_FP8 = ("B200", "H200", "H100", "L40", "L4")
+
+
 def half_peak_flops_per_s(device_name: str) -> float | None:
     """Peak of dense half-precision matrix products in FLOP/s; None for a device that is not in the table."""
     return next((peak for name, peak in _HALF_PEAKS if name in device_name), None)
+
+
+def fp8_peak_flops_per_s(device_name: str) -> float | None:
+    """Peak of dense 8-bit matrix products in FLOP/s; None for a device without, or that is not in the table."""
+    half = half_peak_flops_per_s(device_name)
+    return half * _FP8_TIMES_HALF if half is not None and any(name in device_name for name in _WITH_FP8) else None

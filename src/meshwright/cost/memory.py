@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -72,6 +73,12 @@ def element_bytes(tensor: Parameter | Buffer, itemsize: int | None) -> int:
     return itemsize if itemsize is not None and tensor.floating else tensor.itemsize
 
 
+def gathered_itemsize(step: Step, parameter: Parameter) -> int:
+    """Bytes per element of a parameter that is gathered."""
+    own = parameter.gather_itemsize
+    return own if own is not None else element_bytes(parameter, step.compute_itemsize)
+
+
 def _sum(step: Step, bytes_of: Callable[[Parameter], int]) -> int:
     return sum(count * bytes_of(parameter) for count, parameter in step.every_parameter())
 
@@ -140,8 +147,9 @@ def _gathered_bytes(step: Step) -> int:
     """
     if step.gathered == "nothing" or step.size(step.shard_axis) == 1:
         return 0
-    weights = [(block, _whole_bytes(step, block, step.compute_itemsize)) for block in step.blocks]
-    gradients = [_whole_bytes(step, block, step.reduce_itemsize, trainable_only=True) for block in step.blocks]
+    weights = [(block, _whole_bytes(step, block, functools.partial(gathered_itemsize, step))) for block in step.blocks]
+    reduced = functools.partial(element_bytes, itemsize=step.reduce_itemsize)
+    gradients = [_whole_bytes(step, block, reduced, trainable_only=True) for block in step.blocks]
     inside = [size for block, size in weights if block.name != "outside"]
     outside = sum(size for block, size in weights if block.name == "outside")
     if step.gathered == "model":
@@ -154,9 +162,11 @@ def _gathered_bytes(step: Step) -> int:
     return whole_weights + 2 * max(gradients, default=0)
 
 
-def _whole_bytes(step: Step, block: Block, itemsize: int | None, *, trainable_only: bool = False) -> int:
+def _whole_bytes(
+    step: Step, block: Block, itemsize: Callable[[Parameter], int], *, trainable_only: bool = False
+) -> int:
     return sum(
-        padded_bytes(step, parameter, element_bytes(parameter, itemsize))
+        padded_bytes(step, parameter, itemsize(parameter))
         for parameter in block.parameters
         if parameter.sharded and (parameter.trainable or not trainable_only)
     )

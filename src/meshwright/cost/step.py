@@ -42,11 +42,11 @@ class Parameter:
     states: tuple[StateTensor, ...] = ()  # what the optimizer will keep for it
     sharded: bool = True  # False: left whole on every rank although others are sharded
     tensor_dim: int | None = None  # the dim that a tensor axis divides; None: none
-    expert: tuple[int | None, int] | None = (
-        None  # of experts: its expert's number in a list (None: stacked), of how many
-    )
+    expert: tuple[int | None, int] | None = None  # its expert's number in a list (None: stacked), of how many
     trained_on: tuple[int, ...] | None = None  # outside the blocks of a pipeline: the ranks that train it; None: all
     lent_to: tuple[int, ...] = ()  # the ranks that hold its first value as a buffer
+    num_fp8: int = 0  # layers that multiply with it in 8 bits
+    gather_itemsize: int | None = None  # bytes per element when it is gathered; None: as the step computes
 
     @property
     def numel(self) -> int:
@@ -184,6 +184,7 @@ class Step:
     stages: Stages | None = None  # where the mesh has a pipeline axis
     flops: int | None = None  # of one micro-batch, forward and backward; recomputation not counted
     recompute_flops: int = 0  # of recomputation, where a pipeline cuts the model
+    fp8_flops: int = 0  # those of them that run in 8 bits
     boundaries: tuple[Boundary, ...] = ()  # as one rank of its axis meets them; so are activations and flops
     parameters: Placement = Placement()
     gradients: Placement = Placement()

@@ -8,6 +8,7 @@ from meshwright.methods.context.trace import TracedContext
 from meshwright.methods.context_parallel import ContextParallel
 from meshwright.methods.expert.trace import ExpertTrace
 from meshwright.methods.expert_parallel import ExpertParallel
+from meshwright.methods.fp8 import Fp8
 from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
 from meshwright.methods.job import SAMPLED, Job
@@ -32,6 +33,7 @@ __all__ = [
     "Cut",
     "ExpertParallel",
     "ExpertTrace",
+    "Fp8",
     "Fsdp",
     "Half",
     "Job",

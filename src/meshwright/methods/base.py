@@ -6,6 +6,8 @@ from abc import abstractmethod
 from enum import IntEnum
 from typing import ClassVar
 
+import torch
+
 from meshwright.cost import Step
 from meshwright.methods.job import Job
 from meshwright.strategy import MethodConfig
@@ -41,6 +43,10 @@ class Method(MethodConfig):
         Raises:
             MeshwrightError: Saying what, expected, got, and what to do.
         """
+
+    def left_out_on(self, device: torch.device) -> str | None:
+        """Why a strategy is applied without it on such a device, as a sentence for the user; None where it works."""
+        return None
 
     @abstractmethod
     def apply(self, job: Job) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from meshwright.cost import Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
@@ -36,13 +38,14 @@ class Resolved:
     notices: tuple[str, ...]
 
 
-def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
+def resolve(strategy: Strategy, world: int, zero_level: int = 3, device: torch.device | None = None) -> Resolved:
     """Completes a strategy for a number of ranks, and refuses one whose methods do not fit together.
 
     Args:
         strategy: As the user wrote it.
         world: Number of ranks.
         zero_level: Which method a ``zero`` axis means when none is named.
+        device: Where it will run; methods that it cannot run are left out, with a notice. None leaves none out.
 
     Raises:
         StrategyError: Naming the methods.
@@ -52,6 +55,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3) -> Resolved:
         notice for each in (written, strategy) for method in each.methods for notice in method.notices()
     )
     notices = list(said)
+    strategy = _without_unusable(strategy, device, notices)
     strategy, axes = _with_mesh(strategy, world)
     strategy = _with_zero_method(strategy, axes, zero_level, notices)
     strategy = _without_redundant_amp(strategy, notices)
@@ -97,6 +101,15 @@ def _check_beside_tokens(strategy: Strategy, sizes: dict[str, int]) -> None:
             got=f"sequence=True and {divided[0]}={sizes[divided[0]]}",
             fix="leave sequence=True out: between the layers a rank has a part of the tokens without it",
         )
+
+
+def _without_unusable(strategy: Strategy, device: torch.device | None, notices: list[str]) -> Strategy:
+    for method in strategy.methods if device is not None else ():
+        reason = method.left_out_on(device) if isinstance(method, Method) and device is not None else None
+        if reason is not None:
+            notices.append(reason)
+            strategy = strategy.without(method.method_name)
+    return strategy
 
 
 def _shard_axis(sizes: dict[str, int]) -> str:

@@ -87,6 +87,8 @@ class Job:
     skip_nonfinite: bool = False
     master_weights: bool = False
     finish_optimizer: Callable[[Optimizer], Optimizer] = _as_it_is  # last change of the optimizer; may communicate
+    before_update: list[Callable[[], None]] = field(default_factory=list)  # called before each step of the optimizer
+    after_update: list[Callable[[], None]] = field(default_factory=list)  # and after it; never for a skipped step
     stages: Stages | None = None  # for norms, where the parameters are one pipeline rank's
     micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
     notices: list[str] = field(default_factory=list)  # what the user is told once, on rank 0
@@ -143,6 +145,10 @@ class Job:
         params = self.model.parameters() if self.optim_param_func is None else self.optim_param_func(self.model)
         master = MasterWeights(self.model.parameters()) if self.master_weights else None
         inner = optim_func(params) if master is None else master.optimizer(optim_func, params)
+        for before in self.before_update:
+            inner.register_step_pre_hook(lambda *_, call=before: call())
+        for after in self.after_update:
+            inner.register_step_post_hook(lambda *_, call=after: call())
         if self.stages is not None and master is not None:
             self.stages = self.stages.with_masters(master.of)
         if self.is_split:

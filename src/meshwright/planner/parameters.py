@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -16,36 +17,42 @@ from meshwright.optim import OuterOptimizer, local_tensor
 from meshwright.planner.states import StatesOf
 
 
+@dataclass(frozen=True)
+class Marks:
+    """What methods make of single parameters."""
+
+    tensor_dims: Mapping[nn.Parameter, int] = field(default_factory=dict)  # the dim that a tensor axis divides
+    experts: Mapping[nn.Parameter, tuple[int | None, int]] = field(default_factory=dict)  # see ``Parameter.expert``
+    num_fp8: Mapping[nn.Parameter, int] = field(default_factory=dict)  # layers that multiply with it in 8 bits
+
+
 def describe_blocks(
     model: nn.Module,
     states_of: StatesOf,
-    tensor_dims: Mapping[nn.Parameter, int] | None = None,
+    marks: Marks | None = None,
     cut: Cut | None = None,
-    experts: Mapping[nn.Parameter, tuple[int | None, int]] | None = None,
 ) -> tuple[Block, ...]:
     """Lists the distinct blocks of a model; what lies in no repeated block is the block ``outside``.
 
     Args:
         model: A plain module, not wrapped or sharded.
         states_of: What the optimizer keeps for a parameter.
-        tensor_dims: The dim of each parameter that a tensor axis divides.
+        marks: What methods make of single parameters.
         cut: Where a pipeline axis cuts the model.
-        experts: Where an axis divides experts, their parameters; see ``Parameter.expert``.
     """
     seen: set[nn.Parameter] = set()
-    owners, dims = _owners(model), tensor_dims or {}
+    owners, marks = _owners(model), marks or Marks()
     places = {item.name: item for item in cut.outside} if cut is not None else {}
-    numbers = experts or {}
     entries: dict[Block, list[int]] = {}  # per distinct block, how many of them every pipeline rank holds
     for path, module in find_blocks(model):
-        parameters = _describe(module, path + ".", owners, seen, states_of, dims, places, numbers)
+        parameters = _describe(module, path + ".", owners, seen, states_of, marks, places)
         rank = cut.rank_of(path) if cut is not None else 0
         if parameters and rank is not None:
             counts = entries.setdefault(Block(class_name(type(module)), 1, parameters), [0] * _ranks(cut))
             counts[rank] += 1
         elif parameters:
             entries.setdefault(Block(class_name(type(module)), 1, parameters), []).append(1)
-    outside = _describe(model, "", owners, seen, states_of, dims, places, numbers)
+    outside = _describe(model, "", owners, seen, states_of, marks, places)
     blocks = [
         Block(block.name, sum(counts), block.parameters, tuple(counts) if cut is not None and _in_list(block) else ())
         for block, counts in entries.items()
@@ -84,9 +91,8 @@ def _describe(
     owners: dict[str, tuple[str, ...]],
     seen: set[nn.Parameter],
     states_of: StatesOf,
-    tensor_dims: Mapping[nn.Parameter, int],
+    marks: Marks,
     places: Mapping[str, Outside],
-    experts: Mapping[nn.Parameter, tuple[int | None, int]],
 ) -> tuple[Parameter, ...]:
     described = []
     for name, parameter in module.named_parameters():
@@ -103,8 +109,9 @@ def _describe(
                 floating=parameter.is_floating_point(),
                 owners=owners.get((prefix + name).rpartition(".")[0], ()),
                 states=states_of(parameter) if parameter.requires_grad else (),
-                tensor_dim=tensor_dims.get(parameter),
-                expert=experts.get(parameter),
+                tensor_dim=marks.tensor_dims.get(parameter),
+                expert=marks.experts.get(parameter),
+                num_fp8=marks.num_fp8.get(parameter, 0),
                 trained_on=place.trained_on if place is not None else None,
                 lent_to=place.lent_to if place is not None else (),
             )

@@ -12,20 +12,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.cost import Activations, Block, Boundary, Memory, Step, memory
-from meshwright.errors import ModelError
+from meshwright.cost import Block, Memory, Step, memory
 from meshwright.methods import (
     SAMPLED,
     Cut,
     ExpertTrace,
+    Fp8,
     Resolved,
     SampleRun,
     cost_of,
     resolve,
 )
-from meshwright.methods.dtypes import torch_dtype
+from meshwright.methods.float8.trace import Fp8Trace
 from meshwright.methods.pipeline.trace import Dataflow
-from meshwright.planner.parameters import describe_blocks, describe_buffers
+from meshwright.planner.parameters import Marks, describe_blocks, describe_buffers
 from meshwright.planner.pipeline import (
     Decision,
     Pipeline,
@@ -35,13 +35,10 @@ from meshwright.planner.pipeline import (
     pipeline_of,
     trace_flow,
 )
-from meshwright.planner.saved import predict_saved
 from meshwright.planner.states import StatesOf, probe_optimizer
-from meshwright.planner.traces import Trace, divides_batch, trace_key, trace_of
+from meshwright.planner.traced import Conditions, Tracer
+from meshwright.planner.traces import Trace, trace_key, trace_of
 from meshwright.strategy import Strategy
-
-Traced = tuple[Activations | None, int | None, tuple[Boundary, ...], tuple[str, ...]]
-"""Activations, FLOPs and collectives inside the layers of a micro-batch, and what there is to say."""
 
 
 @dataclass(frozen=True)
@@ -100,32 +97,33 @@ class Workload:
         Raises:
             StrategyError: When its methods do not fit together or do not fit the world.
         """
-        resolved = resolve(strategy, self.world, self.zero_level)
+        resolved = resolve(strategy, self.world, self.zero_level, self.device)
         micro_batches = num_micro_batches(resolved, self.num_micro_batches)
         pipeline = pipeline_of(resolved, self.model, micro_batches)
         flow = self._flow(pipeline) if pipeline is not None else None
-        split = self._split(resolved)
+        split, fp8 = self._split(resolved), self._fp8(resolved)
         samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
         param_dtype, autocast_dtype = _precision_of(resolved)
         blocks = pipeline.blocks if pipeline is not None else ()
-        activations, flops, boundaries, gaps = self._activations(param_dtype, autocast_dtype, samples, split, blocks)
+        traced = self._tracer.of(Conditions(param_dtype, autocast_dtype, samples, split, blocks, fp8))
         step = Step(
             blocks=(),
             axes=resolved.axes,
             shard_axis=resolved.shard_axis,
             num_micro_batches=micro_batches,
             on_cpu=self.device.type == "cpu",
-            activations=activations,
-            flops=flops,
-            boundaries=boundaries,
+            activations=traced.activations,
+            flops=traced.flops,
+            fp8_flops=traced.fp8_flops,
+            boundaries=traced.boundaries,
         )
         decided = Decision()
         if pipeline is not None and flow is not None:
-            describe = functools.partial(self._blocks, split)
+            describe = functools.partial(self._blocks, split, fp8)
             limit = self.limit_bytes if self.device.type == "cuda" else None
             decided = decide_cut(pipeline, self.model, flow, step, resolved.strategy, describe, limit)
         cut = decided.cut
-        step = step.replace(blocks=self._blocks(split, cut), buffers=describe_buffers(self.model, cut))
+        step = step.replace(blocks=self._blocks(split, fp8, cut), buffers=describe_buffers(self.model, cut))
         every = [
             cost_of(resolved.strategy, each)
             for each in by_pipeline_rank(step, cut, samples, in_half=param_dtype is not None)
@@ -137,7 +135,7 @@ class Workload:
             memory(most),
             self.limit_bytes,
             (*resolved.notices, *decided.notices),
-            (*gaps, *decided.gaps),
+            (*traced.gaps, *decided.gaps),
             cut,
             tuple(every) if cut is not None else (),
         )
@@ -159,12 +157,26 @@ class Workload:
             self._splits[key] = trace_of(resolved, self.model, SampleRun(self.inputs_of, self.forward))
         return self._splits[key]
 
-    def _blocks(self, split: Trace | None, cut: Cut | None) -> tuple[Block, ...]:
-        if (split, cut) not in self._described:
-            dims = split.dims if split else None
-            experts = split.experts if isinstance(split, ExpertTrace) else None
-            self._described[split, cut] = describe_blocks(self.model, self._states_of, dims, cut, experts)
-        return self._described[split, cut]
+    def _fp8(self, resolved: Resolved) -> Fp8Trace | None:
+        """Which layers multiply in 8 bits; each choice is made once."""
+        method = resolved.strategy.get("fp8")
+        if not isinstance(method, Fp8):
+            return None
+        key = (method, resolved.shard_axis is not None, dict(resolved.axes).get("tensor", 1))
+        if key not in self._fp8s:
+            self._fp8s[key] = method.trace(self.model, sharded=key[1], tensor_ranks=key[2])
+        return self._fp8s[key]
+
+    def _blocks(self, split: Trace | None, fp8: Fp8Trace | None, cut: Cut | None) -> tuple[Block, ...]:
+        key = (split, fp8, cut)
+        if key not in self._described:
+            marks = Marks(
+                tensor_dims=split.dims if split else {},
+                experts=split.experts if isinstance(split, ExpertTrace) else {},
+                num_fp8=fp8.num_weights if fp8 else {},
+            )
+            self._described[key] = describe_blocks(self.model, self._states_of, marks, cut)
+        return self._described[key]
 
     @functools.cached_property
     def _states_of(self) -> StatesOf:
@@ -176,82 +188,16 @@ class Workload:
         return {}
 
     @functools.cached_property
-    def _described(self) -> dict[tuple[Trace | None, Cut | None], tuple[Block, ...]]:
+    def _fp8s(self) -> dict[tuple[Fp8, bool, int], Fp8Trace]:
         return {}
 
     @functools.cached_property
-    def _known(self) -> dict[Any, Traced]:
+    def _described(self) -> dict[tuple[Trace | None, Fp8Trace | None, Cut | None], tuple[Block, ...]]:
         return {}
 
-    def _activations(
-        self,
-        param_dtype: str | None,
-        autocast_dtype: str | None,
-        samples: int,
-        split: Trace | None,
-        blocks: tuple[nn.Module, ...],
-    ) -> Traced:
-        """Activations and FLOPs of a micro-batch; each precision and size is traced once."""
-        key = (param_dtype, autocast_dtype, samples, split, blocks)
-        if key not in self._known:
-            self._known[key] = self._trace(*key)
-        return self._known[key]
-
-    def _trace(
-        self,
-        param_dtype: str | None,
-        autocast_dtype: str | None,
-        samples: int,
-        split: Trace | None,
-        blocks: tuple[nn.Module, ...],
-    ) -> Traced:
-        try:
-            inputs = self.inputs_of(samples)
-            if inputs is None:
-                return None, None, (), ("activations are not predicted: there is no sample to trace the model with",)
-            activations, flops, boundaries = predict_saved(
-                self.model,
-                inputs,
-                self.forward,
-                param_dtype=torch_dtype(param_dtype) if param_dtype else None,
-                autocast_dtype=torch_dtype(autocast_dtype) if autocast_dtype else None,
-                split=split,
-                blocks=blocks,
-            )
-        except Exception as error:  # a user's model may do anything; training does not depend on this prediction
-            reason = (str(error).splitlines() or [""])[0][:160]
-            if divides_batch(split):
-                if isinstance(error, ModelError):
-                    raise  # training would fail in the same way
-                sent = self._sent_to_experts(split, param_dtype, autocast_dtype, samples)
-                gap = f"activations are not predicted: {type(error).__name__} while tracing ({reason})"
-                return None, None, sent, (gap,)
-            if split is not None and self._trace(param_dtype, autocast_dtype, samples, None, ())[0] is not None:
-                raise _does_not_fit(f"{type(error).__name__} while tracing ({reason})") from error
-            return None, None, (), (f"activations are not predicted: {type(error).__name__} while tracing ({reason})",)
-        return activations, flops, boundaries, ()
-
-    def _sent_to_experts(
-        self, split: Trace | None, param_dtype: str | None, autocast_dtype: str | None, samples: int
-    ) -> tuple[Boundary, ...]:
-        """What travels, where experts that cannot run without data are passed over; nothing where more cannot."""
-        if not isinstance(split, ExpertTrace) or split.stands_in:
-            return ()
-        split.stands_in = True
-        try:
-            return self._trace(param_dtype, autocast_dtype, samples, split, ())[2]
-        finally:
-            split.stands_in = False
-
-
-def _does_not_fit(got: str) -> ModelError:
-    """The model runs whole, and not as one rank of a tensor axis: training would fail in the same way."""
-    return ModelError(
-        "tensor_parallel: the model cannot run with its layers split by this plan",
-        expected="layers split by columns that feed layers split by rows, in modules that name no number of features",
-        got=got,
-        fix="correct the plan: give both layers of a pair, or colwise_gather_output where whole features are needed",
-    )
+    @functools.cached_property
+    def _tracer(self) -> Tracer:
+        return Tracer(self.model, self.inputs_of, self.forward)
 
 
 def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -103,8 +103,9 @@ def record_saved(
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int]:
-    with torch.no_grad():
-        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
+    while is_traceable_wrapper_subclass(tensor):  # a DTensor, a weight gathered in 8 bits: what they wrap is held
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    storage = tensor.untyped_storage()
     return storage._cdata, storage.nbytes()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import CheckpointError, join_names
+from meshwright.nn.fp8 import is_scaling_state
 from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
 from meshwright.store.entries import ModelEntries, model_entries, stored_name
 from meshwright.store.file_format import check_tensors, make_folder, read_file, write_file
@@ -202,10 +203,9 @@ def _compare(
         if name in described and described[name] != shape
     ]
     problems = [f"other shapes: {join_names(misshapen)}"] if misshapen else []
-    if strict and missing:
-        problems.append(f"missing: {join_names(missing)}")
-    if strict and unexpected:
-        problems.append(f"unexpected: {join_names(unexpected)}")
+    for what, names in (("missing", missing), ("unexpected", unexpected)) if strict else ():
+        wrong = [name for name in names if not is_scaling_state(name)]  # fp8 may come and go
+        problems += [f"{what}: {join_names(wrong)}"] if wrong else []
     if problems:
         raise CheckpointError(
             f"{path} does not fit the model; nothing was loaded",

@@ -9,6 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.errors import CheckpointError, join_names
+from meshwright.nn.fp8 import is_scaling_state
 from meshwright.optim import OuterOptimizer, guard_of, inner_optimizer
 from meshwright.store.entries import ModelEntries, model_entries
 from meshwright.store.optimizer import (
@@ -145,6 +146,8 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
     outer_optimizer = state.optim if isinstance(state.optim, OuterOptimizer) else None
     replicas = outer_optimizer.replicas if outer_optimizer is not None else None
     view = ReplicaView(record, replicas.rank if replicas else 0, replicas.size if replicas else 1)
+    # Scales that the checkpoint does not have, of a run without fp8, start from scratch.
+    targets = {n: tensor for n, tensor in targets.items() if n in view.tensors or not is_scaling_state(n)}
     optimizer, outer = None, None
     if state.optim is not None and view.optimizer is not None:
         optimizer = plan_optimizer(inner_optimizer(state.optim), weights, view.optimizer, view.tensors, others.updated)
@@ -160,7 +163,8 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
 def _check_model(entries: ModelEntries, record: Record, others: Others) -> None:
     stored = {name.removeprefix("model."): told for name, told in record.tensors.items() if name.startswith("model.")}
     wanted, given = entries.tensors.keys() | entries.values.keys(), stored.keys() | record.model_values.keys()
-    missing, unknown = sorted(wanted - given), sorted(given - wanted - others.entries)
+    missing = sorted(name for name in wanted - given if not is_scaling_state(name))
+    unknown = sorted(name for name in given - wanted - others.entries if not is_scaling_state(name))
     misshapen = [
         f"{name} ({_described(told)} instead of {_described(now)})"
         for name, now in tensor_records(entries.tensors).items()

@@ -20,6 +20,7 @@ def stage_cost(schedule: str, step: Step) -> Step:
         buffers=(*(b for b in step.buffers if b.on_rank in (None, stages.here)), *lent),
         activations=_kept(schedule, step, stages) if step.activations is not None else None,
         flops=_sum_here(stages, step.activations.flops_at) if step.activations is not None else None,
+        fp8_flops=_share(step.fp8_flops, stages, step.activations.flops_at) if step.activations is not None else 0,
         boundaries=tuple(b for b in step.boundaries if b.on_ranks is None or stages.here in b.on_ranks),
     )
     return step.send(
@@ -31,6 +32,11 @@ def stage_cost(schedule: str, step: Step) -> Step:
 
 def _sum_here(stages: Stages, amounts: Placed) -> int:
     return sum(size for size, rank in zip(stages.sums(amounts), stages.ranks, strict=True) if rank == stages.here)
+
+
+def _share(total: int, stages: Stages, amounts: Placed) -> int:
+    """This rank's part of what is done where all else is."""
+    return round(total * _sum_here(stages, amounts) / max(sum(stages.sums(amounts)), 1))
 
 
 def _held(block: Block, rank: int) -> Block | None:

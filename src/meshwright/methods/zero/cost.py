@@ -5,7 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from meshwright.cost import Block, Parameter, Placement, Step, Traffic, element_bytes, names_class, padded_bytes
+from meshwright.cost import (
+    Block,
+    Parameter,
+    Placement,
+    Step,
+    Traffic,
+    element_bytes,
+    gathered_itemsize,
+    names_class,
+    padded_bytes,
+)
 from meshwright.methods.dtypes import itemsize
 from meshwright.methods.zero.config import ZeroMethod
 
@@ -61,11 +71,9 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
     axis = step.shard_axis or "data"
     micro_batches = step.num_micro_batches
     sharded = [(count, p, name) for name, count, p in _parameters(step) if p.sharded]
-    weights = sum(count * padded_bytes(step, p, element_bytes(p, step.compute_itemsize)) for count, p, _ in sharded)
+    weights = sum(count * padded_bytes(step, p, gathered_itemsize(step, p)) for count, p, _ in sharded)
     inside = sum(
-        count * padded_bytes(step, p, element_bytes(p, step.compute_itemsize))
-        for count, p, name in sharded
-        if name != "outside"
+        count * padded_bytes(step, p, gathered_itemsize(step, p)) for count, p, name in sharded if name != "outside"
     )
     reduced = [
         (count * padded_bytes(step, p, element_bytes(p, step.reduce_itemsize)), p.expert is not None)

@@ -1,0 +1,193 @@
+"""A linear layer that multiplies in 8 bits: what ``nn.Linear`` becomes in place, with its own parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.nn.fp8.cast import Scaled, cast, largest, product, transposed
+from meshwright.nn.fp8.recipe import GRADIENT, INPUT, WEIGHT, DelayedScaling
+
+PERSISTENT = ("fp8_amax_history", "fp8_scale", "fp8_num_updates")
+BUFFERS = (*PERSISTENT, "fp8_amax", "fp8_weight")
+
+
+def is_scaling_state(name: str) -> bool:
+    """Whether an entry of a state dict is a scale or its history: a model can go on without, with and from scratch."""
+    return name.rpartition(".")[2] in PERSISTENT
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """What a layer is told.
+
+    Args:
+        recipe: How tensors are scaled.
+        emulate: Multiply in fp32 where the hardware has no 8-bit products; the values are the same.
+        keep_weight: Keep the weight in 8 bits from one optimizer step to the next. Not where it is whole only while
+            the layer computes, as under fsdp: there it is cast in forward and again in backward.
+    """
+
+    recipe: DelayedScaling
+    emulate: bool
+    keep_weight: bool
+
+
+class Fp8Linear(nn.Linear):
+    """``nn.Linear`` whose products of forward and backward run in 8 bits; made by :func:`to_fp8`.
+
+    Output, gradients, parameters and their names are those of ``nn.Linear``, autocast included. The bias is added in
+    the output's type. Buffers hold the bits of fp32 numbers in int32, so that casting a model leaves them as they are:
+
+    - ``fp8_amax_history`` (3, amax_history_len): largest absolute values of input, weight and output gradient in the
+      last steps, latest first;
+    - ``fp8_scale`` (3,): what follows from them; 0 before a tensor has a history;
+    - ``fp8_num_updates``: how often :func:`~meshwright.nn.fp8.update_scales` was called;
+    - ``fp8_amax`` (3,): the largest values of this step so far, which the next update takes; not in state dicts;
+    - ``fp8_weight``: the weight in 8 bits, where it is kept; not in state dicts.
+
+    What runs without gradients leaves all of them alone. Repeating a forward, as recomputation does, changes nothing:
+    the step's largest value is taken once more.
+    """
+
+    fp8: Fp8Options
+    fp8_amax_history: torch.Tensor
+    fp8_scale: torch.Tensor
+    fp8_num_updates: torch.Tensor
+    fp8_amax: torch.Tensor
+    fp8_weight: torch.Tensor | None
+    _held: tuple[tuple[int, ...], torch.Tensor] | None  # what fp8_weight was made of, and its inverse scale
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(…, in_features) -> (…, out_features)."""
+        if input.numel() == 0:  # no largest value: an expert without tokens
+            return super().forward(input)
+        dtype, records = _computing_dtype(input), torch.is_grad_enabled()
+        input_MK = input.reshape(-1, input.shape[-1])
+        with torch.no_grad():
+            cast_MK = self.cast(input_MK, INPUT, record=records)
+            cast_NK = self._cast_weight(record=records)
+        output: torch.Tensor = _Product.apply(input_MK, self.weight, *cast_MK, *cast_NK, self, dtype)
+        output = output.view(*input.shape[:-1], output.shape[-1])
+        return output if self.bias is None else output + self.bias.to(dtype)
+
+    def cast(self, tensor: torch.Tensor, role: int, *, record: bool) -> Scaled:
+        """Casts the layer's input, weight or output gradient, by role; ``record`` notes its largest value."""
+        amax = largest(tensor)
+        if record:
+            noted = self.fp8_amax.view(torch.float32)[role]
+            noted.copy_(torch.maximum(noted, torch.where(torch.isfinite(amax), amax, 0.0)))
+        return cast(tensor, amax, self.fp8_scale.view(torch.float32)[role], self.fp8.recipe, role)
+
+    def _cast_weight(self, *, record: bool) -> Scaled:
+        """The weight in 8 bits: the one that is kept, if neither weight nor scale has changed since.
+
+        Without gradients it is cast anew: whoever evaluates may have written to ``weight.data``, which leaves no trace.
+        So it is in a compiled model, which knows no versions of tensors, and casts on the way to the product.
+        """
+        kept = self.fp8_weight
+        if kept is None or not record or torch.compiler.is_compiling():
+            return self.cast(self.weight, WEIGHT, record=record)
+        made_of = (id(self.weight), self.weight._version, self.fp8_scale._version)
+        if self._held is None or self._held[0] != made_of:
+            fresh = self.cast(self.weight, WEIGHT, record=True)
+            kept.copy_(fresh.values.view(torch.uint8))
+            self._held = made_of, fresh.inverse
+        return Scaled(kept.view(self.fp8.recipe.dtype(WEIGHT)), self._held[1])
+
+    def extra_repr(self) -> str:
+        """As ``nn.Linear``, with the format."""
+        return f"{super().extra_repr()}, fp8={self.fp8.recipe.fp8_format}"
+
+
+def _computing_dtype(input: torch.Tensor) -> torch.dtype:
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+
+
+class _Product(torch.autograd.Function):
+    """``input @ weight.t()``, from both in 8 bits; backward casts the gradient and multiplies it with both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_MK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        input8_MK: torch.Tensor,
+        input_inverse: torch.Tensor,
+        weight8_NK: torch.Tensor,
+        weight_inverse: torch.Tensor,
+        layer: Fp8Linear,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.layer, ctx.dtypes = layer, (input_MK.dtype, weight_NK.dtype)
+        of_input, of_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(
+            *((input8_MK, input_inverse) if of_weight else (None, None)),
+            # A weight that is not kept is not kept for backward either: it is whole again by then.
+            *((weight8_NK, weight_inverse) if of_input and layer.fp8.keep_weight else (None, None)),
+            weight_NK if of_input and not layer.fp8.keep_weight else None,
+        )
+        right_KN = Scaled(weight8_NK.t(), weight_inverse)
+        return product(Scaled(input8_MK, input_inverse), right_KN, dtype, fast=True, emulate=layer.fp8.emulate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input8_MK, input_inverse, weight8_NK, weight_inverse, weight_NK = ctx.saved_tensors
+        layer: Fp8Linear = ctx.layer
+        emulate = layer.fp8.emulate
+        cast_MN = layer.cast(gradient_MN, GRADIENT, record=True)
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            cast_NK = (
+                Scaled(weight8_NK, weight_inverse) if weight_NK is None else layer.cast(weight_NK, WEIGHT, record=False)
+            )
+            of_input = product(cast_MN, _by_columns(cast_NK), ctx.dtypes[0], fast=False, emulate=emulate)
+        if ctx.needs_input_grad[1]:
+            cast_MK = Scaled(input8_MK, input_inverse)
+            of_weight = product(transposed(cast_MN), _by_columns(cast_MK), ctx.dtypes[1], fast=False, emulate=emulate)
+        return of_input, of_weight, None, None, None, None, None, None
+
+
+def _by_columns(scaled: Scaled) -> Scaled:
+    """The same matrix in column order, its rows filled up to a multiple of 16."""
+    return Scaled(transposed(scaled).values.t(), scaled.inverse)
+
+
+def to_fp8(linear: nn.Linear, options: Fp8Options) -> Fp8Linear:
+    """Makes a plain ``nn.Linear`` multiply in 8 bits, in place.
+
+    Args:
+        linear: Of class ``nn.Linear`` itself; both dims of its weight are multiples of 16.
+        options: What it is told.
+    """
+    assert type(linear) is nn.Linear, "its forward is known"
+    device, recipe = linear.weight.device, options.recipe
+    linear.__class__ = Fp8Linear
+    assert isinstance(linear, Fp8Linear)
+    linear.fp8, linear._held = options, None
+    shapes = {
+        "fp8_amax_history": (3, recipe.amax_history_len),
+        "fp8_scale": (3,),
+        "fp8_num_updates": (),
+        "fp8_amax": (3,),
+    }
+    for name, shape in shapes.items():
+        zeros = torch.zeros(shape, dtype=torch.int32, device=device)
+        linear.register_buffer(name, zeros, persistent=name in PERSISTENT)
+    kept = torch.empty_like(linear.weight, dtype=torch.uint8, requires_grad=False) if options.keep_weight else None
+    linear.register_buffer("fp8_weight", kept, persistent=False)
+    return linear
+
+
+def to_plain(linear: Fp8Linear) -> None:
+    """The way back, in place."""
+    for name in BUFFERS:
+        delattr(linear, name)
+    del linear.fp8, linear._held
+    linear.__class__ = nn.Linear  # type: ignore[assignment]

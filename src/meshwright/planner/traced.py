@@ -1,0 +1,121 @@
+"""What one micro-batch saves, computes and sends inside the layers: the model runs once for each set of conditions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from meshwright.cost import Activations, Boundary
+from meshwright.errors import ModelError
+from meshwright.methods import ExpertTrace
+from meshwright.methods.dtypes import torch_dtype
+from meshwright.methods.float8.trace import Fp8Trace
+from meshwright.planner.saved import predict_saved
+from meshwright.planner.traces import Trace, divides_batch
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """All that a strategy changes of one rank's forward."""
+
+    param_dtype: str | None  # of the parameters as they compute; None keeps their own
+    autocast_dtype: str | None
+    samples: int  # of a micro-batch
+    split: Trace | None  # how axes divide layers, tokens or experts
+    blocks: tuple[nn.Module, ...] = ()  # those that a pipeline cuts
+    fp8: Fp8Trace | None = None  # the layers that multiply in 8 bits
+
+
+class Traced(NamedTuple):
+    """Of a micro-batch."""
+
+    activations: Activations | None  # None: not predicted
+    flops: int | None
+    boundaries: tuple[Boundary, ...]  # collectives inside the layers
+    gaps: tuple[str, ...]  # what could not be predicted, and why
+    fp8_flops: int = 0  # those of ``flops`` that are in 8 bits
+
+
+class Tracer:
+    """Runs a model on fake tensors, once for each set of conditions.
+
+    Args:
+        model: Plain module.
+        inputs_of: ``inputs_of(samples)`` returns the model input, or None when there is no sample to be had.
+        forward: ``forward(model, inputs)`` computes the loss.
+    """
+
+    def __init__(
+        self, model: nn.Module, inputs_of: Callable[[int], Any], forward: Callable[[nn.Module, Any], Any]
+    ) -> None:
+        self._model, self._inputs_of, self._forward = model, inputs_of, forward
+        self._known: dict[Conditions, Traced] = {}
+
+    def of(self, conditions: Conditions) -> Traced:
+        """What a micro-batch takes under these conditions.
+
+        Raises:
+            ModelError: When the model cannot be divided as they say.
+        """
+        if conditions not in self._known:
+            self._known[conditions] = self._trace(conditions)
+        return self._known[conditions]
+
+    def _trace(self, now: Conditions) -> Traced:
+        try:
+            return self._run(now)
+        except Exception as error:  # a user's model may do anything; training does not depend on this prediction
+            reason = f"{type(error).__name__} while tracing ({(str(error).splitlines() or [''])[0][:160]})"
+            if divides_batch(now.split):
+                if isinstance(error, ModelError):
+                    raise  # training would fail in the same way
+                return _untraced(reason)._replace(boundaries=self._sent_to_experts(now))
+            whole = dataclasses.replace(now, split=None, blocks=())
+            if now.split is not None and self._trace(whole).activations is not None:
+                raise _does_not_fit(reason) from error
+            return _untraced(reason)
+
+    def _run(self, now: Conditions) -> Traced:
+        inputs = self._inputs_of(now.samples)
+        if inputs is None:
+            return _untraced("there is no sample to trace the model with")
+        with now.fp8.running() if now.fp8 is not None else contextlib.nullcontext():
+            activations, flops, boundaries = predict_saved(
+                self._model,
+                inputs,
+                self._forward,
+                param_dtype=torch_dtype(now.param_dtype) if now.param_dtype else None,
+                autocast_dtype=torch_dtype(now.autocast_dtype) if now.autocast_dtype else None,
+                split=now.split,
+                blocks=now.blocks,
+            )
+        return Traced(activations, flops, boundaries, (), now.fp8.flops if now.fp8 is not None else 0)
+
+    def _sent_to_experts(self, now: Conditions) -> tuple[Boundary, ...]:
+        """What travels, where experts that cannot run without data are passed over; nothing where more cannot."""
+        if not isinstance(now.split, ExpertTrace) or now.split.stands_in:
+            return ()
+        now.split.stands_in = True
+        try:
+            return self._trace(now).boundaries
+        finally:
+            now.split.stands_in = False
+
+
+def _untraced(reason: str) -> Traced:
+    return Traced(None, None, (), (f"activations are not predicted: {reason}",))
+
+
+def _does_not_fit(got: str) -> ModelError:
+    """The model runs whole, and not as one rank of a tensor axis: training would fail in the same way."""
+    return ModelError(
+        "tensor_parallel: the model cannot run with its layers split by this plan",
+        expected="layers split by columns that feed layers split by rows, in modules that name no number of features",
+        got=got,
+        fix="correct the plan: give both layers of a pair, or colwise_gather_output where whole features are needed",
+    )
