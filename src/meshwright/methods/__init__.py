@@ -7,11 +7,13 @@ from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in
 from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
 from meshwright.methods.job import Job
+from meshwright.methods.module_replace import ModuleReplace, replacement_of
 from meshwright.methods.outer import Outer
 from meshwright.methods.parallel_mode import ParallelMode
 from meshwright.methods.pipeline.cut import Cut
 from meshwright.methods.pipeline.engine import PipelineEngine
 from meshwright.methods.pipeline_parallel import PipelineParallel
+from meshwright.methods.replace.pairs import register_replace_pair
 from meshwright.methods.sequence.trace import SequenceTrace
 from meshwright.methods.sequence_parallel import SequenceParallel
 from meshwright.methods.tensor.calls import SampleRun
@@ -27,6 +29,7 @@ __all__ = [
     "Half",
     "Job",
     "Method",
+    "ModuleReplace",
     "Outer",
     "ParallelMode",
     "Phase",
@@ -42,5 +45,7 @@ __all__ = [
     "apply_strategy",
     "cost_of",
     "in_phase_order",
+    "register_replace_pair",
+    "replacement_of",
     "resolve",
 ]

@@ -15,8 +15,8 @@ class Phase(IntEnum):
     """The order in which methods are applied, whatever order a strategy lists them in."""
 
     MESH = 0
-    PIPELINE = 1  # the model is cut first: all that follows sees one rank's part
-    REPLACE = 2  # modules are exchanged while they are whole and on one device
+    REPLACE = 1  # modules are exchanged while the model is whole: what the cut frees could not be taken over
+    PIPELINE = 2  # the model is cut: all that follows sees one rank's part
     TENSOR = 3
     SEQUENCE = 4
     RECOMPUTE = 5  # inside the sharding hooks, so that recomputation finds gathered parameters

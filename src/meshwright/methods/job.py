@@ -18,6 +18,7 @@ from meshwright.errors import ModelError
 from meshwright.methods.dtypes import DType
 from meshwright.methods.pipeline.cut import Cut
 from meshwright.methods.pipeline.engine import PipelineEngine
+from meshwright.methods.replace.changes import Replacement
 from meshwright.methods.tensor.calls import SampleRun
 from meshwright.methods.tensor.split import Split
 from meshwright.nn import rank_orders
@@ -69,6 +70,7 @@ class Job:
     num_micro_batches: int = 1
     cut: Cut | None = None  # the plan's, where the mesh has a pipeline axis
 
+    replacement: Replacement | None = None  # of module_replace, found before the checks
     pipeline: PipelineEngine | None = None  # pipeline_parallel: the model is one rank's part, and runs in stages
     split: tuple[Split, str] | None = None  # of tensor_parallel's check, over the whole model, and what is said of it
     is_split: bool = False  # tensor_parallel: some parameters are DTensors already, all values are rank 0's

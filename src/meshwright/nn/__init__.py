@@ -10,7 +10,7 @@ from meshwright.nn.block import Block, no_sync
 from meshwright.nn.block_list import TransformerBlockList
 from meshwright.nn.blocks import find_blocks, require_blocks
 from meshwright.nn.classes import class_name, class_names, modules_of, outermost
-from meshwright.nn.forward import wrap_method
+from meshwright.nn.forward import class_with, wrap_method, wrap_methods
 from meshwright.nn.initialization import grouped_parameters, init_parameters
 from meshwright.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from meshwright.nn.model_wrapper import BMTrainModelWrapper
@@ -44,6 +44,7 @@ __all__ = [
     "average_gradients",
     "class_name",
     "class_names",
+    "class_with",
     "find_blocks",
     "grouped_parameters",
     "init_parameters",
@@ -56,4 +57,5 @@ __all__ = [
     "stages_of",
     "whole_model",
     "wrap_method",
+    "wrap_methods",
 ]

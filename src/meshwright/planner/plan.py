@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from meshwright.methods import (
     SequenceTrace,
     TensorParallel,
     cost_of,
+    replacement_of,
     resolve,
 )
 from meshwright.methods.dtypes import torch_dtype
@@ -31,7 +32,7 @@ from meshwright.planner.parameters import describe_blocks, describe_buffers
 from meshwright.planner.pipeline import by_pipeline_rank, decide_cut, num_micro_batches
 from meshwright.planner.saved import predict_saved
 from meshwright.planner.states import StatesOf, probe_optimizer
-from meshwright.strategy import Strategy
+from meshwright.strategy import MethodConfig, Strategy
 
 Trace = SplitTrace | SequenceTrace
 
@@ -96,6 +97,21 @@ class Workload:
             StrategyError: When its methods do not fit together or do not fit the world.
         """
         resolved = resolve(strategy, self.world, self.zero_level)
+        replacement = replacement_of(resolved.strategy, self.model, resolved.axes, self.device)
+        with replacement.tried(self.model):
+            return self._with(resolved.strategy.get("module_replace"))._plan(resolved)
+
+    def _with(self, method: MethodConfig | None) -> Workload:
+        """The workload of the model with its modules replaced, whose predictions are its own."""
+        if method is not None and method not in self._replaced:
+            self._replaced[method] = replace(self)
+        return self if method is None else self._replaced[method]
+
+    @functools.cached_property
+    def _replaced(self) -> dict[MethodConfig, Workload]:
+        return {}
+
+    def _plan(self, resolved: Resolved) -> Plan:
         split = self._split(resolved)
         micro_batches = num_micro_batches(resolved.strategy, self.num_micro_batches)
         cut, gap = self._cut(resolved, micro_batches)
