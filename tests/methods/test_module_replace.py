@@ -15,13 +15,13 @@ from meshwright.methods.replace.norms import proven_forward
 from meshwright.methods.replace.pairs import _PAIRS
 from meshwright.strategy import Strategy
 from tests import tiny
-from tests.methods.test_parity import STEPS, check_weights, full_weights, reference
+from tests.methods import split_runs
+from tests.methods.test_parity import STEPS, check_weights, full_weights
 
 CPU = torch.device("cpu")
 
 
-def eager(name):
-    model = tiny.build(name)
+def eager(model):
     if hasattr(model, "config"):
         model.config._attn_implementation = "eager"
     return model
@@ -59,8 +59,8 @@ def clip():
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "clip"])
 def test_attention_of_transformers_computes_the_same_with_padding(name):
-    plain = (clip() if name == "clip" else eager(name)).double()
-    model, said = replaced(copy.deepcopy(plain))
+    plain = (clip() if name == "clip" else eager(tiny.build(name))).double()
+    model, said = replaced(copy.deepcopy(plain), ["attention"])
     assert " eager -> sdpa" in said
     ids = tiny.Tokens().ids[:3]
     mask = (torch.arange(tiny.SEQ_LEN) < torch.tensor([[12], [7], [5]])).long()
@@ -74,13 +74,13 @@ def test_attention_of_transformers_computes_the_same_with_padding(name):
             used = each(input_ids=ids, attention_mask=mask).logits[mask.bool()]
         used.square().mean().backward()
         results.append([used.detach(), *(p.grad for p in each.parameters() if p.grad is not None)])
-    torch.testing.assert_close(*results, rtol=1e-7, atol=1e-10)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=2e-6)  # eager softmax is in fp32
 
 
 def test_attention_that_was_chosen_or_cannot_be_is_left_alone_and_said():
     chosen = tiny.build("gpt2")
     assert "attention: is sdpa already" in replaced(chosen, ["attention"])[1]
-    watched = eager("gpt2")
+    watched = eager(tiny.build("gpt2"))
     watched.config.output_attentions = True
     assert "stays eager: config.output_attentions" in replaced(watched)[1]
     assert watched.config._attn_implementation == "eager"
@@ -88,7 +88,7 @@ def test_attention_that_was_chosen_or_cannot_be_is_left_alone_and_said():
         replaced(watched, {"attention": "sdpa"})
     for choice, others in (("flash", []), ("flash", [("amp_native", "bf16")]), ("flex", [])):
         with pytest.raises(mw.StrategyError, match=f"cannot compute attention as '{choice}'"):
-            replaced(eager("gpt2"), {"attention": choice}, *others)
+            replaced(eager(tiny.build("gpt2")), {"attention": choice}, *others)
     assert "MultiheadAttention calls" in replaced(nn.Sequential(nn.MultiheadAttention(4, 2)))[1]
     assert replaced(tiny.plain())[1].startswith("nothing was replaced")
 
@@ -155,7 +155,7 @@ class Made(nn.Module):
     def from_module(cls, old):
         made = cls(old.in_features)
         made.weight.data, made.bias.data = old.weight.detach().T.clone(), old.bias.detach()
-        return made
+        return made.requires_grad_(old.weight.requires_grad)
 
     def forward(self, x):
         return (x @ self.weight + self.bias) * 2
@@ -212,7 +212,7 @@ def test_a_pair_keeps_weights_ties_modes_and_hooks(pair, target):
     torch.testing.assert_close(F.relu(model.first(x)), expected)
     model(x)
     assert calls == [1]
-    assert [p.requires_grad for p in model.frozen.parameters()] == ([True] * 2 if target is Made else [False] * 2)
+    assert [p.requires_grad for p in model.frozen.parameters()] == [False, False]
     if target is not Made:
         assert list(model.state_dict()) == (names if target is Constructed else list(model.state_dict()))
         after = {name.replace(".inner", ""): p for name, p in model.named_parameters()}
@@ -326,8 +326,7 @@ def test_liger_takes_the_place_of_what_is_proven(monkeypatch):
 
 
 def test_the_loss_does_without_logits_and_the_plan_knows(ranks):
-    world, first = ranks(1).run(lose_logits)[0]
-    assert world == first
+    assert ranks(1).run(lose_logits) == [True]
 
 
 def lose_logits():
@@ -335,9 +334,9 @@ def lose_logits():
     for name, own in (("llama", True), ("gpt2", False), ("bert", True), ("plain", False)):
         found = []
         for config in (None, {"loss": True}):
-            ids = tiny.Tokens().ids[:8]
+            ids = tiny.Tokens().ids[:8].clone()
             inputs = tiny.prepare_for(name)(ids, CPU)
-            batch = {**inputs, "labels": ids} if own else ids
+            batch = {**inputs, "labels": ids.clone()} if own else ids
             job = mw.accelerate(
                 tiny.build(name), torch.optim.SGD, None, None if own else tiny.loss_func, optim_args={"lr": 0.1},
                 strategy=[("module_replace", config)], sample_batch=batch, batch_size=8,
@@ -354,7 +353,7 @@ def lose_logits():
             assert (kept, less) == (planned, planned_less), name
         assert kept - less == planned - planned_less, name
         assert less < kept
-    return True, True
+    return True
 
 
 class Twice(nn.Linear):
@@ -366,7 +365,7 @@ def train_replaced(name, strategy):
     register_replace_pair("linears", pair_cls=(nn.Linear, Twice))
     try:
         job = mw.accelerate(
-            eager(name), torch.optim.SGD, tiny.Tokens(), tiny.loss_func, strategy=strategy,
+            eager(split_runs.build(name)), torch.optim.SGD, tiny.Tokens(), tiny.loss_func, strategy=strategy,
             optim_args={"lr": 0.1, "momentum": 0.9}, prepare_input=tiny.prepare_for(name),
             model_input_format=tiny.input_format(name), dataloader_args={"batch_size": 8}, num_micro_batches=2,
         )  # fmt: skip
@@ -391,7 +390,7 @@ CASES = {
 def test_parity(ranks, case):
     name, strategy = CASES[case]
     results = ranks(2).run(train_replaced, name, strategy)
-    expected, before, weights = reference(name, "sgd")
+    expected, _, before, weights = split_runs.reference(name, "sgd")
     assert all(losses == results[0][0] for losses, _, _ in results)
     assert results[0][0] == pytest.approx(expected, rel=1e-5)
     if case != "pipeline":  # whose ranks hold parts

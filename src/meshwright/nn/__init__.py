@@ -10,6 +10,7 @@ from meshwright.nn.block import Block, no_sync
 from meshwright.nn.block_list import TransformerBlockList
 from meshwright.nn.blocks import find_blocks, require_blocks
 from meshwright.nn.classes import class_name, class_names, modules_of, outermost
+from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
 from meshwright.nn.forward import class_with, wrap_method, wrap_methods
 from meshwright.nn.initialization import grouped_parameters, init_parameters
 from meshwright.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
@@ -45,13 +46,16 @@ __all__ = [
     "class_name",
     "class_names",
     "class_with",
+    "compile_forward",
     "find_blocks",
     "grouped_parameters",
     "init_parameters",
+    "is_compiled",
     "keep_rank_order",
     "modules_of",
     "no_sync",
     "outermost",
+    "outside_compiled",
     "rank_orders",
     "require_blocks",
     "stages_of",

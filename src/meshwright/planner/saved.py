@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.cost import Activations, Boundary, RecomputePart
 from meshwright.methods import SequenceTrace
 from meshwright.methods.tensor.trace import SaveLog, SplitTrace
-from meshwright.nn import class_names, find_blocks
+from meshwright.nn import class_names, find_blocks, is_compiled, outside_compiled
 
 _BACKWARD_FLOPS = 2  # the two products of backward, each as large as the one of forward
 
@@ -66,7 +66,8 @@ def record_saved(model: nn.Module, *, keep_alive: bool = False) -> Iterator[Save
         saved.inputs.setdefault(module, {}).update(map(_storage, tensors))
         if keep_alive:
             saved.alive.extend(tensors)
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        inside = is_compiled(module)  # no hook runs there
+        for tensor in (*module.parameters(recurse=inside), *module.buffers(recurse=inside)):
             saved.weights.add(_storage(tensor)[0])
 
     def leave(module: nn.Module, *_: Any) -> None:
@@ -74,7 +75,7 @@ def record_saved(model: nn.Module, *, keep_alive: bool = False) -> Iterator[Save
 
     hooks = [
         hook
-        for module in model.modules()
+        for module in outside_compiled(model)
         for hook in (
             module.register_forward_pre_hook(enter, with_kwargs=True),
             module.register_forward_hook(leave, always_call=True),

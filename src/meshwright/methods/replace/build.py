@@ -37,8 +37,9 @@ def build_target(pair: Pair, source: nn.Module, path: str) -> nn.Module:
     if not isinstance(target, nn.Module):
         raise _cannot(pair, path, f"a {type(target).__name__}", "let from_module return the module")
     _keep_weights(pair, source, target, path, copy=copied)
-    for name in _HOOKS:
-        getattr(target, name).update(getattr(source, name))
+    if not any(module is source for module in target.modules()):  # else they run where they are
+        for name in _HOOKS:
+            getattr(target, name).update(getattr(source, name))
     return target.train(source.training)
 
 

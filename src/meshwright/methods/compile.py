@@ -1,0 +1,158 @@
+"""``compile``: torch.compile of the model's blocks, or of the whole model, in place."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import torch
+import torch._functorch.config as functorch_config
+from pydantic import Field
+from torch import nn
+
+from meshwright.cost import Step
+from meshwright.errors import StrategyError, did_you_mean, join_names
+from meshwright.methods.base import Method, Phase
+from meshwright.methods.job import Job
+from meshwright.nn import compile_forward, require_blocks
+
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+class Compile(Method):
+    """Compiles every repeated block with ``torch.compile``; blocks of one class share the compiled code.
+
+    Parameter names stay those of the model. What is around the blocks runs as it is, so the time to compile does not
+    grow with the number of layers, and gathering, reducing and recomputing happen between compiled blocks.
+
+    Config: None, ``"whole"`` for the whole model as one, or keys.
+    """
+
+    method_name: ClassVar[str] = "compile"
+    phase: ClassVar[Phase] = Phase.COMPILE
+    summary: ClassVar[str] = "compiles each block with torch.compile: fewer, larger kernels"
+
+    whole: bool = False
+    """Compile the model as one; otherwise each of its repeated blocks."""
+    backend: str = "inductor"
+    mode: str | None = None
+    """Of inductor: ``default``, ``reduce-overhead``, ``max-autotune`` or ``max-autotune-no-cudagraphs``."""
+    dynamic: bool | None = None
+    """Whether shapes may change without compiling anew; None finds out by the shapes that come."""
+    fullgraph: bool = False
+    """Refuse a block that cannot be compiled as one graph, in its first step."""
+    activation_budget: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Part of the activations that compiled code may save for backward: 1 as many as is fastest, 0 its inputs alone;
+    between, torch recomputes what costs least."""
+
+    @classmethod
+    def from_short(cls, raw: Any) -> Mapping[str, Any]:
+        """Reads ``"whole"``."""
+        return {"whole": True} if raw == "whole" else super().from_short(raw)
+
+    def notices(self) -> list[str]:
+        """Says what a plan does not know."""
+        return [
+            "compile: activations are predicted as without it; compiled code saves as many or fewer, as its compiler "
+            "decides"
+        ]
+
+    def check(self, job: Job) -> None:
+        """Refuses backends that are not there, and methods whose work inside blocks cannot be compiled."""
+        self._check_backend(job.device)
+        reasons = {"sequence": "exchanges tokens for heads inside attention, in calls that it intercepts as they run"}
+        if self.whole:
+            reasons["pipeline"] = "runs the blocks of the model in an order of its own"
+        for axis, reason in reasons.items():
+            if job.size(axis) > 1:
+                raise StrategyError(
+                    f"compile{' of the whole model' if self.whole else ''} does not go together with the axis {axis!r}, "
+                    f"which {reason}",
+                    expected="the axes data, zero, tensor, replica" + ("" if self.whole else " and pipeline"),
+                    got=str(dict(job.axes)),
+                    fix="leave compile out" + (", or compile blocks" if self.whole and axis == "pipeline" else ""),
+                )
+        if not getattr(job.strategy.get("checkpoint"), "no_reentrant", True):
+            raise StrategyError(
+                "compile does not go together with reentrant recomputation, which torch cannot compile",
+                expected="checkpoint without no_reentrant=False",
+                got="no_reentrant=False",
+                fix="leave no_reentrant out",
+            )
+        if self.whole and self.fullgraph and job.shard_axis is not None:
+            raise StrategyError(
+                "compile: a whole model whose parameters are gathered block by block is not one graph",
+                expected="fullgraph=True with blocks, or without zero1, zero2 and fsdp",
+                got="whole=True and fullgraph=True",
+                fix="leave whole out",
+            )
+        self._targets(job.model)
+
+    def _check_backend(self, device: torch.device) -> None:
+        backends = torch._dynamo.list_backends(exclude_tags=())
+        for option, value, known in (("backend", self.backend, backends), ("mode", self.mode or "default", _MODES)):
+            if value not in known:
+                raise StrategyError(
+                    f"compile has no {option} {value!r}{did_you_mean(value, known)}",
+                    expected=f"one of {join_names(known, limit=20)}",
+                    got=repr(value),
+                    fix="correct the name",
+                )
+        if self.backend != "inductor":
+            if self.mode is not None:
+                raise StrategyError(
+                    f"compile: a mode is inductor's, and the backend is {self.backend}",
+                    expected="a mode with the backend inductor alone",
+                    got=f"mode={self.mode!r}, backend={self.backend!r}",
+                    fix="leave one of the two out",
+                )
+            return
+        missing = _missing_compiler(device)
+        if missing:
+            raise StrategyError(
+                f"compile: inductor cannot compile for {device.type} here",
+                expected=missing,
+                got="none",
+                fix="install it, or use the backend 'aot_eager', which fuses nothing",
+            )
+
+    def _targets(self, model: nn.Module) -> list[nn.Module]:
+        if self.whole:
+            return [model]
+        return [block for _, block in require_blocks(model, method=self.method_name, option="whole")]
+
+    def apply(self, job: Job) -> None:
+        """Compiles in place; torch does the work in the first step."""
+        settings: dict[str, Any] = {}
+        if self.activation_budget is not None:
+            settings["activation_memory_budget"] = self.activation_budget
+        if job.pipeline is not None:
+            settings["donated_buffer"] = False  # schedules that split backward go through a graph twice
+
+        def context() -> contextlib.AbstractContextManager[Any]:
+            return functorch_config.patch(**settings) if settings else contextlib.nullcontext()
+
+        options = {"backend": self.backend, "dynamic": self.dynamic, "fullgraph": self.fullgraph}
+        if self.mode is not None:
+            options["mode"] = self.mode
+        compile_forward(self._targets(job.model), context, **options)
+
+    def cost(self, step: Step) -> Step:
+        """As it is: what the compiler saves is known when it has compiled, see :meth:`notices`."""
+        return step
+
+
+def _missing_compiler(device: torch.device) -> str:
+    """What inductor needs and does not find; empty when nothing is missing."""
+    if device.type == "cpu":
+        from torch._inductor import cpp_builder, exc
+
+        try:
+            return "" if shutil.which(cpp_builder.get_cpp_compiler()) else "a C++ compiler"
+        except exc.InvalidCxxCompiler:
+            return "a C++ compiler"
+    from torch.utils._triton import has_triton
+
+    return "" if has_triton() else "Triton"
