@@ -15,6 +15,7 @@ from torch import nn
 from meshwright.cost import Step
 from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import Method, Phase
+from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.job import Job
 from meshwright.nn import compile_forward, require_blocks
 
@@ -55,9 +56,8 @@ class Compile(Method):
     def notices(self) -> list[str]:
         """Says what a plan does not know."""
         return [
-            "compile: activations are predicted as without it; compiled code saves as many or fewer, as its compiler "
-            "decides"
-        ]
+            "compile: activations are predicted as without it; what compiled code saves is its compiler's decision"
+        ] * (self.activation_budget != 0)
 
     def check(self, job: Job) -> None:
         """Refuses backends that are not there, and methods whose work inside blocks cannot be compiled."""
@@ -80,6 +80,13 @@ class Compile(Method):
                 expected="checkpoint without no_reentrant=False",
                 got="no_reentrant=False",
                 fix="leave no_reentrant out",
+            )
+        if self.activation_budget is not None and "checkpoint" in job.strategy:
+            raise StrategyError(
+                "compile with an activation_budget beside checkpoint: both decide what is recomputed",
+                expected="one of the two",
+                got=f"activation_budget={self.activation_budget} and checkpoint",
+                fix="leave one of the two out",
             )
         if self.whole and self.fullgraph and job.shard_axis is not None:
             raise StrategyError(
@@ -140,8 +147,8 @@ class Compile(Method):
         compile_forward(self._targets(job.model), context, **options)
 
     def cost(self, step: Step) -> Step:
-        """As it is: what the compiler saves is known when it has compiled, see :meth:`notices`."""
-        return step
+        """Recomputation of the blocks for a budget of 0; else as it is, for what a compiler saves, it decides."""
+        return Checkpoint().cost(step) if self.activation_budget == 0 and not self.whole else step
 
 
 def _missing_compiler(device: torch.device) -> str:

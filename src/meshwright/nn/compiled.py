@@ -11,6 +11,7 @@ from torch import nn
 
 from meshwright.nn.forward import class_with
 
+_SHAPES = 8  # torch's own limit: as many versions for shapes and modes
 _MARK = "_forward_is_compiled"
 
 
@@ -29,7 +30,11 @@ def compile_forward(
         options: Of ``torch.compile``.
     """
     classes: dict[type[nn.Module], type[nn.Module]] = {}
-    for module in modules:
+    listed = list(modules)
+    # Other methods give blocks classes and hooks of their own; torch gives up on code that it compiles more often.
+    limit = max(torch._dynamo.config.recompile_limit, len(listed) + _SHAPES)
+    torch._dynamo.config.recompile_limit = limit
+    for module in listed:
         cls = type(module)
         if cls not in classes:
             classes[cls] = _compiled_class(cls, context, options)
