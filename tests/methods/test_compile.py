@@ -139,7 +139,7 @@ def test_what_cannot_be_compiled_is_refused(config, others, said):
 def test_a_machine_without_compiler_and_a_model_without_blocks_are_told():
     with mock.patch("shutil.which", return_value=None), pytest.raises(mw.StrategyError, match=r"C\+\+ compiler"):
         Compile().check(job(tiny.build("plain")))
-    with pytest.raises(mw.ModelError, match="no repeated blocks.*whole"):
+    with pytest.raises(mw.ModelError, match=r"no repeated blocks.*whole"):
         Compile(**EAGER).check(job(nn.Linear(2, 2)))
     assert Strategy([("compile", "whole")]).get("compile").whole
     with pytest.raises(mw.StrategyError, match="activation_budget"):

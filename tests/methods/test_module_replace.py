@@ -1,4 +1,4 @@
-"""``module_replace``: what takes a module's place computes the same, keeps what was on it, and is counted in the plan."""
+"""``module_replace``: what takes a module's place computes the same, keeps what was on it, and is in the plan."""
 
 import copy
 import types

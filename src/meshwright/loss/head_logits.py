@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.errors import ModelError
 from meshwright.loss.lazy_logits import LazyLogits
 from meshwright.loss.linear_cross_entropy import in_autocast_type, linear_cross_entropy
 
@@ -64,6 +65,7 @@ class HeadLogits(LazyLogits):
 
     def make_whole(self) -> Tensor:
         """The product."""
+        self._check_weight()
         with torch.autocast(self.part.device.type, enabled=False):
             return F.linear(self.part, self.weight, self.bias).to(self.dtype)
 
@@ -86,6 +88,7 @@ class HeadLogits(LazyLogits):
         self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
     ) -> Tensor:
         """The cross entropy of rows (N, C), in at least fp32; see :func:`linear_cross_entropy`."""
+        self._check_weight()
         with torch.autocast(self.part.device.type, enabled=False):  # what it does to types has been done
             return linear_cross_entropy(
                 self.part,
@@ -96,6 +99,16 @@ class HeadLogits(LazyLogits):
                 ignore_index=ignore_index,
                 reduction=reduction,
                 label_smoothing=label_smoothing,
+            )
+
+    def _check_weight(self) -> None:
+        """Refuses a weight that FSDP has freed since."""
+        if self.weight.untyped_storage().nbytes() == 0:
+            raise ModelError(
+                "The weight of the head was freed before the loss was computed",
+                expected="a head outside the units that are freed after their forward, as it is by default",
+                got="a head that is a unit of its own, or in one",
+                fix="do not name its class with atorch_wrap_cls, or leave loss out of module_replace",
             )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

@@ -18,6 +18,7 @@ from meshwright.methods.base import Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.job import Job
 from meshwright.nn import compile_forward, require_blocks
+from meshwright.strategy import Strategy
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -62,32 +63,8 @@ class Compile(Method):
     def check(self, job: Job) -> None:
         """Refuses backends that are not there, and methods whose work inside blocks cannot be compiled."""
         self._check_backend(job.device)
-        reasons = {"sequence": "exchanges tokens for heads inside attention, in calls that it intercepts as they run"}
-        if self.whole:
-            reasons["pipeline"] = "runs the blocks of the model in an order of its own"
-        for axis, reason in reasons.items():
-            if job.size(axis) > 1:
-                raise StrategyError(
-                    f"compile{' of the whole model' if self.whole else ''} does not go together with the axis {axis!r}, "
-                    f"which {reason}",
-                    expected="the axes data, zero, tensor, replica" + ("" if self.whole else " and pipeline"),
-                    got=str(dict(job.axes)),
-                    fix="leave compile out" + (", or compile blocks" if self.whole and axis == "pipeline" else ""),
-                )
-        if not getattr(job.strategy.get("checkpoint"), "no_reentrant", True):
-            raise StrategyError(
-                "compile does not go together with reentrant recomputation, which torch cannot compile",
-                expected="checkpoint without no_reentrant=False",
-                got="no_reentrant=False",
-                fix="leave no_reentrant out",
-            )
-        if self.activation_budget is not None and "checkpoint" in job.strategy:
-            raise StrategyError(
-                "compile with an activation_budget beside checkpoint: both decide what is recomputed",
-                expected="one of the two",
-                got=f"activation_budget={self.activation_budget} and checkpoint",
-                fix="leave one of the two out",
-            )
+        self._check_axes(job)
+        self._check_recomputation(job.strategy)
         if self.whole and self.fullgraph and job.shard_axis is not None:
             raise StrategyError(
                 "compile: a whole model whose parameters are gathered block by block is not one graph",
@@ -96,6 +73,37 @@ class Compile(Method):
                 fix="leave whole out",
             )
         self._targets(job.model)
+
+    def _check_axes(self, job: Job) -> None:
+        reasons = {"sequence": "exchanges tokens for heads inside attention, in calls that it intercepts as they run"}
+        if self.whole:
+            reasons["pipeline"] = "runs the blocks of the model in an order of its own"
+        for axis, reason in reasons.items():
+            if job.size(axis) > 1:
+                what = "compile of the whole model" if self.whole else "compile"
+                raise StrategyError(
+                    f"{what} does not go together with the axis {axis!r}, which {reason}",
+                    expected="the axes data, zero, tensor, replica" + ("" if self.whole else " and pipeline"),
+                    got=str(dict(job.axes)),
+                    fix="leave compile out" + (", or compile blocks" if axis == "pipeline" else ""),
+                )
+
+    def _check_recomputation(self, strategy: Strategy) -> None:
+        checkpoint = strategy.get("checkpoint")
+        if not getattr(checkpoint, "no_reentrant", True):
+            raise StrategyError(
+                "compile does not go together with reentrant recomputation, which torch cannot compile",
+                expected="checkpoint without no_reentrant=False",
+                got="no_reentrant=False",
+                fix="leave no_reentrant out",
+            )
+        if self.activation_budget is not None and checkpoint is not None:
+            raise StrategyError(
+                "compile with an activation_budget beside checkpoint: both decide what is recomputed",
+                expected="one of the two",
+                got=f"activation_budget={self.activation_budget} and checkpoint",
+                fix="leave one of the two out",
+            )
 
     def _check_backend(self, device: torch.device) -> None:
         backends = torch._dynamo.list_backends(exclude_tags=())

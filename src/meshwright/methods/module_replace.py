@@ -20,7 +20,10 @@ from meshwright.methods.replace.liger import replace_layer_norms, replace_rotari
 from meshwright.methods.replace.norms import replace_rms_norms
 from meshwright.methods.replace.pairs import ATORCH_NAMES, BUILT_IN, registered_pairs
 from meshwright.methods.replace.user_pairs import replace_pairs
+from meshwright.runtime import check_equal
 from meshwright.strategy import Strategy
+
+_WITH_LIGER = {"layer_norm": replace_layer_norms, "swiglu": replace_swiglus, "rotary": replace_rotaries}
 
 
 class ModuleReplace(Method):
@@ -75,7 +78,9 @@ class ModuleReplace(Method):
         """Whether a pair is to be exchanged."""
         return (self.include is None or name in self.include) and name not in self.exclude
 
-    def replacement(self, model: nn.Module, strategy: Strategy, axes: Mapping[str, int], device: torch.device) -> Any:
+    def replacement(
+        self, model: nn.Module, strategy: Strategy, axes: Mapping[str, int], device: torch.device
+    ) -> Replacement:
         """Finds out what is replaced in a plain model; nothing is changed.
 
         Args:
@@ -90,16 +95,13 @@ class ModuleReplace(Method):
         self._check_names()
         dtype, found = compute_dtype(strategy), Replacement()
         if self.wants("attention"):
-            replace_attention(
-                model, self.attention, dtype, device, found, only_sdpa=axes.get("sequence", 1) > 1
-            )  # fmt: skip
-        for name, replace in (("layer_norm", replace_layer_norms), ("swiglu", replace_swiglus)):
-            if self.wants(name):
-                replace(model, device, found)
+            only_sdpa = axes.get("sequence", 1) > 1
+            replace_attention(model, self.attention, dtype, device, found, only_sdpa=only_sdpa)
         if self.wants("rms_norm"):
             replace_rms_norms(model, found)
-        if self.wants("rotary"):
-            replace_rotaries(model, device, found)
+        for name, replace in _WITH_LIGER.items():
+            if self.wants(name):
+                replace(model, device, found)
         if self._fuses_loss():
             self._check_fused_loss(strategy, axes)
             replace_head(model, self.loss if isinstance(self.loss, str) else None, found)
@@ -159,6 +161,11 @@ class ModuleReplace(Method):
     def apply(self, job: Job) -> None:
         """Puts in what was found, and says what."""
         assert job.replacement is not None, "apply_strategy has found it"
+        check_equal(
+            "What module_replace replaces",
+            str(job.replacement),
+            "register the same pairs on every rank, and install the same packages",
+        )
         job.replacement.put_in(job.model)
         job.notices.append(f"module_replace: {job.replacement}")
 
@@ -183,5 +190,4 @@ def replacement_of(
     method = strategy.get("module_replace")
     if not isinstance(method, ModuleReplace):
         return Replacement()
-    found: Replacement = method.replacement(model, strategy, dict(axes), device)
-    return found
+    return method.replacement(model, strategy, dict(axes), device)

@@ -61,6 +61,6 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def outside_compiled(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a model, compiled ones included, but for what is inside these: there no hook can be put any more."""
+    """The modules of a model without what is inside compiled ones: no hook can be put there any more."""
     inside = {id(m) for each in model.modules() if is_compiled(each) for m in each.modules() if m is not each}
     return (module for module in model.modules() if id(module) not in inside)

@@ -45,16 +45,13 @@ def replace_attention(
         ModelError: When a model does not support it.
     """
     wanted = None if choice == "auto" else _implementation(choice, dtype, device, only_sdpa)
-    found = list(_configs(model))
-    changes = []
+    before, found = len(into.done) + len(into.left), list(_configs(model))
     for part, config in found:
         current = config._attn_implementation
         if wanted is None and current != "eager":
             continue
         name = wanted or _best(part, dtype, device, only_sdpa)
-        if name == current:
-            continue
-        reason = _reason_against(part, config, name)
+        reason = _reason_against(part, config, name) if name != current else ""
         if reason and wanted is not None:
             raise ModelError(
                 f"module_replace: the attention of {type(part).__name__} cannot be {name}",
@@ -64,11 +61,10 @@ def replace_attention(
             )
         if reason:
             into.left.append(f"attention: {type(part).__name__} stays {current}: {reason}")
-            continue
-        changes.append((SetAttribute(config, "_attn_implementation", name), _count(model, config), current, name))
-    for change, count, current, name in changes:
-        into.add(f"attention: {count} modules {current} -> {name}", [change])
-    if not changes and not any(line.startswith("attention") for line in into.left):
+        elif name != current:
+            change = SetAttribute(config, "_attn_implementation", name)
+            into.add(f"attention: {_count(model, config)} modules {current} -> {name}", [change])
+    if len(into.done) + len(into.left) == before:
         into.left.append(_nothing(model, [config for _, config in found]))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import MeshwrightError, ModelError
+from meshwright.methods.replace.changes import device_of
 from meshwright.methods.replace.pairs import Pair
 from meshwright.runtime import preserved_rng
 
@@ -26,7 +27,7 @@ def build_target(pair: Pair, source: nn.Module, path: str) -> nn.Module:
         ModelError: Naming both classes, when the target cannot be made, or would not have the source's weights.
     """
     try:
-        with preserved_rng(), torch.device(_device(source)):
+        with preserved_rng(), torch.device(device_of(source)):
             target, copied = _construct(pair, source)
     except MeshwrightError:
         raise
@@ -41,10 +42,6 @@ def build_target(pair: Pair, source: nn.Module, path: str) -> nn.Module:
         for name in _HOOKS:
             getattr(target, name).update(getattr(source, name))
     return target.train(source.training)
-
-
-def _device(module: nn.Module) -> torch.device:
-    return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
 def _construct(pair: Pair, source: nn.Module) -> tuple[Any, bool]:
@@ -86,7 +83,7 @@ def _keep_weights(pair: Pair, source: nn.Module, target: nn.Module, path: str, *
         same = name in new and not _differ(old, new, name) and (copy or _equal(tensor, new[name]))
         if same:
             _put(target, name, tensor)
-    target.to(_device(source))
+    target.to(device_of(source))
     _check_trained(pair, source, target, path)
 
 

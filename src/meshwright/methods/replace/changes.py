@@ -1,4 +1,4 @@
-"""Changes to a model that can be taken back: a plan is made of the changed model before anything is changed for good."""
+"""Changes to a model that can be taken back: the changed model is planned for before it is changed for good."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from meshwright.nn import class_with
@@ -75,12 +76,19 @@ class Swap:
     new_of: dict[nn.Module, nn.Module]
 
     def make(self, model: nn.Module) -> None:
-        """Puts the new ones in."""
+        """Puts the new ones in, on the device where the old ones are by now."""
+        for old, new in self.new_of.items():
+            new.to(device_of(old))
         _exchange(model, self.new_of)
 
     def undo(self, model: nn.Module) -> None:
         """Puts the old ones back."""
         _exchange(model, {new: old for old, new in self.new_of.items()})
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's first tensor lies; the CPU for a module that has none."""
+    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
 def _exchange(model: nn.Module, other: dict[nn.Module, nn.Module]) -> None:

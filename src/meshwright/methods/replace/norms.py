@@ -84,7 +84,7 @@ def proven_forward(module: nn.Module, eps_name: str) -> Callable[..., Tensor] | 
 
 
 def _agree(module: nn.Module, forward: Callable[..., Tensor], dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
-    width = module.weight.shape[0]  # type: ignore[union-attr,index]
+    width: Any = module.weight.shape[0]  # type: ignore[union-attr,index]
     generator = torch.Generator().manual_seed(0)
     probe = copy.copy(module)  # without its hooks and its weight: called by its forward alone
     weight = torch.rand(width, generator=generator).add(0.5).to(weight_dtype)

@@ -1,4 +1,4 @@
-"""The pairs of classes that users register: modules of the first are replaced by modules of the second. Seed: ATorch."""
+"""The pairs of classes that users register: modules of the first become modules of the second. Seed: ATorch."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _register(name: str, pair: Any, dtypes: frozenset[str], building: str | None
             f"register_replace_pair: {name!r} is not a pair of module classes",
             expected="pair_cls=(source class, target class), two classes of nn.Module",
             got=repr(pair),
-            fix="pass the classes themselves; a decorated class derives from its source, or names it as _src_module_cls",
+            fix="pass the classes; one that is decorated derives from its source, or names it as _src_module_cls",
         )
     _PAIRS[name] = Pair(name, listed[0], listed[1], dtypes, building)
 
