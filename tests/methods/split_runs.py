@@ -76,7 +76,6 @@ FLOWING = {
     "t5-decoder": hf_t5_with_decoder,
     "plain": plain,
     "odd": lambda: tiny.plain(),
-    "four": lambda: tiny.plain(4),
     "gpt2": hf_gpt2,
     "bert": hf_bert,
     "t5": hf_t5,
@@ -101,7 +100,7 @@ def with_a_plan(name):
     )
 
 
-BARE = ("plain", "odd", "four")  # are called with token ids alone
+BARE = ("plain", "odd")  # are called with token ids alone
 
 
 def prepare_for(name):

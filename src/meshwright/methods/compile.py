@@ -17,6 +17,8 @@ from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.job import Job
+from meshwright.methods.pipeline.schedules import SCHEDULES
+from meshwright.methods.pipeline_parallel import PipelineParallel
 from meshwright.nn import compile_forward, require_blocks
 from meshwright.strategy import Strategy
 
@@ -88,6 +90,17 @@ class Compile(Method):
                     fix="leave compile out" + (", or compile blocks" if axis == "pipeline" else ""),
                 )
 
+        pipeline = job.strategy.get("pipeline_parallel")
+        if isinstance(pipeline, PipelineParallel) and SCHEDULES[pipeline.schedule].splits_backward:
+            whole = [name for name, schedule in SCHEDULES.items() if not schedule.splits_backward]
+            raise StrategyError(
+                f"compile does not go together with the schedule {pipeline.schedule!r}, which computes gradients of "
+                "inputs alone: compiled code gives them in orders of memory that cannot be sent",
+                expected=f"one of the schedules {join_names(whole)}",
+                got=repr(pipeline.schedule),
+                fix="use another schedule, or leave compile out",
+            )
+
     def _check_recomputation(self, strategy: Strategy) -> None:
         checkpoint = strategy.get("checkpoint")
         if not getattr(checkpoint, "no_reentrant", True):
@@ -143,8 +156,6 @@ class Compile(Method):
         settings: dict[str, Any] = {}
         if self.activation_budget is not None:
             settings["activation_memory_budget"] = self.activation_budget
-        if job.pipeline is not None:
-            settings["donated_buffer"] = False  # schedules that split backward go through a graph twice
 
         def context() -> contextlib.AbstractContextManager[Any]:
             return functorch_config.patch(**settings) if settings else contextlib.nullcontext()
