@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import meshwright as mw
 from meshwright.loss import HeadLogits, fused_cross_entropy, next_token_loss
 from tests.live_bytes import peak_bytes
 
@@ -87,6 +88,15 @@ def test_types_are_those_of_the_computed_logits():
     assert logits.whole is None
     torch.testing.assert_close(next_tokens(logits.float()), next_tokens(expected.float()), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(logits.detach(), expected.detach(), rtol=0, atol=0)
+
+
+def test_a_weight_that_was_freed_is_an_error():
+    hidden, weight = head(bias=False)
+    logits = HeadLogits.of(hidden, weight)
+    weight.untyped_storage().resize_(0)  # as FSDP2 does behind a unit
+    for use in (next_tokens, lambda x: x.exp()):
+        with pytest.raises(mw.ModelError, match="was freed before the loss"):
+            use(logits)
 
 
 def test_the_logits_never_lie_in_memory():

@@ -33,10 +33,6 @@ CASES = {
     "whole fsdp": (2, "plain", [("compile", {**EAGER, "whole": True}), "fsdp"], 1),
     "replaced": (2, "llama", [("compile", EAGER), ("module_replace", {"loss": True}), "fsdp"], 1),
     "pipeline": (2, "plain", [("compile", EAGER), ("parallel_mode", {"pipeline": 2}), "pipeline_parallel"], 2),
-    "backward in two": (
-        2, "four",
-        [("compile", EAGER), ("parallel_mode", {"pipeline": 2}), ("pipeline_parallel", {"schedule": "zbv"})], 4,
-    ),
 }  # fmt: skip
 SHORT = ("fsdp",)
 
@@ -117,6 +113,11 @@ def test_names_and_hooks_stay_and_blocks_share_what_is_compiled(ranks):
         (EAGER, {"sequence": 2}, "'sequence', which exchanges"),
         ({**EAGER, "whole": True}, {"pipeline": 2}, "'pipeline', which runs the blocks"),
         ({**EAGER, "whole": True, "fullgraph": True}, ["fsdp"], "not one graph"),
+        (
+            EAGER,
+            [("pipeline_parallel", {"schedule": "zbv"})],
+            "schedule 'zbv', which computes gradients of inputs alone",
+        ),
         (EAGER, [("checkpoint", {"no_reentrant": False})], "reentrant"),
         ({**EAGER, "activation_budget": 0.5}, ["checkpoint"], "both decide"),
         ({"backend": "inductr"}, [], "did you mean 'inductor'"),
