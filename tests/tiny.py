@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ VOCAB, SEQ_LEN = 61, 12
 
 _path = Path(__file__).parents[1] / "examples" / "gpt2" / "gpt2.py"
 _spec = importlib.util.spec_from_file_location("tiny_gpt2", _path)
-gpt2 = importlib.util.module_from_spec(_spec)
+gpt2 = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)  # torch.compile imports it by name
 _spec.loader.exec_module(gpt2)
 
 

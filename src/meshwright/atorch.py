@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from meshwright.accelerated import Accelerated
 from meshwright.auto import accelerate
 from meshwright.errors import ConfigError, MeshwrightError, did_you_mean
+from meshwright.methods import register_replace_pair as register_replace_pair
 from meshwright.runtime import rank, same_on_every_rank, synchronize
 from meshwright.strategy import Strategy
 

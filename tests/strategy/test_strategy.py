@@ -57,6 +57,26 @@ CONFIGS = {
     "sequence_parallel": st.just({}),
     "context_parallel": st.fixed_dictionaries({}, optional={"balance": st.booleans()}),
     "expert_parallel": st.fixed_dictionaries({}, optional={"experts": st.just(["blocks.*.moe.units"])}),
+    "module_replace": st.fixed_dictionaries(
+        {},
+        optional={
+            "include": st.lists(st.sampled_from(["attention", "rms_norm", "HF_LlamaAttention_FA", "mine"]), max_size=3),
+            "exclude": st.sampled_from(["rotary", ("swiglu", "layer_norm")]),
+            "attention": st.sampled_from(["auto", "sdpa", "flex", "flash"]),
+            "loss": st.one_of(st.booleans(), st.just("lm_head")),
+        },
+    ),
+    "compile": st.fixed_dictionaries(
+        {},
+        optional={
+            "whole": st.booleans(),
+            "backend": st.sampled_from(["inductor", "aot_eager"]),
+            "mode": st.sampled_from(["default", "max-autotune"]),
+            "dynamic": st.booleans(),
+            "fullgraph": st.booleans(),
+            "activation_budget": st.floats(0, 1),
+        },
+    ),
     "half": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "master_weights": st.booleans()}),
     "amp_native": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "skip_if_nonfinite": st.booleans()}),
     "checkpoint": st.fixed_dictionaries({}, optional={"wrap_class": CLASSES, "no_reentrant": st.booleans()}),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from meshwright.errors import ModelError
 from meshwright.loss.checks import check_class_weight, check_floating, check_options, check_plain, check_target
+from meshwright.loss.lazy_logits import LazyLogits
 from meshwright.loss.once import once
 from meshwright.loss.parallel_cross_entropy import Vocabulary, parallel_row_losses
 from meshwright.loss.rows import (
@@ -22,7 +23,6 @@ from meshwright.loss.rows import (
     slices,
     without_autocast,
 )
-from meshwright.loss.vocabulary_shards import VocabularyShards
 from meshwright.runtime import tensor_size
 
 
@@ -64,10 +64,10 @@ def fused_cross_entropy(
         ConfigError: For an unknown reduction or a smoothing that is not a fraction.
     """
     check_options(reduction, label_smoothing)
-    if isinstance(input, VocabularyShards):
+    if isinstance(input, LazyLogits):
         if input.are_rows:
             return input.cross_entropy(target, weight, ignore_index, reduction, label_smoothing)
-        input = input.gathered()
+        input = input.materialised()
     groups = tensor_size() if parallel else 1
     _check(input, target, weight, groups)
     logits_NC = input.unsqueeze(0) if input.dim() == 1 else input.movedim(1, -1).reshape(-1, input.shape[1])

@@ -83,7 +83,7 @@ def _linear_cross_entropy(
     label_smoothing: float,
     chunk_size: int | None,
 ) -> Tensor:
-    hidden, weight, bias = _in_autocast_type(hidden, weight, bias)
+    hidden, weight, bias = in_autocast_type(hidden, weight, bias)
     _check_head(hidden, weight, bias)
     check_plain("target", target)
     check_target(target, tuple(hidden.shape[:-1]))
@@ -104,7 +104,7 @@ def default_chunk_size(num_tokens: int, width: int, num_classes: int) -> int:
     return max(_SMALLEST_CHUNK, 1 << max(0, int(even) - 1).bit_length())
 
 
-def _in_autocast_type(*tensors: Tensor | None) -> list[Any]:
+def in_autocast_type(*tensors: Tensor | None) -> list[Any]:
     """The tensors as ``F.linear`` would take them; the conversions are part of the graph."""
     kind = next(each.device.type for each in tensors if each is not None)
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):

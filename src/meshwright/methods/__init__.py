@@ -3,6 +3,7 @@
 from meshwright.methods.amp_native import AmpNative
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
+from meshwright.methods.compile import Compile
 from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in_phase_order, resolve
 from meshwright.methods.context.trace import TracedContext
 from meshwright.methods.context_parallel import ContextParallel
@@ -12,12 +13,14 @@ from meshwright.methods.fp8 import Fp8
 from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
 from meshwright.methods.job import SAMPLED, Job
+from meshwright.methods.module_replace import ModuleReplace, replacement_of
 from meshwright.methods.outer import Outer
 from meshwright.methods.parallel_mode import ParallelMode
 from meshwright.methods.pipeline.chain import StageOutput
 from meshwright.methods.pipeline.cut import Cut
 from meshwright.methods.pipeline.engine import PipelineEngine
 from meshwright.methods.pipeline_parallel import PipelineParallel
+from meshwright.methods.replace.pairs import register_replace_pair
 from meshwright.methods.sequence.trace import TokensTrace, TracedSequence
 from meshwright.methods.sequence_parallel import SequenceParallel
 from meshwright.methods.tensor.calls import SampleRun
@@ -29,6 +32,7 @@ __all__ = [
     "SAMPLED",
     "AmpNative",
     "Checkpoint",
+    "Compile",
     "ContextParallel",
     "Cut",
     "ExpertParallel",
@@ -38,6 +42,7 @@ __all__ = [
     "Half",
     "Job",
     "Method",
+    "ModuleReplace",
     "Outer",
     "ParallelMode",
     "Phase",
@@ -56,5 +61,7 @@ __all__ = [
     "apply_strategy",
     "cost_of",
     "in_phase_order",
+    "register_replace_pair",
+    "replacement_of",
     "resolve",
 ]

@@ -17,17 +17,18 @@ class Phase(IntEnum):
     """The order in which methods are applied, whatever order a strategy lists them in."""
 
     MESH = 0
-    PIPELINE = 1  # the model is cut first: all that follows sees one rank's part
-    REPLACE = 2  # modules are exchanged while they are whole and on one device
-    TENSOR = 3
-    SEQUENCE = 4
-    CONTEXT = 5  # around what sequence does
-    RECOMPUTE = 6  # inside the sharding hooks, so that recomputation finds gathered parameters
-    COMPILE = 7
-    PRECISION = 8  # before sharding, which must know the precision it gathers in
-    SHARD = 9
-    REPLICATE = 10
-    OPTIMIZER = 11
+    REPLACE = 1  # modules are exchanged while the model is whole: what the cut frees could not be taken over
+    PIPELINE = 2  # the model is cut: all that follows sees one rank's part
+    FP8 = 3  # the layers of one rank's part
+    TENSOR = 4
+    SEQUENCE = 5
+    CONTEXT = 6  # around what sequence does
+    RECOMPUTE = 7  # inside the sharding hooks, so that recomputation finds gathered parameters
+    COMPILE = 8
+    PRECISION = 9  # before sharding, which must know the precision it gathers in
+    SHARD = 10
+    REPLICATE = 11
+    OPTIMIZER = 12
 
 
 class Method(MethodConfig):

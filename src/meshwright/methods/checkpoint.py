@@ -14,7 +14,7 @@ from meshwright.cost import Activations, CollectiveKind, RecomputePart, Step, Tr
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.references import ClassReferences
-from meshwright.nn import modules_of, outermost, require_blocks, wrap_method
+from meshwright.nn import modules_of, outermost, require_blocks, wrap_methods
 
 
 class Checkpoint(Method):
@@ -50,8 +50,7 @@ class Checkpoint(Method):
 
     def apply(self, job: Job) -> None:
         """Wraps the forward of every such module; parameter names stay as they are."""
-        for _, module in self._modules(job.model):
-            wrap_method(module, "forward", self._recomputed)
+        wrap_methods([module for _, module in self._modules(job.model)], "forward", self._recomputed)
         config = getattr(job.model, "config", None)
         if config is not None and getattr(config, "use_cache", False):
             # A key-value cache would be filled a second time by the recomputation.

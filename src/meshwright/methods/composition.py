@@ -12,6 +12,7 @@ from meshwright.methods.base import Method, Phase
 from meshwright.methods.held import tell_parameters
 from meshwright.methods.job import Job
 from meshwright.methods.mixed_parallel import without_mixed
+from meshwright.methods.module_replace import replacement_of
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
 from meshwright.methods.pipeline.finish import finish_pipeline
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
@@ -180,8 +181,10 @@ def apply_strategy(job: Job) -> None:
     """
     methods = in_phase_order(job.strategy)
     with same_on_every_rank():
-        for method in methods:
-            method.check(job)
+        job.replacement = replacement_of(job.strategy, job.model, job.axes, job.device)
+        with job.replacement.tried(job.model):  # the model that the methods will find
+            for method in methods:
+                method.check(job)
     if job.shard_axis is None and job.size("tensor") == job.size("pipeline") == job.size("expert") == 1:
         job.model.to(job.device)  # a method that splits moves it part by part: whole, it may not fit
     for method in methods:

@@ -15,12 +15,13 @@ _NAMES = {
 _TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def _to_name(value: Any) -> Any:
+def dtype_name(value: Any) -> Any:
+    """The name of a precision in any of its spellings; what is none of them stays as it is."""
     return _NAMES.get(str(value), value)
 
 
-DType = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_to_name)]
-HalfDType = Annotated[Literal["fp16", "bf16"], BeforeValidator(_to_name)]
+DType = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(dtype_name)]
+HalfDType = Annotated[Literal["fp16", "bf16"], BeforeValidator(dtype_name)]
 
 
 def torch_dtype(name: str) -> torch.dtype:

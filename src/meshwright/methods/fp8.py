@@ -43,7 +43,7 @@ class Fp8(Method):
     """
 
     method_name: ClassVar[str] = "fp8"
-    phase: ClassVar[Phase] = Phase.REPLACE
+    phase: ClassVar[Phase] = Phase.FP8
     summary: ClassVar[str] = "linear layers multiply in 8 bits: about twice the arithmetic of bf16 on sm 8.9 and above"
 
     recipe: Literal["delayed", "tensorwise", "rowwise", "mxfp8"] = "delayed"

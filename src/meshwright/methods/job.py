@@ -20,6 +20,7 @@ from meshwright.methods.expert.engine import Experts
 from meshwright.methods.expert.layers import ExpertLayer
 from meshwright.methods.pipeline.cut import Cut
 from meshwright.methods.pipeline.engine import PipelineEngine
+from meshwright.methods.replace.changes import Replacement
 from meshwright.methods.tensor.calls import SampleRun
 from meshwright.methods.tensor.split import Split
 from meshwright.nn import rank_orders
@@ -74,6 +75,7 @@ class Job:
     num_micro_batches: int = 1
     cut: Cut | None = None  # the plan's, where the mesh has a pipeline axis
 
+    replacement: Replacement | None = None  # of module_replace, found before the checks
     pipeline: PipelineEngine | None = None  # pipeline_parallel: the model is one rank's part, and runs in stages
     split: tuple[Split, str] | None = None  # of tensor_parallel's check, over the whole model, and what is said of it
     expert_layers: list[tuple[ExpertLayer, int | None]] = field(default_factory=list)  # of expert_parallel's check

@@ -10,7 +10,8 @@ from meshwright.nn.block import Block, no_sync
 from meshwright.nn.block_list import TransformerBlockList
 from meshwright.nn.blocks import find_blocks, require_blocks
 from meshwright.nn.classes import class_name, class_names, modules_of, outermost
-from meshwright.nn.forward import wrap_method
+from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
+from meshwright.nn.forward import class_with, wrap_method, wrap_methods
 from meshwright.nn.initialization import grouped_parameters, init_parameters
 from meshwright.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from meshwright.nn.model_wrapper import BMTrainModelWrapper
@@ -46,18 +47,23 @@ __all__ = [
     "average_gradients",
     "class_name",
     "class_names",
+    "class_with",
+    "compile_forward",
     "find_blocks",
     "grouped_parameters",
     "init_parameters",
+    "is_compiled",
     "keep_part_of_whole",
     "keep_rank_order",
     "modules_of",
     "no_sync",
     "outermost",
+    "outside_compiled",
     "part_of_whole",
     "rank_orders",
     "require_blocks",
     "stages_of",
     "whole_model",
     "wrap_method",
+    "wrap_methods",
 ]

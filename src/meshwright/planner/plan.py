@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from meshwright.methods import (
     Resolved,
     SampleRun,
     cost_of,
+    replacement_of,
     resolve,
 )
 from meshwright.methods.float8.trace import Fp8Trace
@@ -38,7 +39,7 @@ from meshwright.planner.pipeline import (
 from meshwright.planner.states import StatesOf, probe_optimizer
 from meshwright.planner.traced import Conditions, Tracer
 from meshwright.planner.traces import Trace, trace_key, trace_of
-from meshwright.strategy import Strategy
+from meshwright.strategy import MethodConfig, Strategy
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,21 @@ class Workload:
             StrategyError: When its methods do not fit together or do not fit the world.
         """
         resolved = resolve(strategy, self.world, self.zero_level, self.device)
+        replacement = replacement_of(resolved.strategy, self.model, resolved.axes, self.device)
+        with replacement.tried(self.model):
+            return self._with(resolved.strategy.get("module_replace"))._plan(resolved)
+
+    def _with(self, method: MethodConfig | None) -> Workload:
+        """The workload of the model with its modules replaced, whose predictions are its own."""
+        if method is not None and method not in self._replaced:
+            self._replaced[method] = replace(self)
+        return self if method is None else self._replaced[method]
+
+    @functools.cached_property
+    def _replaced(self) -> dict[MethodConfig, Workload]:
+        return {}
+
+    def _plan(self, resolved: Resolved) -> Plan:
         micro_batches = num_micro_batches(resolved, self.num_micro_batches)
         pipeline = pipeline_of(resolved, self.model, micro_batches)
         flow = self._flow(pipeline) if pipeline is not None else None

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.cost import Activations, Boundary, Placed, RecomputePart
 from meshwright.methods.tensor.trace import SaveLog
-from meshwright.nn import class_names, find_blocks
+from meshwright.nn import class_names, find_blocks, is_compiled, outside_compiled
 from meshwright.planner.traces import Trace
 from meshwright.planner.work import BACKWARD_FLOPS, PlacedWork
 
@@ -77,7 +77,8 @@ def record_saved(
         saved.inputs.setdefault(module, {}).update(map(_storage, tensors))
         if keep_alive:
             saved.alive.extend(tensors)
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        inside = is_compiled(module)  # no hook runs there
+        for tensor in (*module.parameters(recurse=inside), *module.buffers(recurse=inside)):
             saved.weights.add(_storage(tensor)[0])
 
     def leave(module: nn.Module, *_: Any) -> None:
@@ -87,7 +88,7 @@ def record_saved(
 
     hooks = [
         hook
-        for module in model.modules()
+        for module in outside_compiled(model)
         for hook in (
             module.register_forward_pre_hook(enter, with_kwargs=True),
             module.register_forward_hook(leave, always_call=True),

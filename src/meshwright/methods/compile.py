@@ -1,0 +1,184 @@
+"""``compile``: torch.compile of the model's blocks, or of the whole model, in place."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+import torch
+import torch._functorch.config as functorch_config
+from pydantic import Field
+from torch import nn
+
+from meshwright.cost import Step
+from meshwright.errors import StrategyError, did_you_mean, join_names
+from meshwright.methods.base import Method, Phase
+from meshwright.methods.checkpoint import Checkpoint
+from meshwright.methods.job import Job
+from meshwright.methods.pipeline.schedules import SCHEDULES
+from meshwright.methods.pipeline_parallel import PipelineParallel
+from meshwright.nn import compile_forward, require_blocks
+from meshwright.strategy import Strategy
+
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+class Compile(Method):
+    """Compiles every repeated block with ``torch.compile``; blocks of one class share the compiled code.
+
+    Parameter names stay those of the model. What is around the blocks runs as it is, so the time to compile does not
+    grow with the number of layers, and gathering, reducing and recomputing happen between compiled blocks.
+
+    Config: None, ``"whole"`` for the whole model as one, or keys.
+    """
+
+    method_name: ClassVar[str] = "compile"
+    phase: ClassVar[Phase] = Phase.COMPILE
+    summary: ClassVar[str] = "compiles each block with torch.compile: fewer, larger kernels"
+
+    whole: bool = False
+    """Compile the model as one; otherwise each of its repeated blocks."""
+    backend: str = "inductor"
+    mode: str | None = None
+    """Of inductor: ``default``, ``reduce-overhead``, ``max-autotune`` or ``max-autotune-no-cudagraphs``."""
+    dynamic: bool | None = None
+    """Whether shapes may change without compiling anew; None finds out by the shapes that come."""
+    fullgraph: bool = False
+    """Refuse a block that cannot be compiled as one graph, in its first step."""
+    activation_budget: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Part of the activations that compiled code may save for backward: 1 as many as is fastest, 0 its inputs alone;
+    between, torch recomputes what costs least."""
+
+    @classmethod
+    def from_short(cls, raw: Any) -> Mapping[str, Any]:
+        """Reads ``"whole"``."""
+        return {"whole": True} if raw == "whole" else super().from_short(raw)
+
+    def notices(self) -> list[str]:
+        """Says what a plan does not know."""
+        return [
+            "compile: activations are predicted as without it; what compiled code saves is its compiler's decision"
+        ] * (self.activation_budget != 0)
+
+    def check(self, job: Job) -> None:
+        """Refuses backends that are not there, and methods whose work inside blocks cannot be compiled."""
+        self._check_backend(job.device)
+        self._check_axes(job)
+        self._check_recomputation(job.strategy)
+        if self.whole and self.fullgraph and job.shard_axis is not None:
+            raise StrategyError(
+                "compile: a whole model whose parameters are gathered block by block is not one graph",
+                expected="fullgraph=True with blocks, or without zero1, zero2 and fsdp",
+                got="whole=True and fullgraph=True",
+                fix="leave whole out",
+            )
+        self._targets(job.model)
+
+    def _check_axes(self, job: Job) -> None:
+        reasons = {"sequence": "exchanges tokens for heads inside attention, in calls that it intercepts as they run"}
+        if self.whole:
+            reasons["pipeline"] = "runs the blocks of the model in an order of its own"
+        for axis, reason in reasons.items():
+            if job.size(axis) > 1:
+                what = "compile of the whole model" if self.whole else "compile"
+                raise StrategyError(
+                    f"{what} does not go together with the axis {axis!r}, which {reason}",
+                    expected="the axes data, zero, tensor, replica" + ("" if self.whole else " and pipeline"),
+                    got=str(dict(job.axes)),
+                    fix="leave compile out" + (", or compile blocks" if axis == "pipeline" else ""),
+                )
+
+        pipeline = job.strategy.get("pipeline_parallel")
+        if isinstance(pipeline, PipelineParallel) and SCHEDULES[pipeline.schedule].splits_backward:
+            whole = [name for name, schedule in SCHEDULES.items() if not schedule.splits_backward]
+            raise StrategyError(
+                f"compile does not go together with the schedule {pipeline.schedule!r}, which computes gradients of "
+                "inputs alone: compiled code gives them in orders of memory that cannot be sent",
+                expected=f"one of the schedules {join_names(whole)}",
+                got=repr(pipeline.schedule),
+                fix="use another schedule, or leave compile out",
+            )
+
+    def _check_recomputation(self, strategy: Strategy) -> None:
+        checkpoint = strategy.get("checkpoint")
+        if not getattr(checkpoint, "no_reentrant", True):
+            raise StrategyError(
+                "compile does not go together with reentrant recomputation, which torch cannot compile",
+                expected="checkpoint without no_reentrant=False",
+                got="no_reentrant=False",
+                fix="leave no_reentrant out",
+            )
+        if self.activation_budget is not None and checkpoint is not None:
+            raise StrategyError(
+                "compile with an activation_budget beside checkpoint: both decide what is recomputed",
+                expected="one of the two",
+                got=f"activation_budget={self.activation_budget} and checkpoint",
+                fix="leave one of the two out",
+            )
+
+    def _check_backend(self, device: torch.device) -> None:
+        backends = torch._dynamo.list_backends(exclude_tags=())
+        for option, value, known in (("backend", self.backend, backends), ("mode", self.mode or "default", _MODES)):
+            if value not in known:
+                raise StrategyError(
+                    f"compile has no {option} {value!r}{did_you_mean(value, known)}",
+                    expected=f"one of {join_names(known, limit=20)}",
+                    got=repr(value),
+                    fix="correct the name",
+                )
+        if self.backend != "inductor":
+            if self.mode is not None:
+                raise StrategyError(
+                    f"compile: a mode is inductor's, and the backend is {self.backend}",
+                    expected="a mode with the backend inductor alone",
+                    got=f"mode={self.mode!r}, backend={self.backend!r}",
+                    fix="leave one of the two out",
+                )
+            return
+        missing = _missing_compiler(device)
+        if missing:
+            raise StrategyError(
+                f"compile: inductor cannot compile for {device.type} here",
+                expected=missing,
+                got="none",
+                fix="install it, or use the backend 'aot_eager', which fuses nothing",
+            )
+
+    def _targets(self, model: nn.Module) -> list[nn.Module]:
+        if self.whole:
+            return [model]
+        return [block for _, block in require_blocks(model, method=self.method_name, option="whole")]
+
+    def apply(self, job: Job) -> None:
+        """Compiles in place; torch does the work in the first step."""
+        settings: dict[str, Any] = {}
+        if self.activation_budget is not None:
+            settings["activation_memory_budget"] = self.activation_budget
+
+        def context() -> contextlib.AbstractContextManager[Any]:
+            return functorch_config.patch(**settings) if settings else contextlib.nullcontext()
+
+        options = {"backend": self.backend, "dynamic": self.dynamic, "fullgraph": self.fullgraph}
+        if self.mode is not None:
+            options["mode"] = self.mode
+        compile_forward(self._targets(job.model), context, **options)
+
+    def cost(self, step: Step) -> Step:
+        """Recomputation of the blocks for a budget of 0; else as it is, for what a compiler saves, it decides."""
+        return Checkpoint().cost(step) if self.activation_budget == 0 and not self.whole else step
+
+
+def _missing_compiler(device: torch.device) -> str:
+    """What inductor needs and does not find; empty when nothing is missing."""
+    if device.type == "cpu":
+        from torch._inductor import cpp_builder, exc
+
+        try:
+            return "" if shutil.which(cpp_builder.get_cpp_compiler()) else "a C++ compiler"
+        except exc.InvalidCxxCompiler:
+            return "a C++ compiler"
+    from torch.utils._triton import has_triton
+
+    return "" if has_triton() else "Triton"

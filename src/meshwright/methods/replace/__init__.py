@@ -1,0 +1,1 @@
+"""What ``module_replace`` exchanges, and how: each kind of module in a file of its own."""

@@ -1,0 +1,155 @@
+"""``compile``: the same numbers as one plain process, under the model's own names; what does not work is refused."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import meshwright as mw
+from meshwright.methods import Compile
+from meshwright.strategy import Strategy
+from tests import tiny
+from tests.methods import split_runs
+from tests.methods.test_checkpoint import job
+from tests.methods.test_parity import BATCH, check_weights, full_weights
+
+EAGER = {"backend": "aot_eager"}  # compiles forward and backward, and runs them with eager kernels
+CASES = {
+    "fsdp": (2, "plain", [("compile", {"backend": "eager", "fullgraph": True}), "fsdp", "checkpoint"], 2),
+    "fsdp llama": (2, "llama", [("compile", EAGER), "fsdp", "checkpoint"], 2),
+    "data": (2, "gpt2", [("compile", EAGER)], 1),
+    "zero2": (2, "plain", [("compile", {**EAGER, "activation_budget": 0.5}), "zero2"], 2),
+    "hybrid": (4, "plain", [("compile", EAGER), "fsdp", ("parallel_mode", {"zero": 2, "data": 2})], 1),
+    "tensor": (2, "llama", [("compile", EAGER), ("parallel_mode", {"tensor": 2}), "tensor_parallel"], 1),
+    "tokens": (
+        2, "llama",
+        [("compile", EAGER), ("parallel_mode", {"tensor": 2}), ("tensor_parallel", {"sequence": True}), "checkpoint"],
+        1,
+    ),
+    "whole": (2, "plain", [("compile", {**EAGER, "whole": True})], 1),
+    "whole fsdp": (2, "plain", [("compile", {**EAGER, "whole": True}), "fsdp"], 1),
+    "replaced": (2, "llama", [("compile", EAGER), ("module_replace", {"loss": True}), "fsdp"], 1),
+    "pipeline": (2, "plain", [("compile", EAGER), ("parallel_mode", {"pipeline": 2}), "pipeline_parallel"], 2),
+}  # fmt: skip
+SHORT = ("fsdp",)
+
+
+def train(name, strategy, micro_batches):
+    """Ten steps; losses and weights."""
+    accelerated = mw.accelerate(
+        split_runs.build(name), torch.optim.SGD, tiny.Tokens(), split_runs.loss_func, strategy=strategy,
+        optim_args={"lr": 0.1, "momentum": 0.9}, prepare_input=split_runs.prepare_for(name),
+        model_input_format=tiny.input_format("plain" if name in split_runs.BARE else name),
+        dataloader_args={"batch_size": BATCH}, num_micro_batches=micro_batches,
+    )  # fmt: skip
+    steps = zip(range(10), accelerated.dataloader, strict=False)
+    losses = [accelerated.step(batch).loss.item() for _, batch in steps]
+    return losses, full_weights(accelerated.model)
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.long) for c in CASES])
+def test_parity(ranks, case):
+    world, name, strategy, micro_batches = CASES[case]
+    results = ranks(world).run(train, name, strategy, micro_batches)
+    expected, _, before, weights = split_runs.reference(name, "sgd")
+    assert all(losses == results[0][0] for losses, _ in results)
+    assert results[0][0] == pytest.approx(expected, rel=1e-5)
+    if "pipeline" not in str(strategy):  # whose ranks hold parts
+        check_weights({key.removeprefix("module."): value for key, value in results[0][1].items()}, before, weights)
+
+
+def accelerated(config, batch, *others, model=None):
+    return mw.accelerate(
+        model or tiny.build("plain"), torch.optim.SGD, None, tiny.loss_func, optim_args={"lr": 0.1},
+        strategy=[("compile", config), *others], sample_batch=batch, batch_size=len(batch),
+    )  # fmt: skip
+
+
+def names_hooks_and_bytes():
+    """In one process: what stays of a model, what is compiled how often, and what is saved for backward."""
+    torch._dynamo.reset()
+    batch = tiny.Tokens().ids[:4].clone()
+    plain = mw.accelerate(
+        tiny.build("plain"), torch.optim.SGD, None, tiny.loss_func, optim_args={"lr": 0.1}, sample_batch=batch,
+        batch_size=4, strategy=[],
+    )  # fmt: skip
+    expected, kept = plain.measured_step(batch)
+    counter = CompileCounterWithBackend("aot_eager")
+    with mock.patch.object(torch, "compile", _compiling_with(counter)):
+        once = accelerated(EAGER, batch)
+    assert list(once.model.state_dict()) == list(plain.model.state_dict())
+    seen = []
+    once.model.blocks[1].register_forward_hook(lambda *_: seen.append(1))
+    result, measured = once.measured_step(batch)
+    assert counter.frame_count == 1  # both blocks share it
+    assert seen == [1]
+    torch.testing.assert_close(result.loss, expected.loss, rtol=1e-6, atol=0)
+    assert measured["activations"] <= once.plan.memory.activations == kept["activations"]
+    none = accelerated({**EAGER, "activation_budget": 0}, batch)
+    result, measured = none.measured_step(batch)
+    torch.testing.assert_close(result.loss, expected.loss, rtol=1e-6, atol=0)
+    assert measured["activations"] == none.plan.memory.activations < kept["activations"] / 2
+    torch.testing.assert_close(none.evaluate(batch), plain.evaluate(batch), rtol=1e-6, atol=0)
+    copied = copy.deepcopy(none.model)
+    torch.testing.assert_close(copied(batch), none.model(batch))
+    return True
+
+
+def _compiling_with(backend):
+    original = torch.compile
+    return lambda function, **options: original(function, **{**options, "backend": backend})
+
+
+def test_names_and_hooks_stay_and_blocks_share_what_is_compiled(ranks):
+    assert ranks(1).run(names_hooks_and_bytes) == [True]
+
+
+@pytest.mark.parametrize(
+    ("config", "others", "said"),
+    [
+        (EAGER, {"sequence": 2}, "'sequence', which exchanges"),
+        ({**EAGER, "whole": True}, {"pipeline": 2}, "'pipeline', which runs the blocks"),
+        ({**EAGER, "whole": True, "fullgraph": True}, ["fsdp"], "not one graph"),
+        (
+            EAGER,
+            [("pipeline_parallel", {"schedule": "zbv"})],
+            "schedule 'zbv', which computes gradients of inputs alone",
+        ),
+        (EAGER, [("checkpoint", {"no_reentrant": False})], "reentrant"),
+        ({**EAGER, "activation_budget": 0.5}, ["checkpoint"], "both decide"),
+        ({"backend": "inductr"}, [], "did you mean 'inductor'"),
+        ({"mode": "max-autotun"}, [], "did you mean 'max-autotune'"),
+        ({**EAGER, "mode": "default"}, [], "inductor's"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(config, others, said):
+    compiling = Compile.parse(config)
+    real = job(tiny.build("plain"))
+    if isinstance(others, dict):
+        real.axes = tuple(others.items())
+    else:
+        real.strategy = Strategy([compiling, *others])
+        real.shard_axis = "data" if "fsdp" in others else None
+    with pytest.raises(mw.StrategyError, match=said):
+        compiling.check(real)
+
+
+def test_a_machine_without_compiler_and_a_model_without_blocks_are_told():
+    with mock.patch("shutil.which", return_value=None), pytest.raises(mw.StrategyError, match=r"C\+\+ compiler"):
+        Compile().check(job(tiny.build("plain")))
+    with pytest.raises(mw.ModelError, match=r"no repeated blocks.*whole"):
+        Compile(**EAGER).check(job(nn.Linear(2, 2)))
+    assert Strategy([("compile", "whole")]).get("compile").whole
+    with pytest.raises(mw.StrategyError, match="activation_budget"):
+        Strategy([("compile", {"activation_budget": 1.5})])
+
+
+@pytest.mark.long
+def test_inductor_computes_the_same(ranks):
+    losses, weights = ranks(1).run(train, "plain", ["compile"], 1)[0]
+    expected, _, before, after = split_runs.reference("plain", "sgd")
+    assert losses == pytest.approx(expected, rel=1e-5)
+    check_weights(weights, before, after)
