@@ -17,6 +17,7 @@ from meshwright.errors import (
     NonFiniteError,
     StrategyError,
 )
+from meshwright.methods import register_replace_pair
 from meshwright.nn import (
     Block,
     BMTrainModelWrapper,
@@ -92,6 +93,7 @@ __all__ = [
     "print_dict",
     "print_rank",
     "rank",
+    "register_replace_pair",
     "save",
     "see_memory",
     "shutdown_distributed",
