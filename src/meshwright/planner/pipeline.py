@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.cost import Block, Stages, Step
+from meshwright.cost import Block, Boundary, Stages, Step
 from meshwright.errors import MeshwrightError, StrategyError
 from meshwright.methods import Cut, PipelineParallel, Resolved, cost_of
 from meshwright.methods.pipeline.balance import Balancer, balanced_bounds
@@ -191,7 +191,7 @@ def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool
     """
     if cut is None:
         return [step]
-    placed = [dataclasses.replace(each, on_ranks=cut.ranks_running(each.path)) for each in step.boundaries]
+    placed = [dataclasses.replace(each, on_ranks=_ranks_sending(each, cut)) for each in step.boundaries]
     step = step.replace(boundaries=tuple(placed))
     hidden = None
     if cut.boundary_bytes is not None:
@@ -199,6 +199,12 @@ def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool
         hidden = cut.boundary_bytes * samples // ((2 if in_half else 1) * parts)
     ranges, count = tuple(itertools.pairwise(cut.bounds)), cut.bounds[-1]
     return [step.replace(stages=Stages(cut.ranks, ranges, count, rank, hidden)) for rank in range(cut.num_ranks)]
+
+
+def _ranks_sending(boundary: Boundary, cut: Cut) -> tuple[int, ...]:
+    if boundary.axis == "tensor" and not boundary.path:  # in no layer: sums of the loss over parts of the vocabulary
+        return (cut.ranks[-1],)
+    return cut.ranks_running(boundary.path)
 
 
 def num_micro_batches(resolved: Resolved, given: int | None) -> int:
