@@ -96,6 +96,8 @@ def test_stages_and_tokens_are_axes_and_methods():
     assert strategy(**TOKENS, sequence_parallelism_mode="ring") == expected([("tensor", 2), ("data", 4)], divided)
     found = strategy(**TOKENS, tp_size=1, sp_size=4, zero_stage=1)
     assert found == expected([("sequence", 4), ("data", 2)], "sequence_parallel", "zero1")
+    found = strategy(**TOKENS, sp_size=2, sequence_parallelism_mode="ring_attn")
+    assert found == expected([("tensor", 2), ("context", 2), ("data", 2)], "tensor_parallel", "context_parallel")
     plugin = HybridParallelPlugin(2, 2, num_microbatches=2, num_model_chunks=2, overlap_p2p=False)
     overlap, chunks = plugin.notices()
     assert "overlap_p2p=False changes nothing" in overlap
@@ -151,7 +153,10 @@ TOKENS = {"enable_sequence_parallelism": True}
         (lambda: HybridParallelPlugin(**HYBRID, sp_size=2), "sequence parallelism is not enabled"),
         (lambda: HybridParallelPlugin(**HYBRID, **TOKENS), "sp_size of 2 or more"),
         (lambda: HybridParallelPlugin(**HYBRID, **TOKENS, sequence_parallelism_mode="split_gather"), "tp_size of 2"),
-        (lambda: HybridParallelPlugin(**HYBRID, **TOKENS, sequence_parallelism_mode="ring_attn"), "context_parallel"),
+        (
+            lambda: HybridParallelPlugin(**HYBRID, **TOKENS, sequence_parallelism_mode="ring_attn"),
+            "sp_size of 2 or more",
+        ),
         (lambda: HybridParallelPlugin(**HYBRID, zero_stage=4), "zero_stage"),
         (lambda: HybridParallelPlugin(**HYBRID, custom_policy=object()), "Shardformer"),
         (lambda: HybridParallelPlugin(**HYBRID, use_fp8=True), "fp8"),

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 STYLES = ("1f1b", "interleaved", "zbv")
 _IN_TENSOR_GROUPS = ("split_gather", "ring")
-_MODES = (*_IN_TENSOR_GROUPS, "all_to_all", "ring_attn")
+_APART = {"all_to_all": "sequence", "ring_attn": "context"}
+"""Modes whose ranks are those of an axis of its own."""
+_MODES = (*_IN_TENSOR_GROUPS, *_APART)
 
 
 def sequence_mode(plugin: HybridParallelPlugin) -> str | None:
@@ -64,14 +66,6 @@ def _check_pipeline(plugin: HybridParallelPlugin) -> None:
 
 def _check_sequence(plugin: HybridParallelPlugin) -> None:
     mode, size = sequence_mode(plugin), plugin.sp_size
-    if mode == "ring_attn":
-        _refuse(
-            plugin,
-            "sequence_parallelism_mode='ring_attn' asks for ring attention, which no plugin has yet",
-            expected="'all_to_all' or 'split_gather'; with accelerate, the method context_parallel",
-            got="'ring_attn'",
-            fix="use 'all_to_all', whose ranks must divide the attention heads",
-        )
     if mode is None and size not in (1, None):
         _refuse(
             plugin,
@@ -88,10 +82,10 @@ def _check_sequence(plugin: HybridParallelPlugin) -> None:
             got=f"tp_size={plugin.tp_size}, sp_size={size}",
             fix="leave sp_size out, and raise tp_size; or use 'all_to_all', which has ranks of its own",
         )
-    if mode == "all_to_all" and (size is None or size < 2):
+    if mode in _APART and (size is None or size < 2):
         _refuse(
             plugin,
-            "sequence_parallelism_mode='all_to_all' divides tokens over ranks of its own",
+            f"sequence_parallelism_mode={mode!r} divides tokens over ranks of its own",
             expected="sp_size of 2 or more",
             got=f"sp_size={size}",
             fix="give sp_size, or use 'split_gather' with tp_size",
@@ -103,12 +97,12 @@ def _refuse(plugin: HybridParallelPlugin, what: str, **parts: str) -> NoReturn:
 
 
 def axis_methods(plugin: HybridParallelPlugin) -> list[Any]:
-    """The methods that work on the axes tensor, sequence and pipeline."""
+    """The methods that work on the axes tensor, sequence, context and pipeline."""
     mode, methods = sequence_mode(plugin), list[Any]()
     if plugin.tp_size > 1:
         methods.append(("tensor_parallel", {"sequence": True} if mode in _IN_TENSOR_GROUPS else {}))
-    if mode == "all_to_all":
-        methods.append("sequence_parallel")
+    if mode in _APART:
+        methods.append(f"{_APART[mode]}_parallel")
     if plugin.pp_size > 1:
         methods.append(("pipeline_parallel", _pipeline_keys(plugin)))
     return methods
@@ -126,9 +120,9 @@ def _pipeline_keys(plugin: HybridParallelPlugin) -> dict[str, Any]:
 
 def axis_sizes(plugin: HybridParallelPlugin) -> dict[str, int]:
     """Sizes of the axes inside ``data``, innermost first."""
-    sizes = {"tensor": plugin.tp_size}
-    if sequence_mode(plugin) == "all_to_all":
-        sizes["sequence"] = plugin.sp_size or 1
+    sizes, mode = {"tensor": plugin.tp_size}, sequence_mode(plugin)
+    if mode in _APART:
+        sizes[_APART[mode]] = plugin.sp_size or 1
     return sizes if plugin.pp_size == 1 else {**sizes, "pipeline": plugin.pp_size}
 
 
