@@ -57,6 +57,18 @@ CONFIGS = {
     "sequence_parallel": st.just({}),
     "context_parallel": st.fixed_dictionaries({}, optional={"balance": st.booleans()}),
     "expert_parallel": st.fixed_dictionaries({}, optional={"experts": st.just(["blocks.*.moe.units"])}),
+    "fp8": st.fixed_dictionaries(
+        {},
+        optional={
+            "recipe": st.just("delayed"),
+            "include": st.sampled_from(["layers", ("attention", "mlp")]),
+            "exclude": st.sampled_from(["head", ("gate", "lm_head")]),
+            "verbose": st.booleans(),
+            "margin": st.integers(0, 3),
+            "amax_history_len": st.integers(1, 1024),
+            "emulate": st.booleans(),
+        },
+    ),
     "module_replace": st.fixed_dictionaries(
         {},
         optional={

@@ -84,7 +84,8 @@ def _sizes(state_dict: dict[str, Any]) -> list[int]:
 
 
 def _has_shards(state_dict: dict[str, Any]) -> bool:
-    return any(isinstance(each, DTensor) for state in state_dict["state"].values() for each in state.values())
+    states = state_dict.get("state", {}).values()  # an optimizer around another may have a form of its own
+    return any(isinstance(each, DTensor) for state in states for each in state.values())
 
 
 @torch.no_grad()
