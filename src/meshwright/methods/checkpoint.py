@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from meshwright.cost import Activations, RecomputePart, Step, Traffic, names_class
+from meshwright.cost import Activations, Block, Boundary, Op, RecomputePart, Step, Traffic, inline_traffic, names_class
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.references import ClassReferences
@@ -77,7 +78,9 @@ class Checkpoint(Method):
             return step
         wanted = known.block_classes if self.wrap_class is None else self.wrap_class
         chosen = [part for part in known.parts if _named(wanted, part.classes) and not _named(wanted, part.inside)]
-        return step.replace(activations=_recompute(known, chosen)).send(*self._repeated(step, wanted))
+        blocks = tuple(self._computed_again(block, wanted) for block in step.blocks)
+        changed = step.replace(activations=_recompute(known, chosen), blocks=blocks)
+        return changed.send(*self._repeated(step, wanted))
 
     def _repeated(self, step: Step, wanted: tuple[str, ...]) -> list[Traffic]:
         """Forward's collectives over the axes tensor and sequence that recomputation sends again.
@@ -85,13 +88,19 @@ class Checkpoint(Method):
         torch stops it at the last saved tensor: what a module sends after that is not sent again. The reentrant
         implementation runs to the end.
         """
-        sent: dict[tuple[Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"], str], int] = {}
+        sent: dict[str, list[Boundary]] = {}
         for boundary in step.boundaries:
-            repeated_in = boundary.needed_in if self.no_reentrant else boundary.inside
-            if boundary.moment == "forward" and _named(wanted, repeated_in):
-                key = boundary.kind, boundary.axis
-                sent[key] = sent.get(key, 0) + boundary.num_bytes * step.num_micro_batches
-        return [Traffic(kind, axis, size, "backward") for (kind, axis), size in sent.items()]
+            if boundary.moment == "forward" and _named(wanted, self._again(boundary)):
+                sent.setdefault(boundary.axis, []).append(dataclasses.replace(boundary, moment="backward"))
+        return [each for axis, repeated in sent.items() for each in inline_traffic(step, axis, repeated)]
+
+    def _again(self, part: Boundary | Op) -> tuple[str, ...]:
+        """The classes whose recomputation runs a collective or a kernel again."""
+        return part.needed_in if self.no_reentrant else part.inside
+
+    def _computed_again(self, block: Block, wanted: tuple[str, ...]) -> Block:
+        ops = tuple(dataclasses.replace(op, recomputed=_named(wanted, self._again(op))) for op in block.ops)
+        return dataclasses.replace(block, ops=ops)
 
 
 def _named(references: tuple[str, ...], names: tuple[str, ...]) -> bool:
@@ -99,9 +108,8 @@ def _named(references: tuple[str, ...], names: tuple[str, ...]) -> bool:
 
 
 def _recompute(known: Activations, chosen: list[RecomputePart]) -> Activations:
-    return Activations(
+    return dataclasses.replace(
+        known,
         saved_bytes=max(known.saved_bytes - sum(part.freed_bytes for part in chosen), 0),
-        parts=known.parts,
-        block_classes=known.block_classes,
         working_bytes=max((part.working_bytes for part in chosen), default=0),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from meshwright.methods.replicas import GradientAverager
 from meshwright.runtime import AXES, build_mesh, check_axes
 
 _SPELLINGS = {"pipe": "pipeline"}
+_BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel
 
 
 class ParallelMode(Method):
@@ -118,7 +120,7 @@ def replicate_cost(step: Step) -> Step:
     )
     # Over both axes at once, where there are two.
     axis = "data" if step.size("data") > 1 else "sequence"
-    return step.send(Traffic("all_reduce", axis, total, "backward"))
+    return step.send(Traffic("all_reduce", axis, total, "backward", calls=math.ceil(total / _BUCKET_BYTES) or 1))
 
 
 def _spelled(item: Any) -> Any:

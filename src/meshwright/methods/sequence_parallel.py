@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from meshwright.cost import Step, Traffic
+from meshwright.cost import Step, inline_traffic
 from meshwright.errors import ModelError, StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
@@ -85,9 +85,4 @@ class SequenceParallel(Method):
 
     def cost(self, step: Step) -> Step:
         """What is exchanged in every micro-batch; activations and operations are traced with a part of the tokens."""
-        sent: dict[Any, int] = {}
-        for boundary in step.boundaries:
-            if boundary.axis == AXIS:
-                key = boundary.kind, boundary.moment
-                sent[key] = sent.get(key, 0) + boundary.num_bytes * step.num_micro_batches
-        return step.send(*(Traffic(kind, AXIS, size, moment) for (kind, moment), size in sent.items()))
+        return step.send(*inline_traffic(step, AXIS, (each for each in step.boundaries if each.axis == AXIS)))

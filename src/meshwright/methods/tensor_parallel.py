@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator
 from torch import nn
 
-from meshwright.cost import Block, Parameter, Step, Traffic
+from meshwright.cost import Block, Parameter, Step, inline_traffic
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
@@ -130,11 +130,7 @@ class TensorParallel(Method):
         if ranks == 1:
             return step
         step = step.replace(blocks=tuple(_divided(block, ranks) for block in step.blocks))
-        sent: dict[Any, int] = {}
-        for boundary in step.boundaries:
-            key = boundary.kind, boundary.moment
-            sent[key] = sent.get(key, 0) + boundary.num_bytes * step.num_micro_batches
-        return step.send(*(Traffic(kind, AXIS, size, moment) for (kind, moment), size in sent.items()))
+        return step.send(*inline_traffic(step, AXIS, (each for each in step.boundaries if each.axis == AXIS)))
 
 
 def _divided(block: Block, ranks: int) -> Block:

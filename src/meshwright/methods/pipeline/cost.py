@@ -17,6 +17,7 @@ def stage_cost(schedule: str, step: Step) -> Step:
     share = sum(size for size, rank in _of_ranks(stages) if rank == stages.here) / sum(stages.sizes)
     lent = [_as_buffer(p) for block in step.blocks for p in block.parameters if stages.here in p.lent_to]
     step = step.replace(
+        stages=dataclasses.replace(stages, schedule=schedule),
         blocks=tuple(block for block in blocks if block is not None),
         buffers=(*(b for b in step.buffers if b.on_rank in (None, stages.here)), *lent),
         activations=_kept(schedule, step, stages) if step.activations is not None else None,
@@ -52,13 +53,26 @@ def _kept(schedule: str, step: Step, stages: Stages) -> Activations:
     inputs = sum(stages.sizes) * (stages.boundary_bytes or 0)  # of the blocks: saved, and kept when they are recomputed
     inside = min(freed + inputs, known.saved_bytes)
     ranks, stages_per_rank = max(stages.ranks) + 1, len(stages.ranks) // (max(stages.ranks) + 1)
-    live = live_peaks(schedule, ranks, stages_per_rank, step.num_micro_batches, stages.sizes)[stages.here]
+    micro_batches = _settled(schedule, ranks, step.num_micro_batches)
+    live = live_peaks(schedule, ranks, stages_per_rank, micro_batches, stages.sizes)[stages.here]
     factor = live / sum(stages.sizes)
     only_last = [0] * (len(stages.ranks) - 1) + [1]
-    behind = live_peaks(schedule, ranks, stages_per_rank, step.num_micro_batches, only_last)[stages.here]
+    behind = live_peaks(schedule, ranks, stages_per_rank, micro_batches, only_last)[stages.here]
     parts = tuple(dataclasses.replace(part, freed_bytes=round(part.freed_bytes * factor)) for part in known.parts)
     saved = round(inside * factor) + (known.saved_bytes - inside) * behind
-    return dataclasses.replace(known, saved_bytes=saved, parts=parts)
+    is_last = stages.here == stages.ranks[-1]
+    return dataclasses.replace(
+        known,
+        saved_bytes=saved,
+        parts=parts,
+        loss_bytes=known.loss_bytes if is_last else 0,
+        outside_bytes=known.outside_bytes if is_last else 0,
+    )
+
+
+def _settled(schedule: str, ranks: int, micro_batches: int) -> int:
+    """Micro-batches after which no more are in flight: torch's tables of many take seconds."""
+    return micro_batches if schedule == "gpipe" else min(micro_batches, 2 * ranks)
 
 
 def _hidden_bytes(step: Step, stages: Stages, *, forward: bool) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) 
     )
 
 
+@functools.cache
 def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
     """What every rank computes, in order: ``(kind, stage, micro-batch)``.
 

@@ -73,10 +73,14 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
     whole = sum(c * p.numel * p.itemsize for _, c, p in _parameters(step) if p.trainable and not p.sharded)
     # Over sequence and data at once, where there are both beside the sharding axis.
     beside = "data" if axis == "zero" and step.size("data") > 1 else "sequence"
+    units = sum(block.count for block in step.blocks)  # each is gathered, and reduced, in one collective
+    gathered, reduced = 1 if gathers == "once" else micro_batches, 1 if reduce_once else micro_batches
+    again = micro_batches if gathers == "twice" else 0
+    each, all_reduced = gathers == "twice", not reduce_once
     return step.send(
-        Traffic("all_gather", axis, weights * (1 if gathers == "once" else micro_batches), "forward"),
-        Traffic("all_gather", axis, inside * micro_batches if gathers == "twice" else 0, "backward"),
-        Traffic("reduce_scatter", axis, gradients * (1 if reduce_once else micro_batches), "backward"),
+        Traffic("all_gather", axis, weights * gathered, "forward", calls=units * gathered, per_micro_batch=each),
+        Traffic("all_gather", axis, inside * again, "backward", calls=max(units * again, 1), per_micro_batch=True),
+        Traffic("reduce_scatter", axis, gradients * reduced, "backward", calls=units * reduced, per_micro_batch=all_reduced),
         Traffic("all_reduce", beside, gradients // step.size(axis) if beside != axis else 0, "backward"),
         Traffic("all_reduce", axis, whole * micro_batches, "backward"),
     )

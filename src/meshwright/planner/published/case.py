@@ -1,0 +1,256 @@
+"""From a row to what is simulated: the model, its strategy, its cluster; and what had to be assumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshwright.cost import Cluster, Step, find_device, make_cluster
+from meshwright.errors import MeshwrightError
+from meshwright.methods import cost_of, resolve
+from meshwright.planner.families import Shape, family_step
+from meshwright.planner.family_ops import ATTENTION, BLOCK, PER_OP, FamilyRun
+from meshwright.planner.published.conventions import Convention, convention_of
+from meshwright.planner.published.rows import Row
+from meshwright.planner.published.shapes import shape_of
+from meshwright.strategy import Strategy
+
+_ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published run as it can be simulated."""
+
+    row: Row
+    convention: Convention
+    shape: Shape
+    run: FamilyRun
+    cluster: Cluster
+    strategy: Strategy
+    steps: tuple[Step, ...]  # of the pipeline's ranks; one without
+    global_batch: int
+    assumed: tuple[str, ...]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all devices."""
+        return self.global_batch * self.shape.seq
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """The model and the cluster: runs of one setting differ by strategy."""
+        return (self.row.source, self.row.text("model"), self.shape.seq, self.row.text("gpu"), self.cluster.num_devices)
+
+
+class NotCovered(Exception):
+    """Why a row cannot be predicted."""
+
+
+def case_of(row: Row) -> Case:
+    """Reads a row.
+
+    Raises:
+        NotCovered: When the row does not say enough, or contradicts itself.
+    """
+    assumed: list[str] = []
+    convention = _convention(row)
+    try:
+        cluster = _cluster(row)
+        shape = shape_of(row, convention, assumed)
+        if shape is None:
+            raise NotCovered("the table gives neither the model's dimensions nor a size that is known")
+        sizes = _sizes(row, cluster.num_devices)
+        return _case(row, convention, shape, cluster, sizes, assumed)
+    except MeshwrightError as error:
+        raise NotCovered(str(error)) from error
+
+
+def _case(
+    row: Row, convention: Convention, shape: Shape, cluster: Cluster, sizes: dict[str, int], assumed: list[str]
+) -> Case:
+    micro_batch, global_batch = _batches(row, sizes["dp"], assumed)
+    stage = _zero_stage(row, convention, assumed)
+    recompute = _recompute(row, convention, cluster, assumed)
+    run = FamilyRun(
+        micro_batch=micro_batch * (sizes["tp"] if "bmtrain" in row.source.lower() else 1),
+        num_micro_batches=max(1, round(global_batch / (sizes["dp"] * micro_batch))),
+        dtype=_dtype(row, assumed),
+        split_tokens=convention.split_tokens or "sequence" in row.text("ac").lower(),
+        fused_attention=convention.fused_attention,
+        compiled=row.text("compile").lower() in ("true", "yes", "1"),
+        fused_loss=convention.fused_loss,
+        dropout=convention.dropout,
+        seq=shape.seq,
+    )
+    strategy = _strategy(sizes, stage, recompute, convention, _pipeline(sizes["pp"], run, convention, shape, row))
+    pipeline = strategy.get("pipeline_parallel")
+    resolved = resolve(strategy, cluster.num_devices)
+    virtual = pipeline.num_stages_per_rank or 1 if pipeline is not None else 1  # type: ignore[attr-defined]
+    steps = family_step(
+        shape, run, resolved.axes, shard_axis=resolved.shard_axis, stages_per_rank=virtual,
+    )  # fmt: skip
+    steps = [cost_of(resolved.strategy, step) for step in _distinct(steps)]
+    steps = [_as_source(step, convention, stage) for step in steps]
+    return Case(
+        row, convention, shape, run, cluster, resolved.strategy, _every(steps, sizes["pp"]), global_batch, tuple(assumed)
+    )
+
+
+def _convention(row: Row) -> Convention:
+    # BMTrain's table compares with DeepSpeed and Megatron-LM, whose rows have a ZeRO stage.
+    if "bmtrain" in row.source.lower() and row.text("zero_stage"):
+        return convention_of("deepspeed")
+    return convention_of(row.source)
+
+
+def _cluster(row: Row) -> Cluster:
+    if not row.text("gpu"):
+        raise NotCovered("the table names no GPU")
+    device = find_device(row.text("gpu"))
+    number = row.count("n_gpus")
+    if number is None:
+        number = _product(row)
+    nodes = row.count("nodes")
+    per_node = max(1, number // nodes) if nodes else None
+    network = re.search(r"(\d{3,4}) ?Gbps", row.text("source"))
+    return make_cluster(device, number, per_node, float(network.group(1)) if network else None)
+
+
+def _product(row: Row) -> int:
+    parts = [row.count(column) for column in ("dp", "tp", "pp", "cp")]
+    if parts[0] is None:
+        raise NotCovered("the table gives neither the number of GPUs nor dp")
+    whole = 1
+    for part in parts:
+        whole *= part or 1
+    return whole
+
+
+def _sizes(row: Row, devices: int) -> dict[str, int]:
+    sizes = {column: row.count(column) or 1 for column in ("tp", "pp", "cp")}
+    inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    if devices % inner:
+        raise NotCovered(f"tp {sizes['tp']} x pp {sizes['pp']} x cp {sizes['cp']} do not divide {devices} GPUs")
+    given = row.count("dp")
+    if given is not None and given * inner != devices:
+        if given == devices // (sizes["tp"] * sizes["pp"]):  # counts the ranks of cp as data-parallel
+            given = devices // inner
+        else:
+            raise NotCovered(f"dp {given} x tp x pp x cp = {given * inner} ranks, and the table says {devices} GPUs")
+    return {**sizes, "dp": devices // inner}
+
+
+def _batches(row: Row, dp: int, assumed: list[str]) -> tuple[int, int]:
+    """Samples of a micro-batch, and of a step over all ranks."""
+    micro, whole = row.count("micro_batch"), row.count("global_batch")
+    if whole is None:
+        noted = re.search(r"batch per DP (\d+)", row.notes)
+        whole = int(noted.group(1)) * dp if noted else None
+    if micro is None:
+        micro = 1
+        assumed.append("micro_batch 1")
+    if whole is None:
+        whole = micro * dp
+        assumed.append("one micro-batch a step")
+    return min(micro, max(1, whole // dp)), max(whole, dp)
+
+
+def _zero_stage(row: Row, convention: Convention, assumed: list[str]) -> int:
+    text = row.text("zero_stage").lower()
+    found = re.search(r"[0-3]", text)
+    if found:
+        return int(found.group(0))
+    if "fsdp" in text or "full" in text:
+        return 3
+    if not text:
+        assumed.append(f"zero_stage {convention.default_zero}")
+    return convention.default_zero
+
+
+def _recompute(row: Row, convention: Convention, cluster: Cluster, assumed: list[str]) -> str:
+    """The class whose modules are recomputed; "" for none."""
+    text = row.text("ac").lower().replace("_", "-")
+    raw = (row.cells.get("ac") or "").strip().lower()
+    if not text and raw != "none":
+        assumed.append(f"ac {convention.default_ac}")
+        return BLOCK if convention.default_ac == "full" else ""
+    if "per-op" in text:
+        return PER_OP
+    if "selective" in text:
+        return ATTENTION if not convention.fused_attention else PER_OP if "attention" not in text else ""
+    if "full" in text or text in ("true", "yes", "1", "block", "on"):
+        return BLOCK
+    return ""
+
+
+def _dtype(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8"]:
+    text = row.text("precision").lower().replace("-", "").replace("_", "")
+    if "fp8" in text or "float8" in text or "f8" in text or "e4m3" in text:
+        return "fp8"
+    if "16" in text or "amp" in text or "half" in text or "mixed" in text:
+        return "half"
+    if "32" in text:
+        return "fp32"
+    assumed.append("half precision")
+    return "half"
+
+
+def _strategy(
+    sizes: dict[str, int], stage: int, recompute: str, convention: Convention, pipeline: dict[str, Any]
+) -> Strategy:
+    outer = "zero" if stage else "data"
+    axes = [(name, sizes[column]) for name, column in (("tensor", "tp"), ("sequence", "cp")) if sizes[column] > 1]
+    axes += [(outer, sizes["dp"]), *([("pipeline", sizes["pp"])] if sizes["pp"] > 1 else [])]
+    methods: list[Any] = [("parallel_mode", {"axes": axes})]
+    if sizes["tp"] > 1:
+        methods.append("tensor_parallel")
+    if sizes["cp"] > 1:
+        methods.append("sequence_parallel")
+    if sizes["pp"] > 1:
+        methods.append(("pipeline_parallel", pipeline))
+    if recompute:
+        methods.append(("checkpoint", {"wrap_class": recompute, "no_reentrant": not convention.reentrant}))
+    methods.append("half" if stage == 0 or convention.reduce == "half" else "amp_native")
+    if stage:
+        methods.append(_ZERO[stage])
+    return Strategy(methods)
+
+
+def _pipeline(ranks: int, run: FamilyRun, convention: Convention, shape: Shape, row: Row) -> dict[str, Any]:
+    found = re.search(r"\bv(?:p|pp|irtual)?[ =]?(\d+)", f"{row.notes} {row.text('model')}", re.IGNORECASE)
+    virtual = int(found.group(1)) if found else 1
+    if "interleaved" in row.notes.lower() and virtual == 1:
+        virtual = 2
+    if not found and "2205.05198" in row.source and shape.layers // ranks >= 3 and shape.layers // ranks % 3 == 0:
+        virtual = 3  # Korthikanti et al. 2022, Table 3
+    rounds = max(1, run.num_micro_batches // ranks)
+    if virtual < 2 or shape.layers < virtual * ranks or run.num_micro_batches % rounds:
+        return {"schedule": "1f1b" if run.num_micro_batches >= ranks else "gpipe"}
+    return {"schedule": "interleaved", "num_stages_per_rank": virtual}
+
+
+def _distinct(steps: list[Step]) -> list[Step]:
+    """Of a pipeline's ranks: the first, those of the middle as one, and the last."""
+    return steps if len(steps) <= 3 else [steps[0], steps[len(steps) // 2], steps[-1]]
+
+
+def _every(steps: list[Step], ranks: int) -> tuple[Step, ...]:
+    if ranks <= len(steps):
+        return tuple(steps)
+    return (steps[0], *[steps[1]] * (ranks - 2), steps[-1])
+
+
+def _as_source(step: Step, convention: Convention, stage: int) -> Step:
+    """What a source does otherwise than our methods: gradients reduced in fp32, or parameter by parameter."""
+    traffic = []
+    for each in step.traffic:
+        if each.hidden and each.kind != "send" and stage < 2:
+            if stage == 0 and convention.reduce == "fp32" and step.reduce_itemsize == 2:
+                each = dataclasses.replace(each, bytes_per_step=2 * each.bytes_per_step)
+            if convention.reduces_each and stage == 1:
+                each = dataclasses.replace(each, calls=sum(block.count * len(block.parameters) for block in step.blocks))
+        traffic.append(each)
+    return step.replace(traffic=tuple(traffic))

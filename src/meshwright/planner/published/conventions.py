@@ -1,0 +1,95 @@
+"""What sources mean by their words: which kernels, what is kept in fp32, what they count as FLOPs and as memory.
+
+A source is known by words in its name. Every entry is what the project documents or its code did when the figures were
+published; none is fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a source trains, and what it prints.
+
+    Args:
+        words: Any of them in a source's name means it.
+        family: Of a model whose name does not say.
+        fused_attention: Whether attention keeps no scores.
+        fused_loss: Whether the loss works on the logits in place.
+        dropout: Whether masks are kept.
+        reentrant: Whether recomputation runs whole blocks again, their last product too.
+        split_tokens: Whether tensor parallelism divides tokens between split layers.
+        reduce: Precision in which gradients are reduced.
+        wide_gradients: Whether gradients accumulate in fp32 beside half weights.
+        reduces_beside: Whether gradients are reduced beside backward (without ZeRO 3).
+        reduces_each: Whether each parameter is a collective of its own.
+        offloads: Whether the optimizer's state is in host memory.
+        memory: What a peak counts.
+        flops: What an MFU or a TFLOPS figure counts: all scores, half of them (causal), or recomputation too.
+        vocab: Where a table does not say.
+        default_zero: Where a table does not say.
+        default_ac: Where a table does not say.
+    """
+
+    words: tuple[str, ...] = ()
+    family: Literal["gpt", "llama"] = "llama"
+    fused_attention: bool = True
+    fused_loss: bool = False
+    dropout: bool = False
+    reentrant: bool = False
+    split_tokens: bool = True
+    reduce: Literal["half", "fp32"] = "fp32"
+    wide_gradients: bool = False
+    reduces_beside: bool = True
+    reduces_each: bool = False
+    offloads: bool = False
+    memory: Literal["allocated", "reserved"] = "reserved"
+    flops: Literal["full", "causal", "hardware"] = "full"
+    vocab: int | None = None
+    default_zero: int = 0
+    default_ac: Literal["none", "full"] = "none"
+
+
+_KNOWN = (
+    # GPT of Megatron-LM in 2022: masked-softmax kernels, dropout, sequence parallelism only where it is named.
+    Convention(
+        ("korthikanti", "2205.05198", "vtrain"), "gpt", False, True, True, True, False, "half", True,
+        reduces_beside=False, vocab=51200, default_ac="full",
+    ),  # fmt: skip
+    Convention(
+        ("megatron-bridge", "megatron-lm", "mcore", "nemo", "megascale", "megatron"), "gpt", True, True, False, True,
+        True, "fp32", True, vocab=128256, default_zero=1, flops="full",
+    ),  # fmt: skip
+    Convention(
+        ("llm-foundry", "llmfoundry", "mosaic", "composer"), "gpt", True, True, False, True, reduce="half",
+        default_zero=3, vocab=50368,
+    ),  # fmt: skip
+    Convention(
+        ("nanotron",), "llama", True, False, False, True, True, "fp32", True, reduces_each=True,
+        memory="allocated", vocab=131072,
+    ),  # fmt: skip
+    Convention(
+        ("bmtrain",), "gpt", False, True, True, True, False, "half", default_zero=3, default_ac="full", offloads=True,
+        vocab=50304,
+    ),  # fmt: skip
+    Convention(
+        ("deepspeed",), "gpt", False, False, True, True, False, "half", default_zero=3, default_ac="full",
+        flops="hardware", vocab=51200,
+    ),  # fmt: skip
+    Convention(("colossal",), "llama", True, False, False, True, True, "half", True, default_ac="full", default_zero=1),
+    Convention(("torchtitan", "torchao", "trainy"), "llama", default_zero=3, vocab=128256, flops="full"),
+    Convention(("fms-fsdp", "fms_fsdp", "ibm"), "llama", default_zero=3, vocab=32000, reduce="half", flops="full"),
+    Convention(("llama 3 paper", "2407.21783"), "llama", True, True, False, True, True, "fp32", True, default_zero=1),
+    Convention(("nanochat", "picotron"), "llama", default_zero=1),
+)
+OTHER = Convention()
+"""Of a source that is not known: PyTorch of 2024 with fused attention."""
+
+
+def convention_of(source: str) -> Convention:
+    """The convention of the first known project that a source's name contains."""
+    name = source.lower()
+    return next((each for each in _KNOWN if any(word in name for word in each.words)), OTHER)
