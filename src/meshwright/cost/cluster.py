@@ -74,7 +74,11 @@ def _of_family(table: Mapping[str, float], device: Device, default: float) -> fl
 
 
 def make_cluster(
-    device: Device | str, num_devices: int, devices_per_node: int | None = None, node_gbps: float | None = None
+    device: Device | str,
+    num_devices: int,
+    devices_per_node: int | None = None,
+    node_gbps: float | None = None,
+    latency_s: float = 1.2e-5,
 ) -> Cluster:
     """A cluster of a known device with the links that are usual for it.
 
@@ -83,6 +87,7 @@ def make_cluster(
         num_devices: All of them.
         devices_per_node: None: 8, or all of fewer.
         node_gbps: Network of one node in Gbit/s; None: what is usual.
+        latency_s: From node to node.
 
     Raises:
         ConfigError: For an unknown device, or numbers that do not fit together.
@@ -102,7 +107,7 @@ def make_cluster(
         num_devices=num_devices,
         devices_per_node=per_node,
         intra=Link(_of_family(_INTRA, device, 64e9), 2e-6),
-        inter=Link(gbps * 1e9 / 8 / 8, 1.2e-5),  # a node's network serves 8 devices, however many a job has of them
+        inter=Link(gbps * 1e9 / 8 / 8, latency_s),  # a node's network serves 8 devices, however many a job has of them
         host_link=Link(_of_family(_HOST, device, 50e9), 1e-5),
     )
 

@@ -36,6 +36,11 @@ class Network:
         return self.cluster.intra.bytes_per_s * self.efficiency.intra
 
     @property
+    def hop_s(self) -> float:
+        """From one node to the next."""
+        return self.cluster.inter.latency_s * self.constants.hop
+
+    @property
     def inter_bytes_per_s(self) -> float:
         """Per device, between nodes, in one direction, when all of a node's devices send."""
         return self.cluster.inter.bytes_per_s * self.efficiency.inter
@@ -97,13 +102,13 @@ def _all_to_all_s(num_bytes: float, group: Group, network: Network) -> float:
 
 def _ring_hops_s(group: Group, network: Network) -> float:
     inside = (group.size - group.nodes) * network.cluster.intra.latency_s
-    return inside + (group.nodes if group.nodes > 1 else 0) * network.constants.hop_s
+    return inside + (group.nodes if group.nodes > 1 else 0) * network.hop_s
 
 
 def _tree_hops_s(group: Group, network: Network) -> float:
     inside = math.log2(group.in_node) * network.cluster.intra.latency_s if group.in_node > 1 else 0.0
-    return inside + 2 * math.log2(group.nodes) * network.constants.hop_s if group.nodes > 1 else inside
+    return inside + 2 * math.log2(group.nodes) * network.hop_s if group.nodes > 1 else inside
 
 
 def _hop_s(group: Group, network: Network) -> float:
-    return network.cluster.intra.latency_s if group.nodes == 1 else network.constants.hop_s
+    return network.cluster.intra.latency_s if group.nodes == 1 else network.hop_s

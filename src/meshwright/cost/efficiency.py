@@ -46,8 +46,11 @@ class Constants:
         power: Exponent of sustained power in sustained arithmetic.
         step_s: Once per step: the optimizer's launch, reading the loss, loading a batch.
         call_s: What a collective costs beside its bytes and hops.
-        hop_s: From one node to the next, in each step of a ring.
+        hop: By how much a hop between nodes takes longer than the link's latency.
         narrow: Exponent by which attention slows down with heads narrower than 128.
+        flash1: Speed of the first generation of fused attention beside the second.
+        rowwise: Speed of fp8 products scaled row by row beside those with one scale for a tensor.
+        async_tensor: Share of tensor-parallel collectives that is left when they run beside the products they feed.
     """
 
     gap_s: float = 3e-6
@@ -55,8 +58,11 @@ class Constants:
     power: float = 0.4
     step_s: float = 5e-3
     call_s: float = 2e-5
-    hop_s: float = 1.2e-5
+    hop: float = 1.0
     narrow: float = 0.4
+    flash1: float = 0.5
+    rowwise: float = 0.7
+    async_tensor: float = 0.5
 
 
 @dataclass(frozen=True)

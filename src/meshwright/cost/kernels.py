@@ -34,21 +34,23 @@ class Machine:
         """Fraction of the peak clock that the power allows."""
         return self.device.power_fraction**self.constants.power
 
-    def matmul_flops_per_s(self, dtype: str) -> float:
+    def matmul_flops_per_s(self, dtype: str, variant: str = "") -> float:
         """What large products reach."""
         fraction = self.efficiency.fp8 if dtype == "fp8" else self.efficiency.matmul
-        return self.device.peak_flops_per_s(dtype) * fraction * self.sustained
+        slower = self.constants.rowwise if variant == "rowwise" else 1.0
+        return self.device.peak_flops_per_s(dtype) * fraction * slower * self.sustained
 
     @property
     def bytes_per_s(self) -> float:
         """What memory-bound kernels reach."""
         return self.device.bandwidth_bytes_per_s * self.efficiency.memory
 
-    def attention_flops_per_s(self, width: int, dtype: str) -> float:
+    def attention_flops_per_s(self, width: int, dtype: str, variant: str = "") -> float:
         """What fused attention reaches with heads of a width."""
+        slower = self.constants.flash1 if variant == "flash1" else 1.0
         narrow = min(1.0, width / _HEAD_WIDTH) ** self.constants.narrow
         peak = self.device.peak_flops_per_s("half" if dtype == "fp8" else dtype)
-        return peak * self.efficiency.attention * narrow * self.sustained
+        return peak * self.efficiency.attention * narrow * slower * self.sustained
 
 
 def forward_s(op: Op, machine: Machine) -> float:
@@ -80,9 +82,9 @@ def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine) -> float:
     moved = size * (m * k + k * n + m * n)
     if op.dtype == "fp8":
         moved += _FP8_CAST_BYTES * (m * k + k * n)
-    return op.batch * (2 * m * n * k / machine.matmul_flops_per_s(op.dtype) + moved / machine.bytes_per_s)
+    return op.batch * (2 * m * n * k / machine.matmul_flops_per_s(op.dtype, op.variant) + moved / machine.bytes_per_s)
 
 
 def _attention_s(op: Op, machine: Machine) -> float:
     moved = 2 * op.batch * op.count * op.k * (2 * op.m + 2 * op.n)
-    return op.flops / machine.attention_flops_per_s(op.k, op.dtype) + moved / machine.bytes_per_s
+    return op.flops / machine.attention_flops_per_s(op.k, op.dtype, op.variant) + moved / machine.bytes_per_s

@@ -18,9 +18,11 @@ class Passes:
     backward_s: tuple[float, ...]
     outside_forward_s: float
     outside_backward_s: float
-    gather_forward_s: float  # per block, and for what is outside the blocks
+    gather_forward_s: float  # per block
     gather_backward_s: float  # per block
-    reduce_s: float  # per block, and for what is outside
+    reduce_s: float  # per block
+    gather_outside_s: float  # of what is outside the blocks
+    reduce_outside_s: float
     interference: float
 
     @property
@@ -41,12 +43,12 @@ class Passes:
     @property
     def all_gathers_s(self) -> float:
         """All gathers of forward and backward, were they alone."""
-        return self.gather_forward_s * (len(self.forward_s) + 1) + self.gather_backward_s * len(self.forward_s)
+        return self.gather_outside_s + (self.gather_forward_s + self.gather_backward_s) * len(self.forward_s)
 
     @property
     def all_reductions_s(self) -> float:
         """All reductions, were they alone."""
-        return self.reduce_s * (len(self.forward_s) + 1)
+        return self.reduce_outside_s + self.reduce_s * len(self.forward_s)
 
 
 def pass_s(passes: Passes, *, gather: bool, reduce: bool) -> float:
@@ -84,7 +86,7 @@ def pass_tasks(passes: Passes, *, gather: bool, reduce: bool) -> list[Task]:
     slowed_forward = _slowed(passes, passes.gather_forward_s if gathers else 0.0, sum(passes.forward_s))
     beside = (passes.gather_backward_s if again else 0.0) + sends
     slowed_backward = _slowed(passes, beside, sum(passes.backward_s))
-    before = add("gather outside", "link", passes.gather_forward_s) if gathers else -1
+    before = add("gather outside", "link", passes.gather_outside_s) if gathers else -1
     computed: list[int] = []
     for index in range(count):
         ready = before
@@ -104,7 +106,7 @@ def pass_tasks(passes: Passes, *, gather: bool, reduce: bool) -> list[Task]:
         if sends:
             reduced.append(add(f"reduce {index}", "link", sends, done[-1]))
     if sends:
-        add("reduce outside", "link", sends, done[-1])
+        add("reduce outside", "link", passes.reduce_outside_s, done[-1])
     return tasks
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 Action = tuple[str, int, int]  # F or B, the stage, the micro-batch
 
-_SETTLED_ROUNDS = 4  # after so many rounds over the ranks every further micro-batch takes the same
+_SETTLED_ROUNDS = 1  # after so many rounds over the ranks every further micro-batch takes the same
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class StageTimes:
     backward_s: float
 
 
+@functools.cache
 def order(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[Action]]:
     """What every rank computes, in order.
 
@@ -52,7 +54,8 @@ def pipeline_s(
     if schedule in ("zbv", "dualpipev"):
         # Qi et al. 2024, Table 2 and DeepSeek-AI 2025, Table 2: with I = W = F the bubble is at most a rank's F a hop.
         return slowest * micro_batches + (ranks - 1) * (slowest / 6 / max(stages_per_rank, 1) + 2 * hop_s)
-    settled = min(micro_batches, _SETTLED_ROUNDS * ranks + micro_batches % ranks)
+    rounds = _SETTLED_ROUNDS if stages_per_rank == 1 else _SETTLED_ROUNDS + 1
+    settled = micro_batches if schedule == "gpipe" else min(micro_batches, rounds * ranks + micro_batches % ranks)
     played = play(order(schedule, ranks, stages_per_rank, settled), times, hop_s, stages_per_rank)
     return max(end for _, _, end in played) + (micro_batches - settled) * slowest
 

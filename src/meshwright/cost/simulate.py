@@ -117,16 +117,26 @@ def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, fl
     share_forward, share_backward = inline["forward"] / total, inline["backward"] / total
     gathers = {moment: _part(step, network, "all_gather", moment) for moment in _MOMENTS}
     reduction = _part(step, network, "reduce", "backward")
+    outside_share = _outside_share(step) if count else 1.0
     return Passes(
         forward_s=tuple(seconds + share_forward for b, seconds in zip(blocks, forward, strict=True) for _ in range(b.count)),
         backward_s=tuple(seconds + share_backward for b, seconds in zip(blocks, backward, strict=True) for _ in range(b.count)),
         outside_forward_s=sum(forward_s(op, machine) for op in outside),
         outside_backward_s=sum(backward_s(op, machine) for op in outside),
-        gather_forward_s=gathers["forward"] / (total + 1),
+        gather_forward_s=gathers["forward"] * (1 - outside_share) / total,
         gather_backward_s=gathers["backward"] / total,
-        reduce_s=reduction / (total + 1),
+        reduce_s=reduction * (1 - outside_share) / total,
+        gather_outside_s=gathers["forward"] * outside_share,
+        reduce_outside_s=reduction * outside_share,
         interference=machine.constants.interference,
     )
+
+
+def _outside_share(step: Step) -> float:
+    """Of the parameters, what lies outside the blocks."""
+    sizes = [(block.name, block.count * sum(p.numel for p in block.parameters)) for block in step.blocks]
+    whole = sum(size for _, size in sizes)
+    return sum(size for name, size in sizes if name == "outside") / whole if whole else 0.0
 
 
 def _runs_here(step: Step, op: object) -> bool:
@@ -152,7 +162,8 @@ def _seconds(step: Step, network: Network, *, moment: str, hidden: bool) -> floa
 
 def _one_s(step: Step, traffic: Traffic, network: Network) -> float:
     group = group_of(step.axes, (traffic.axis,), network.cluster.devices_per_node)
-    return collective_s(traffic.kind, traffic.bytes_per_step, group, network, traffic.calls) / traffic.every
+    seconds = collective_s(traffic.kind, traffic.bytes_per_step, group, network, traffic.calls) / traffic.every
+    return seconds * (network.constants.async_tensor if traffic.beside else 1.0)
 
 
 def _together(

@@ -75,6 +75,7 @@ class Op:
     backward_bytes: int | None = None  # of a move; None: twice what forward moves
     dtype: Literal["fp32", "half", "fp8"] = "half"
     causal: bool = False  # of an attention: half of the scores are not computed
+    variant: Literal["", "rowwise", "flash1"] = ""  # fp8 scaled row by row; fused attention of the first generation
     count: int = 1
     inside: tuple[str, ...] = ()  # qualified names of the classes of the modules it lies in
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
@@ -183,6 +184,7 @@ class Traffic:
     calls: int = 1  # collectives per step that the bytes are cut into
     per_micro_batch: bool = False  # whether each micro-batch sends its part; False: all at the step's one moment
     hidden: bool = True  # whether it can run beside computation that does not wait for it
+    beside: bool = False  # of those that blocks wait for: cut up and run beside the products they feed
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def family_step(
     tensor, pipeline, stages = sizes.get("tensor", 1), sizes.get("pipeline", 1), stages_per_rank
     _check(shape, tensor, pipeline * stages, run)
     run = dataclasses.replace(run, tensor=tensor, sequence=sizes.get("sequence", run.sequence))
-    counts = _stage_sizes(shape.layers, pipeline * stages)
+    counts = _stage_sizes(shape, pipeline * stages, balanced=run.balances_head)
     on_ranks = tuple(sum(counts[rank::pipeline]) for rank in range(pipeline)) if pipeline > 1 else ()
     inside = Block(BLOCK, shape.layers, _inside(shape), on_ranks, block_ops(shape, run))
     outside = Block("outside", 1, _outside(shape, pipeline), (), outside_ops(shape, run, pipeline))
@@ -195,8 +195,21 @@ def family_step(
     return [step.replace(stages=Stages(ranks, counts, rank, hidden)) for rank in range(pipeline)]
 
 
-def _stage_sizes(layers: int, stages: int) -> tuple[int, ...]:
-    """Blocks of every stage, as equal as can be; the middle ones take what is left over."""
+def _stage_sizes(shape: Shape, stages: int, *, balanced: bool) -> tuple[int, ...]:
+    """Blocks of every stage, as equal as can be; the middle ones take what is left over.
+
+    ``balanced`` counts the head as the blocks that it costs as much as, and spares the last stage as many.
+    """
+    if balanced and stages > 1:
+        head = shape.vocab * shape.hidden / sum(p.numel for p in _inside(shape) if len(p.shape) == 2)
+        spared = min(round(head * (stages - 1) / stages), shape.layers // stages - 1)
+        if spared > 0:
+            fewer = shape.layers // stages - spared
+            return (*_equal(shape.layers - fewer, stages - 1), fewer)
+    return _equal(shape.layers, stages)
+
+
+def _equal(layers: int, stages: int) -> tuple[int, ...]:
     base, rest = divmod(layers, stages)
     first = (stages - rest) // 2
     return tuple(base + (first <= stage < first + rest) for stage in range(stages))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -31,6 +32,14 @@ class FamilyRun:
         compiled: Whether chains of elementwise kernels are one.
         fused_loss: Whether the loss reads the logits as they are, and writes their gradient in their place.
         dropout: Whether its masks are kept.
+        seq: Tokens of a sample.
+        flash1: Whether fused attention is of the first generation (Dao et al. 2022; Triton's).
+        rowwise: Whether fp8 products have a scale for each row.
+        keeps_gathered: Whether the gathered input of a split layer is kept, instead of gathered again in backward.
+        copies_heads: Whether queries, keys and values are copied before attention, and the copies kept.
+        balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
+        logit_bytes: Per logit: what is kept, and what is needed beside it while the loss runs backward; None: what
+            torch's cross-entropy in fp32 does.
     """
 
     micro_batch: int
@@ -44,7 +53,12 @@ class FamilyRun:
     fused_loss: bool = False
     dropout: bool = False
     seq: int = 0
-    eager_moves: float = 1.0
+    flash1: bool = False
+    rowwise: bool = False
+    keeps_gathered: bool = False
+    copies_heads: bool = False
+    balances_head: bool = False
+    logit_bytes: tuple[int, int] | None = None
 
     @property
     def itemsize(self) -> int:
@@ -89,7 +103,7 @@ def block_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
     feed_forward = [
         _matmul(run, tokens * active, f // t, h, count=1),
         *([_matmul(run, tokens * active, f // t, h, PER_OP)] if up == 2 else []),
-        Op("matmul", tokens * active, h, f // t, dtype=run.dtype, inside=(BLOCK,)),
+        dataclasses.replace(_matmul(run, tokens * active, h, f // t), needed_in=()),
     ]
     moves = Op("move", num_bytes=moved, count=_kernels(run), inside=(BLOCK, PER_OP), needed_in=(BLOCK, PER_OP))
     moves = _each(moves)
@@ -97,8 +111,6 @@ def block_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
 
 
 def _each(moves: Op) -> Op:
-    import dataclasses
-
     return dataclasses.replace(moves, num_bytes=moves.num_bytes // moves.count)
 
 
@@ -108,7 +120,8 @@ def _kernels(run: FamilyRun) -> int:
 
 def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "", count: int = 1) -> Op:
     names = (BLOCK, beside) if beside else (BLOCK,)
-    return Op("matmul", m, n, k, dtype=run.dtype, inside=names, needed_in=names, count=count)
+    variant = "rowwise" if run.rowwise else ""
+    return Op("matmul", m, n, k, dtype=run.dtype, inside=names, needed_in=names, count=count, variant=variant)  # type: ignore[arg-type]
 
 
 def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tuple[Op, ...]:
@@ -116,8 +129,14 @@ def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tupl
     queries, keys, batch = shape.seq // run.sequence, shape.seq, run.micro_batch * heads
     dtype = "half" if run.dtype == "fp8" else run.dtype
     if run.fused_attention:
-        fused = Op("attention", queries, keys, width, batch, dtype=dtype, causal=True, inside=names, needed_in=names)  # type: ignore[arg-type]
-        return (fused,)
+        variant = "flash1" if run.flash1 else ""
+        fused = _matmul(run, queries, keys, width)
+        return (
+            dataclasses.replace(
+                fused, kind="attention", batch=batch, dtype=dtype, causal=True, variant=variant,
+                inside=names, needed_in=names,
+            ),
+        )  # fmt: skip
     products = tuple(
         Op("matmul", *dims, batch=batch, dtype=dtype, inside=names, needed_in=names)  # type: ignore[arg-type]
         for dims in ((queries, keys, width), (queries, width, keys))
@@ -144,8 +163,9 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
 def block_saved(shape: Shape, run: FamilyRun) -> int:
     """Bytes that one block keeps for backward, its input included (34 s b h of Korthikanti et al. 2022, for GPT)."""
     h, kv, f, size = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token, run.itemsize
-    plain = 4 * h * size  # the input, both norms' outputs, the sum between them
-    split = (h + 2 * kv) * size + h * size  # queries, keys, values; what attention returns
+    plain = 2 * h * size  # the input, and the sum in the middle
+    entering = 2 * h * size  # both norms' outputs, which split layers take
+    split = (h + 2 * kv) * size * (2 if run.copies_heads else 1) + h * size  # queries, keys, values; attention's output
     if shape.gated:
         split += (3 if run.compiled else 4) * f * size  # gate, up, its activation, the product
     else:
@@ -155,28 +175,31 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     scores = 0
     if not run.fused_attention:
         each = 2 * size + 1 if run.dropout else size
-        scores = each * shape.heads // run.tensor * shape.seq * run.micro_batch * shape.seq // run.sequence
+        scores = each * _num_scores(shape, run)
     else:
         split += 4 * shape.heads  # the logarithm of each row's sum
-    return run.tokens * plain // run.plain_parts + run.tokens * split // run.tensor + scores
+    entering_parts = 1 if run.keeps_gathered else run.plain_parts
+    kept = run.tokens * plain // run.plain_parts + run.tokens * entering // entering_parts
+    return kept + run.tokens * split // run.tensor + scores
 
 
 def parts(shape: Shape, run: FamilyRun) -> tuple[RecomputePart, ...]:
     """What recomputing whole blocks, attention alone, or every second product would change."""
     saved, entering = block_saved(shape, run), run.token_bytes(shape.hidden)
-    found = [RecomputePart((BLOCK,), (), shape.layers * (saved - entering), saved - entering)]
-    if not run.fused_attention:
-        scores = saved - block_saved(shape, _with_fused(run))
-        found.append(RecomputePart((ATTENTION,), (BLOCK,), shape.layers * scores, scores))
+    fused = dataclasses.replace(run, fused_attention=True)
+    scores = 0 if run.fused_attention else saved - block_saved(shape, fused)
+    # Backward holds the gradients of the scores and of their softmax beside what was saved.
+    working = 0 if run.fused_attention else 2 * _num_scores(shape, run) * run.itemsize
+    found = [RecomputePart((BLOCK,), (), shape.layers * (saved - entering), saved - entering + working)]
+    if scores:
+        found.append(RecomputePart((ATTENTION,), (BLOCK,), shape.layers * scores, scores + working))
     kept = _per_op_kept(shape, run)
     found.append(RecomputePart((PER_OP,), (BLOCK,), shape.layers * (saved - kept), saved - kept))
     return tuple(found)
 
 
-def _with_fused(run: FamilyRun) -> FamilyRun:
-    import dataclasses
-
-    return dataclasses.replace(run, fused_attention=True)
+def _num_scores(shape: Shape, run: FamilyRun) -> int:
+    return run.micro_batch * shape.heads // run.tensor * shape.seq * (shape.seq // run.sequence)
 
 
 def _per_op_kept(shape: Shape, run: FamilyRun) -> int:
@@ -207,6 +230,6 @@ def outside_saved(shape: Shape, run: FamilyRun) -> OutsideSaved:
     """The last norm's input and output; logits, their fp32 copy and its log-softmax, and the gradient of one of them."""
     logits = run.tokens * (shape.vocab // run.tensor)
     hidden = 2 * run.token_bytes(shape.hidden)
-    if run.fused_loss:
-        return OutsideSaved(hidden + logits * run.itemsize, logits * run.itemsize)
-    return OutsideSaved(hidden + logits * (run.itemsize + 8), logits * 4)
+    usual = (run.itemsize, run.itemsize) if run.fused_loss else (run.itemsize + 8, 4)
+    kept, beside = run.logit_bytes or usual
+    return OutsideSaved(hidden + logits * kept, logits * beside)

@@ -13,11 +13,13 @@ from meshwright.methods import cost_of, resolve
 from meshwright.planner.families import Shape, family_step
 from meshwright.planner.family_ops import ATTENTION, BLOCK, PER_OP, FamilyRun
 from meshwright.planner.published.conventions import Convention, convention_of
+from meshwright.planner.published.held import held_by
 from meshwright.planner.published.rows import Row
 from meshwright.planner.published.shapes import shape_of
 from meshwright.strategy import Strategy
 
 _ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
+_MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Case:
     run: FamilyRun
     cluster: Cluster
     strategy: Strategy
+    zero_stage: int
     steps: tuple[Step, ...]  # of the pipeline's ranks; one without
     global_batch: int
     assumed: tuple[str, ...]
@@ -58,20 +61,43 @@ def case_of(row: Row) -> Case:
     assumed: list[str] = []
     convention = _convention(row)
     try:
-        cluster = _cluster(row)
+        cluster = _cluster(row, convention)
         shape = shape_of(row, convention, assumed)
         if shape is None:
             raise NotCovered("the table gives neither the model's dimensions nor a size that is known")
         sizes = _sizes(row, cluster.num_devices)
-        return _case(row, convention, shape, cluster, sizes, assumed)
+        return _largest(row, convention, shape, cluster, sizes, assumed)
     except MeshwrightError as error:
         raise NotCovered(str(error)) from error
 
 
-def _case(
+def _largest(
     row: Row, convention: Convention, shape: Shape, cluster: Cluster, sizes: dict[str, int], assumed: list[str]
 ) -> Case:
-    micro_batch, global_batch = _batches(row, sizes["dp"], assumed)
+    """Where the table gives no micro-batch: the largest that fits, as who fills a device would take; 1 in a pipeline."""
+    given, whole = row.count("micro_batch"), _global_batch(row, sizes["dp"])
+    candidates = [given] if given else [1] if sizes["pp"] > 1 else list(_MICRO_BATCHES)
+    for micro in candidates:
+        if whole is not None and not given and (micro > 1 and whole % (micro * sizes["dp"])):
+            continue
+        said = list(assumed) if given else [*assumed, f"micro_batch {micro}"]
+        case = _case(row, convention, shape, cluster, sizes, (micro, whole or micro * sizes["dp"]), said)
+        if len(candidates) == 1 or micro == 1 or held_by(case).fits:
+            return case
+    raise AssertionError("1 is among the candidates")
+
+
+def _case(
+    row: Row,
+    convention: Convention,
+    shape: Shape,
+    cluster: Cluster,
+    sizes: dict[str, int],
+    batches: tuple[int, int],
+    assumed: list[str],
+) -> Case:
+    global_batch = max(batches[1], sizes["dp"])
+    micro_batch = min(batches[0], max(1, global_batch // sizes["dp"]))
     stage = _zero_stage(row, convention, assumed)
     recompute = _recompute(row, convention, cluster, assumed)
     run = FamilyRun(
@@ -84,6 +110,12 @@ def _case(
         fused_loss=convention.fused_loss,
         dropout=convention.dropout,
         seq=shape.seq,
+        flash1=convention.flash1,
+        rowwise="row" in row.text("precision").lower(),
+        keeps_gathered=convention.keeps_gathered,
+        copies_heads=convention.copies_heads,
+        balances_head=convention.balances_head,
+        logit_bytes=_logit_bytes(convention, cluster),
     )
     strategy = _strategy(sizes, stage, recompute, convention, _pipeline(sizes["pp"], run, convention, shape, row))
     pipeline = strategy.get("pipeline_parallel")
@@ -93,9 +125,11 @@ def _case(
         shape, run, resolved.axes, shard_axis=resolved.shard_axis, stages_per_rank=virtual,
     )  # fmt: skip
     steps = [cost_of(resolved.strategy, step) for step in _distinct(steps)]
-    steps = [_as_source(step, convention, stage) for step in steps]
+    async_tensor = re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE) and "vanilla" not in row.notes
+    steps = [_as_source(step, convention, stage, async_tensor=bool(async_tensor)) for step in steps]
+    every = _every(steps, sizes["pp"])
     return Case(
-        row, convention, shape, run, cluster, resolved.strategy, _every(steps, sizes["pp"]), global_batch, tuple(assumed)
+        row, convention, shape, run, cluster, resolved.strategy, stage, every, global_batch, tuple(assumed)
     )
 
 
@@ -106,7 +140,7 @@ def _convention(row: Row) -> Convention:
     return convention_of(row.source)
 
 
-def _cluster(row: Row) -> Cluster:
+def _cluster(row: Row, convention: Convention) -> Cluster:
     if not row.text("gpu"):
         raise NotCovered("the table names no GPU")
     device = find_device(row.text("gpu"))
@@ -116,7 +150,7 @@ def _cluster(row: Row) -> Cluster:
     nodes = row.count("nodes")
     per_node = max(1, number // nodes) if nodes else None
     network = re.search(r"(\d{3,4}) ?Gbps", row.text("source"))
-    return make_cluster(device, number, per_node, float(network.group(1)) if network else None)
+    return make_cluster(device, number, per_node, float(network.group(1)) if network else None, convention.latency_s)
 
 
 def _product(row: Row) -> int:
@@ -143,19 +177,18 @@ def _sizes(row: Row, devices: int) -> dict[str, int]:
     return {**sizes, "dp": devices // inner}
 
 
-def _batches(row: Row, dp: int, assumed: list[str]) -> tuple[int, int]:
-    """Samples of a micro-batch, and of a step over all ranks."""
-    micro, whole = row.count("micro_batch"), row.count("global_batch")
-    if whole is None:
-        noted = re.search(r"batch per DP (\d+)", row.notes)
-        whole = int(noted.group(1)) * dp if noted else None
-    if micro is None:
-        micro = 1
-        assumed.append("micro_batch 1")
-    if whole is None:
-        whole = micro * dp
-        assumed.append("one micro-batch a step")
-    return min(micro, max(1, whole // dp)), max(whole, dp)
+def _global_batch(row: Row, dp: int) -> int | None:
+    """Samples of a step over all ranks."""
+    whole = row.count("global_batch")
+    noted = re.search(r"batch per DP (\d+)", row.notes)
+    return int(noted.group(1)) * dp if whole is None and noted else whole
+
+
+def _logit_bytes(convention: Convention, cluster: Cluster) -> tuple[int, int] | None:
+    # TorchTitan runs on B200 and MI300X date from 2025, when it compiles the loss as well: logits stay in half.
+    if convention.expandable and cluster.device.efficiency in ("B200", "MI300X"):
+        return (2, 2)
+    return convention.logit_bytes
 
 
 def _zero_stage(row: Row, convention: Convention, assumed: list[str]) -> int:
@@ -243,8 +276,10 @@ def _every(steps: list[Step], ranks: int) -> tuple[Step, ...]:
     return (steps[0], *[steps[1]] * (ranks - 2), steps[-1])
 
 
-def _as_source(step: Step, convention: Convention, stage: int) -> Step:
+def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: bool) -> Step:
     """What a source does otherwise than our methods: gradients reduced in fp32, or parameter by parameter."""
+    if convention.live_bytes and stage == 3:
+        step = step.replace(gathered="nothing")  # its buffers have a fixed size
     traffic = []
     for each in step.traffic:
         if each.hidden and each.kind != "send" and stage < 2:
@@ -252,5 +287,7 @@ def _as_source(step: Step, convention: Convention, stage: int) -> Step:
                 each = dataclasses.replace(each, bytes_per_step=2 * each.bytes_per_step)
             if convention.reduces_each and stage == 1:
                 each = dataclasses.replace(each, calls=sum(block.count * len(block.parameters) for block in step.blocks))
+        if async_tensor and each.axis == "tensor":
+            each = dataclasses.replace(each, beside=True)
         traffic.append(each)
     return step.replace(traffic=tuple(traffic))

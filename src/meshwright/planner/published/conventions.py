@@ -28,6 +28,15 @@ class Convention:
         reduces_each: Whether each parameter is a collective of its own.
         offloads: Whether the optimizer's state is in host memory.
         memory: What a peak counts.
+        flash1: Whether fused attention is of the first generation.
+        latency_s: From node to node, where it is not that of InfiniBand or RoCE.
+        balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
+        keeps_gathered: Whether the gathered input of a split layer is kept for backward.
+        copies_heads: Whether copies of queries, keys and values are kept.
+        logit_bytes: Per logit, kept and beside it in backward; None: torch's cross-entropy.
+        bucket_bytes: Buffers of fixed size in which gradients are reduced.
+        live_bytes: Of gathered parameters under ZeRO 3, which gathers single layers instead of blocks.
+        expandable: Whether the allocator joins segments, and so loses nothing between them.
         flops: What an MFU or a TFLOPS figure counts: all scores, half of them (causal), or recomputation too.
         vocab: Where a table does not say.
         default_zero: Where a table does not say.
@@ -49,6 +58,15 @@ class Convention:
     memory: Literal["allocated", "reserved"] = "reserved"
     flops: Literal["full", "causal", "hardware"] = "full"
     vocab: int | None = None
+    flash1: bool = False
+    latency_s: float = 1.2e-5
+    balances_head: bool = False
+    keeps_gathered: bool = False
+    copies_heads: bool = False
+    logit_bytes: tuple[int, int] | None = None
+    bucket_bytes: int = 0
+    live_bytes: int = 0
+    expandable: bool = False
     default_zero: int = 0
     default_ac: Literal["none", "full"] = "none"
 
@@ -65,11 +83,13 @@ _KNOWN = (
     ),  # fmt: skip
     Convention(
         ("llm-foundry", "llmfoundry", "mosaic", "composer"), "gpt", True, True, False, True, reduce="half",
-        default_zero=3, vocab=50368,
+        default_zero=3, vocab=50368, flash1=True,
     ),  # fmt: skip
     Convention(
-        ("nanotron",), "llama", True, False, False, True, True, "fp32", True, reduces_each=True,
-        memory="allocated", vocab=131072,
+        # Its pipeline counts the head when it cuts the model; AWS's network (EFA) has more latency.
+        ("nanotron",), "llama", True, False, False, True, True, "fp32", True, reduces_each=True, memory="allocated",
+        vocab=131072, balances_head=True, latency_s=3e-5, keeps_gathered=True, copies_heads=True,
+        logit_bytes=(6, 4),
     ),  # fmt: skip
     Convention(
         ("bmtrain",), "gpt", False, True, True, True, False, "half", default_zero=3, default_ac="full", offloads=True,
@@ -77,10 +97,11 @@ _KNOWN = (
     ),  # fmt: skip
     Convention(
         ("deepspeed",), "gpt", False, False, True, True, False, "half", default_zero=3, default_ac="full",
-        flops="hardware", vocab=51200,
+        # Documented defaults of ZeRO 3: 1e9 live parameters and two reduction buckets of 5e8, in half.
+        flops="hardware", vocab=51200, logit_bytes=(8, 4), bucket_bytes=2 * 10**9, live_bytes=2 * 10**9,
     ),  # fmt: skip
     Convention(("colossal",), "llama", True, False, False, True, True, "half", True, default_ac="full", default_zero=1),
-    Convention(("torchtitan", "torchao", "trainy"), "llama", default_zero=3, vocab=128256, flops="full"),
+    Convention(("torchtitan", "torchao", "trainy"), "llama", default_zero=3, vocab=128256, expandable=True),
     Convention(("fms-fsdp", "fms_fsdp", "ibm"), "llama", default_zero=3, vocab=32000, reduce="half", flops="full"),
     Convention(("llama 3 paper", "2407.21783"), "llama", True, True, False, True, True, "fp32", True, default_zero=1),
     Convention(("nanochat", "picotron"), "llama", default_zero=1),
