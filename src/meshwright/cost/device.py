@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from meshwright.errors import ConfigError, did_you_mean, join_names
 
-_GB, _GIB = 10**9, 2**30
+_MIB, _GIB = 2**20, 2**30
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class Device:
         return self.fp8_flops_per_s or self.half_flops_per_s if dtype == "fp8" else self.half_flops_per_s
 
 
-# Vendors' datasheets, dense figures. ``aliases`` are what drivers call a device; the first that matches counts, so
+# Vendors' datasheets, dense figures; memory as the driver reports it. ``aliases`` are what drivers call a device; the first that matches counts, so
 # narrower names stand first.
 _TABLE = (
-    Device("B200", 180 * _GIB, 2.25e15, 75e12, 8.0e12, 4.5e15, "B200", aliases=("B200", "GB200")),
-    Device("H200", 141 * _GB, 989.4e12, 67e12, 4.8e12, 1978.9e12, "H100", aliases=("H200", "GH200")),
-    Device("H100-NVL", 94 * _GB, 835.5e12, 60e12, 3.9e12, 1671e12, "H100", aliases=("H100 NVL", "H100-NVL")),
-    Device("H100-PCIe", 80 * _GIB, 756e12, 51e12, 2.0e12, 1513e12, "H100", aliases=("H100 PCIe", "H100-PCIe")),
-    Device("H100-SXM", 80 * _GIB, 989.4e12, 67e12, 3.35e12, 1978.9e12, "H100", aliases=("H100", "H800")),
-    Device("A100-80", 80 * _GIB, 312e12, 19.5e12, 2.039e12, None, "A100", aliases=("A100-80", "A100")),
-    Device("A100-40", 40 * _GIB, 312e12, 19.5e12, 1.555e12, None, "A100", aliases=("A100-40",)),
+    Device("B200", 183_359 * _MIB, 2.25e15, 75e12, 8.0e12, 4.5e15, "B200", aliases=("B200", "GB200")),
+    Device("H200", 143_771 * _MIB, 989.4e12, 67e12, 4.8e12, 1978.9e12, "H100", aliases=("H200", "GH200")),
+    Device("H100-NVL", 95_830 * _MIB, 835.5e12, 60e12, 3.9e12, 1671e12, "H100", aliases=("H100 NVL", "H100-NVL")),
+    Device("H100-PCIe", 81_559 * _MIB, 756e12, 51e12, 2.0e12, 1513e12, "H100", aliases=("H100 PCIe", "H100-PCIe")),
+    Device("H100-SXM", 81_559 * _MIB, 989.4e12, 67e12, 3.35e12, 1978.9e12, "H100", aliases=("H100", "H800")),
+    Device("A100-80", 81_920 * _MIB, 312e12, 19.5e12, 2.039e12, None, "A100", aliases=("A100-80", "A100")),
+    Device("A100-40", 40_536 * _MIB, 312e12, 19.5e12, 1.555e12, None, "A100", aliases=("A100-40",)),
     Device("MI300X", 192 * _GIB, 1307.4e12, 163.4e12, 5.3e12, 2614.9e12, "MI300X", aliases=("MI300X", "MI300")),
     Device("MI250X", 64 * _GIB, 191.5e12, 47.9e12, 1.6e12, None, "MI300X", aliases=("MI250X", "MI250")),  # one die
     Device("A10G", 24 * _GIB, 70e12, 35e12, 600e9, None, "A100", aliases=("A10G",)),
@@ -63,8 +63,8 @@ _TABLE = (
     Device("L40S", 48 * _GIB, 362e12, 91.6e12, 864e9, 733e12, "A100", aliases=("L40S",)),
     Device("L40", 48 * _GIB, 181e12, 90.5e12, 864e9, 362e12, "A100", aliases=("L40",)),
     Device("L4", 24 * _GIB, 121e12, 30.3e12, 300e9, 242e12, "A100", aliases=("L4",)),
-    Device("V100-32", 32 * _GIB, 125e12, 15.7e12, 900e9, None, "V100", aliases=("V100-32", "V100")),
-    Device("V100-16", 16 * _GIB, 125e12, 15.7e12, 900e9, None, "V100", aliases=("V100-16",)),
+    Device("V100-32", 32_510 * _MIB, 125e12, 15.7e12, 900e9, None, "V100", aliases=("V100-32", "V100")),
+    Device("V100-16", 16_160 * _MIB, 125e12, 15.7e12, 900e9, None, "V100", aliases=("V100-16",)),
     # One core of a server at 2.8 GHz with AVX-512: a placeholder until ``calibrate`` has measured the machine.
     Device("CPU", 16 * _GIB, 200e9, 100e9, 20e9, None, "CPU", aliases=("CPU", "gloo")),
 )
@@ -125,8 +125,9 @@ def _as_named(device: Device, name: str) -> Device:
     if gigabytes is not None and f"{family}-{gigabytes}" in DEVICES:
         return DEVICES[f"{family}-{gigabytes}"]
     changes: dict[str, object] = {}
-    if gigabytes is not None and gigabytes * _GIB != device.memory_bytes and gigabytes >= 4:
-        changes["memory_bytes"] = gigabytes * _GIB if device.name != "H200" else device.memory_bytes
+    # What is printed is the nominal size; only one that differs from the preset's says something.
+    if gigabytes is not None and 4 <= gigabytes < 400 and abs(gigabytes * _GIB / device.memory_bytes - 1) > 0.05:
+        changes["memory_bytes"] = gigabytes * _GIB
     if "HBM2E" in name.upper() and device.name.startswith("H100"):
         changes["bandwidth_bytes_per_s"] = min(device.bandwidth_bytes_per_s, _HBM2E_BANDWIDTH)
     watts, tdp = _WATTS.search(name), _TDP_WATTS.get(device.name)

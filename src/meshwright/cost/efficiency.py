@@ -47,9 +47,10 @@ class Constants:
         step_s: Once per step: the optimizer's launch, reading the loss, loading a batch.
         call_s: What a collective costs beside its bytes and hops.
         hop: By how much a hop between nodes takes longer than the link's latency.
+        p2p_s: What handing on to the next stage of a pipeline costs beside its bytes: ranks wait for each other.
         narrow: Exponent by which attention slows down with heads narrower than 128.
         flash1: Speed of the first generation of fused attention beside the second.
-        rowwise: Speed of fp8 products scaled row by row beside those with one scale for a tensor.
+        rowwise_bytes: Moved for each element of an fp8 product's inputs that is scaled row by row, beside the cast.
         async_tensor: Share of tensor-parallel collectives that is left when they run beside the products they feed.
     """
 
@@ -59,9 +60,10 @@ class Constants:
     step_s: float = 5e-3
     call_s: float = 2e-5
     hop: float = 1.0
+    p2p_s: float = 2e-4
     narrow: float = 0.4
     flash1: float = 0.5
-    rowwise: float = 0.7
+    rowwise_bytes: float = 5.0
     async_tensor: float = 0.5
 
 

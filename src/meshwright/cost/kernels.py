@@ -16,9 +16,8 @@ from meshwright.cost.step import Op
 _HEAD_WIDTH = 128  # that ``Efficiency.attention`` is stated for
 # FlashAttention-2 (Dao 2023, §3.1) recomputes the scores: backward does five products where forward does two.
 _ATTENTION_BACKWARD = 2.5
-_ITEMSIZE = {"fp32": 4, "half": 2, "fp8": 2}  # of inputs and outputs in memory; fp8 inputs are cast from half
-# A cast to fp8 reads both bytes and writes one, transposed copies for backward included; its scale is another read.
-_FP8_CAST_BYTES = 5
+_ITEMSIZE = {"fp32": (4, 4), "half": (2, 2), "fp8": (1, 2)}  # of inputs and outputs in memory
+_FP8_CAST_BYTES = 3  # a cast to fp8 reads both bytes and writes one
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,10 @@ class Machine:
         """Fraction of the peak clock that the power allows."""
         return self.device.power_fraction**self.constants.power
 
-    def matmul_flops_per_s(self, dtype: str, variant: str = "") -> float:
+    def matmul_flops_per_s(self, dtype: str) -> float:
         """What large products reach."""
         fraction = self.efficiency.fp8 if dtype == "fp8" else self.efficiency.matmul
-        slower = self.constants.rowwise if variant == "rowwise" else 1.0
-        return self.device.peak_flops_per_s(dtype) * fraction * slower * self.sustained
+        return self.device.peak_flops_per_s(dtype) * fraction * self.sustained
 
     @property
     def bytes_per_s(self) -> float:
@@ -78,11 +76,12 @@ def backward_s(op: Op, machine: Machine) -> float:
 
 
 def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine) -> float:
-    size = _ITEMSIZE[op.dtype]
-    moved = size * (m * k + k * n + m * n)
+    size_in, size_out = _ITEMSIZE[op.dtype]
+    moved: float = size_in * (m * k + k * n) + size_out * m * n
     if op.dtype == "fp8":
-        moved += _FP8_CAST_BYTES * (m * k + k * n)
-    return op.batch * (2 * m * n * k / machine.matmul_flops_per_s(op.dtype, op.variant) + moved / machine.bytes_per_s)
+        rowwise = machine.constants.rowwise_bytes if op.variant == "rowwise" else 0.0
+        moved += (_FP8_CAST_BYTES + rowwise) * (m * k + k * n)
+    return op.batch * (2 * m * n * k / machine.matmul_flops_per_s(op.dtype) + moved / machine.bytes_per_s)
 
 
 def _attention_s(op: Op, machine: Machine) -> float:

@@ -208,7 +208,7 @@ def _pipelined(
     assert stages is not None
     network = Network(cluster, known.of(cluster.device.efficiency), known.constants)
     group = group_of(step.axes, ("pipeline",), cluster.devices_per_node)
-    hop = collective_s("send", stages.boundary_bytes or 0, group, network)
+    hop = collective_s("send", stages.boundary_bytes or 0, group, network) + known.constants.p2p_s
     per_rank = len(stages.ranks) // (max(stages.ranks) + 1)
     times = [_stage_times(each) for each in ranks]
     micro_batches = step.num_micro_batches

@@ -141,10 +141,11 @@ def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tupl
         Op("matmul", *dims, batch=batch, dtype=dtype, inside=names, needed_in=names)  # type: ignore[arg-type]
         for dims in ((queries, keys, width), (queries, width, keys))
     )
-    # Scores are written, read and written by the masked softmax and by dropout (with its mask), and read once more.
-    scores = batch * queries * keys
-    passes = 5 * run.itemsize + 1 if run.dropout else 3 * run.itemsize
-    return (*products, Op("move", num_bytes=scores * passes, inside=names, needed_in=names))
+    # The masked softmax reads and writes them, and dropout with its mask; in backward softmax reads two and writes one.
+    scores, size = batch * queries * keys, run.itemsize
+    forward, backward = (4 * size + 1, 5 * size + 1) if run.dropout else (2 * size, 3 * size)
+    moved = Op("move", num_bytes=scores * forward, backward_bytes=scores * backward, inside=names, needed_in=names)
+    return (*products, moved)
 
 
 def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
@@ -155,8 +156,8 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
     activation = (3 if run.compiled else 5) * f if shape.gated else 2 * f
     if run.compiled:
         plain = (2 * 2 + 2) * h
-    if run.dropout and not run.compiled:
-        plain += 2 * 5 * h // 2
+    if run.dropout:
+        plain += h  # masks of one byte, written by the kernel that adds the residual
     return size * run.tokens * (plain // run.plain_parts + (heads + activation) // run.tensor)
 
 

@@ -125,8 +125,8 @@ def _case(
         shape, run, resolved.axes, shard_axis=resolved.shard_axis, stages_per_rank=virtual,
     )  # fmt: skip
     steps = [cost_of(resolved.strategy, step) for step in _distinct(steps)]
-    async_tensor = re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE) and "vanilla" not in row.notes
-    steps = [_as_source(step, convention, stage, async_tensor=bool(async_tensor)) for step in steps]
+    noted = bool(re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE)) and "vanilla" not in row.notes
+    steps = [_as_source(step, convention, stage, async_tensor=convention.async_tensor or noted) for step in steps]
     every = _every(steps, sizes["pp"])
     return Case(
         row, convention, shape, run, cluster, resolved.strategy, stage, every, global_batch, tuple(assumed)

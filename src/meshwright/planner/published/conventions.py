@@ -32,6 +32,7 @@ class Convention:
         latency_s: From node to node, where it is not that of InfiniBand or RoCE.
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
         keeps_gathered: Whether the gathered input of a split layer is kept for backward.
+        async_tensor: Whether tensor-parallel collectives run beside the products they feed.
         copies_heads: Whether copies of queries, keys and values are kept.
         logit_bytes: Per logit, kept and beside it in backward; None: torch's cross-entropy.
         bucket_bytes: Buffers of fixed size in which gradients are reduced.
@@ -63,6 +64,7 @@ class Convention:
     balances_head: bool = False
     keeps_gathered: bool = False
     copies_heads: bool = False
+    async_tensor: bool = False
     logit_bytes: tuple[int, int] | None = None
     bucket_bytes: int = 0
     live_bytes: int = 0
@@ -87,8 +89,9 @@ _KNOWN = (
     ),  # fmt: skip
     Convention(
         # Its pipeline counts the head when it cuts the model; AWS's network (EFA) has more latency.
-        ("nanotron",), "llama", True, False, False, True, True, "fp32", True, reduces_each=True, memory="allocated",
+        ("nanotron",), "llama", True, False, False, True, True, "fp32", True, reduces_each=True,
         vocab=131072, balances_head=True, latency_s=3e-5, keeps_gathered=True, copies_heads=True,
+        async_tensor=True,
         logit_bytes=(6, 4),
     ),  # fmt: skip
     Convention(
