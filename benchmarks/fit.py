@@ -30,7 +30,7 @@ TARGET = HERE.parent / "src" / "meshwright" / "cost" / "efficiencies.json"
 FAMILIES = ("default", "A100", "H100", "B200", "MI300X", "V100")
 # A residual of this size in one row weighs as much as a factor of e in a parameter: in what all families share (and the
 # constants), and in what one family has of its own.
-SHARED_STRENGTH, OWN_STRENGTH = 0.05, 0.15
+SHARED_STRENGTH, OWN_STRENGTH = 0.1, 0.25
 HUBER = 0.03  # residuals beyond count linearly
 # Where families are known to differ before any run is looked at. FlashAttention-2 does not use the matrix instructions
 # that are new in Blackwell, so that it gains little on it; SemiAnalysis (December 2024) measured products of 620 and
@@ -67,10 +67,7 @@ def with_values(base: Calibration, keys: Sequence[Key], values: Sequence[float])
 
 def residuals(cases: Sequence[Case], published: np.ndarray, calibration: Calibration) -> np.ndarray:
     """Logarithm of predicted over published step time."""
-    seconds = [
-        simulate(case.steps, case.cluster, calibration, in_turn=not case.convention.reduces_beside).step_time_s
-        for case in cases
-    ]
+    seconds = [simulate(case.steps, case.cluster, calibration, in_turn=case.in_turn).step_time_s for case in cases]
     rate = np.array([case.tokens_per_step / case.cluster.num_devices for case in cases]) / np.array(seconds)
     return np.log(published / rate)
 
@@ -83,7 +80,12 @@ def affected(cases: Sequence[Case], key: Key) -> np.ndarray:
 
 
 def jacobian(
-    cases: Sequence[Case], published: np.ndarray, base: Calibration, keys: Sequence[Key], at: np.ndarray, now: np.ndarray
+    cases: Sequence[Case],
+    published: np.ndarray,
+    base: Calibration,
+    keys: Sequence[Key],
+    at: np.ndarray,
+    now: np.ndarray,
 ) -> np.ndarray:
     columns = np.zeros((len(cases), len(keys)))
     for index, key in enumerate(keys):
@@ -217,10 +219,16 @@ def main(arguments: list[str]) -> None:
     notes = {"residual_mape": report("fitted", cases, now)}
     for index in np.argsort(-np.abs(now))[:25]:
         case = cases[index]
-        print(f"   {np.exp(now[index]) - 1:+.1%} row {case.row.index} {case.row.text('model')} {case.row.text('gpu')} {case.cluster.num_devices}")
+        print(
+            f"   {np.exp(now[index]) - 1:+.1%} row {case.row.index} {case.row.text('model')} {case.row.text('gpu')} {case.cluster.num_devices}"
+        )
     if not options.no_validation:
-        notes["left_out_by_source"] = report("left out by source", cases, left_out(cases, published, keys, at, columns, lambda c: c.row.source))
-        notes["left_out_by_project"] = report("left out by project", cases, left_out(cases, published, keys, at, columns, project_of))
+        notes["left_out_by_source"] = report(
+            "left out by source", cases, left_out(cases, published, keys, at, columns, lambda c: c.row.source)
+        )
+        notes["left_out_by_project"] = report(
+            "left out by project", cases, left_out(cases, published, keys, at, columns, project_of)
+        )
     if options.write:
         TARGET.write_text(write_calibration(fitted, **notes))
 

@@ -119,8 +119,12 @@ def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, fl
     reduction = _part(step, network, "reduce", "backward")
     outside_share = _outside_share(step) if count else 1.0
     return Passes(
-        forward_s=tuple(seconds + share_forward for b, seconds in zip(blocks, forward, strict=True) for _ in range(b.count)),
-        backward_s=tuple(seconds + share_backward for b, seconds in zip(blocks, backward, strict=True) for _ in range(b.count)),
+        forward_s=tuple(
+            seconds + share_forward for b, seconds in zip(blocks, forward, strict=True) for _ in range(b.count)
+        ),
+        backward_s=tuple(
+            seconds + share_backward for b, seconds in zip(blocks, backward, strict=True) for _ in range(b.count)
+        ),
         outside_forward_s=sum(forward_s(op, machine) for op in outside),
         outside_backward_s=sum(backward_s(op, machine) for op in outside),
         gather_forward_s=gathers["forward"] * (1 - outside_share) / total,
@@ -149,7 +153,12 @@ def _part(step: Step, network: Network, kind: str, moment: str) -> float:
     total = 0.0
     for traffic in step.traffic:
         is_gather = traffic.kind == "all_gather"
-        if traffic.hidden and traffic.moment == moment and traffic.kind != "send" and is_gather == (kind == "all_gather"):
+        if (
+            traffic.hidden
+            and traffic.moment == moment
+            and traffic.kind != "send"
+            and is_gather == (kind == "all_gather")
+        ):
             times = step.num_micro_batches if traffic.per_micro_batch else 1
             total += _one_s(step, traffic, network) / times
     return total

@@ -152,7 +152,9 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
     """Bytes that norms, residuals, activations and copies read and write in forward."""
     h, f, size = shape.hidden, shape.ffn_width * shape.experts_per_token, run.itemsize
     plain = (2 * 2 + 2 * 3) * h  # two norms (read, write), two residual sums (read two, write)
-    heads = 2 * (shape.hidden + shape.kv_width) if shape.gated else 2 * shape.hidden  # rotary positions; copies of heads
+    heads = (
+        2 * (shape.hidden + shape.kv_width) if shape.gated else 2 * shape.hidden
+    )  # rotary positions; copies of heads
     activation = (3 if run.compiled else 5) * f if shape.gated else 2 * f
     if run.compiled:
         plain = (2 * 2 + 2) * h

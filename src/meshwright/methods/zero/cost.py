@@ -80,7 +80,9 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
     return step.send(
         Traffic("all_gather", axis, weights * gathered, "forward", calls=units * gathered, per_micro_batch=each),
         Traffic("all_gather", axis, inside * again, "backward", calls=max(units * again, 1), per_micro_batch=True),
-        Traffic("reduce_scatter", axis, gradients * reduced, "backward", calls=units * reduced, per_micro_batch=all_reduced),
+        Traffic(
+            "reduce_scatter", axis, gradients * reduced, "backward", calls=units * reduced, per_micro_batch=all_reduced
+        ),
         Traffic("all_reduce", beside, gradients // step.size(axis) if beside != axis else 0, "backward"),
         Traffic("all_reduce", axis, whole * micro_batches, "backward"),
     )

@@ -43,6 +43,12 @@ class Case:
         return self.global_batch * self.shape.seq
 
     @property
+    def in_turn(self) -> bool:
+        """Whether gradients are reduced behind backward, and not beside it."""
+        beside = self.convention.reduces_beside
+        return self.zero_stage < 2 and (not beside or (self.convention.reduces_each and self.zero_stage == 1))
+
+    @property
     def setting(self) -> tuple[Any, ...]:
         """The model and the cluster: runs of one setting differ by strategy."""
         return (self.row.source, self.row.text("model"), self.shape.seq, self.row.text("gpu"), self.cluster.num_devices)
@@ -128,9 +134,7 @@ def _case(
     noted = bool(re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE)) and "vanilla" not in row.notes
     steps = [_as_source(step, convention, stage, async_tensor=convention.async_tensor or noted) for step in steps]
     every = _every(steps, sizes["pp"])
-    return Case(
-        row, convention, shape, run, cluster, resolved.strategy, stage, every, global_batch, tuple(assumed)
-    )
+    return Case(row, convention, shape, run, cluster, resolved.strategy, stage, every, global_batch, tuple(assumed))
 
 
 def _convention(row: Row) -> Convention:
@@ -286,7 +290,9 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
             if stage == 0 and convention.reduce == "fp32" and step.reduce_itemsize == 2:
                 each = dataclasses.replace(each, bytes_per_step=2 * each.bytes_per_step)
             if convention.reduces_each and stage == 1:
-                each = dataclasses.replace(each, calls=sum(block.count * len(block.parameters) for block in step.blocks))
+                each = dataclasses.replace(
+                    each, calls=sum(block.count * len(block.parameters) for block in step.blocks)
+                )
         if async_tensor and each.axis == "tensor":
             each = dataclasses.replace(each, beside=True)
         traffic.append(each)

@@ -25,7 +25,7 @@ class Convention:
         reduce: Precision in which gradients are reduced.
         wide_gradients: Whether gradients accumulate in fp32 beside half weights.
         reduces_beside: Whether gradients are reduced beside backward (without ZeRO 3).
-        reduces_each: Whether each parameter is a collective of its own.
+        reduces_each: Whether under ZeRO 1 each parameter is a collective of its own, behind backward.
         offloads: Whether the optimizer's state is in host memory.
         memory: What a peak counts.
         flash1: Whether fused attention is of the first generation.
@@ -76,32 +76,96 @@ class Convention:
 _KNOWN = (
     # GPT of Megatron-LM in 2022: masked-softmax kernels, dropout, sequence parallelism only where it is named.
     Convention(
-        ("korthikanti", "2205.05198", "vtrain"), "gpt", False, True, True, True, False, "half", True,
-        reduces_beside=False, vocab=51200, default_ac="full",
+        ("korthikanti", "2205.05198", "vtrain"),
+        "gpt",
+        False,
+        True,
+        True,
+        True,
+        False,
+        "half",
+        True,
+        reduces_beside=False,
+        vocab=51200,
+        default_ac="full",
     ),  # fmt: skip
     Convention(
-        ("megatron-bridge", "megatron-lm", "mcore", "nemo", "megascale", "megatron"), "gpt", True, True, False, True,
-        True, "fp32", True, vocab=128256, default_zero=1, flops="full",
+        ("megatron-bridge", "megatron-lm", "mcore", "nemo", "megascale", "megatron"),
+        "gpt",
+        True,
+        True,
+        False,
+        True,
+        True,
+        "fp32",
+        True,
+        vocab=128256,
+        default_zero=1,
+        flops="full",
     ),  # fmt: skip
     Convention(
-        ("llm-foundry", "llmfoundry", "mosaic", "composer"), "gpt", True, True, False, True, reduce="half",
-        default_zero=3, vocab=50368, flash1=True,
+        ("llm-foundry", "llmfoundry", "mosaic", "composer"),
+        "gpt",
+        True,
+        True,
+        False,
+        True,
+        reduce="half",
+        default_zero=3,
+        vocab=50368,
+        flash1=True,
     ),  # fmt: skip
     Convention(
         # Its pipeline counts the head when it cuts the model; AWS's network (EFA) has more latency.
-        ("nanotron",), "llama", True, False, False, True, True, "fp32", True, reduces_each=True,
-        vocab=131072, balances_head=True, latency_s=3e-5, keeps_gathered=True, copies_heads=True,
+        ("nanotron",),
+        "llama",
+        True,
+        False,
+        False,
+        True,
+        True,
+        "fp32",
+        True,
+        reduces_each=True,
+        vocab=131072,
+        balances_head=True,
+        latency_s=3e-5,
+        keeps_gathered=True,
+        copies_heads=True,
         async_tensor=True,
         logit_bytes=(6, 4),
     ),  # fmt: skip
     Convention(
-        ("bmtrain",), "gpt", False, True, True, True, False, "half", default_zero=3, default_ac="full", offloads=True,
+        ("bmtrain",),
+        "gpt",
+        False,
+        True,
+        True,
+        True,
+        False,
+        "half",
+        default_zero=3,
+        default_ac="full",
+        offloads=True,
         vocab=50304,
     ),  # fmt: skip
     Convention(
-        ("deepspeed",), "gpt", False, False, True, True, False, "half", default_zero=3, default_ac="full",
+        ("deepspeed",),
+        "gpt",
+        False,
+        False,
+        True,
+        True,
+        False,
+        "half",
+        default_zero=3,
+        default_ac="full",
         # Documented defaults of ZeRO 3: 1e9 live parameters and two reduction buckets of 5e8, in half.
-        flops="hardware", vocab=51200, logit_bytes=(8, 4), bucket_bytes=2 * 10**9, live_bytes=2 * 10**9,
+        flops="hardware",
+        vocab=51200,
+        logit_bytes=(8, 4),
+        bucket_bytes=2 * 10**9,
+        live_bytes=2 * 10**9,
     ),  # fmt: skip
     Convention(("colossal",), "llama", True, False, False, True, True, "half", True, default_ac="full", default_zero=1),
     Convention(("torchtitan", "torchao", "trainy"), "llama", default_zero=3, vocab=128256, expandable=True),

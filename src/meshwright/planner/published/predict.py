@@ -11,6 +11,7 @@ from meshwright.planner.published.rows import Row
 
 _GIB = 2**30
 
+
 @dataclass(frozen=True)
 class Prediction:
     """A published run beside its prediction; None where the table says nothing.
@@ -51,7 +52,7 @@ def predict_row(row: Row, calibration: Calibration | None = None) -> Prediction:
 
 def predict_case(case: Case, calibration: Calibration | None = None) -> Prediction:
     """Predicts a run that has been read."""
-    time = simulate(case.steps, case.cluster, calibration, in_turn=not case.convention.reduces_beside)
+    time = simulate(case.steps, case.cluster, calibration, in_turn=case.in_turn)
     held = held_by(case)
     published = published_tokens_per_s(case)
     oom = True if case.row.ran_out_of_memory else False if _ran(case.row) else None
