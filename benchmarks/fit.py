@@ -3,9 +3,9 @@
     python benchmarks/fit.py [FILE.csv] [--write] [--iterations N]
 
 A handful of numbers per device family and a few that all share are fitted to the logarithm of the step time, by damped
-Gauss-Newton steps with Huber's weights (an outlier counts linearly) and a prior: every number is drawn to a default, the
-more the less its rows say. Cross-validation leaves out one source at a time (a table of a document), and one project at
-a time (all tables of, say, llm-foundry: "never fitted").
+Gauss-Newton steps with Huber's weights (an outlier counts linearly) and a prior: every number is drawn to a default,
+the more the less its rows say. Cross-validation leaves out one source at a time (a table of a document), and one
+project at a time (all tables of, say, llm-foundry: "never fitted").
 """
 
 from __future__ import annotations
@@ -32,10 +32,16 @@ FAMILIES = ("default", "A100", "H100", "B200", "MI300X", "V100")
 # constants), and in what one family has of its own.
 SHARED_STRENGTH, OWN_STRENGTH = 0.1, 0.25
 HUBER = 0.03  # residuals beyond count linearly
-# Where families are known to differ before any run is looked at. FlashAttention-2 does not use the matrix instructions
-# that are new in Blackwell, so that it gains little on it; SemiAnalysis (December 2024) measured products of 620 and
-# 990 TFLOP/s in bf16 and fp8 on MI300X.
-KNOWN = {"B200": Efficiency(attention=0.14), "MI300X": Efficiency(matmul=0.47, fp8=0.38, attention=0.2)}
+# Where families are known to differ before any run is looked at. Dao 2023 measured FlashAttention-2 at half of A100's
+# peak and a third of H100's (forward and backward, causal); it does not use the matrix instructions that are new in
+# Blackwell and gains little on it. SemiAnalysis (December 2024) measured products of 620 and 990 TFLOP/s in bf16 and
+# fp8 on MI300X.
+KNOWN = {
+    "A100": Efficiency(attention=0.5),
+    "H100": Efficiency(attention=0.33),
+    "B200": Efficiency(attention=0.14),
+    "MI300X": Efficiency(matmul=0.47, fp8=0.38, attention=0.2),
+}
 DEFAULT = Calibration({"default": Efficiency(), **KNOWN}, Constants())
 
 Key = tuple[str, str]

@@ -27,6 +27,7 @@ from meshwright.cost.timeline import Event
 from meshwright.cost.traffic import inline_traffic
 
 __all__ = [
+    "DEVICES",
     "Activations",
     "Block",
     "Boundary",
@@ -34,7 +35,6 @@ __all__ = [
     "Calibration",
     "Cluster",
     "Constants",
-    "DEVICES",
     "Device",
     "Efficiency",
     "Event",

@@ -46,8 +46,8 @@ class Device:
         return self.fp8_flops_per_s or self.half_flops_per_s if dtype == "fp8" else self.half_flops_per_s
 
 
-# Vendors' datasheets, dense figures; memory as the driver reports it. ``aliases`` are what drivers call a device; the first that matches counts, so
-# narrower names stand first.
+# Vendors' datasheets, dense figures; memory as the driver reports it. ``aliases`` are what drivers call a device; the
+# first that matches counts, so narrower names stand first.
 _TABLE = (
     Device("B200", 183_359 * _MIB, 2.25e15, 75e12, 8.0e12, 4.5e15, "B200", aliases=("B200", "GB200")),
     Device("H200", 143_771 * _MIB, 989.4e12, 67e12, 4.8e12, 1978.9e12, "H100", aliases=("H200", "GH200")),
@@ -76,7 +76,7 @@ _WATTS = re.compile(r"(\d{3,4})\s*W(?![a-z])", re.IGNORECASE)
 _TDP_WATTS = {"B200": 1000, "H200": 700, "H100-SXM": 700, "H100-PCIe": 350, "A100-80": 400, "A100-40": 400}
 # A vendor's own words for a board that runs below its power, without saying how far: TorchAO's B200 run at 750 W.
 _LIMITED_POWER = 0.75
-# HBM2e boards of H100 (PCIe and the 96 GB variant) have 6 stacks at 2.4 TB/s at most; the datasheet's PCIe has 5 at 2.0.
+# HBM2e boards of H100 (PCIe and the 96 GB variant) have 6 stacks at 2.4 TB/s at most; PCIe's datasheet: 5 at 2.0.
 _HBM2E_BANDWIDTH = 2.4e12
 
 

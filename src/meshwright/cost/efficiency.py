@@ -55,14 +55,14 @@ class Constants:
     """
 
     gap_s: float = 3e-6
-    interference: float = 0.15
+    interference: float = 0.2
     power: float = 0.4
     step_s: float = 5e-3
     call_s: float = 2e-5
     hop: float = 1.0
     p2p_s: float = 2e-4
-    narrow: float = 0.4
-    flash1: float = 0.5
+    narrow: float = 0.2
+    flash1: float = 0.6
     rowwise_bytes: float = 5.0
     async_tensor: float = 0.5
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from meshwright.cost import Step, inline_traffic
 from meshwright.errors import ModelError, StrategyError

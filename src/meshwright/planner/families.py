@@ -216,7 +216,7 @@ def _equal(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _boundaries(shape: Shape, run: FamilyRun, pipeline: int) -> tuple[Boundary, ...]:
-    """Two pairs of collectives a block over the tensor axis (Korthikanti et al. 2022), an exchange for long sequences."""
+    """Two pairs of collectives a block over the tensor axis (Korthikanti et al. 2022); exchanges for long sequences."""
     whole = run.tokens * shape.hidden * run.itemsize
     found: list[Boundary] = []
     if run.tensor > 1:

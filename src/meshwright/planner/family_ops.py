@@ -120,7 +120,7 @@ def _kernels(run: FamilyRun) -> int:
 
 def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "", count: int = 1) -> Op:
     names = (BLOCK, beside) if beside else (BLOCK,)
-    variant = "rowwise" if run.rowwise else ""
+    variant: Literal["", "rowwise"] = "rowwise" if run.rowwise else ""
     return Op("matmul", m, n, k, dtype=run.dtype, inside=names, needed_in=names, count=count, variant=variant)  # type: ignore[arg-type]
 
 
@@ -129,7 +129,7 @@ def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tupl
     queries, keys, batch = shape.seq // run.sequence, shape.seq, run.micro_batch * heads
     dtype = "half" if run.dtype == "fp8" else run.dtype
     if run.fused_attention:
-        variant = "flash1" if run.flash1 else ""
+        variant: Literal["", "flash1"] = "flash1" if run.flash1 else ""
         fused = _matmul(run, queries, keys, width)
         return (
             dataclasses.replace(
@@ -230,7 +230,7 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
 
 
 def outside_saved(shape: Shape, run: FamilyRun) -> OutsideSaved:
-    """The last norm's input and output; logits, their fp32 copy and its log-softmax, and the gradient of one of them."""
+    """The last norm's input and output; logits, their fp32 copy and its log-softmax; the gradient of one of them."""
     logits = run.tokens * (shape.vocab // run.tensor)
     hidden = 2 * run.token_bytes(shape.hidden)
     usual = (run.itemsize, run.itemsize) if run.fused_loss else (run.itemsize + 8, 4)

@@ -9,16 +9,22 @@ from typing import Any, Literal
 
 from meshwright.cost import Cluster, Step, find_device, make_cluster
 from meshwright.errors import MeshwrightError
-from meshwright.methods import cost_of, resolve
+from meshwright.methods import cost_of
 from meshwright.planner.families import Shape, family_step
-from meshwright.planner.family_ops import ATTENTION, BLOCK, PER_OP, FamilyRun
+from meshwright.planner.family_ops import FamilyRun
 from meshwright.planner.published.conventions import Convention, convention_of
 from meshwright.planner.published.held import held_by
 from meshwright.planner.published.rows import Row
 from meshwright.planner.published.shapes import shape_of
+from meshwright.planner.published.strategies import (
+    pipeline_of,
+    recompute_of,
+    shard_axis_of,
+    strategy_of,
+    zero_stage_of,
+)
 from meshwright.strategy import Strategy
 
-_ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
 _MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
 
 
@@ -80,7 +86,7 @@ def case_of(row: Row) -> Case:
 def _largest(
     row: Row, convention: Convention, shape: Shape, cluster: Cluster, sizes: dict[str, int], assumed: list[str]
 ) -> Case:
-    """Where the table gives no micro-batch: the largest that fits, as who fills a device would take; 1 in a pipeline."""
+    """Where the table gives no micro-batch: the largest that fits, as one who fills a device takes; 1 in a pipeline."""
     given, whole = row.count("micro_batch"), _global_batch(row, sizes["dp"])
     candidates = [given] if given else [1] if sizes["pp"] > 1 else list(_MICRO_BATCHES)
     for micro in candidates:
@@ -104,15 +110,18 @@ def _case(
 ) -> Case:
     global_batch = max(batches[1], sizes["dp"])
     micro_batch = min(batches[0], max(1, global_batch // sizes["dp"]))
-    stage = _zero_stage(row, convention, assumed)
-    recompute = _recompute(row, convention, cluster, assumed)
+    if convention.splits_local_batch and sizes["pp"] > 1 and global_batch < sizes["pp"] * micro_batch * sizes["dp"]:
+        micro_batch = max(1, micro_batch // sizes["pp"])
+        assumed.append(f"micro_batch {micro_batch}: the local batch over the pipeline's ranks")
+    stage = zero_stage_of(row, convention, assumed)
+    recompute = recompute_of(row, convention, assumed)
     run = FamilyRun(
         micro_batch=micro_batch * (sizes["tp"] if "bmtrain" in row.source.lower() else 1),
         num_micro_batches=max(1, round(global_batch / (sizes["dp"] * micro_batch))),
         dtype=_dtype(row, assumed),
         split_tokens=convention.split_tokens or "sequence" in row.text("ac").lower(),
         fused_attention=convention.fused_attention,
-        compiled=row.text("compile").lower() in ("true", "yes", "1"),
+        compiled=convention.compiled or row.text("compile").lower() in ("true", "yes", "1"),
         fused_loss=convention.fused_loss,
         dropout=convention.dropout,
         seq=shape.seq,
@@ -123,18 +132,16 @@ def _case(
         balances_head=convention.balances_head,
         logit_bytes=_logit_bytes(convention, cluster),
     )
-    strategy = _strategy(sizes, stage, recompute, convention, _pipeline(sizes["pp"], run, convention, shape, row))
+    strategy = strategy_of(sizes, stage, recompute, convention, pipeline_of(sizes["pp"], run, convention, shape, row))
     pipeline = strategy.get("pipeline_parallel")
-    resolved = resolve(strategy, cluster.num_devices)
     virtual = pipeline.num_stages_per_rank or 1 if pipeline is not None else 1  # type: ignore[attr-defined]
-    steps = family_step(
-        shape, run, resolved.axes, shard_axis=resolved.shard_axis, stages_per_rank=virtual,
-    )  # fmt: skip
-    steps = [cost_of(resolved.strategy, step) for step in _distinct(steps)]
+    axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
+    steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
+    steps = [cost_of(strategy, step) for step in _distinct(steps)]
     noted = bool(re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE)) and "vanilla" not in row.notes
     steps = [_as_source(step, convention, stage, async_tensor=convention.async_tensor or noted) for step in steps]
     every = _every(steps, sizes["pp"])
-    return Case(row, convention, shape, run, cluster, resolved.strategy, stage, every, global_batch, tuple(assumed))
+    return Case(row, convention, shape, run, cluster, strategy, stage, every, global_batch, tuple(assumed))
 
 
 def _convention(row: Row) -> Convention:
@@ -195,34 +202,6 @@ def _logit_bytes(convention: Convention, cluster: Cluster) -> tuple[int, int] | 
     return convention.logit_bytes
 
 
-def _zero_stage(row: Row, convention: Convention, assumed: list[str]) -> int:
-    text = row.text("zero_stage").lower()
-    found = re.search(r"[0-3]", text)
-    if found:
-        return int(found.group(0))
-    if "fsdp" in text or "full" in text:
-        return 3
-    if not text:
-        assumed.append(f"zero_stage {convention.default_zero}")
-    return convention.default_zero
-
-
-def _recompute(row: Row, convention: Convention, cluster: Cluster, assumed: list[str]) -> str:
-    """The class whose modules are recomputed; "" for none."""
-    text = row.text("ac").lower().replace("_", "-")
-    raw = (row.cells.get("ac") or "").strip().lower()
-    if not text and raw != "none":
-        assumed.append(f"ac {convention.default_ac}")
-        return BLOCK if convention.default_ac == "full" else ""
-    if "per-op" in text:
-        return PER_OP
-    if "selective" in text:
-        return ATTENTION if not convention.fused_attention else PER_OP if "attention" not in text else ""
-    if "full" in text or text in ("true", "yes", "1", "block", "on"):
-        return BLOCK
-    return ""
-
-
 def _dtype(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8"]:
     text = row.text("precision").lower().replace("-", "").replace("_", "")
     if "fp8" in text or "float8" in text or "f8" in text or "e4m3" in text:
@@ -233,40 +212,6 @@ def _dtype(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8"]:
         return "fp32"
     assumed.append("half precision")
     return "half"
-
-
-def _strategy(
-    sizes: dict[str, int], stage: int, recompute: str, convention: Convention, pipeline: dict[str, Any]
-) -> Strategy:
-    outer = "zero" if stage else "data"
-    axes = [(name, sizes[column]) for name, column in (("tensor", "tp"), ("sequence", "cp")) if sizes[column] > 1]
-    axes += [(outer, sizes["dp"]), *([("pipeline", sizes["pp"])] if sizes["pp"] > 1 else [])]
-    methods: list[Any] = [("parallel_mode", {"axes": axes})]
-    if sizes["tp"] > 1:
-        methods.append("tensor_parallel")
-    if sizes["cp"] > 1:
-        methods.append("sequence_parallel")
-    if sizes["pp"] > 1:
-        methods.append(("pipeline_parallel", pipeline))
-    if recompute:
-        methods.append(("checkpoint", {"wrap_class": recompute, "no_reentrant": not convention.reentrant}))
-    methods.append("half" if stage == 0 or convention.reduce == "half" else "amp_native")
-    if stage:
-        methods.append(_ZERO[stage])
-    return Strategy(methods)
-
-
-def _pipeline(ranks: int, run: FamilyRun, convention: Convention, shape: Shape, row: Row) -> dict[str, Any]:
-    found = re.search(r"\bv(?:p|pp|irtual)?[ =]?(\d+)", f"{row.notes} {row.text('model')}", re.IGNORECASE)
-    virtual = int(found.group(1)) if found else 1
-    if "interleaved" in row.notes.lower() and virtual == 1:
-        virtual = 2
-    if not found and "2205.05198" in row.source and shape.layers // ranks >= 3 and shape.layers // ranks % 3 == 0:
-        virtual = 3  # Korthikanti et al. 2022, Table 3
-    rounds = max(1, run.num_micro_batches // ranks)
-    if virtual < 2 or shape.layers < virtual * ranks or run.num_micro_batches % rounds:
-        return {"schedule": "1f1b" if run.num_micro_batches >= ranks else "gpipe"}
-    return {"schedule": "interleaved", "num_stages_per_rank": virtual}
 
 
 def _distinct(steps: list[Step]) -> list[Step]:

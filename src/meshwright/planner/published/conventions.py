@@ -32,6 +32,9 @@ class Convention:
         latency_s: From node to node, where it is not that of InfiniBand or RoCE.
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
         keeps_gathered: Whether the gathered input of a split layer is kept for backward.
+        compiled: Whether chains of elementwise kernels are one, whatever the table says.
+        splits_local_batch: Whether a pipeline cuts what is called its micro-batch into as many as it has ranks.
+        most_stages: Whether a pipeline's ranks take turns at single layers.
         async_tensor: Whether tensor-parallel collectives run beside the products they feed.
         copies_heads: Whether copies of queries, keys and values are kept.
         logit_bytes: Per logit, kept and beside it in backward; None: torch's cross-entropy.
@@ -65,6 +68,9 @@ class Convention:
     keeps_gathered: bool = False
     copies_heads: bool = False
     async_tensor: bool = False
+    compiled: bool = False
+    splits_local_batch: bool = False
+    most_stages: bool = False
     logit_bytes: tuple[int, int] | None = None
     bucket_bytes: int = 0
     live_bytes: int = 0
@@ -73,105 +79,113 @@ class Convention:
     default_ac: Literal["none", "full"] = "none"
 
 
+_MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divided but where it is said
+    words=("korthikanti", "2205.05198", "vtrain"),
+    family="gpt",
+    fused_attention=False,
+    fused_loss=True,
+    dropout=True,
+    reentrant=True,
+    split_tokens=False,
+    reduce="half",
+    wide_gradients=True,
+    reduces_beside=False,
+    vocab=51200,
+    default_ac="full",
+)
 _KNOWN = (
-    # GPT of Megatron-LM in 2022: masked-softmax kernels, dropout, sequence parallelism only where it is named.
+    _MEGATRON_2022,
     Convention(
-        ("korthikanti", "2205.05198", "vtrain"),
-        "gpt",
-        False,
-        True,
-        True,
-        True,
-        False,
-        "half",
-        True,
-        reduces_beside=False,
-        vocab=51200,
-        default_ac="full",
-    ),  # fmt: skip
-    Convention(
-        ("megatron-bridge", "megatron-lm", "mcore", "nemo", "megascale", "megatron"),
-        "gpt",
-        True,
-        True,
-        False,
-        True,
-        True,
-        "fp32",
-        True,
+        words=("megatron-bridge", "megatron-lm", "megatron bridge", "mcore", "nemo", "megascale", "megatron"),
+        family="gpt",
+        fused_loss=True,
+        reentrant=True,
+        wide_gradients=True,
+        async_tensor=True,
+        compiled=True,  # Transformer Engine's fused norms, rotary positions and activations
         vocab=128256,
         default_zero=1,
-        flops="full",
-    ),  # fmt: skip
+    ),
     Convention(
-        ("llm-foundry", "llmfoundry", "mosaic", "composer"),
-        "gpt",
-        True,
-        True,
-        False,
-        True,
+        words=("llm-foundry", "llmfoundry", "mosaic", "composer"),
+        family="gpt",
+        fused_loss=True,
+        reentrant=True,
         reduce="half",
-        default_zero=3,
+        flash1=True,  # Triton's kernel of 2023
         vocab=50368,
-        flash1=True,
-    ),  # fmt: skip
+        default_zero=3,
+    ),
     Convention(
-        # Its pipeline counts the head when it cuts the model; AWS's network (EFA) has more latency.
-        ("nanotron",),
-        "llama",
-        True,
-        False,
-        False,
-        True,
-        True,
-        "fp32",
-        True,
+        words=("nanotron",),
+        reentrant=True,
+        wide_gradients=True,
         reduces_each=True,
-        vocab=131072,
+        async_tensor=True,
+        latency_s=3e-5,  # AWS's network (EFA)
         balances_head=True,
-        latency_s=3e-5,
+        # Inferred from this table's peaks: no public run says so.
         keeps_gathered=True,
         copies_heads=True,
-        async_tensor=True,
         logit_bytes=(6, 4),
-    ),  # fmt: skip
+        vocab=131072,
+    ),
     Convention(
-        ("bmtrain",),
-        "gpt",
-        False,
-        True,
-        True,
-        True,
-        False,
-        "half",
-        default_zero=3,
-        default_ac="full",
+        words=("bmtrain",),
+        family="gpt",
+        fused_attention=False,
+        fused_loss=True,
+        dropout=True,
+        reentrant=True,
+        split_tokens=False,
+        reduce="half",
         offloads=True,
         vocab=50304,
-    ),  # fmt: skip
-    Convention(
-        ("deepspeed",),
-        "gpt",
-        False,
-        False,
-        True,
-        True,
-        False,
-        "half",
         default_zero=3,
         default_ac="full",
-        # Documented defaults of ZeRO 3: 1e9 live parameters and two reduction buckets of 5e8, in half.
+    ),
+    Convention(
+        words=("deepspeed",),
+        family="gpt",
+        fused_attention=False,
+        dropout=True,
+        reentrant=True,
+        split_tokens=False,
+        reduce="half",
         flops="hardware",
-        vocab=51200,
         logit_bytes=(8, 4),
+        # Documented defaults of ZeRO 2 and 3: two reduction buckets of 5e8, and 1e9 live parameters, in half.
         bucket_bytes=2 * 10**9,
         live_bytes=2 * 10**9,
-    ),  # fmt: skip
-    Convention(("colossal",), "llama", True, False, False, True, True, "half", True, default_ac="full", default_zero=1),
-    Convention(("torchtitan", "torchao", "trainy"), "llama", default_zero=3, vocab=128256, expandable=True),
-    Convention(("fms-fsdp", "fms_fsdp", "ibm"), "llama", default_zero=3, vocab=32000, reduce="half", flops="full"),
-    Convention(("llama 3 paper", "2407.21783"), "llama", True, True, False, True, True, "fp32", True, default_zero=1),
-    Convention(("nanochat", "picotron"), "llama", default_zero=1),
+        vocab=51200,
+        default_zero=3,
+        default_ac="full",
+    ),
+    Convention(
+        words=("colossal",),
+        reentrant=True,
+        reduce="half",
+        wide_gradients=True,
+        default_ac="full",
+        default_zero=1,
+    ),
+    Convention(
+        words=("torchtitan", "torchao", "trainy"),
+        expandable=True,
+        splits_local_batch=True,
+        vocab=128256,
+        default_zero=3,
+    ),
+    Convention(words=("fms-fsdp", "fms_fsdp", "ibm"), reduce="half", vocab=32000, default_zero=3),
+    Convention(
+        words=("llama 3 paper", "2407.21783"),
+        fused_loss=True,
+        wide_gradients=True,
+        compiled=True,
+        most_stages=True,  # §3.3.2: interleaved, a stage is one layer
+        default_zero=1,
+    ),
+    Convention(words=("nanochat", "picotron"), default_zero=1),
 )
 OTHER = Convention()
 """Of a source that is not known: PyTorch of 2024 with fused attention."""
