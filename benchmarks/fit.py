@@ -20,9 +20,17 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.cost import Calibration, Constants, Efficiency, simulate, write_calibration
-from meshwright.planner.published.case import Case, NotCovered, case_of
-from meshwright.planner.published.predict import published_tokens_per_s
-from meshwright.planner.published.rows import read_rows
+from meshwright.planner.published import (
+    Case,
+    NotCovered,
+    Row,
+    Scores,
+    case_of,
+    merged,
+    published_tokens_per_s,
+    read_rows,
+    score,
+)
 
 HERE = Path(__file__).parent
 TABLE = HERE / "data" / "published_runs.csv"
@@ -162,9 +170,10 @@ def _limit(key: Key) -> float:
     return {"hop": 5.0, "rowwise_bytes": 40.0}.get(key[1], 1.0)
 
 
-def load(path: Path) -> tuple[list[Case], np.ndarray]:
+def usable(rows: Sequence[Row]) -> tuple[list[Case], np.ndarray]:
+    """The rows that can be predicted and have a published speed, and these speeds."""
     cases = []
-    for row in read_rows(path):
+    for row in rows:
         try:
             case = case_of(row)
         except NotCovered:
@@ -197,6 +206,22 @@ def left_out(
     return found
 
 
+def cross_validated(rows: Sequence[Row], iterations: int = 5) -> Scores:
+    """Predicts the rows of every source by a fit to all other rows of the table."""
+    cases, published = usable(rows)
+    keys = parameters(cases)
+    start = np.log([value_of(DEFAULT, key) for key in keys])
+    at, columns = fit(cases, published, keys, start, np.ones(len(cases)), iterations)
+    sources = np.array([case.row.source for case in cases])
+    parts = []
+    for source in dict.fromkeys(row.source for row in rows):
+        known = (sources != source).astype(float)
+        values, _ = fit(cases, published, keys, at, known, iterations, columns) if known.any() else (start, columns)
+        calibration = with_values(DEFAULT, keys, np.exp(values))
+        parts.append(score([row for row in rows if row.source == source], calibration))
+    return merged(parts)
+
+
 def report(title: str, cases: list[Case], found: np.ndarray) -> float:
     errors = np.abs(np.exp(found) - 1)
     sources = np.array([case.row.source for case in cases])
@@ -214,7 +239,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--no-validation", action="store_true")
     options = parser.parse_args(arguments)
-    cases, published = load(options.file)
+    cases, published = usable(read_rows(options.file))
     keys = parameters(cases)
     start = np.log([value_of(DEFAULT, key) for key in keys])
     at, columns = fit(cases, published, keys, start, np.ones(len(cases)), options.iterations)
@@ -223,11 +248,6 @@ def main(arguments: list[str]) -> None:
     for key, value in zip(keys, np.exp(at), strict=True):
         print(f"{key[0]:10s} {key[1]:14s} {value:.4g}")
     notes = {"residual_mape": report("fitted", cases, now)}
-    for index in np.argsort(-np.abs(now))[:25]:
-        case = cases[index]
-        print(
-            f"   {np.exp(now[index]) - 1:+.1%} row {case.row.index} {case.row.text('model')} {case.row.text('gpu')} {case.cluster.num_devices}"
-        )
     if not options.no_validation:
         notes["left_out_by_source"] = report(
             "left out by source", cases, left_out(cases, published, keys, at, columns, lambda c: c.row.source)

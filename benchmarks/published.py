@@ -41,6 +41,8 @@ def main(arguments: list[str]) -> int:
         return 1
     if options.json:
         print(json.dumps(scores.as_json(), indent=2, allow_nan=False))
+        for row, why in scores.not_covered:
+            print(f"not covered, row {row.index}: {why}", file=sys.stderr)
         return 0
     _show(scores, every_row=options.rows)
     return 0
@@ -63,14 +65,16 @@ def _show(scores: Scores, *, every_row: bool) -> None:
         f"Out of memory: {oom['tp']} rightly predicted, {oom['fn']} falsely said to fit, {oom['fp']} falsely said not "
         f"to, {oom['tn']} rightly said to fit. Rank correlation of strategies: {_number(tau)}."
     )
+    rows = {p.row.index: p.row for p in scores.predictions}
     for each in figures["worst"]:
+        row, off = rows[each["row"]], each["predicted"] / each["published"] - 1
         console.print(
-            f"  row {each['row']:>4}: {each['predicted']:.4g} tokens/s/GPU, published {each['published']:.4g} "
-            f"({each['predicted'] / each['published'] - 1:+.0%})  {each['model']}, {each['source'][:70]}",
+            f"  row {row.index:>4}: {each['predicted']:.4g} tokens/s/GPU, published {each['published']:.4g} "
+            f"({off:+.0%})  {row.text('model')}, {row.source[:70]}",
             markup=False,
         )
-    for each in figures["not_covered"]:
-        console.print(f"  not covered, row {each['row']}: {each['reason']}", markup=False)
+    for row, why in scores.not_covered:
+        console.print(f"  not covered, row {row.index}: {why}", markup=False)
 
 
 def _sources_table(figures: dict[str, Any]) -> Table:

@@ -48,9 +48,7 @@ def recomputed(name, **changes):
 
 
 def test_recomputation_frees_what_is_named_and_runs_it_again():
-    none, attention, per_op, full = (
-        recomputed(name, fused_attention=False) for name in ("", ATTENTION, PER_OP, BLOCK)
-    )
+    none, attention, per_op, full = (recomputed(name, fused_attention=False) for name in ("", ATTENTION, PER_OP, BLOCK))
     saved = [step.activations.saved_bytes for step in (none, attention, per_op, full)]
     assert saved == sorted(saved, reverse=True)
     again = {op.kind for op in attention.blocks[0].ops if op.recomputed}

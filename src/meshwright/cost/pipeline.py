@@ -45,7 +45,7 @@ def pipeline_s(
         times: Of every rank of the pipeline.
         hop_s: From one stage to the next.
         stages_per_rank: Stages of a rank.
-        micro_batches: Of a step. Beyond a few rounds each takes as long as the slowest rank needs for it.
+        micro_batches: Of a step. Beyond a few rounds each takes as long as those before.
     """
     ranks = len(times)
     slowest = max(each.forward_s + each.backward_s for each in times)
@@ -54,10 +54,18 @@ def pipeline_s(
     if schedule in ("zbv", "dualpipev"):
         # Qi et al. 2024, Table 2 and DeepSeek-AI 2025, Table 2: with I = W = F the bubble is at most a rank's F a hop.
         return slowest * micro_batches + (ranks - 1) * (slowest / 6 / max(stages_per_rank, 1) + 2 * hop_s)
-    rounds = _SETTLED_ROUNDS if stages_per_rank == 1 else _SETTLED_ROUNDS + 1
-    settled = micro_batches if schedule == "gpipe" else min(micro_batches, rounds * ranks + micro_batches % ranks)
-    played = play(order(schedule, ranks, stages_per_rank, settled), times, hop_s, stages_per_rank)
-    return max(end for _, _, end in played) + (micro_batches - settled) * slowest
+    rest = micro_batches % ranks
+    settled = micro_batches if schedule == "gpipe" else min(micro_batches, (_SETTLED_ROUNDS + 1) * ranks + rest)
+
+    def played(number: int) -> float:
+        rows = order(schedule, ranks, stages_per_rank, number)
+        return max(end for _, _, end in play(rows, times, hop_s, stages_per_rank))
+
+    whole = played(settled)
+    if settled == micro_batches:
+        return whole
+    rate = max((whole - played(settled - ranks)) / ranks, slowest)  # hops that the ranks wait for count, too
+    return whole + (micro_batches - settled) * rate
 
 
 def play(

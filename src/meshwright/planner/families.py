@@ -139,6 +139,8 @@ def _outside(shape: Shape, pipeline: int = 1) -> tuple[Parameter, ...]:
     if shape.family == "gpt":
         found.append(_parameter("positions", shape.seq, shape.hidden, trained_on=first))
     found.append(_parameter("norm", shape.hidden, trained_on=last))
+    if shape.family == "gpt":
+        found.append(_parameter("norm.bias", shape.hidden, trained_on=last))
     if not shape.is_tied:
         found.append(_parameter("head", shape.vocab, shape.hidden, tensor_dim=0, trained_on=last))
     return tuple(found)

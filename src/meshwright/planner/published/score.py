@@ -51,12 +51,9 @@ class Scores:
                     "row": p.row.index,
                     "predicted": p.tokens_per_s_per_gpu,
                     "published": p.published_tokens_per_s_per_gpu,
-                    "model": p.row.text("model"),
-                    "source": p.row.source,
                 }
                 for p in worst
             ],
-            "not_covered": [{"row": row.index, "source": row.source, "reason": why} for row, why in self.not_covered],
         }
 
 
