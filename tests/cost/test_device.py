@@ -42,7 +42,7 @@ def test_the_nominal_size_is_not_taken_for_another_device():
 
 
 def test_an_unknown_device_is_named_with_those_that_are_known():
-    with pytest.raises(ConfigError, match="GTX 1080.*H100-SXM"):
+    with pytest.raises(ConfigError, match=r"GTX 1080.*H100-SXM"):
         find_device("GTX 1080")
 
 

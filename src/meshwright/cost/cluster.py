@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import tomllib
@@ -167,10 +168,10 @@ def _cluster_from(data: Any) -> Cluster:
     described = data["device"]
     device = Device(**described) if isinstance(described, Mapping) else find_device(str(described))
     if "price_per_hour" in data:
-        device = _with(device, price_per_hour=_positive(data["price_per_hour"], "price_per_hour"))
+        device = dataclasses.replace(device, price_per_hour=_positive(data["price_per_hour"], "price_per_hour"))
     base = make_cluster(device, _count(data, "num_devices"), _count(data, "devices_per_node", None))
     links = {name: _link(data[name], getattr(base, name), name) for name in _KEYS & _LINKS if name in data}
-    return _with(base, **links)
+    return dataclasses.replace(base, **links)
 
 
 _LINKS = {"intra", "inter", "host_link"}
@@ -201,9 +202,3 @@ def _positive(value: Any, name: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
         raise ValueError(f"{name} must be a positive number, and is {value!r}")
     return float(value)
-
-
-def _with(value: Any, **changes: Any) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(value, **changes)

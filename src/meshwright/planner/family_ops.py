@@ -89,39 +89,32 @@ class OutsideSaved:
 
 
 def block_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
-    """Forward of one block. The last product is needed by nothing that is saved: recomputation may stop before it."""
+    """Forward of one block. Nothing saved needs the last product: recomputation may stop before it."""
     h, kv, f, t = shape.hidden, shape.kv_width, shape.ffn_width, run.tensor
-    tokens, active = run.tokens, shape.experts_per_token
-    attention = (ATTENTION, BLOCK)
-    moved = _moved_per_block(shape, run)
-    projections = [
+    tokens, routed = run.tokens, run.tokens * shape.experts_per_token
+    second = (_matmul(run, routed, f // t, h, PER_OP),) if shape.gated else ()
+    return (
+        _moves(shape, run),
         _matmul(run, tokens, (h + 2 * kv) // t, h),
-        *_attention_ops(shape, run, attention),
+        *_attention_ops(shape, run, (ATTENTION, BLOCK)),
         _matmul(run, tokens, h, h // t, PER_OP),
-    ]
-    up = 2 if shape.gated else 1
-    feed_forward = [
-        _matmul(run, tokens * active, f // t, h, count=1),
-        *([_matmul(run, tokens * active, f // t, h, PER_OP)] if up == 2 else []),
-        dataclasses.replace(_matmul(run, tokens * active, h, f // t), needed_in=()),
-    ]
-    moves = Op("move", num_bytes=moved, count=_kernels(run), inside=(BLOCK, PER_OP), needed_in=(BLOCK, PER_OP))
-    moves = _each(moves)
-    return (moves, *projections, *feed_forward)
+        _matmul(run, routed, f // t, h),
+        *second,
+        dataclasses.replace(_matmul(run, routed, h, f // t), needed_in=()),
+    )
 
 
-def _each(moves: Op) -> Op:
-    return dataclasses.replace(moves, num_bytes=moves.num_bytes // moves.count)
+def _moves(shape: Shape, run: FamilyRun) -> Op:
+    """All kernels of a block that are bound by memory, as equal ones."""
+    kernels, names = 6 if run.compiled else 12, (BLOCK, PER_OP)
+    each = _moved_per_block(shape, run) // kernels
+    return Op("move", num_bytes=each, count=kernels, inside=names, needed_in=names)
 
 
-def _kernels(run: FamilyRun) -> int:
-    return 6 if run.compiled else 12
-
-
-def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "", count: int = 1) -> Op:
+def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "") -> Op:
     names = (BLOCK, beside) if beside else (BLOCK,)
     variant: Literal["", "rowwise"] = "rowwise" if run.rowwise else ""
-    return Op("matmul", m, n, k, dtype=run.dtype, inside=names, needed_in=names, count=count, variant=variant)  # type: ignore[arg-type]
+    return Op("matmul", m, n, k, dtype=run.dtype, inside=names, needed_in=names, variant=variant)  # type: ignore[arg-type]
 
 
 def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tuple[Op, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.cost import Peak, memory, peak
+from meshwright.cost import Peak, Step, memory, peak
 from meshwright.cost.memory import whole_gradients
 
 if TYPE_CHECKING:
@@ -38,10 +38,12 @@ class Held:
 
 def held_by(case: Case) -> Held:
     """Predicts the memory of a run."""
-    convention = case.convention
     distinct = {id(step): step for step in case.steps}.values()
-    most = max((peak(step) for step in distinct), key=lambda each: each.reserved_bytes)
-    extra = _beside(case)
+    return max((_held(case, step) for step in distinct), key=lambda held: held.needed_bytes)
+
+
+def _held(case: Case, step: Step) -> Held:
+    convention, most, extra = case.convention, peak(step), _beside(case, step)
     gathers_layers = convention.live_bytes > 0 and case.zero_stage == 3
     unused = 0.0 if convention.expandable else FRAGMENTED_BY_LAYERS if gathers_layers else FRAGMENTED
     reserved = round((most.reserved_bytes + extra) * (1 + unused))
@@ -50,9 +52,9 @@ def held_by(case: Case) -> Held:
     return Held(most, counted, needed, needed <= case.cluster.device.memory_bytes)
 
 
-def _beside(case: Case) -> int:
+def _beside(case: Case, step: Step) -> int:
     """Bytes of what a source keeps and our methods do not; negative where it keeps less."""
-    step, convention = case.steps[0], case.convention
+    convention = case.convention
     extra = convention.bucket_bytes
     if convention.live_bytes and case.zero_stage == 3:
         # Two layers at once (the one that computes and the one prefetched) with the gradients of one.

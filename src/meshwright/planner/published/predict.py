@@ -56,17 +56,22 @@ def predict_case(case: Case, calibration: Calibration | None = None) -> Predicti
     held = held_by(case)
     published = published_tokens_per_s(case)
     oom = True if case.row.ran_out_of_memory else False if _ran(case.row) else None
-    peak_gib = case.row.number("peak_mem_gib")
     return Prediction(
         case=case,
         time=time,
         tokens_per_s_per_gpu=case.tokens_per_step / time.step_time_s / case.cluster.num_devices,
         published_tokens_per_s_per_gpu=published,
         held=held,
-        published_peak_bytes=peak_gib * _GIB if peak_gib else None,
+        published_peak_bytes=_published_peak(case),
         out_of_memory=not held.fits,
         published_out_of_memory=oom,
     )
+
+
+def _published_peak(case: Case) -> float | None:
+    """As printed; more than the device has is no peak of its memory and says nothing."""
+    printed = (case.row.number("peak_mem_gib") or 0.0) * _GIB
+    return printed if 0 < printed <= case.cluster.device.memory_bytes else None
 
 
 def _ran(row: Row) -> bool:

@@ -14,6 +14,7 @@ from meshwright.planner.published.predict import Prediction, predict_row
 from meshwright.planner.published.rows import Row
 
 _WORST = 10
+_EQUAL = 0.01  # speeds that differ by no more are one: a run that is repeated differs as much
 
 
 @dataclass
@@ -27,9 +28,9 @@ class Scores:
     def as_json(self) -> dict[str, Any]:
         """The figures of all rows, of every source, and the worst rows.
 
-        ``time_mape`` and ``time_median`` are of tokens per second (equal to those of the step time's inverse), the
-        others of peak memory, all as fractions. ``oom`` counts rows that are published as having run or not:
-        ``tp`` predicted and published as out of memory, ``fn`` false "fits".
+        ``time_mape`` and ``time_median`` are of tokens per second, ``memory_mape`` and ``memory_median`` of peak
+        memory, as fractions. ``oom`` counts rows that are published as having run or not: ``tp`` predicted and
+        published as out of memory, ``fn`` false "fits".
         """
         whole = _figures(self.predictions, self.rows)
         sources = dict.fromkeys([p.row.source for p in self.predictions] + [row.source for row, _ in self.not_covered])
@@ -79,8 +80,9 @@ def merged(parts: Sequence[Scores]) -> Scores:
 def kendall_tau(predictions: Sequence[Prediction]) -> float | None:
     """Rank correlation (tau-b) of strategies within one model and cluster, pooled over all such settings.
 
-    Pairs of runs of one setting with different published speed count: those that the prediction orders alike less those
-    it orders otherwise, over the root of the pairs that are not tied on either side. None: no such pairs.
+    Pairs of runs of one setting (model, length of a sample, devices) count whose published speeds differ by more than
+    1 %: those that the prediction orders alike less those it orders otherwise, over the root of the pairs that are not
+    tied on either side. None: no such pairs.
     """
     settings: dict[Any, list[Prediction]] = {}
     for each in predictions:
@@ -89,16 +91,16 @@ def kendall_tau(predictions: Sequence[Prediction]) -> float | None:
     alike = untied_published = untied_predicted = 0
     for runs in settings.values():
         for a, b in itertools.combinations(runs, 2):
-            published = _sign(a.published_tokens_per_s_per_gpu or 0, b.published_tokens_per_s_per_gpu or 0)
-            predicted = _sign(a.tokens_per_s_per_gpu, b.tokens_per_s_per_gpu)
+            published = _order(a.published_tokens_per_s_per_gpu or 0, b.published_tokens_per_s_per_gpu or 0, _EQUAL)
+            predicted = _order(a.tokens_per_s_per_gpu, b.tokens_per_s_per_gpu, 0.0) if published else 0
             alike += published * predicted
             untied_published += published != 0
             untied_predicted += predicted != 0
     return alike / (untied_published * untied_predicted) ** 0.5 if untied_published and untied_predicted else None
 
 
-def _sign(a: float, b: float) -> int:
-    return (a > b) - (a < b)
+def _order(a: float, b: float, equal: float) -> int:
+    return 0 if abs(a - b) <= equal * max(a, b) else 1 if a > b else -1
 
 
 def _figures(predictions: Sequence[Prediction], rows: int) -> dict[str, Any]:
