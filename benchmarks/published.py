@@ -1,6 +1,6 @@
 """Predicts every row of a table of published runs and says how far off the predictions are.
 
-    python benchmarks/published.py [FILE.csv] [--json] [--cross-validate] [--rows]
+    python benchmarks/published.py [FILE.csv] [--json] [--cross-validate] [--rows] [--picture FILE.svg]
 
 The columns are those of ``benchmarks/data/published_runs.csv``; unknown cells are empty. Per source and in total: rows
 covered, error of tokens per second (from MFU or TFLOPS where only they are printed) and of peak memory, out-of-memory
@@ -32,6 +32,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--cross-validate", action="store_true", help="predict each source by a fit without it")
     parser.add_argument("--rows", action="store_true", help="print every row's prediction, too")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw predicted over published speed")
     options = parser.parse_args(arguments)
     try:
         rows = read_rows(options.file)
@@ -39,6 +40,8 @@ def main(arguments: list[str]) -> int:
     except MeshwrightError as error:
         print(error, file=sys.stderr)
         return 1
+    if options.picture:
+        _draw(scores, options.picture)
     if options.json:
         print(json.dumps(scores.as_json(), indent=2, allow_nan=False))
         for row, why in scores.not_covered:
@@ -96,6 +99,26 @@ def _cells(own: dict[str, Any]) -> list[str]:
 
 def _number(value: float | None) -> str:
     return "no pairs" if value is None else f"{value:.2f}"
+
+
+def _draw(scores: Scores, path: Path) -> None:
+    from matplotlib import pyplot as plt  # of the extra "bench"
+
+    plt.rcParams["svg.hashsalt"] = "predictions"  # equal files from equal figures
+    figure, axes = plt.subplots(figsize=(7, 5))
+    timed = [p for p in scores.predictions if p.published_tokens_per_s_per_gpu]
+    for project in dict.fromkeys(p.row.source.split()[0] for p in timed):
+        own = [p for p in timed if p.row.source.split()[0] == project]
+        published = [p.published_tokens_per_s_per_gpu for p in own]
+        axes.scatter(published, [p.tokens_per_s_per_gpu for p in own], s=14, alpha=0.8, label=project)
+    ends = [min(p.tokens_per_s_per_gpu for p in timed) / 2, max(p.tokens_per_s_per_gpu for p in timed) * 2]
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    for factor in (0.9, 1.1):
+        axes.plot(ends, [factor * end for end in ends], color="grey", linewidth=0.6, linestyle="--")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xlabel="published tokens per second and GPU", ylabel="predicted (dashed: 10 % off)")
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
 def _rows_table(scores: Scores) -> Table:

@@ -170,11 +170,16 @@ def _cluster_from(data: Any) -> Cluster:
     if "price_per_hour" in data:
         device = dataclasses.replace(device, price_per_hour=_positive(data["price_per_hour"], "price_per_hour"))
     base = make_cluster(device, _count(data, "num_devices"), _count(data, "devices_per_node", None))
-    links = {name: _link(data[name], getattr(base, name), name) for name in _KEYS & _LINKS if name in data}
-    return dataclasses.replace(base, **links)
 
+    def link(name: str, usual: Link) -> Link:
+        return _link(data[name], usual, name) if name in data else usual
 
-_LINKS = {"intra", "inter", "host_link"}
+    return dataclasses.replace(
+        base,
+        intra=link("intra", base.intra),
+        inter=link("inter", base.inter),
+        host_link=link("host_link", base.host_link),
+    )
 
 
 def _link(data: Any, usual: Link, name: str) -> Link:
