@@ -52,7 +52,7 @@ def peak(step: Step) -> Peak:
 
     moments: dict[Moment, Memory] = {
         "loss": at(lasting, weights + accumulated, at_loss),
-        "recomputation": at(lasting, weights + accumulated + 2 * of_block, saved - behind, whole.recomputation),
+        "recomputation": at(lasting, weights + accumulated + of_block, saved - behind, whole.recomputation),
         "reduction": at(whole.gradients, weights + accumulated + of_outside, 0),
         "update": at(whole.gradients, at_update, 0),
     }
@@ -61,12 +61,17 @@ def peak(step: Step) -> Peak:
 
 
 def _gradients(step: Step) -> tuple[int, int, int]:
-    """Whole gradients that accumulate, of a block as it is reduced, and of what is outside."""
+    """Whole gradients that accumulate, those of blocks that are computed and reduced, and of what is outside.
+
+    Two blocks at once; beside gradients that accumulate, which are there already, one.
+    """
     each = whole_gradients(step)
     accumulates = step.whole_gradients and step.num_micro_batches > 1
     inside = max((size for block, size in each if block.name != "outside"), default=0)
     outside = sum(size for block, size in each if block.name == "outside")
-    return sum(block.count * size for block, size in each) if accumulates else 0, inside, outside
+    if accumulates:
+        return sum(block.count * size for block, size in each), inside, outside
+    return 0, 2 * inside, outside
 
 
 def _reserved(whole: Memory, weights: int, moments: dict[Moment, Memory]) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 Action = tuple[str, int, int]  # F or B, the stage, the micro-batch
 
+_PLAYED_ACTIONS = 100_000
 _SETTLED_ROUNDS = 1  # after so many rounds over the ranks every further micro-batch takes the same
 
 
@@ -51,6 +52,8 @@ def pipeline_s(
     slowest = max(each.forward_s + each.backward_s for each in times)
     if ranks == 1:
         return slowest * micro_batches
+    if ranks * ranks * stages_per_rank > _PLAYED_ACTIONS:  # of so many ranks: as if all were the slowest
+        return slowest * micro_batches + (ranks - 1) * (slowest / stages_per_rank + 2 * hop_s)
     if schedule in ("zbv", "dualpipev"):
         # Qi et al. 2024, Table 2 and DeepSeek-AI 2025, Table 2: with I = W = F the bubble is at most a rank's F a hop.
         return slowest * micro_batches + (ranks - 1) * (slowest / 6 / max(stages_per_rank, 1) + 2 * hop_s)

@@ -124,13 +124,20 @@ def _computing(
             (sum(forward_s(op, machine) for op in b.ops), sum(backward_s(op, machine) for op in b.ops)) for b in blocks
         ]
     else:
-        whole = (step.flops or 0) / machine.matmul_flops_per_s("half" if step.compute_itemsize == 2 else "fp32")
+        forward, backward = _from_flops(step, machine)
         count = sum(block.count for block in blocks)
         if not count:
-            return [], [], (whole * _FORWARD_SHARE, whole * (1 - _FORWARD_SHARE))
-        each = [(whole * _FORWARD_SHARE / count, whole * (1 - _FORWARD_SHARE) / count)] * len(blocks)
+            return [], [], (forward, backward)
+        each = [(forward / count, backward / count)] * len(blocks)
     times = [seconds for block, seconds in zip(blocks, each, strict=True) for _ in range(block.count)]
     return [forward for forward, _ in times], [backward for _, backward in times], apart
+
+
+def _from_flops(step: Step, machine: Machine) -> tuple[float, float]:
+    """Of the whole model, were all its work large products; recomputation, where there is any, runs all of it again."""
+    whole = (step.flops or 0) / machine.matmul_flops_per_s("half" if step.compute_itemsize == 2 else "fp32")
+    again = step.activations is not None and step.activations.working_bytes > 0
+    return whole * _FORWARD_SHARE, whole * (1 if again else 1 - _FORWARD_SHARE)
 
 
 def _block_s(block: Block, machine: Machine) -> tuple[float, float]:

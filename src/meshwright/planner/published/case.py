@@ -26,6 +26,7 @@ from meshwright.planner.published.strategies import (
 from meshwright.strategy import Strategy
 
 _MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
+_MOST_STAGES = 256
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,8 @@ def _sizes(row: Row, devices: int) -> dict[str, int]:
     inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
     if devices % inner:
         raise NotCovered(f"tp {sizes['tp']} x pp {sizes['pp']} x cp {sizes['cp']} do not divide {devices} GPUs")
+    if sizes["pp"] > _MOST_STAGES:
+        raise NotCovered(f"a pipeline of {sizes['pp']} ranks; at most {_MOST_STAGES} are simulated")
     given = row.count("dp")
     if given is not None and given * inner != devices:
         if given == devices // (sizes["tp"] * sizes["pp"]):  # counts the ranks of cp as data-parallel

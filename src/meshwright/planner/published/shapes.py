@@ -36,6 +36,7 @@ _MIXTRAL: dict[str, tuple[_Dims, int, int]] = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])(?![a-z])", re.IGNORECASE)
 _GPT_WORDS = ("gpt", "mpt", "megatron", "opt", "bloom", "bert", "turing", "mt-nlg", "pythia", "falcon")
 _LLAMA_WORDS = ("llama", "mistral", "qwen", "granite", "yi-", "gemma", "baichuan", "internlm", "nemotron", "olmo")
+_MOST_LAYERS = 5000  # what is more is a number of something else
 _CLOSE = 0.2  # a known model stands for another of its family whose size differs by no more
 
 
@@ -44,7 +45,7 @@ def shape_of(row: Row, convention: Convention, assumed: list[str]) -> Shape | No
     family = _family(row, convention)
     known = _known(row, family, assumed)
     layers, hidden = row.count("layers") or known.get("layers"), row.count("hidden") or known.get("hidden")
-    if layers is None or hidden is None:
+    if layers is None or hidden is None or layers > _MOST_LAYERS:
         return None
     heads = row.count("heads") or known.get("heads") or _usual_heads(hidden, assumed)
     vocab = row.count("vocab") or known.get("vocab") or _usual_vocab(family, convention, assumed)
