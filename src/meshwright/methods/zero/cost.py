@@ -76,15 +76,17 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
     units = sum(block.count for block in step.blocks)  # each is gathered, and reduced, in one collective
     gathered, reduced = 1 if gathers == "once" else micro_batches, 1 if reduce_once else micro_batches
     again = micro_batches if gathers == "twice" else 0
-    each, all_reduced = gathers == "twice", not reduce_once
+    gathers_each, reduces_each = gathers == "twice", not reduce_once
     return step.send(
-        Traffic("all_gather", axis, weights * gathered, "forward", calls=units * gathered, per_micro_batch=each),
+        Traffic(
+            "all_gather", axis, weights * gathered, "forward", calls=units * gathered, per_micro_batch=gathers_each
+        ),
         Traffic("all_gather", axis, inside * again, "backward", calls=max(units * again, 1), per_micro_batch=True),
         Traffic(
-            "reduce_scatter", axis, gradients * reduced, "backward", calls=units * reduced, per_micro_batch=all_reduced
+            "reduce_scatter", axis, gradients * reduced, "backward", calls=units * reduced, per_micro_batch=reduces_each
         ),
         Traffic("all_reduce", beside, gradients // step.size(axis) if beside != axis else 0, "backward"),
-        Traffic("all_reduce", axis, whole * micro_batches, "backward"),
+        Traffic("all_reduce", axis, whole * micro_batches, "backward", calls=micro_batches, per_micro_batch=True),
     )
 
 
