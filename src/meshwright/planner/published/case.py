@@ -109,16 +109,44 @@ def _case(
     batches: tuple[int, int],
     assumed: list[str],
 ) -> Case:
-    global_batch = max(batches[1], sizes["dp"])
-    micro_batch = min(batches[0], max(1, global_batch // sizes["dp"]))
-    if convention.splits_local_batch and sizes["pp"] > 1 and global_batch < sizes["pp"] * micro_batch * sizes["dp"]:
-        micro_batch = max(1, micro_batch // sizes["pp"])
-        assumed.append(f"micro_batch {micro_batch}: the local batch over the pipeline's ranks")
+    micro_batch, global_batch = _fitting(convention, sizes, batches, assumed)
     stage = zero_stage_of(row, convention, assumed)
     recompute = recompute_of(row, convention, assumed)
-    run = FamilyRun(
-        micro_batch=micro_batch * (sizes["tp"] if "bmtrain" in row.source.lower() else 1),
-        num_micro_batches=max(1, round(global_batch / (sizes["dp"] * micro_batch))),
+    micro_batches = max(1, round(global_batch / (sizes["dp"] * micro_batch)))
+    run = _run(row, convention, shape, cluster, (micro_batch, micro_batches), assumed)
+    keys = pipeline_of(sizes["pp"], run, convention, shape, row)
+    strategy = strategy_of(sizes, stage, recompute, convention, keys)
+    axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
+    virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
+    steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
+    noted = bool(re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE)) and "vanilla" not in row.notes
+    steps = [
+        _as_source(cost_of(strategy, step), convention, stage, async_tensor=convention.async_tensor or noted)
+        for step in _distinct(steps)
+    ]
+    every = _every(steps, sizes["pp"])
+    return Case(row, convention, shape, run, cluster, strategy, stage, every, global_batch, tuple(assumed))
+
+
+def _fitting(
+    convention: Convention, sizes: dict[str, int], batches: tuple[int, int], assumed: list[str]
+) -> tuple[int, int]:
+    """Samples of a micro-batch and of a step that fit each other, as the source means them."""
+    scale = sizes["tp"] if convention.batch_of_device else 1
+    whole = max(batches[1] * scale, sizes["dp"])
+    micro = min(batches[0] * scale, max(1, whole // sizes["dp"]))
+    if convention.splits_local_batch and sizes["pp"] > 1 and whole < sizes["pp"] * micro * sizes["dp"]:
+        micro = max(1, micro // sizes["pp"])
+        assumed.append(f"micro_batch {micro}: the local batch over the pipeline's ranks")
+    return micro, whole
+
+
+def _run(
+    row: Row, convention: Convention, shape: Shape, cluster: Cluster, batches: tuple[int, int], assumed: list[str]
+) -> FamilyRun:
+    return FamilyRun(
+        micro_batch=batches[0],
+        num_micro_batches=batches[1],
         dtype=_dtype(row, assumed),
         split_tokens=convention.split_tokens or "sequence" in row.text("ac").lower(),
         fused_attention=convention.fused_attention,
@@ -133,22 +161,12 @@ def _case(
         balances_head=convention.balances_head,
         logit_bytes=_logit_bytes(convention, cluster),
     )
-    strategy = strategy_of(sizes, stage, recompute, convention, pipeline_of(sizes["pp"], run, convention, shape, row))
-    pipeline = strategy.get("pipeline_parallel")
-    virtual = pipeline.num_stages_per_rank or 1 if pipeline is not None else 1  # type: ignore[attr-defined]
-    axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
-    steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
-    steps = [cost_of(strategy, step) for step in _distinct(steps)]
-    noted = bool(re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE)) and "vanilla" not in row.notes
-    steps = [_as_source(step, convention, stage, async_tensor=convention.async_tensor or noted) for step in steps]
-    every = _every(steps, sizes["pp"])
-    return Case(row, convention, shape, run, cluster, strategy, stage, every, global_batch, tuple(assumed))
 
 
 def _convention(row: Row) -> Convention:
     # BMTrain's table compares with DeepSpeed and Megatron-LM, whose rows have a ZeRO stage.
     if "bmtrain" in row.source.lower() and row.text("zero_stage"):
-        return convention_of("deepspeed")
+        return dataclasses.replace(convention_of("deepspeed"), batch_of_device=True)
     return convention_of(row.source)
 
 

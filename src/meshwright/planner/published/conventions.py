@@ -34,6 +34,7 @@ class Convention:
         keeps_gathered: Whether the gathered input of a split layer is kept for backward.
         compiled: Whether chains of elementwise kernels are one, whatever the table says.
         splits_local_batch: Whether a pipeline cuts what is called its micro-batch into as many as it has ranks.
+        batch_of_device: Whether a micro-batch is a device's share of what its tensor group takes together.
         most_stages: Whether a pipeline's ranks take turns at single layers.
         async_tensor: Whether tensor-parallel collectives run beside the products they feed.
         copies_heads: Whether copies of queries, keys and values are kept.
@@ -70,6 +71,7 @@ class Convention:
     async_tensor: bool = False
     compiled: bool = False
     splits_local_batch: bool = False
+    batch_of_device: bool = False
     most_stages: bool = False
     logit_bytes: tuple[int, int] | None = None
     bucket_bytes: int = 0
@@ -140,6 +142,7 @@ _KNOWN = (
         split_tokens=False,
         reduce="half",
         offloads=True,
+        batch_of_device=True,
         vocab=50304,
         default_zero=3,
         default_ac="full",
