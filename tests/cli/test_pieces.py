@@ -14,7 +14,7 @@ from meshwright.cli.references import find_modules_beside
 from meshwright.cli.report import sparkline
 from meshwright.cli.request import Options, prepare
 from meshwright.cli.run_dir import MetricsFile, check_run_dir, default_run_dir
-from meshwright.cost.devices import half_peak_flops_per_s
+from meshwright.cost.device import half_peak_flops_per_s
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, ModelError, StrategyError
 from meshwright.runtime import measured_flops_per_s
 from tests.cli.helpers import project

@@ -6,7 +6,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.cost import memory
-from meshwright.cost.devices import fp8_peak_flops_per_s
+from meshwright.cost.device import fp8_peak_flops_per_s
 from meshwright.methods import Fp8
 from meshwright.nn.fp8 import Fp8Linear
 from meshwright.store import CheckpointStore, TrainingState

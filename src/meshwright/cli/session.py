@@ -15,7 +15,7 @@ from meshwright.auto import accelerate
 from meshwright.cli.corpus import tokenized
 from meshwright.cli.request import Options, Prepared, prepare
 from meshwright.cli.run_dir import CHECKPOINTS, CONFIG, STRATEGY, default_run_dir, write_text
-from meshwright.cost.devices import half_peak_flops_per_s
+from meshwright.cost.device import half_peak_flops_per_s
 from meshwright.data import GlobalOrder, TokenDataset
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.lr_scheduler import warmup_decay

@@ -1,8 +1,13 @@
 """The simulated step: pure functions on plain data. Never imports torch."""
 
+from meshwright.cost.cluster import Cluster, Link, find_cluster, make_cluster, read_cluster
+from meshwright.cost.device import DEVICES, Device, find_device
+from meshwright.cost.efficiency import Calibration, Constants, Efficiency, fitted, read_calibration, write_calibration
+from meshwright.cost.liveness import Peak, peak
 from meshwright.cost.memory import Memory, element_bytes, gathered_itemsize, local_shape, memory, padded_bytes, shape_on
 from meshwright.cost.names import names_class
 from meshwright.cost.owners import balanced_owners
+from meshwright.cost.simulate import StepTime, simulate, timeline
 from meshwright.cost.step import (
     Activations,
     Block,
@@ -11,6 +16,7 @@ from meshwright.cost.step import (
     Buffer,
     CollectiveKind,
     Moment,
+    Op,
     OuterState,
     Parameter,
     Placed,
@@ -21,31 +27,56 @@ from meshwright.cost.step import (
     Step,
     Traffic,
 )
+from meshwright.cost.timeline import Event
+from meshwright.cost.traffic import inline_traffic, send_boundaries
 
 __all__ = [
+    "DEVICES",
     "Activations",
     "Block",
     "Boundary",
     "BoundaryAxis",
     "Buffer",
+    "Calibration",
+    "Cluster",
     "CollectiveKind",
+    "Constants",
+    "Device",
+    "Efficiency",
+    "Event",
+    "Link",
     "Memory",
     "Moment",
+    "Op",
     "OuterState",
     "Parameter",
+    "Peak",
     "Placed",
     "Placement",
     "RecomputePart",
     "Stages",
     "StateTensor",
     "Step",
+    "StepTime",
     "Traffic",
     "balanced_owners",
     "element_bytes",
+    "find_cluster",
+    "find_device",
+    "fitted",
     "gathered_itemsize",
+    "inline_traffic",
     "local_shape",
+    "make_cluster",
     "memory",
     "names_class",
     "padded_bytes",
+    "peak",
+    "read_calibration",
+    "read_cluster",
+    "send_boundaries",
     "shape_on",
+    "simulate",
+    "timeline",
+    "write_calibration",
 ]

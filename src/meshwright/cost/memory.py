@@ -145,21 +145,34 @@ def _gathered_bytes(step: Step) -> int:
     runs and the one prefetched). ``model``: all are whole from forward to backward. Gradients of two units are whole at
     once (computed, and being reduced), or all of them while they accumulate.
     """
-    if step.gathered == "nothing" or step.size(step.shard_axis) == 1:
+    gradients = whole_gradients(step)
+    largest = max((size for _, size in gradients), default=0)
+    if step.whole_gradients and step.num_micro_batches > 1:
+        return whole_weights_bytes(step) + sum(block.count * size for block, size in gradients) + largest
+    return whole_weights_bytes(step) + 2 * largest
+
+
+def whole_weights_bytes(step: Step) -> int:
+    """Whole copies of sharded parameters that live at once."""
+    if not _gathers(step):
         return 0
     weights = [(block, _whole_bytes(step, block, functools.partial(gathered_itemsize, step))) for block in step.blocks]
-    reduced = functools.partial(element_bytes, itemsize=step.reduce_itemsize)
-    gradients = [_whole_bytes(step, block, reduced, trainable_only=True) for block in step.blocks]
-    inside = [size for block, size in weights if block.name != "outside"]
-    outside = sum(size for block, size in weights if block.name == "outside")
     if step.gathered == "model":
-        whole_weights = sum(block.count * size for block, size in weights)
-    else:
-        whole_weights = outside + 2 * max(inside, default=0)
-    if step.whole_gradients and step.num_micro_batches > 1:
-        whole = sum(block.count * size for block, size in zip(step.blocks, gradients, strict=True))
-        return whole_weights + whole + max(gradients, default=0)
-    return whole_weights + 2 * max(gradients, default=0)
+        return sum(block.count * size for block, size in weights)
+    inside = [size for block, size in weights if block.name != "outside"]
+    return sum(size for block, size in weights if block.name == "outside") + 2 * max(inside, default=0)
+
+
+def whole_gradients(step: Step) -> list[tuple[Block, int]]:
+    """Per distinct block, the bytes of one's gradients before they are reduced to shards."""
+    if not _gathers(step):
+        return []
+    reduced = functools.partial(element_bytes, itemsize=step.reduce_itemsize)
+    return [(block, _whole_bytes(step, block, reduced, trainable_only=True)) for block in step.blocks]
+
+
+def _gathers(step: Step) -> bool:
+    return step.gathered != "nothing" and step.size(step.shard_axis) > 1
 
 
 def _whole_bytes(

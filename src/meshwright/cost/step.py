@@ -65,13 +65,49 @@ class Buffer:
 
 
 @dataclass(frozen=True)
+class Op:
+    """One kernel of a forward pass for one micro-batch, as one rank of the tensor and sequence axes runs it.
+
+    A ``matmul`` is ``batch`` products ``[m, k] x [k, n]``. An ``attention`` is ``batch`` fused attentions (samples x
+    heads) of ``m`` queries over ``n`` keys of width ``k``. A ``move`` reads and writes ``num_bytes``. Backward follows
+    from forward.
+    """
+
+    kind: Literal["matmul", "attention", "move"]
+    m: int = 0
+    n: int = 0
+    k: int = 0
+    batch: int = 1
+    num_bytes: int = 0
+    backward_bytes: int | None = None  # of a move; None: twice what forward moves
+    dtype: Literal["fp32", "half", "fp8"] = "half"
+    causal: bool = False  # of an attention: half of the scores are not computed
+    variant: Literal["", "rowwise", "flash1"] = ""  # fp8 scaled row by row; fused attention of the first generation
+    count: int = 1
+    inside: tuple[str, ...] = ()  # qualified names of the classes of the modules it lies in
+    needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
+    recomputed: bool = False  # runs a second time, in backward
+    on_rank: int | None = None  # outside the blocks of a pipeline: the rank that runs it; None: all
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations in forward."""
+        if self.kind == "matmul":
+            return 2 * self.m * self.n * self.k * self.batch * self.count
+        if self.kind == "attention":
+            return 4 * self.m * self.n * self.k * self.batch * self.count // (2 if self.causal else 1)
+        return 0
+
+
+@dataclass(frozen=True)
 class Block:
-    """The parameters of one distinct block, ``count`` times in the model; ``outside`` holds what is in no block."""
+    """One distinct block, ``count`` times in the model; ``outside`` holds what is in no block."""
 
     name: str
     count: int
     parameters: tuple[Parameter, ...]
     on_ranks: tuple[int, ...] = ()  # of a pipeline's blocks: how many of them each rank holds
+    ops: tuple[Op, ...] = ()  # what one of them computes; empty: only the step's ``flops`` are known
 
 
 Placed = tuple[tuple[tuple[int, ...], int], ...]
@@ -88,6 +124,7 @@ class Stages:
     num_blocks: int  # of the whole list
     here: int  # the rank whose step this is
     boundary_bytes: int | None = None  # what one block hands to the next in one micro-batch; None: unknown
+    schedule: str = "1f1b"  # in which order ranks compute
 
     def sums(self, amounts: Placed) -> list[int]:
         """What of some amounts every stage has."""
@@ -122,6 +159,8 @@ class Activations:
     working_bytes: int = 0  # of the part being recomputed
     saved_at: Placed = ()  # saved_bytes, where a pipeline cuts the model
     flops_at: Placed = ()  # then: of forward and backward
+    loss_bytes: int = 0  # beside what is saved, while the loss runs backward: the gradient of the logits
+    outside_bytes: int = 0  # of ``saved_bytes``: behind the last block, freed before the blocks run backward
 
 
 @dataclass(frozen=True)
@@ -136,6 +175,7 @@ class Boundary:
     path: str = ""  # of the layer
     on_ranks: tuple[int, ...] | None = None  # the pipeline ranks that run it; None: all
     axis: BoundaryAxis = "tensor"
+    count: int = 1  # such collectives, which carry ``num_bytes`` together
 
 
 @dataclass(frozen=True)
@@ -168,6 +208,10 @@ class Traffic:
     bytes_per_step: int
     moment: Moment
     every: int = 1  # only in every so many steps
+    calls: int = 1  # collectives per step that the bytes are cut into
+    per_micro_batch: bool = False  # whether each micro-batch sends its part; False: all at the step's one moment
+    hidden: bool = True  # whether it can run beside computation that does not wait for it
+    beside: bool = False  # of those that blocks wait for: cut up and run beside the products they feed
 
 
 @dataclass(frozen=True)
@@ -210,15 +254,6 @@ class Step:
         """The same step with more collectives; those over an axis of one rank, or of no bytes, send nothing."""
         real = tuple(each for each in traffic if self.size(each.axis) > 1 and each.bytes_per_step > 0)
         return self.replace(traffic=self.traffic + real)
-
-    def send_boundaries(self, axis: BoundaryAxis) -> Step:
-        """The same step with what its boundaries over ``axis`` send in all micro-batches."""
-        sent: dict[tuple[CollectiveKind, Moment], int] = {}
-        for boundary in self.boundaries:
-            if boundary.axis == axis:
-                key = boundary.kind, boundary.moment
-                sent[key] = sent.get(key, 0) + boundary.num_bytes * self.num_micro_batches
-        return self.send(*(Traffic(kind, axis, size, moment) for (kind, moment), size in sent.items()))
 
     def every_parameter(self) -> Iterator[tuple[int, Parameter]]:
         """All distinct parameters with the number of times each is in the model."""

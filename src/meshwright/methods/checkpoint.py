@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from meshwright.cost import Activations, CollectiveKind, RecomputePart, Step, Traffic, names_class
+from meshwright.cost import Activations, Block, Boundary, Op, RecomputePart, Step, Traffic, inline_traffic, names_class
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.references import ClassReferences
@@ -78,8 +78,9 @@ class Checkpoint(Method):
         wanted = known.block_classes if self.wrap_class is None else self.wrap_class
         chosen = [part for part in known.parts if _named(wanted, part.classes) and not _named(wanted, part.inside)]
         flops = sum(size for part in chosen for _, size in part.flops_at)
-        step = step.replace(activations=_recompute(known, chosen), recompute_flops=flops)
-        return step.send(*self._repeated(step, wanted))
+        blocks = tuple(self._computed_again(block, wanted) for block in step.blocks)
+        changed = step.replace(activations=_recompute(known, chosen), recompute_flops=flops, blocks=blocks)
+        return changed.send(*self._repeated(step, wanted))
 
     def _repeated(self, step: Step, wanted: tuple[str, ...]) -> list[Traffic]:
         """Forward's collectives over the axes tensor, sequence, context and expert that recomputation sends again.
@@ -87,13 +88,19 @@ class Checkpoint(Method):
         torch stops it at the last saved tensor: what a module sends after that is not sent again. The reentrant
         implementation runs to the end.
         """
-        sent: dict[tuple[CollectiveKind, str], int] = {}
+        sent: dict[str, list[Boundary]] = {}
         for boundary in step.boundaries:
-            repeated_in = boundary.needed_in if self.no_reentrant else boundary.inside
-            if boundary.moment == "forward" and _named(wanted, repeated_in):
-                key = boundary.kind, boundary.axis
-                sent[key] = sent.get(key, 0) + boundary.num_bytes * step.num_micro_batches
-        return [Traffic(kind, axis, size, "backward") for (kind, axis), size in sent.items()]
+            if boundary.moment == "forward" and _named(wanted, self._again(boundary)):
+                sent.setdefault(boundary.axis, []).append(dataclasses.replace(boundary, moment="backward"))
+        return [each for axis, repeated in sent.items() for each in inline_traffic(step, axis, repeated)]
+
+    def _again(self, part: Boundary | Op) -> tuple[str, ...]:
+        """The classes whose recomputation runs a collective or a kernel again."""
+        return part.needed_in if self.no_reentrant else part.inside
+
+    def _computed_again(self, block: Block, wanted: tuple[str, ...]) -> Block:
+        ops = tuple(dataclasses.replace(op, recomputed=_named(wanted, self._again(op))) for op in block.ops)
+        return dataclasses.replace(block, ops=ops)
 
 
 def _named(references: tuple[str, ...], names: tuple[str, ...]) -> bool:

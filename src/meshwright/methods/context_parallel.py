@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Final
 
-from meshwright.cost import Step
+from meshwright.cost import Step, send_boundaries
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.context.attention import ContextRanks
 from meshwright.methods.job import Job
@@ -54,4 +54,4 @@ class ContextParallel(Method):
 
     def cost(self, step: Step) -> Step:
         """What travels in every micro-batch; activations and operations are traced with a part of the tokens."""
-        return step.send_boundaries(AXIS)
+        return send_boundaries(step, AXIS)

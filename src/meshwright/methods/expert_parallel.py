@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
-from meshwright.cost import Block, Parameter, Step
+from meshwright.cost import Block, Parameter, Step, send_boundaries
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.expert.engine import divide
@@ -103,7 +103,7 @@ class ExpertParallel(Method):
         if ranks == 1:
             return step
         step = step.replace(blocks=tuple(_divided(block, step, ranks) for block in step.blocks))
-        return step.send_boundaries(AXIS)
+        return send_boundaries(step, AXIS)
 
 
 def _features(layer: ExpertLayer, job: Job) -> int | None:

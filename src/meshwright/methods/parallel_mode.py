@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from meshwright.methods.replicas import GradientAverager
 from meshwright.runtime import AXES, build_mesh, check_axes
 
 _SPELLINGS = {"pipe": "pipeline"}
+_BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel
 
 
 class ParallelMode(Method):
@@ -142,7 +144,10 @@ def replicate_cost(step: Step) -> Step:
     experts = sum(each * (p.numel + 1) for each, p in size if p.expert is not None)
     # Over all axes at once, where there are several.
     axis = next((axis for axis in ("data", "sequence", "context", "expert") if step.size(axis) > 1), "data")
-    return step.send(Traffic("all_reduce", axis, total, "backward"), Traffic("all_reduce", "data", experts, "backward"))
+    return step.send(
+        Traffic("all_reduce", axis, total, "backward", calls=math.ceil(total / _BUCKET_BYTES) or 1),
+        Traffic("all_reduce", "data", experts, "backward", calls=math.ceil(experts / _BUCKET_BYTES) or 1),
+    )
 
 
 def _spelled(item: Any) -> Any:

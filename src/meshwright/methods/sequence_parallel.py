@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import ClassVar, Final
 
-from meshwright.cost import Step
+from meshwright.cost import Step, send_boundaries
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.sequence.attention import SequenceRanks, check_heads
@@ -52,4 +52,4 @@ class SequenceParallel(Method):
 
     def cost(self, step: Step) -> Step:
         """What is exchanged in every micro-batch; activations and operations are traced with a part of the tokens."""
-        return step.send_boundaries(AXIS)
+        return send_boundaries(step, AXIS)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import BeforeValidator
 from torch import nn
 
-from meshwright.cost import Block, Parameter, Step
+from meshwright.cost import Block, Parameter, Step, send_boundaries
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
@@ -131,7 +131,7 @@ class TensorParallel(Method):
         if ranks == 1:
             return step
         step = step.replace(blocks=tuple(_divided(block, ranks) for block in step.blocks))
-        return step.send_boundaries(AXIS)
+        return send_boundaries(step, AXIS)
 
 
 def _divided(block: Block, ranks: int) -> Block:

@@ -16,6 +16,7 @@ def stage_cost(schedule: str, step: Step) -> Step:
     blocks = [_held(block, stages.here) for block in step.blocks]
     lent = [_as_buffer(p) for block in step.blocks for p in block.parameters if stages.here in p.lent_to]
     step = step.replace(
+        stages=dataclasses.replace(stages, schedule=schedule),
         blocks=tuple(block for block in blocks if block is not None),
         buffers=(*(b for b in step.buffers if b.on_rank in (None, stages.here)), *lent),
         activations=_kept(schedule, step, stages) if step.activations is not None else None,
@@ -53,11 +54,13 @@ def _kept(schedule: str, step: Step, stages: Stages) -> Activations:
     """Activations of all micro-batches in flight on this rank, and what recomputation would change of them."""
     known = step.activations
     assert known is not None
-    ranks = max(stages.ranks) + 1
+    ranks, micro_batches = max(stages.ranks) + 1, step.num_micro_batches
+    if schedule != "gpipe":
+        micro_batches = min(micro_batches, 2 * ranks)  # no more are in flight after it, and torch's tables are slow
 
     def in_flight(amounts: Placed) -> int:
         sizes = stages.sums(amounts)
-        return live_peaks(schedule, ranks, len(sizes) // ranks, step.num_micro_batches, sizes)[stages.here]
+        return live_peaks(schedule, ranks, len(sizes) // ranks, micro_batches, sizes)[stages.here]
 
     parts = tuple(
         dataclasses.replace(
@@ -65,7 +68,14 @@ def _kept(schedule: str, step: Step, stages: Stages) -> Activations:
         )
         for part in known.parts
     )
-    return dataclasses.replace(known, saved_bytes=in_flight(known.saved_at), parts=parts)
+    is_last = stages.here == stages.ranks[-1]
+    return dataclasses.replace(
+        known,
+        saved_bytes=in_flight(known.saved_at),
+        parts=parts,
+        loss_bytes=known.loss_bytes if is_last else 0,
+        outside_bytes=known.outside_bytes if is_last else 0,
+    )
 
 
 def _hidden_bytes(step: Step, stages: Stages, *, forward: bool) -> int:

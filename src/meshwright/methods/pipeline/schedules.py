@@ -78,7 +78,7 @@ def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) 
 def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
     """What every rank computes, in order: ``(kind, stage, micro-batch)``.
 
-    Kinds: F forward, B backward, I and W the backward of inputs and of weights.
+    Kinds: F forward, B backward, I and W the backward of inputs and of weights. The answer is kept: do not change it.
     """
     every = get_schedule_ops(
         SCHEDULES[name].torch_name, ranks, micro_batches, stages_per_rank if stages_per_rank > 1 else None

@@ -7,6 +7,8 @@ from typing import Literal
 
 from meshwright.cost import (
     Block,
+    CollectiveKind,
+    Moment,
     Parameter,
     Placement,
     Step,
@@ -89,13 +91,21 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
     others = ("data", "sequence", "context", "expert")
     beside = next((each for each in others if each != axis and step.size(each) > 1), axis)
     beside_experts = "data" if axis == "zero" else axis
+    units = sum(block.count for block in step.blocks)  # each is gathered, and reduced, in one collective
+    gathered, reduced_times = 1 if gathers == "once" else micro_batches, 1 if reduce_once else micro_batches
+    again = micro_batches if gathers == "twice" else 0
+    gathers_each, reduces_each = gathers == "twice", not reduce_once
+
+    def sent(kind: CollectiveKind, size: int, moment: Moment, times: int, *, calls: int, each: bool) -> Traffic:
+        return Traffic(kind, axis, size * times, moment, calls=max(calls * times, 1), per_micro_batch=each)
+
     return step.send(
-        Traffic("all_gather", axis, weights * (1 if gathers == "once" else micro_batches), "forward"),
-        Traffic("all_gather", axis, inside * micro_batches if gathers == "twice" else 0, "backward"),
-        Traffic("reduce_scatter", axis, gradients * (1 if reduce_once else micro_batches), "backward"),
+        sent("all_gather", weights, "forward", gathered, calls=units, each=gathers_each),
+        sent("all_gather", inside, "backward", again, calls=units, each=True),
+        sent("reduce_scatter", gradients, "backward", reduced_times, calls=units, each=reduces_each),
         Traffic("all_reduce", beside, (gradients - experts) // step.size(axis) if beside != axis else 0, "backward"),
         Traffic("all_reduce", "data", experts // step.size(axis) if beside_experts != axis else 0, "backward"),
-        Traffic("all_reduce", axis, whole * micro_batches, "backward"),
+        sent("all_reduce", whole, "backward", micro_batches, calls=1, each=True),
     )
 
 

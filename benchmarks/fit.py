@@ -1,0 +1,278 @@
+"""Fits the efficiencies that the package carries to published runs, and says how well rows do that were left out.
+
+    python benchmarks/fit.py [FILE.csv] [--write] [--iterations N]
+
+A handful of numbers per device family and a few that all share are fitted to the logarithm of the step time, by damped
+Gauss-Newton steps with Huber's weights (an outlier counts linearly) and a prior: every number is drawn to a default,
+the more the less its rows say. Cross-validation leaves out one source at a time (a table of a document), and one
+project at a time (all tables of, say, llm-foundry: "never fitted").
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.cost import Calibration, Constants, Efficiency, simulate, write_calibration
+from meshwright.planner.published import (
+    Case,
+    NotCovered,
+    Row,
+    Scores,
+    case_of,
+    merged,
+    published_tokens_per_s,
+    read_rows,
+    score,
+)
+
+HERE = Path(__file__).parent
+TABLE = HERE / "data" / "published_runs.csv"
+TARGET = HERE.parent / "src" / "meshwright" / "cost" / "efficiencies.json"
+FAMILIES = ("default", "A100", "H100", "B200", "MI300X", "V100")
+# A residual of this size in one row weighs as much as a factor of e in a parameter: in what all families share (and the
+# constants), and in what one family has of its own.
+SHARED_STRENGTH, OWN_STRENGTH = 0.1, 0.25
+HUBER = 0.03  # residuals beyond count linearly
+# Where families are known to differ before any run is looked at. Dao 2023 measured FlashAttention-2 at half of A100's
+# peak and a third of H100's (forward and backward, causal); it does not use the matrix instructions that are new in
+# Blackwell and gains little on it. SemiAnalysis (December 2024) measured products of 620 and 990 TFLOP/s in bf16 and
+# fp8 on MI300X.
+KNOWN = {
+    "A100": Efficiency(attention=0.5),
+    "H100": Efficiency(attention=0.33),
+    "B200": Efficiency(attention=0.14),
+    "MI300X": Efficiency(matmul=0.47, fp8=0.38, attention=0.2),
+}
+DEFAULT = Calibration({"default": Efficiency(), **KNOWN}, Constants())
+
+Key = tuple[str, str]
+
+
+def parameters(cases: Sequence[Case]) -> list[Key]:
+    """What is fitted: the efficiencies of families with runs, and the constants."""
+    present = {case.cluster.device.efficiency for case in cases}
+    names = [field.name for field in dataclasses.fields(Efficiency)]
+    keys = [(family, name) for family in FAMILIES if family in {"default", *present} for name in names]
+    return keys + [("constants", field.name) for field in dataclasses.fields(Constants)]
+
+
+def value_of(calibration: Calibration, key: Key) -> float:
+    family, name = key
+    return getattr(calibration.constants if family == "constants" else calibration.of(family), name)
+
+
+def with_values(base: Calibration, keys: Sequence[Key], values: Sequence[float]) -> Calibration:
+    devices = dict(base.devices)
+    constants = base.constants
+    for (family, name), value in zip(keys, values, strict=True):
+        if family == "constants":
+            constants = dataclasses.replace(constants, **{name: float(value)})
+        else:
+            devices[family] = dataclasses.replace(devices.get(family) or base.of(family), **{name: float(value)})
+    return Calibration(devices, constants)
+
+
+def residuals(cases: Sequence[Case], published: np.ndarray, calibration: Calibration) -> np.ndarray:
+    """Logarithm of predicted over published step time."""
+    seconds = [simulate(case.steps, case.cluster, calibration, in_turn=case.in_turn).step_time_s for case in cases]
+    rate = np.array([case.tokens_per_step / case.cluster.num_devices for case in cases]) / np.array(seconds)
+    return np.log(published / rate)
+
+
+def affected(cases: Sequence[Case], key: Key) -> np.ndarray:
+    family = key[0]
+    if family == "default":  # acts through the families' deviations
+        return np.zeros(len(cases), bool)
+    return np.array([family == "constants" or case.cluster.device.efficiency == family for case in cases])
+
+
+def jacobian(
+    cases: Sequence[Case],
+    published: np.ndarray,
+    base: Calibration,
+    keys: Sequence[Key],
+    at: np.ndarray,
+    now: np.ndarray,
+) -> np.ndarray:
+    columns = np.zeros((len(cases), len(keys)))
+    for index, key in enumerate(keys):
+        moved = at.copy()
+        moved[index] += 0.02
+        rows = affected(cases, key)
+        if not rows.any():
+            continue
+        some = [case for case, use in zip(cases, rows, strict=True) if use]
+        then = residuals(some, published[rows], with_values(base, keys, np.exp(moved)))
+        columns[rows, index] = (then - now[rows]) / 0.02
+    return columns
+
+
+def penalty(keys: Sequence[Key], prior: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The prior as further rows: a matrix and what it should give."""
+    rows, wanted = [], []
+    for index, (family, name) in enumerate(keys):
+        row = np.zeros(len(keys))
+        if family in ("default", "constants"):
+            row[index] = SHARED_STRENGTH
+            wanted.append(SHARED_STRENGTH * prior[index])
+        else:
+            # A family's own deviation from what all share, beside what is known of it.
+            shared = keys.index(("default", name))
+            row[index], row[shared] = OWN_STRENGTH, -OWN_STRENGTH
+            wanted.append(OWN_STRENGTH * (prior[index] - prior[shared]))
+        rows.append(row)
+    return np.array(rows), np.array(wanted)
+
+
+def solve(columns: np.ndarray, now: np.ndarray, at: np.ndarray, weight: np.ndarray, prior: tuple) -> np.ndarray:
+    """One damped step of Gauss-Newton towards the least weighted squares and the prior."""
+    huber = weight * np.minimum(1.0, HUBER / np.maximum(np.abs(now), 1e-9))
+    rows, wanted = prior
+    left = columns.T @ (huber[:, None] * columns) + rows.T @ rows
+    right = -columns.T @ (huber * now) - rows.T @ (rows @ at - wanted)
+    return np.clip(np.linalg.solve(left, right), -0.3, 0.3)
+
+
+def fit(
+    cases: Sequence[Case],
+    published: np.ndarray,
+    keys: Sequence[Key],
+    start: np.ndarray,
+    weight: np.ndarray,
+    iterations: int,
+    columns: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fitted logarithms of the parameters, and the last derivative; a given one is kept."""
+    prior = penalty(keys, np.log([value_of(DEFAULT, key) for key in keys]))
+    at, fixed = start.copy(), columns is not None
+    for _ in range(iterations):
+        now = residuals(cases, published, with_values(DEFAULT, keys, np.exp(at)))
+        if not fixed:
+            columns = jacobian(cases, published, DEFAULT, keys, at, now)
+        assert columns is not None
+        at = at + solve(columns, now, at, weight, prior)
+        at = np.minimum(at, [math.log(_limit(key)) for key in keys])
+    assert columns is not None
+    return at, columns
+
+
+def _limit(key: Key) -> float:
+    """Fractions of a peak end at 1, of a link at what NCCL reaches at best."""
+    if key[1] in ("intra", "inter"):
+        return 0.9
+    return {"hop": 5.0, "rowwise_bytes": 40.0}.get(key[1], 1.0)
+
+
+def usable(rows: Sequence[Row]) -> tuple[list[Case], np.ndarray]:
+    """The rows that can be predicted and have a published speed, and these speeds."""
+    cases = []
+    for row in rows:
+        try:
+            case = case_of(row)
+        except NotCovered:
+            continue
+        if published_tokens_per_s(case):
+            cases.append(case)
+    return cases, np.array([published_tokens_per_s(case) for case in cases])
+
+
+def project_of(case: Case) -> str:
+    return case.row.source.split()[0]
+
+
+def left_out(
+    cases: list[Case],
+    published: np.ndarray,
+    keys: list[Key],
+    start: np.ndarray,
+    columns: np.ndarray,
+    group_of: Callable[[Case], str],
+) -> np.ndarray:
+    """Residuals of every row under a fit that has not seen its group."""
+    groups = np.array([group_of(case) for case in cases])
+    found = np.zeros(len(cases))
+    for name in dict.fromkeys(groups):
+        weight = (groups != name).astype(float)
+        at, _ = fit(cases, published, keys, start, weight, 6, columns)
+        own = [case for case, group in zip(cases, groups, strict=True) if group == name]
+        found[groups == name] = residuals(own, published[groups == name], with_values(DEFAULT, keys, np.exp(at)))
+    return found
+
+
+def cross_validated(rows: Sequence[Row], iterations: int = 5) -> Scores:
+    """Predicts the rows of every source by a fit to all other rows of the table."""
+    cases, published = usable(rows)
+    keys = parameters(cases)
+    start = np.log([value_of(DEFAULT, key) for key in keys])
+    at, columns = fit(cases, published, keys, start, np.ones(len(cases)), iterations)
+    sources = np.array([case.row.source for case in cases])
+    parts = []
+    for source in dict.fromkeys(row.source for row in rows):
+        known = (sources != source).astype(float)
+        values, _ = fit(cases, published, keys, at, known, iterations, columns) if known.any() else (start, columns)
+        calibration = with_values(DEFAULT, keys, np.exp(values))
+        parts.append(score([row for row in rows if row.source == source], calibration))
+    return merged(parts)
+
+
+def report(title: str, cases: list[Case], found: np.ndarray) -> float:
+    errors = np.abs(np.exp(found) - 1)
+    sources = np.array([case.row.source for case in cases])
+    print(f"{title}: MAPE {errors.mean():.2%}, median {np.median(errors):.2%}")
+    for name in dict.fromkeys(sources):
+        own = errors[sources == name]
+        print(f"  {own.mean():7.2%} of {len(own):3d}  {name[:90]}")
+    return float(errors.mean())
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, nargs="?", default=TABLE)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--iterations", type=int, default=6)
+    parser.add_argument("--no-validation", action="store_true")
+    options = parser.parse_args(arguments)
+    cases, published = usable(read_rows(options.file))
+    keys = parameters(cases)
+    start = np.log([value_of(DEFAULT, key) for key in keys])
+    at, columns = fit(cases, published, keys, start, np.ones(len(cases)), options.iterations)
+    fitted = with_values(DEFAULT, keys, np.exp(at))
+    now = residuals(cases, published, fitted)
+    for key, value in zip(keys, np.exp(at), strict=True):
+        print(f"{key[0]:10s} {key[1]:14s} {value:.4g}")
+    report("fitted", cases, now)
+    if not options.no_validation:
+        report("left out by source", cases, left_out(cases, published, keys, at, columns, lambda c: c.row.source))
+        report("left out by project", cases, left_out(cases, published, keys, at, columns, project_of))
+    if options.write:
+        TARGET.write_text(write_calibration(fitted, **provenance(cases, now)))
+
+
+def provenance(cases: Sequence[Case], now: np.ndarray) -> dict[str, Any]:
+    """Where the numbers come from, and what error is left on the rows they were fitted to."""
+    errors = np.abs(np.expm1(now))
+    families = np.array([case.cluster.device.efficiency for case in cases])
+    return {
+        "source": "benchmarks/fit.py on benchmarks/data/published_runs.csv, error of the step time",
+        "residual": {
+            family: {
+                "rows": int((families == family).sum()),
+                "mape": round(float(errors[families == family].mean()), 4),
+                "median": round(float(np.median(errors[families == family])), 4),
+            }
+            for family in dict.fromkeys(families.tolist())
+        },
+        "not_fitted": "families without rows (V100, CPU) take the default",
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

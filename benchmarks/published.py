@@ -1,0 +1,139 @@
+"""Predicts every row of a table of published runs and says how far off the predictions are.
+
+    python benchmarks/published.py [FILE.csv] [--json] [--cross-validate] [--rows] [--picture FILE.svg]
+
+The columns are those of ``benchmarks/data/published_runs.csv``; unknown cells are empty. Per source and in total: rows
+covered, error of tokens per second (from MFU or TFLOPS where only they are printed) and of peak memory, out-of-memory
+verdicts, and the rank correlation of strategies within one model and cluster. Rows that cannot be predicted are listed
+with the reason. ``--cross-validate`` fits the efficiencies anew for every source of the table, without its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from meshwright.errors import MeshwrightError
+from meshwright.planner.published import Scores, read_rows, score
+
+DEFAULT = Path(__file__).parent / "data" / "published_runs.csv"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, nargs="?", default=DEFAULT, help="a table of published runs")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--cross-validate", action="store_true", help="predict each source by a fit without it")
+    parser.add_argument("--rows", action="store_true", help="print every row's prediction, too")
+    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw predicted over published speed")
+    options = parser.parse_args(arguments)
+    try:
+        rows = read_rows(options.file)
+        scores = _cross_validated(rows) if options.cross_validate else score(rows)
+    except MeshwrightError as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.picture:
+        _draw(scores, options.picture)
+    if options.json:
+        print(json.dumps(scores.as_json(), indent=2, allow_nan=False))
+        for row, why in scores.not_covered:
+            print(f"not covered, row {row.index}: {why}", file=sys.stderr)
+        return 0
+    _show(scores, every_row=options.rows)
+    return 0
+
+
+def _cross_validated(rows: list[Any]) -> Scores:
+    from fit import cross_validated
+
+    return cross_validated(rows)
+
+
+def _show(scores: Scores, *, every_row: bool) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    figures = scores.as_json()
+    if every_row:
+        console.print(_rows_table(scores))
+    console.print(_sources_table(figures))
+    oom, tau = figures["oom"], figures["kendall_tau"]
+    console.print(
+        f"Out of memory: {oom['tp']} rightly predicted, {oom['fn']} falsely said to fit, {oom['fp']} falsely said not "
+        f"to, {oom['tn']} rightly said to fit. Rank correlation of strategies: {_number(tau)}."
+    )
+    rows = {p.row.index: p.row for p in scores.predictions}
+    for each in figures["worst"]:
+        row, off = rows[each["row"]], each["predicted"] / each["published"] - 1
+        console.print(
+            f"  row {row.index:>4}: {each['predicted']:.4g} tokens/s/GPU, published {each['published']:.4g} "
+            f"({off:+.0%})  {row.text('model')}, {row.source[:70]}",
+            markup=False,
+        )
+    for row, why in scores.not_covered:
+        console.print(f"  not covered, row {row.index}: {why}", markup=False)
+
+
+def _sources_table(figures: dict[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("source", max_width=70)
+    for name in ("rows", "covered", "time MAPE", "median", "memory MAPE", "median"):
+        table.add_column(name, justify="right")
+    for source, own in figures["per_source"].items():
+        table.add_row(source, *_cells(own))
+    table.add_section()
+    table.add_row("all", *_cells(figures))
+    return table
+
+
+def _cells(own: dict[str, Any]) -> list[str]:
+    errors = [own[name] for name in ("time_mape", "time_median", "memory_mape", "memory_median")]
+    return [str(own["rows"]), str(own["covered"]), *("" if each is None else f"{each:.2%}" for each in errors)]
+
+
+def _number(value: float | None) -> str:
+    return "no pairs" if value is None else f"{value:.2f}"
+
+
+def _draw(scores: Scores, path: Path) -> None:
+    from matplotlib import pyplot as plt  # of the extra "bench"
+
+    plt.rcParams["svg.hashsalt"] = "predictions"  # equal files from equal figures
+    figure, axes = plt.subplots(figsize=(7, 5))
+    timed = [p for p in scores.predictions if p.published_tokens_per_s_per_gpu]
+    for project in dict.fromkeys(p.row.source.split()[0] for p in timed):
+        own = [p for p in timed if p.row.source.split()[0] == project]
+        published = [p.published_tokens_per_s_per_gpu for p in own]
+        axes.scatter(published, [p.tokens_per_s_per_gpu for p in own], s=14, alpha=0.8, label=project)
+    ends = [min(p.tokens_per_s_per_gpu for p in timed) / 2, max(p.tokens_per_s_per_gpu for p in timed) * 2]
+    axes.plot(ends, ends, color="black", linewidth=0.8)
+    for factor in (0.9, 1.1):
+        axes.plot(ends, [factor * end for end in ends], color="grey", linewidth=0.6, linestyle="--")
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set(xlabel="published tokens per second and GPU", ylabel="predicted (dashed: 10 % off)")
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
+def _rows_table(scores: Scores) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("row", "model", "gpu", "GPUs", "tokens/s/GPU", "published", "GiB", "published", "fits", "assumed"):
+        table.add_column(name)
+    for p in scores.predictions:
+        table.add_row(
+            str(p.row.index), p.row.text("model"), p.row.text("gpu"), str(p.case.cluster.num_devices),
+            f"{p.tokens_per_s_per_gpu:.5g}", f"{p.published_tokens_per_s_per_gpu or 0:.5g}",
+            f"{p.held.counted_bytes / 2**30:.1f}", f"{(p.published_peak_bytes or 0) / 2**30:.1f}",
+            "no" if p.out_of_memory else "yes", "; ".join(p.case.assumed),
+        )  # fmt: skip
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

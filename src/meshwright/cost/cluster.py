@@ -1,0 +1,209 @@
+"""Clusters: nodes of equal devices, and the links inside and between nodes; presets, and a file to describe others."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.cost.device import DEVICES, Device, find_device
+from meshwright.errors import ConfigError, MeshwrightError, join_names
+
+
+@dataclass(frozen=True)
+class Link:
+    """One tier of links.
+
+    Args:
+        bytes_per_s: Per device, in one direction.
+        latency_s: Of one hop.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal devices.
+
+    Args:
+        device: What computes.
+        num_devices: All of them.
+        devices_per_node: In one node.
+        intra: Links inside a node.
+        inter: Links between nodes, as each device's share of its node's.
+        host_link: Between a device and host memory, in one direction.
+    """
+
+    device: Device
+    num_devices: int
+    devices_per_node: int = 8
+    intra: Link = Link(300e9, 2e-6)
+    inter: Link = Link(25e9, 1.2e-5)
+    host_link: Link = Link(25e9, 1e-5)
+
+    @property
+    def price_per_hour(self) -> float | None:
+        """Of all devices, in US dollars; None: unknown."""
+        price = self.device.price_per_hour
+        return None if price is None else price * self.num_devices
+
+
+# Per device, one direction: NVLink 2, 3, 4, 5 and xGMI; PCIe where there is no such link; the usual network of a node
+# over its devices (DGX-1: 4 x 100 Gb/s; DGX A100: 8 x 200; DGX H100: 8 x 400). Datasheets.
+_INTRA = {
+    "V100": 150e9, "A100": 300e9, "H100-PCIe": 64e9, "H100": 450e9, "H200": 450e9, "B200": 900e9, "MI300X": 448e9,
+    "MI250X": 200e9, "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9, "L4": 25e9, "CPU": 4e9,
+}  # fmt: skip
+_NODE_GBPS = {
+    "V100": 100, "A100": 1600, "H100": 3200, "H200": 3200, "B200": 3200, "MI300X": 3200, "MI250X": 1600,
+    "A10G": 100, "A10": 100, "L40S": 400, "L40": 400, "L4": 100, "CPU": 10,
+}  # fmt: skip
+_HOST = {"V100": 12e9, "A100": 25e9, "CPU": 10e9}
+_PRESET = re.compile(r"^(.+?)[xX*](\d+)$")
+
+
+def _of_family(table: Mapping[str, float], device: Device, default: float) -> float:
+    names = [name for name in table if device.name.startswith(name)]
+    return table[max(names, key=len)] if names else default
+
+
+def make_cluster(
+    device: Device | str,
+    num_devices: int,
+    devices_per_node: int | None = None,
+    node_gbps: float | None = None,
+    latency_s: float = 1.2e-5,
+) -> Cluster:
+    """A cluster of a known device with the links that are usual for it.
+
+    Args:
+        device: A device, or its name.
+        num_devices: All of them.
+        devices_per_node: None: 8, or all of fewer.
+        node_gbps: Network of one node in Gbit/s; None: what is usual.
+        latency_s: From node to node.
+
+    Raises:
+        ConfigError: For an unknown device, or numbers that do not fit together.
+    """
+    device = find_device(device) if isinstance(device, str) else device
+    per_node = devices_per_node or min(8, num_devices)
+    if num_devices < 1 or per_node < 1:
+        raise ConfigError(
+            "A cluster needs devices",
+            expected="at least one device, and at least one in a node",
+            got=f"{num_devices} devices, {per_node} in a node",
+            fix="correct the numbers",
+        )
+    gbps = node_gbps or _of_family(_NODE_GBPS, device, 1600)
+    return Cluster(
+        device=device,
+        num_devices=num_devices,
+        devices_per_node=per_node,
+        intra=Link(_of_family(_INTRA, device, 64e9), 2e-6),
+        inter=Link(gbps * 1e9 / 8 / 8, latency_s),  # a node's network serves 8 devices, however many a job has of them
+        host_link=Link(_of_family(_HOST, device, 50e9), 1e-5),
+    )
+
+
+def find_cluster(name: str) -> Cluster:
+    """The cluster that a preset (``"h100x64"``, ``"a100-40x8"``, ``"cpu*2"``) or a file (TOML or JSON) describes.
+
+    Raises:
+        ConfigError: For a preset that is unknown, and a file that is not valid.
+    """
+    if Path(name).suffix.lower() in (".toml", ".json"):
+        return read_cluster(Path(name))
+    found = _PRESET.match(name.strip())
+    if found is None or int(found.group(2)) < 1:
+        raise ConfigError(
+            f"{name!r} names no cluster",
+            expected="DEVICExNUMBER, such as h100x64, or a .toml or .json file; devices: " + join_names(DEVICES, 20),
+            got=repr(name),
+            fix="correct the name",
+        )
+    return make_cluster(found.group(1), int(found.group(2)))
+
+
+_KEYS = {"device", "num_devices", "devices_per_node", "intra", "inter", "host_link", "price_per_hour"}
+_LINK_KEYS = {"bytes_per_s", "gbps", "latency_s"}
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Reads a cluster file.
+
+    Keys: ``device`` (a preset's name, or a table with the fields of :class:`Device`), ``num_devices``, and optionally
+    ``devices_per_node``, ``price_per_hour`` and the links ``intra``, ``inter`` and ``host_link``, each with
+    ``bytes_per_s`` (or ``gbps``, in Gbit/s) per device and ``latency_s``.
+
+    Raises:
+        ConfigError: Naming the file and the key.
+    """
+    try:
+        text = path.read_text()
+        data = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
+        return _cluster_from(data)
+    except MeshwrightError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"The cluster file {path} cannot be used",
+            expected=f"TOML or JSON with the keys {join_names(sorted(_KEYS))}",
+            got=f"{type(error).__name__}: {error}",
+            fix="correct the file",
+        ) from None
+
+
+def _cluster_from(data: Any) -> Cluster:
+    if not isinstance(data, Mapping) or not {"device", "num_devices"} <= set(data):
+        raise ValueError("device and num_devices must be given")
+    _refuse_unknown(data, _KEYS, "cluster")
+    described = data["device"]
+    device = Device(**described) if isinstance(described, Mapping) else find_device(str(described))
+    if "price_per_hour" in data:
+        device = dataclasses.replace(device, price_per_hour=_positive(data["price_per_hour"], "price_per_hour"))
+    base = make_cluster(device, _count(data, "num_devices"), _count(data, "devices_per_node", None))
+
+    def link(name: str, usual: Link) -> Link:
+        return _link(data[name], usual, name) if name in data else usual
+
+    return dataclasses.replace(
+        base,
+        intra=link("intra", base.intra),
+        inter=link("inter", base.inter),
+        host_link=link("host_link", base.host_link),
+    )
+
+
+def _link(data: Any, usual: Link, name: str) -> Link:
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{name} is not a table")
+    _refuse_unknown(data, _LINK_KEYS, name)
+    rate = data.get("bytes_per_s", data["gbps"] * 1e9 / 8 if "gbps" in data else usual.bytes_per_s)
+    return Link(_positive(rate, f"{name}.bytes_per_s"), _positive(data.get("latency_s", usual.latency_s), name))
+
+
+def _refuse_unknown(data: Mapping[str, Any], known: set[str], where: str) -> None:
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise ValueError(f"unknown keys in {where}: {', '.join(map(str, unknown))}; known: {', '.join(sorted(known))}")
+
+
+def _count(data: Mapping[str, Any], key: str, default: int | None = 1) -> Any:
+    value = data.get(key, default)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"{key} must be a positive number, and is {value!r}")
+    return value
+
+
+def _positive(value: Any, name: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+        raise ValueError(f"{name} must be a positive number, and is {value!r}")
+    return float(value)

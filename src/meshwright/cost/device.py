@@ -1,0 +1,144 @@
+"""Accelerators by name: memory, peak arithmetic and memory bandwidth, as their vendors state them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright.errors import ConfigError, did_you_mean, join_names
+
+_MIB, _GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    Args:
+        name: What presets and messages call it.
+        memory_bytes: What the driver reports as total memory.
+        half_flops_per_s: Peak of dense fp16 and bf16 matrix products with fp32 accumulation.
+        fp32_flops_per_s: Peak of fp32 matrix products (without TF32).
+        fp8_flops_per_s: Peak of dense fp8 products; None where the device has none.
+        bandwidth_bytes_per_s: Of its memory.
+        efficiency: Whose fitted efficiencies it takes (a key of ``efficiencies.json``).
+        power_fraction: Sustained power over the power the peak is stated for.
+        price_per_hour: In US dollars; None: unknown. Prices differ by vendor and month: set your own.
+    """
+
+    name: str
+    memory_bytes: int
+    half_flops_per_s: float
+    fp32_flops_per_s: float
+    bandwidth_bytes_per_s: float
+    fp8_flops_per_s: float | None = None
+    efficiency: str = "default"
+    power_fraction: float = 1.0
+    price_per_hour: float | None = None
+    aliases: tuple[str, ...] = field(default=(), compare=False)
+
+    def peak_flops_per_s(self, dtype: str) -> float:
+        """Peak of matrix products in ``fp32``, ``half`` or ``fp8`` (where there is none, of half)."""
+        if dtype == "fp32":
+            return self.fp32_flops_per_s
+        return self.fp8_flops_per_s or self.half_flops_per_s if dtype == "fp8" else self.half_flops_per_s
+
+
+# Vendors' datasheets, dense figures; memory as the driver reports it. ``aliases`` are what drivers call a device; the
+# first that matches counts, so narrower names stand first.
+_TABLE = (
+    Device("B200", 183_359 * _MIB, 2.25e15, 75e12, 8.0e12, 4.5e15, "B200", aliases=("B200", "GB200")),
+    Device("H200", 143_771 * _MIB, 989.4e12, 67e12, 4.8e12, 1978.9e12, "H100", aliases=("H200", "GH200")),
+    Device("H100-NVL", 95_830 * _MIB, 835.5e12, 60e12, 3.9e12, 1671e12, "H100", aliases=("H100 NVL", "H100-NVL")),
+    Device("H100-PCIe", 81_559 * _MIB, 756e12, 51e12, 2.0e12, 1513e12, "H100", aliases=("H100 PCIe", "H100-PCIe")),
+    Device("H100-SXM", 81_559 * _MIB, 989.4e12, 67e12, 3.35e12, 1978.9e12, "H100", aliases=("H100", "H800")),
+    Device("A100-80", 81_920 * _MIB, 312e12, 19.5e12, 2.039e12, None, "A100", aliases=("A100-80", "A100")),
+    Device("A100-40", 40_536 * _MIB, 312e12, 19.5e12, 1.555e12, None, "A100", aliases=("A100-40",)),
+    Device("MI300X", 192 * _GIB, 1307.4e12, 163.4e12, 5.3e12, 2614.9e12, "MI300X", aliases=("MI300X", "MI300")),
+    Device("MI250X", 64 * _GIB, 191.5e12, 47.9e12, 1.6e12, None, "MI300X", aliases=("MI250X", "MI250")),  # one die
+    Device("A10G", 24 * _GIB, 70e12, 35e12, 600e9, None, "A100", aliases=("A10G",)),
+    Device("A10", 24 * _GIB, 125e12, 31.2e12, 600e9, None, "A100", aliases=("A10",)),
+    Device("L40S", 48 * _GIB, 362e12, 91.6e12, 864e9, 733e12, "A100", aliases=("L40S",)),
+    Device("L40", 48 * _GIB, 181e12, 90.5e12, 864e9, 362e12, "A100", aliases=("L40",)),
+    Device("L4", 24 * _GIB, 121e12, 30.3e12, 300e9, 242e12, "A100", aliases=("L4",)),
+    Device("V100-32", 32_510 * _MIB, 125e12, 15.7e12, 900e9, None, "V100", aliases=("V100-32", "V100")),
+    Device("V100-16", 16_160 * _MIB, 125e12, 15.7e12, 900e9, None, "V100", aliases=("V100-16",)),
+    # One core of a server at 2.8 GHz with AVX-512: a placeholder until ``calibrate`` has measured the machine.
+    Device("CPU", 16 * _GIB, 200e9, 100e9, 20e9, None, "CPU", aliases=("CPU", "gloo")),
+)
+DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
+"""Presets by name."""
+
+_MEMORY = re.compile(r"(\d+)\s*G(?:i?B)?(?![a-z])", re.IGNORECASE)
+_WATTS = re.compile(r"(\d{3,4})\s*W(?![a-z])", re.IGNORECASE)
+_TDP_WATTS = {"B200": 1000, "H200": 700, "H100-SXM": 700, "H100-PCIe": 350, "A100-80": 400, "A100-40": 400}
+# A vendor's own words for a board that runs below its power, without saying how far: TorchAO's B200 run at 750 W.
+_LIMITED_POWER = 0.75
+# HBM2e boards of H100 (PCIe and the 96 GB variant) have 6 stacks at 2.4 TB/s at most; PCIe's datasheet: 5 at 2.0.
+_HBM2E_BANDWIDTH = 2.4e12
+
+
+def find_device(name: str) -> Device:
+    """The preset that a driver's or a table's name means; memory, power and kind of memory in the name count.
+
+    ``"NVIDIA A100-SXM4-40GB"`` is an A100-40, ``"H100-SXM-96GB-HBM2e-500W"`` an H100 with its memory, power and memory
+    bandwidth changed.
+
+    Raises:
+        ConfigError: When no preset matches.
+    """
+    if name in DEVICES:
+        return DEVICES[name]
+    known = _match(name)
+    if known is None:
+        raise ConfigError(
+            f"Unknown device {name!r}{did_you_mean(name, DEVICES)}",
+            expected=f"a name that contains one of {join_names(DEVICES, 20)}",
+            got=repr(name),
+            fix="correct the name, or describe the device in a cluster file",
+        )
+    return _as_named(known, name)
+
+
+def half_peak_flops_per_s(device_name: str) -> float | None:
+    """Peak of dense half-precision matrix products in FLOP/s; None for a device that is not in the table."""
+    known = _match(device_name)
+    return known.half_flops_per_s if known is not None else None
+
+
+def fp8_peak_flops_per_s(device_name: str) -> float | None:
+    """Peak of dense 8-bit matrix products in FLOP/s; None for a device without, or that is not in the table."""
+    known = _match(device_name)
+    return known.fp8_flops_per_s if known is not None else None
+
+
+def _match(name: str) -> Device | None:
+    squeezed = re.sub(r"[\s_]+", "-", name).upper()
+    for device in _TABLE:
+        for alias in device.aliases:
+            # A10 is not A100, L4 not L40: what follows a number must not go on with it.
+            if re.search(rf"(?<![A-Z0-9]){re.escape(alias.replace(' ', '-').upper())}(?![0-9])", squeezed):
+                return device
+    return None
+
+
+def _as_named(device: Device, name: str) -> Device:
+    size = _MEMORY.search(name)
+    gigabytes = int(size.group(1)) if size else None
+    family = device.name.rpartition("-")[0]
+    if gigabytes is not None and f"{family}-{gigabytes}" in DEVICES:
+        return DEVICES[f"{family}-{gigabytes}"]
+    changes: dict[str, object] = {}
+    # What is printed is the nominal size; only one that differs from the preset's says something.
+    if gigabytes is not None and 4 <= gigabytes < 400 and abs(gigabytes * _GIB / device.memory_bytes - 1) > 0.05:
+        changes["memory_bytes"] = gigabytes * _GIB
+    if "HBM2E" in name.upper() and device.name.startswith("H100"):
+        changes["bandwidth_bytes_per_s"] = min(device.bandwidth_bytes_per_s, _HBM2E_BANDWIDTH)
+    watts, tdp = _WATTS.search(name), _TDP_WATTS.get(device.name)
+    if watts and tdp:
+        changes["power_fraction"] = min(int(watts.group(1)) / tdp, 1.0)
+    elif "LIMITED" in name.upper():
+        changes["power_fraction"] = _LIMITED_POWER
+    return dataclasses.replace(device, **changes) if changes else device  # type: ignore[arg-type]

@@ -1,0 +1,89 @@
+"""Seconds of one kernel: matrix products, fused attention and kernels bound by memory, forward and backward.
+
+A kernel takes the time of its arithmetic plus that of its bytes plus a gap. The sum, rather than the larger of the two
+(a roofline), is what a tile's prologue and epilogue and the spread between its first and last block cost; products of
+narrow matrices reach less of the peak for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.cost.device import Device
+from meshwright.cost.efficiency import Constants, Efficiency
+from meshwright.cost.step import Op
+
+_HEAD_WIDTH = 128  # that ``Efficiency.attention`` is stated for
+# FlashAttention-2 (Dao 2023, §3.1) recomputes the scores: backward does five products where forward does two.
+_ATTENTION_BACKWARD = 2.5
+_ITEMSIZE = {"fp32": (4, 4), "half": (2, 2), "fp8": (1, 2)}  # of inputs and outputs in memory
+_FP8_CAST_BYTES = 3  # a cast to fp8 reads both bytes and writes one
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device with what it reaches: all that a kernel's time depends on."""
+
+    device: Device
+    efficiency: Efficiency
+    constants: Constants
+
+    @property
+    def sustained(self) -> float:
+        """Fraction of the peak clock that the power allows."""
+        return self.device.power_fraction**self.constants.power
+
+    def matmul_flops_per_s(self, dtype: str) -> float:
+        """What large products reach."""
+        fraction = self.efficiency.fp8 if dtype == "fp8" else self.efficiency.matmul
+        return self.device.peak_flops_per_s(dtype) * fraction * self.sustained
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What memory-bound kernels reach."""
+        return self.device.bandwidth_bytes_per_s * self.efficiency.memory
+
+    def attention_flops_per_s(self, width: int, dtype: str, variant: str = "") -> float:
+        """What fused attention reaches with heads of a width."""
+        slower = self.constants.flash1 if variant == "flash1" else 1.0
+        narrow = min(1.0, width / _HEAD_WIDTH) ** self.constants.narrow
+        peak = self.device.peak_flops_per_s("half" if dtype == "fp8" else dtype)
+        return peak * self.efficiency.attention * narrow * slower * self.sustained
+
+
+def forward_s(op: Op, machine: Machine) -> float:
+    """Seconds of an op in forward, all its ``count``."""
+    gap = machine.constants.gap_s
+    if op.kind == "move":
+        return op.count * (op.num_bytes / machine.bytes_per_s + gap)
+    if op.kind == "attention":
+        return _attention_s(op, machine) + op.count * gap
+    return op.count * (_matmul_s(op.m, op.n, op.k, op, machine) + gap)
+
+
+def backward_s(op: Op, machine: Machine) -> float:
+    """Seconds of its backward, recomputation included."""
+    gap = machine.constants.gap_s
+    again = forward_s(op, machine) if op.recomputed else 0.0
+    if op.kind == "move":
+        moved = 2 * op.num_bytes if op.backward_bytes is None else op.backward_bytes
+        return again + op.count * (moved / machine.bytes_per_s + gap)
+    if op.kind == "attention":
+        return again + _attention_s(op, machine) * _ATTENTION_BACKWARD + op.count * gap
+    of_input = _matmul_s(op.m, op.k, op.n, op, machine)
+    of_weight = _matmul_s(op.k, op.n, op.m, op, machine)
+    return again + op.count * (of_input + of_weight + 2 * gap)
+
+
+def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine) -> float:
+    size_in, size_out = _ITEMSIZE[op.dtype]
+    moved: float = size_in * (m * k + k * n) + size_out * m * n
+    if op.dtype == "fp8":
+        rowwise = machine.constants.rowwise_bytes if op.variant == "rowwise" else 0.0
+        moved += (_FP8_CAST_BYTES + rowwise) * (m * k + k * n)
+    return op.batch * (2 * m * n * k / machine.matmul_flops_per_s(op.dtype) + moved / machine.bytes_per_s)
+
+
+def _attention_s(op: Op, machine: Machine) -> float:
+    moved = 2 * op.batch * op.count * op.k * (2 * op.m + 2 * op.n)
+    return op.flops / machine.attention_flops_per_s(op.k, op.dtype, op.variant) + moved / machine.bytes_per_s

@@ -1,0 +1,87 @@
+"""Peak memory of a simulated step: what lives at each of its moments, and what an allocator has reserved by then."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.cost.memory import Memory, memory, whole_gradients, whole_weights_bytes
+from meshwright.cost.step import Step
+
+Moment = Literal["loss", "recomputation", "reduction", "update"]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most one rank holds.
+
+    Args:
+        moment: When: as the loss runs backward, as the last block does, as the last gradients are reduced, or at the
+            update.
+        memory: By class, at that moment.
+        allocated_bytes: Of tensors.
+        reserved_bytes: Of the caching allocator, which keeps what it once took, stream by stream.
+    """
+
+    moment: Moment
+    memory: Memory
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+def peak(step: Step) -> Peak:
+    """The moment at which a rank holds most, and how much.
+
+    As the loss runs backward everything that forward saved is alive, and no gradient but those that accumulate. When
+    the last block does (recomputed or not) what the loss kept is free. When the gradients outside the blocks are
+    reduced, nothing saved is left; at the update, all gradients are there.
+    """
+    whole, known = memory(step), step.activations
+    saved = known.saved_bytes if known is not None else 0
+    behind = min(known.outside_bytes, saved) if known is not None else 0
+    at_loss = saved + (known.loss_bytes if known is not None else 0)
+    weights, (accumulated, of_block, of_outside) = whole_weights_bytes(step), _gradients(step)
+    lasting = whole.gradients if step.num_micro_batches > 1 or step.shard_axis is None else 0
+    at_update = weights if step.gathered == "model" else 0
+
+    def at(gradients: int, gathered: int, activations: int, recomputation: int = 0) -> Memory:
+        return dataclasses.replace(
+            whole, gradients=gradients, gathered=gathered, activations=activations, recomputation=recomputation
+        )
+
+    moments: dict[Moment, Memory] = {
+        "loss": at(lasting, weights + accumulated, at_loss),
+        "recomputation": at(lasting, weights + accumulated + of_block, saved - behind, whole.recomputation),
+        "reduction": at(whole.gradients, weights + accumulated + of_outside, 0),
+        "update": at(whole.gradients, at_update, 0),
+    }
+    moment = max(moments, key=lambda each: moments[each].total)
+    return Peak(moment, moments[moment], moments[moment].total, _reserved(whole, weights, moments))
+
+
+def _gradients(step: Step) -> tuple[int, int, int]:
+    """Whole gradients that accumulate, those of blocks that are computed and reduced, and of what is outside.
+
+    Two blocks at once; beside gradients that accumulate, which are there already, one.
+    """
+    each = whole_gradients(step)
+    accumulates = step.whole_gradients and step.num_micro_batches > 1
+    inside = max((size for block, size in each if block.name != "outside"), default=0)
+    outside = sum(size for block, size in each if block.name == "outside")
+    if accumulates:
+        return sum(block.count * size for block, size in each), inside, outside
+    return 0, 2 * inside, outside
+
+
+def _reserved(whole: Memory, weights: int, moments: dict[Moment, Memory]) -> int:
+    """The allocator keeps blocks per stream: gathered weights, and gradients as shards, come from streams of their own.
+
+    What computes allocates on one stream; what it holds there at its own peak stays reserved.
+    """
+
+    def computing(each: Memory) -> int:
+        return (each.activations or 0) + each.recomputation + max(each.gathered - weights, 0)
+
+    lasting = whole.parameters + whole.master + whole.optimizer + whole.buffers + whole.outer + whole.gradients
+    return lasting + weights + max(computing(each) for each in moments.values())

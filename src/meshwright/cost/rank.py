@@ -1,0 +1,161 @@
+"""One rank's micro-batch: what it computes, block by block, and what it sends beside that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.collectives import Network, collective_s, group_of
+from meshwright.cost.efficiency import Calibration
+from meshwright.cost.kernels import Machine, backward_s, forward_s
+from meshwright.cost.passes import Passes
+from meshwright.cost.step import Block, Op, Step, Traffic
+from meshwright.cost.update import update_s
+
+_FORWARD_SHARE = 1 / 3  # of ``Step.flops``, where only their sum is known
+_MOMENTS = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's micro-batches.
+
+    Args:
+        passes: A micro-batch; it gathers and reduces what every one does, or else what the first and the last do.
+        last: The last one: it reduces what is reduced once a step, too.
+        inline_s: Collectives that its blocks wait for, per micro-batch.
+        update_s: The optimizer's update, with what it sends.
+        gathers_each: Whether every micro-batch gathers, and not the first alone.
+        reduces_each: Whether every micro-batch reduces, and not the last alone.
+    """
+
+    passes: Passes
+    last: Passes
+    inline_s: float
+    update_s: float
+    gathers_each: bool
+    reduces_each: bool
+
+
+def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
+    """The seconds of one rank's micro-batch on a cluster."""
+    efficiency = known.of(cluster.device.efficiency)
+    machine = Machine(cluster.device, efficiency, known.constants)
+    network = Network(cluster, efficiency, known.constants)
+    inline = {moment: _inline_s(step, network, moment) for moment in _MOMENTS}
+    hidden = [each for each in step.traffic if each.hidden and each.moment != "update" and each.kind != "send"]
+    gathers_each = any(each.per_micro_batch for each in hidden if _gathers(each))
+    reduces_each = any(each.per_micro_batch for each in hidden if not _gathers(each))
+    passes = _passes(step, machine, network, inline)
+
+    def reducing(wanted: Callable[[Traffic], bool]) -> Passes:
+        reductions = (each for each in hidden if not _gathers(each) and wanted(each))
+        seconds = sum(_of_micro_batch(step, each, network) for each in reductions)
+        return _with_reduction(step, passes, seconds)
+
+    return Rank(
+        passes=reducing(lambda each: each.per_micro_batch or not reduces_each),
+        last=reducing(lambda each: True),
+        inline_s=inline["forward"] + inline["backward"],
+        update_s=update_s(step, machine) + sum(one_s(step, t, network) for t in step.traffic if t.moment == "update"),
+        gathers_each=gathers_each,
+        reduces_each=reduces_each,
+    )
+
+
+def one_s(step: Step, traffic: Traffic, network: Network) -> float:
+    """Seconds of a step's collectives of one kind, were they alone."""
+    group = group_of(step.axes, (traffic.axis,), network.cluster.devices_per_node)
+    seconds = collective_s(traffic.kind, traffic.bytes_per_step, group, network, traffic.calls) / traffic.every
+    return seconds * (network.constants.async_tensor if traffic.beside else 1.0)
+
+
+def _gathers(traffic: Traffic) -> bool:
+    return traffic.kind == "all_gather"
+
+
+def _of_micro_batch(step: Step, traffic: Traffic, network: Network) -> float:
+    return one_s(step, traffic, network) / (step.num_micro_batches if traffic.per_micro_batch else 1)
+
+
+def _inline_s(step: Step, network: Network, moment: str) -> float:
+    waited_for = (each for each in step.traffic if each.moment == moment and not each.hidden and each.kind != "send")
+    return sum(one_s(step, each, network) for each in waited_for) / step.num_micro_batches
+
+
+def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, float]) -> Passes:
+    """What one micro-batch computes and gathers; reductions are left at nothing."""
+    blocks = [block for block in step.blocks if block.name != "outside"]
+    forward, backward, outside = _computing(step, blocks, machine)
+    count = max(len(forward), 1)
+    gathered = {
+        moment: sum(
+            _of_micro_batch(step, each, network)
+            for each in step.traffic
+            if each.hidden and _gathers(each) and each.moment == moment
+        )
+        for moment in _MOMENTS
+    }
+    share = _outside_share(step)
+    return Passes(
+        forward_s=tuple(seconds + inline["forward"] / count for seconds in forward),
+        backward_s=tuple(seconds + inline["backward"] / count for seconds in backward),
+        outside_forward_s=outside[0] + (0.0 if forward else inline["forward"]),
+        outside_backward_s=outside[1] + (0.0 if backward else inline["backward"]),
+        gather_forward_s=gathered["forward"] * (1 - share) / count,
+        gather_backward_s=gathered["backward"] / count,
+        reduce_s=0.0,
+        gather_outside_s=gathered["forward"] * share,
+        reduce_outside_s=0.0,
+        interference=machine.constants.interference,
+    )
+
+
+def _computing(
+    step: Step, blocks: list[Block], machine: Machine
+) -> tuple[list[float], list[float], tuple[float, float]]:
+    """Seconds of every block's forward and backward, and of what is outside; from the FLOPs alone without ops."""
+    outside = [op for block in step.blocks if block.name == "outside" for op in block.ops if _runs_here(step, op)]
+    apart = sum(forward_s(op, machine) for op in outside), sum(backward_s(op, machine) for op in outside)
+    if any(block.ops for block in step.blocks):
+        each = [
+            (sum(forward_s(op, machine) for op in b.ops), sum(backward_s(op, machine) for op in b.ops)) for b in blocks
+        ]
+    else:
+        forward, backward = _from_flops(step, machine)
+        count = sum(block.count for block in blocks)
+        if not count:
+            return [], [], (forward, backward)
+        each = [(forward / count, backward / count)] * len(blocks)
+    times = [seconds for block, seconds in zip(blocks, each, strict=True) for _ in range(block.count)]
+    return [forward for forward, _ in times], [backward for _, backward in times], apart
+
+
+def _from_flops(step: Step, machine: Machine) -> tuple[float, float]:
+    """Of the whole model, were all its work large products; recomputation, where there is any, runs all of it again."""
+    whole = (step.flops or 0) / machine.matmul_flops_per_s("half" if step.compute_itemsize == 2 else "fp32")
+    again = step.activations is not None and step.activations.working_bytes > 0
+    return whole * _FORWARD_SHARE, whole * (1 if again else 1 - _FORWARD_SHARE)
+
+
+def _block_s(block: Block, machine: Machine) -> tuple[float, float]:
+    return sum(forward_s(op, machine) for op in block.ops), sum(backward_s(op, machine) for op in block.ops)
+
+
+def _runs_here(step: Step, op: Op) -> bool:
+    return op.on_rank is None or step.stages is None or op.on_rank == step.stages.here
+
+
+def _with_reduction(step: Step, passes: Passes, seconds: float) -> Passes:
+    share, count = _outside_share(step), max(len(passes.forward_s), 1)
+    return dataclasses.replace(passes, reduce_s=seconds * (1 - share) / count, reduce_outside_s=seconds * share)
+
+
+def _outside_share(step: Step) -> float:
+    """Of the parameters, what lies outside the blocks."""
+    sizes = [(block.name, block.count * sum(p.numel for p in block.parameters)) for block in step.blocks]
+    whole = sum(size for _, size in sizes)
+    inside = sum(size for name, size in sizes if name != "outside")
+    return 1 - inside / whole if whole and inside else 1.0

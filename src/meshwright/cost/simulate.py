@@ -1,0 +1,138 @@
+"""The simulated step in seconds: streams for computing and for each direction of traffic, played through.
+
+A rank computes its blocks on one stream. Collectives that can hide (gathers and reductions of parameters and gradients)
+run on another, in the order in which FSDP2 issues them: one block ahead in forward and in backward. Those that cannot
+(of tensor and sequence parallelism) are part of the blocks' time. Pipelines play each rank's times through their
+schedule. Equal blocks are played a few times and continued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.collectives import Network, collective_s, group_of
+from meshwright.cost.efficiency import Calibration, fitted
+from meshwright.cost.passes import pass_s, pass_tasks
+from meshwright.cost.pipeline import StageTimes, pipeline_s
+from meshwright.cost.rank import Rank, rank_of
+from meshwright.cost.step import Step
+from meshwright.cost.timeline import Event, schedule
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, and where they go: the parts add up to the whole."""
+
+    step_time_s: float
+    compute_s: float  # kernels of all micro-batches on the slowest rank
+    inline_s: float  # collectives that its blocks wait for
+    exposed_s: float  # gathers and reductions that did not hide, and computing that they slowed down
+    bubble_s: float  # waiting for other stages of a pipeline
+    update_s: float
+    overhead_s: float
+
+    @property
+    def binds(self) -> str:
+        """The largest part."""
+        parts = {"compute": self.compute_s, "tensor or sequence collectives": self.inline_s}
+        parts |= {"data collectives": self.exposed_s, "pipeline bubble": self.bubble_s, "update": self.update_s}
+        return max(parts, key=parts.__getitem__)
+
+
+def simulate(
+    steps: Step | Sequence[Step], cluster: Cluster, calibration: Calibration | None = None, *, in_turn: bool = False
+) -> StepTime:
+    """Seconds of a step on a cluster.
+
+    Args:
+        steps: The step of a rank after all ``cost`` twins; with a pipeline, of every rank of its axis.
+        cluster: What it runs on.
+        calibration: What kernels and links reach; None: the fitted presets.
+        in_turn: Whether gradients are reduced only when backward has ended, and not beside it.
+    """
+    every = [steps] if isinstance(steps, Step) else list(steps)
+    known = calibration or fitted()
+    played: dict[Step, Rank] = {}
+    for step in every:
+        if step not in played:
+            played[step] = rank_of(step, cluster, known)
+    ranks = [played[step] for step in every]
+    return _together(every, ranks, cluster, known, in_turn=in_turn)
+
+
+def timeline(step: Step, cluster: Cluster, calibration: Calibration | None = None) -> list[Event]:
+    """The events of one micro-batch that gathers and reduces, forward and backward, on one rank."""
+    known = calibration or fitted()
+    return schedule(pass_tasks(rank_of(step, cluster, known).last, gather=True, reduce=True))
+
+
+def _together(
+    steps: Sequence[Step], ranks: Sequence[Rank], cluster: Cluster, known: Calibration, *, in_turn: bool
+) -> StepTime:
+    micro_batches = steps[0].num_micro_batches
+    overhead = known.constants.step_s
+    slowest = max(ranks, key=lambda each: each.passes.compute_s)
+    update = max(each.update_s for each in ranks)
+    if len(steps) > 1:
+        busy, compute, exposed, bubble = _pipelined(steps, ranks, cluster, known, in_turn=in_turn)
+    else:
+        busy = _replicated(slowest, micro_batches, in_turn=in_turn)
+        compute, bubble = slowest.passes.compute_s * micro_batches, 0.0
+        exposed = busy - compute
+    inline = slowest.inline_s * micro_batches
+    return StepTime(busy + update + overhead, compute - inline, inline, exposed, bubble, update, overhead)
+
+
+def _replicated(rank: Rank, micro_batches: int, *, in_turn: bool) -> float:
+    """All micro-batches of a rank without a pipeline, one after the other."""
+
+    def one(first: bool, last: bool) -> float:
+        gather, reduce = rank.gathers_each or first, rank.reduces_each or last
+        passes = rank.last if last else rank.passes
+        if in_turn and reduce:
+            return pass_s(passes, gather=gather, reduce=False) + passes.all_reductions_s
+        return pass_s(passes, gather=gather, reduce=reduce)
+
+    if micro_batches == 1:
+        return one(True, True)
+    middle = one(False, False) if micro_batches > 2 else 0.0
+    return one(True, False) + (micro_batches - 2) * middle + one(False, True)
+
+
+def _pipelined(
+    steps: Sequence[Step], ranks: Sequence[Rank], cluster: Cluster, known: Calibration, *, in_turn: bool
+) -> tuple[float, float, float, float]:
+    """Seconds until the last backward, of computing, of collectives that did not hide, and of waiting."""
+    step = steps[0]
+    stages = step.stages
+    assert stages is not None
+    network = Network(cluster, known.of(cluster.device.efficiency), known.constants)
+    group = group_of(step.axes, ("pipeline",), cluster.devices_per_node)
+    hop = collective_s("send", stages.boundary_bytes or 0, group, network) + known.constants.p2p_s
+    per_rank = len(stages.ranks) // (max(stages.ranks) + 1)
+    times = [_stage_times(each) for each in ranks]
+    micro_batches = step.num_micro_batches
+    slowest = max(each.forward_s + each.backward_s for each in times) * micro_batches
+    whole = pipeline_s(stages.schedule, times, hop, per_rank, micro_batches)
+    # Gradients are reduced when a rank's last backward runs; only that one can hide them.
+    once = 0.0
+    for each in ranks:
+        waits = each.last.all_reductions_s - (each.passes.all_reductions_s if each.reduces_each else 0.0)
+        waits += 0.0 if each.gathers_each else each.passes.all_gathers_s
+        hides = 0.0 if in_turn else each.passes.backward_total_s
+        once = max(once, waits - hides)
+    compute = max(each.passes.compute_s for each in ranks) * micro_batches
+    return whole + once, compute, once + slowest - compute, whole - slowest
+
+
+def _stage_times(rank: Rank) -> StageTimes:
+    passes = rank.passes
+    forward = passes.forward_total_s
+    if rank.gathers_each:
+        forward = max(forward, passes.all_gathers_s)
+    backward = passes.backward_total_s
+    if rank.reduces_each:
+        backward = max(backward, passes.all_reductions_s)
+    return StageTimes(forward, backward)

@@ -1,0 +1,31 @@
+"""Seconds of the optimizer's update: bound by the memory's bandwidth."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.cost.kernels import Machine
+from meshwright.cost.memory import element_bytes, shape_on
+from meshwright.cost.step import Step
+
+_FP32_BYTES = 4
+
+
+def update_s(step: Step, machine: Machine) -> float:
+    """Clips (reads gradients), then reads weights, gradients and state and writes weights and state, each once."""
+    moved = 0
+    for count, parameter in step.every_parameter():
+        if not parameter.trainable:
+            continue
+        numel = math.prod(shape_on(step, parameter, step.optimizer.axis))
+        state = sum(
+            math.prod(parameter.shape[dim] for dim in each.dims) * each.itemsize
+            for each in parameter.states
+            if each.dims and not each.only_for_half
+        )
+        state = state * numel // max(parameter.numel, 1)
+        weight = element_bytes(parameter, step.parameters.itemsize)
+        master = _FP32_BYTES if step.master is not None else 0
+        gradient = element_bytes(parameter, step.gradients.itemsize)
+        moved += count * (2 * state + numel * (2 * (weight + master) + 3 * gradient))
+    return moved / machine.bytes_per_s

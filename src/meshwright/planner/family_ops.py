@@ -1,0 +1,231 @@
+"""What a block of a decoder computes and keeps for backward, op by op, on one rank of the tensor and sequence axes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from meshwright.cost import Op, RecomputePart
+
+if TYPE_CHECKING:
+    from meshwright.planner.families import Shape
+
+BLOCK = "TransformerBlock"
+ATTENTION = "CoreAttention"  # scores, softmax and their product with the values: what ``selective`` recomputes
+PER_OP = "EverySecondMatmul"  # TorchTitan's selective policy: keeps attention's output and every other product
+
+
+@dataclass(frozen=True)
+class FamilyRun:
+    """How a family is run.
+
+    Args:
+        micro_batch: Samples of a micro-batch on one rank.
+        num_micro_batches: Of a step.
+        dtype: Of matrix products.
+        tensor: Ranks of the tensor axis.
+        sequence: Ranks that divide the tokens of a sample.
+        split_tokens: Whether what lies between split layers is divided over the tensor axis too (sequence parallelism
+            of Korthikanti et al. 2022).
+        fused_attention: Whether scores stay in the multiprocessor (Dao 2022).
+        compiled: Whether chains of elementwise kernels are one.
+        fused_loss: Whether the loss reads the logits as they are, and writes their gradient in their place.
+        dropout: Whether its masks are kept.
+        seq: Tokens of a sample.
+        flash1: Whether fused attention is of the first generation (Dao et al. 2022; Triton's).
+        rowwise: Whether fp8 products have a scale for each row.
+        keeps_gathered: Whether the gathered input of a split layer is kept, instead of gathered again in backward.
+        copies_heads: Whether queries, keys and values are copied before attention, and the copies kept.
+        balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
+        logit_bytes: Per logit: what is kept, and what is needed beside it while the loss runs backward; None: what
+            torch's cross-entropy in fp32 does.
+    """
+
+    micro_batch: int
+    num_micro_batches: int = 1
+    dtype: Literal["fp32", "half", "fp8"] = "half"
+    tensor: int = 1
+    sequence: int = 1
+    split_tokens: bool = True
+    fused_attention: bool = True
+    compiled: bool = False
+    fused_loss: bool = False
+    dropout: bool = False
+    seq: int = 0
+    flash1: bool = False
+    rowwise: bool = False
+    keeps_gathered: bool = False
+    copies_heads: bool = False
+    balances_head: bool = False
+    logit_bytes: tuple[int, int] | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an activation's element."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch, on one rank of the sequence axis; set by the shape's length of a sample."""
+        return self.micro_batch * self.seq // self.sequence
+
+    @property
+    def plain_parts(self) -> int:
+        """Into how many parts what lies between split layers is divided."""
+        return self.tensor if self.split_tokens else 1
+
+    def token_bytes(self, width: int) -> int:
+        """Bytes of one activation of a width, between split layers."""
+        return self.tokens * width * self.itemsize // self.plain_parts
+
+
+@dataclass(frozen=True)
+class OutsideSaved:
+    """What the head and the loss keep, and what they need beside it while the loss runs backward."""
+
+    saved_bytes: int
+    loss_bytes: int
+
+
+def block_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
+    """Forward of one block. Nothing saved needs the last product: recomputation may stop before it."""
+    h, kv, f, t = shape.hidden, shape.kv_width, shape.ffn_width, run.tensor
+    tokens, routed = run.tokens, run.tokens * shape.experts_per_token
+    second = (_matmul(run, routed, f // t, h, PER_OP),) if shape.gated else ()
+    return (
+        _moves(shape, run),
+        _matmul(run, tokens, (h + 2 * kv) // t, h),
+        *_attention_ops(shape, run, (ATTENTION, BLOCK)),
+        _matmul(run, tokens, h, h // t, PER_OP),
+        _matmul(run, routed, f // t, h),
+        *second,
+        dataclasses.replace(_matmul(run, routed, h, f // t), needed_in=()),
+    )
+
+
+def _moves(shape: Shape, run: FamilyRun) -> Op:
+    """All kernels of a block that are bound by memory, as equal ones."""
+    kernels, names = 6 if run.compiled else 12, (BLOCK, PER_OP)
+    each = _moved_per_block(shape, run) // kernels
+    return Op("move", num_bytes=each, count=kernels, inside=names, needed_in=names)
+
+
+def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "") -> Op:
+    names = (BLOCK, beside) if beside else (BLOCK,)
+    variant: Literal["", "rowwise"] = "rowwise" if run.rowwise else ""
+    return Op("matmul", m, n, k, dtype=run.dtype, inside=names, needed_in=names, variant=variant)  # type: ignore[arg-type]
+
+
+def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tuple[Op, ...]:
+    heads, width = shape.heads // run.tensor, shape.hidden // shape.heads
+    queries, keys, batch = shape.seq // run.sequence, shape.seq, run.micro_batch * heads
+    dtype = "half" if run.dtype == "fp8" else run.dtype
+    if run.fused_attention:
+        variant: Literal["", "flash1"] = "flash1" if run.flash1 else ""
+        fused = _matmul(run, queries, keys, width)
+        return (
+            dataclasses.replace(
+                fused, kind="attention", batch=batch, dtype=dtype, causal=True, variant=variant,
+                inside=names, needed_in=names,
+            ),
+        )  # fmt: skip
+    products = tuple(
+        Op("matmul", *dims, batch=batch, dtype=dtype, inside=names, needed_in=names)  # type: ignore[arg-type]
+        for dims in ((queries, keys, width), (queries, width, keys))
+    )
+    # The masked softmax reads and writes them, and dropout with its mask; in backward softmax reads two and writes one.
+    scores, size = batch * queries * keys, run.itemsize
+    forward, backward = (4 * size + 1, 5 * size + 1) if run.dropout else (2 * size, 3 * size)
+    moved = Op("move", num_bytes=scores * forward, backward_bytes=scores * backward, inside=names, needed_in=names)
+    return (*products, moved)
+
+
+def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
+    """Bytes that norms, residuals, activations and copies read and write in forward."""
+    h, f, size = shape.hidden, shape.ffn_width * shape.experts_per_token, run.itemsize
+    plain = (2 * 2 + 2 * 3) * h  # two norms (read, write), two residual sums (read two, write)
+    heads = (
+        2 * (shape.hidden + shape.kv_width) if shape.gated else 2 * shape.hidden
+    )  # rotary positions; copies of heads
+    activation = (3 if run.compiled else 5) * f if shape.gated else 2 * f
+    if run.compiled:
+        plain = (2 * 2 + 2) * h
+    if run.dropout:
+        plain += h  # masks of one byte, written by the kernel that adds the residual
+    return size * run.tokens * (plain // run.plain_parts + (heads + activation) // run.tensor)
+
+
+def block_saved(shape: Shape, run: FamilyRun) -> int:
+    """Bytes that one block keeps for backward, its input included (34 s b h of Korthikanti et al. 2022, for GPT)."""
+    h, kv, f, size = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token, run.itemsize
+    plain = 2 * h * size  # the input, and the sum in the middle
+    entering = 2 * h * size  # both norms' outputs, which split layers take
+    split = (h + 2 * kv) * size * (2 if run.copies_heads else 1) + h * size  # queries, keys, values; attention's output
+    if shape.gated:
+        split += (3 if run.compiled else 4) * f * size  # gate, up, its activation, the product
+    else:
+        split += 2 * f * size
+    if run.dropout:
+        plain += 2 * h
+    scores = 0
+    if not run.fused_attention:
+        each = 2 * size + 1 if run.dropout else size
+        scores = each * _num_scores(shape, run)
+    else:
+        split += 4 * shape.heads  # the logarithm of each row's sum
+    entering_parts = 1 if run.keeps_gathered else run.plain_parts
+    kept = run.tokens * plain // run.plain_parts + run.tokens * entering // entering_parts
+    return kept + run.tokens * split // run.tensor + scores
+
+
+def parts(shape: Shape, run: FamilyRun) -> tuple[RecomputePart, ...]:
+    """What recomputing whole blocks, attention alone, or every second product would change."""
+    saved, entering = block_saved(shape, run), run.token_bytes(shape.hidden)
+    fused = dataclasses.replace(run, fused_attention=True)
+    scores = 0 if run.fused_attention else saved - block_saved(shape, fused)
+    # Backward holds the gradients of the scores and of their softmax beside what was saved.
+    working = 0 if run.fused_attention else 2 * _num_scores(shape, run) * run.itemsize
+    found = [RecomputePart((BLOCK,), (), shape.layers * (saved - entering), saved - entering + working)]
+    if scores:
+        found.append(RecomputePart((ATTENTION,), (BLOCK,), shape.layers * scores, scores + working))
+    kept = _per_op_kept(shape, run)
+    found.append(RecomputePart((PER_OP,), (BLOCK,), shape.layers * (saved - kept), saved - kept))
+    return tuple(found)
+
+
+def _num_scores(shape: Shape, run: FamilyRun) -> int:
+    return run.micro_batch * shape.heads // run.tensor * shape.seq * (shape.seq // run.sequence)
+
+
+def _per_op_kept(shape: Shape, run: FamilyRun) -> int:
+    """The block's input, attention's output and rows' sums, and the products of odd number: q, v, gate or up, down."""
+    h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token
+    size, t = run.itemsize, run.tensor
+    plain = (2 * h) * size * run.tokens // run.plain_parts
+    return plain + run.tokens * (size * (2 * h + kv + f) + 4 * shape.heads) // t
+
+
+def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ...]:
+    """Embedding, last norm, head and loss."""
+    h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, shape.vocab // run.tensor
+    first = 0 if pipeline > 1 else None
+    last = pipeline - 1 if pipeline > 1 else None
+    dtype = "half" if run.dtype == "fp8" else run.dtype
+    # Forward: read, write in fp32, log-softmax reads and writes; backward: reads and writes fp32, casts. Fused: once.
+    forward, backward = (size, 2 * size) if run.fused_loss else (size + 12, 14 + size)
+    return (
+        Op("move", num_bytes=4 * tokens * h * size // run.plain_parts, count=1, on_rank=first),
+        Op("move", num_bytes=2 * tokens * h * size // run.plain_parts, on_rank=last),
+        Op("matmul", tokens, v, h, dtype=dtype, on_rank=last),  # type: ignore[arg-type]
+        Op("move", num_bytes=tokens * v * forward, backward_bytes=tokens * v * backward, on_rank=last),
+    )
+
+
+def outside_saved(shape: Shape, run: FamilyRun) -> OutsideSaved:
+    """The last norm's input and output; logits, their fp32 copy and its log-softmax; the gradient of one of them."""
+    logits = run.tokens * (shape.vocab // run.tensor)
+    hidden = 2 * run.token_bytes(shape.hidden)
+    usual = (run.itemsize, run.itemsize) if run.fused_loss else (run.itemsize + 8, 4)
+    kept, beside = run.logit_bytes or usual
+    return OutsideSaved(hidden + logits * kept, logits * beside)

@@ -1,0 +1,265 @@
+"""From a row to what is simulated: the model, its strategy, its cluster; and what had to be assumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from meshwright.cost import Cluster, Step, find_device, make_cluster
+from meshwright.errors import MeshwrightError
+from meshwright.methods import cost_of
+from meshwright.planner.families import Shape, family_step
+from meshwright.planner.family_ops import FamilyRun
+from meshwright.planner.published.conventions import Convention, convention_of
+from meshwright.planner.published.held import held_by
+from meshwright.planner.published.rows import Row
+from meshwright.planner.published.shapes import shape_of
+from meshwright.planner.published.strategies import (
+    pipeline_of,
+    recompute_of,
+    shard_axis_of,
+    strategy_of,
+    zero_stage_of,
+)
+from meshwright.strategy import Strategy
+
+_MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
+_MOST_STAGES = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published run as it can be simulated."""
+
+    row: Row
+    convention: Convention
+    shape: Shape
+    run: FamilyRun
+    cluster: Cluster
+    strategy: Strategy
+    zero_stage: int
+    steps: tuple[Step, ...]  # of the pipeline's ranks; one without
+    global_batch: int
+    assumed: tuple[str, ...]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all devices."""
+        return self.global_batch * self.shape.seq
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether gradients are reduced behind backward, and not beside it."""
+        beside = self.convention.reduces_beside
+        return self.zero_stage < 2 and (not beside or (self.convention.reduces_each and self.zero_stage == 1))
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """The model and the cluster: runs of one setting differ by strategy."""
+        return (self.row.source, self.row.text("model"), self.shape.seq, self.row.text("gpu"), self.cluster.num_devices)
+
+
+class NotCovered(Exception):
+    """Why a row cannot be predicted."""
+
+
+def case_of(row: Row) -> Case:
+    """Reads a row.
+
+    Raises:
+        NotCovered: When the row does not say enough, or contradicts itself.
+    """
+    assumed: list[str] = []
+    convention = _convention(row)
+    try:
+        cluster = _cluster(row, convention)
+        shape = shape_of(row, convention, assumed)
+        if shape is None:
+            raise NotCovered("the table gives neither the model's dimensions nor a size that is known")
+        sizes = _sizes(row, cluster.num_devices)
+        return _largest(row, convention, shape, cluster, sizes, assumed)
+    except MeshwrightError as error:
+        raise NotCovered(str(error)) from error
+
+
+def _largest(
+    row: Row, convention: Convention, shape: Shape, cluster: Cluster, sizes: dict[str, int], assumed: list[str]
+) -> Case:
+    """Where the table gives no micro-batch: the largest that fits, as one who fills a device takes; 1 in a pipeline."""
+    given, whole = row.count("micro_batch"), _global_batch(row, sizes["dp"])
+    candidates = [given] if given else [1] if sizes["pp"] > 1 else list(_MICRO_BATCHES)
+    for micro in candidates:
+        if whole is not None and not given and (micro > 1 and whole % (micro * sizes["dp"])):
+            continue
+        said = list(assumed) if given else [*assumed, f"micro_batch {micro}"]
+        case = _case(row, convention, shape, cluster, sizes, (micro, whole or micro * sizes["dp"]), said)
+        if len(candidates) == 1 or micro == 1 or held_by(case).fits:
+            return case
+    raise AssertionError("1 is among the candidates")
+
+
+def _case(
+    row: Row,
+    convention: Convention,
+    shape: Shape,
+    cluster: Cluster,
+    sizes: dict[str, int],
+    batches: tuple[int, int],
+    assumed: list[str],
+) -> Case:
+    micro_batch, global_batch = _fitting(convention, sizes, batches, assumed)
+    stage = zero_stage_of(row, convention, assumed)
+    recompute = recompute_of(row, convention, assumed)
+    micro_batches = max(1, round(global_batch / (sizes["dp"] * micro_batch)))
+    run = _run(row, convention, shape, cluster, (micro_batch, micro_batches), assumed)
+    keys = pipeline_of(sizes["pp"], run, convention, shape, row)
+    strategy = strategy_of(sizes, stage, recompute, convention, keys)
+    axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
+    virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
+    steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
+    noted = bool(re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE)) and "vanilla" not in row.notes
+    steps = [
+        _as_source(cost_of(strategy, step), convention, stage, async_tensor=convention.async_tensor or noted)
+        for step in _distinct(steps)
+    ]
+    every = _every(steps, sizes["pp"])
+    return Case(row, convention, shape, run, cluster, strategy, stage, every, global_batch, tuple(assumed))
+
+
+def _fitting(
+    convention: Convention, sizes: dict[str, int], batches: tuple[int, int], assumed: list[str]
+) -> tuple[int, int]:
+    """Samples of a micro-batch and of a step that fit each other, as the source means them."""
+    scale = sizes["tp"] if convention.batch_of_device else 1
+    whole = max(batches[1] * scale, sizes["dp"])
+    micro = min(batches[0] * scale, max(1, whole // sizes["dp"]))
+    if convention.splits_local_batch and sizes["pp"] > 1 and whole < sizes["pp"] * micro * sizes["dp"]:
+        micro = max(1, micro // sizes["pp"])
+        assumed.append(f"micro_batch {micro}: the local batch over the pipeline's ranks")
+    return micro, whole
+
+
+def _run(
+    row: Row, convention: Convention, shape: Shape, cluster: Cluster, batches: tuple[int, int], assumed: list[str]
+) -> FamilyRun:
+    return FamilyRun(
+        micro_batch=batches[0],
+        num_micro_batches=batches[1],
+        dtype=_dtype(row, assumed),
+        split_tokens=convention.split_tokens or "sequence" in row.text("ac").lower(),
+        fused_attention=convention.fused_attention,
+        compiled=convention.compiled or row.text("compile").lower() in ("true", "yes", "1"),
+        fused_loss=convention.fused_loss,
+        dropout=convention.dropout,
+        seq=shape.seq,
+        flash1=convention.flash1,
+        rowwise="row" in row.text("precision").lower(),
+        keeps_gathered=convention.keeps_gathered,
+        copies_heads=convention.copies_heads,
+        balances_head=convention.balances_head,
+        logit_bytes=_logit_bytes(convention, cluster),
+    )
+
+
+def _convention(row: Row) -> Convention:
+    # BMTrain's table compares with DeepSpeed and Megatron-LM, whose rows have a ZeRO stage.
+    if "bmtrain" in row.source.lower() and row.text("zero_stage"):
+        return dataclasses.replace(convention_of("deepspeed"), batch_of_device=True)
+    return convention_of(row.source)
+
+
+def _cluster(row: Row, convention: Convention) -> Cluster:
+    if not row.text("gpu"):
+        raise NotCovered("the table names no GPU")
+    device = find_device(row.text("gpu"))
+    number = row.count("n_gpus")
+    if number is None:
+        number = _product(row)
+    nodes = row.count("nodes")
+    per_node = max(1, number // nodes) if nodes else None
+    network = re.search(r"(\d{3,4}) ?Gbps", row.text("source"))
+    return make_cluster(device, number, per_node, float(network.group(1)) if network else None, convention.latency_s)
+
+
+def _product(row: Row) -> int:
+    parts = [row.count(column) for column in ("dp", "tp", "pp", "cp")]
+    if parts[0] is None:
+        raise NotCovered("the table gives neither the number of GPUs nor dp")
+    whole = 1
+    for part in parts:
+        whole *= part or 1
+    return whole
+
+
+def _sizes(row: Row, devices: int) -> dict[str, int]:
+    sizes = {column: row.count(column) or 1 for column in ("tp", "pp", "cp")}
+    inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    if devices % inner:
+        raise NotCovered(f"tp {sizes['tp']} x pp {sizes['pp']} x cp {sizes['cp']} do not divide {devices} GPUs")
+    if sizes["pp"] > _MOST_STAGES:
+        raise NotCovered(f"a pipeline of {sizes['pp']} ranks; at most {_MOST_STAGES} are simulated")
+    given = row.count("dp")
+    if given is not None and given * inner != devices:
+        if given == devices // (sizes["tp"] * sizes["pp"]):  # counts the ranks of cp as data-parallel
+            given = devices // inner
+        else:
+            raise NotCovered(f"dp {given} x tp x pp x cp = {given * inner} ranks, and the table says {devices} GPUs")
+    return {**sizes, "dp": devices // inner}
+
+
+def _global_batch(row: Row, dp: int) -> int | None:
+    """Samples of a step over all ranks."""
+    whole = row.count("global_batch")
+    noted = re.search(r"batch per DP (\d+)", row.notes)
+    return int(noted.group(1)) * dp if whole is None and noted else whole
+
+
+def _logit_bytes(convention: Convention, cluster: Cluster) -> tuple[int, int] | None:
+    # TorchTitan runs on B200 and MI300X date from 2025, when it compiles the loss as well: logits stay in half.
+    if convention.expandable and cluster.device.efficiency in ("B200", "MI300X"):
+        return (2, 2)
+    return convention.logit_bytes
+
+
+def _dtype(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8"]:
+    text = row.text("precision").lower().replace("-", "").replace("_", "")
+    if "fp8" in text or "float8" in text or "f8" in text or "e4m3" in text:
+        return "fp8"
+    if "16" in text or "amp" in text or "half" in text or "mixed" in text:
+        return "half"
+    if "32" in text:
+        return "fp32"
+    assumed.append("half precision")
+    return "half"
+
+
+def _distinct(steps: list[Step]) -> list[Step]:
+    """Of a pipeline's ranks: the first, those of the middle as one, and the last."""
+    return steps if len(steps) <= 3 else [steps[0], steps[len(steps) // 2], steps[-1]]
+
+
+def _every(steps: list[Step], ranks: int) -> tuple[Step, ...]:
+    if ranks <= len(steps):
+        return tuple(steps)
+    return (steps[0], *[steps[1]] * (ranks - 2), steps[-1])
+
+
+def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: bool) -> Step:
+    """What a source does otherwise than our methods: gradients reduced in fp32, or parameter by parameter."""
+    if convention.live_bytes and stage == 3:
+        step = step.replace(gathered="nothing")  # its buffers have a fixed size
+    traffic = []
+    for each in step.traffic:
+        if each.hidden and each.kind != "send" and stage < 2:
+            if stage == 0 and convention.reduce == "fp32" and step.reduce_itemsize == 2:
+                each = dataclasses.replace(each, bytes_per_step=2 * each.bytes_per_step)
+            if convention.reduces_each and stage == 1:
+                each = dataclasses.replace(
+                    each, calls=sum(block.count * len(block.parameters) for block in step.blocks)
+                )
+        if async_tensor and each.axis == "tensor":
+            each = dataclasses.replace(each, beside=True)
+        traffic.append(each)
+    return step.replace(traffic=tuple(traffic))

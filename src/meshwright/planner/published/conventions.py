@@ -1,0 +1,200 @@
+"""What sources mean by their words: which kernels, what is kept in fp32, what they count as FLOPs and as memory.
+
+A source is known by words in its name. Every entry is what the project documents or its code did when the figures were
+published; none is fitted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Convention:
+    """How a source trains, and what it prints.
+
+    Args:
+        words: Any of them in a source's name means it.
+        family: Of a model whose name does not say.
+        fused_attention: Whether attention keeps no scores.
+        fused_loss: Whether the loss works on the logits in place.
+        dropout: Whether masks are kept.
+        reentrant: Whether recomputation runs whole blocks again, their last product too.
+        split_tokens: Whether tensor parallelism divides tokens between split layers.
+        reduce: Precision in which gradients are reduced.
+        wide_gradients: Whether gradients accumulate in fp32 beside half weights.
+        reduces_beside: Whether gradients are reduced beside backward (without ZeRO 3).
+        reduces_each: Whether under ZeRO 1 each parameter is a collective of its own, behind backward.
+        offloads: Whether the optimizer's state is in host memory.
+        memory: What a peak counts.
+        flash1: Whether fused attention is of the first generation.
+        latency_s: From node to node, where it is not that of InfiniBand or RoCE.
+        balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
+        keeps_gathered: Whether the gathered input of a split layer is kept for backward.
+        compiled: Whether chains of elementwise kernels are one, whatever the table says.
+        splits_local_batch: Whether a pipeline cuts what is called its micro-batch into as many as it has ranks.
+        batch_of_device: Whether a micro-batch is a device's share of what its tensor group takes together.
+        most_stages: Whether a pipeline's ranks take turns at single layers.
+        async_tensor: Whether tensor-parallel collectives run beside the products they feed.
+        copies_heads: Whether copies of queries, keys and values are kept.
+        logit_bytes: Per logit, kept and beside it in backward; None: torch's cross-entropy.
+        bucket_bytes: Buffers of fixed size in which gradients are reduced.
+        live_bytes: Of gathered parameters under ZeRO 3, which gathers single layers instead of blocks.
+        expandable: Whether the allocator joins segments, and so loses nothing between them.
+        flops: What an MFU or a TFLOPS figure counts: all scores, half of them (causal), or recomputation too.
+        vocab: Where a table does not say.
+        default_zero: Where a table does not say.
+        default_ac: Where a table does not say.
+    """
+
+    words: tuple[str, ...] = ()
+    family: Literal["gpt", "llama"] = "llama"
+    fused_attention: bool = True
+    fused_loss: bool = False
+    dropout: bool = False
+    reentrant: bool = False
+    split_tokens: bool = True
+    reduce: Literal["half", "fp32"] = "fp32"
+    wide_gradients: bool = False
+    reduces_beside: bool = True
+    reduces_each: bool = False
+    offloads: bool = False
+    memory: Literal["allocated", "reserved"] = "reserved"
+    flops: Literal["full", "causal", "hardware"] = "full"
+    vocab: int | None = None
+    flash1: bool = False
+    latency_s: float = 1.2e-5
+    balances_head: bool = False
+    keeps_gathered: bool = False
+    copies_heads: bool = False
+    async_tensor: bool = False
+    compiled: bool = False
+    splits_local_batch: bool = False
+    batch_of_device: bool = False
+    most_stages: bool = False
+    logit_bytes: tuple[int, int] | None = None
+    bucket_bytes: int = 0
+    live_bytes: int = 0
+    expandable: bool = False
+    default_zero: int = 0
+    default_ac: Literal["none", "full"] = "none"
+
+
+_MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divided but where it is said
+    words=("korthikanti", "2205.05198", "vtrain"),
+    family="gpt",
+    fused_attention=False,
+    fused_loss=True,
+    dropout=True,
+    reentrant=True,
+    split_tokens=False,
+    reduce="half",
+    wide_gradients=True,
+    reduces_beside=False,
+    vocab=51200,
+    default_ac="full",
+)
+_KNOWN = (
+    _MEGATRON_2022,
+    Convention(
+        words=("megatron-bridge", "megatron-lm", "megatron bridge", "mcore", "nemo", "megascale", "megatron"),
+        family="gpt",
+        fused_loss=True,
+        reentrant=True,
+        wide_gradients=True,
+        async_tensor=True,
+        compiled=True,  # Transformer Engine's fused norms, rotary positions and activations
+        vocab=128256,
+        default_zero=1,
+    ),
+    Convention(
+        words=("llm-foundry", "llmfoundry", "mosaic", "composer"),
+        family="gpt",
+        fused_loss=True,
+        reentrant=True,
+        reduce="half",
+        flash1=True,  # Triton's kernel of 2023
+        vocab=50368,
+        default_zero=3,
+    ),
+    Convention(
+        words=("nanotron",),
+        reentrant=True,
+        wide_gradients=True,
+        reduces_each=True,
+        async_tensor=True,
+        latency_s=3e-5,  # AWS's network (EFA)
+        balances_head=True,
+        # Inferred from this table's peaks: no public run says so.
+        keeps_gathered=True,
+        copies_heads=True,
+        logit_bytes=(6, 4),
+        vocab=131072,
+    ),
+    Convention(
+        words=("bmtrain",),
+        family="gpt",
+        fused_attention=False,
+        fused_loss=True,
+        dropout=True,
+        reentrant=True,
+        split_tokens=False,
+        reduce="half",
+        offloads=True,
+        batch_of_device=True,
+        vocab=50304,
+        default_zero=3,
+        default_ac="full",
+    ),
+    Convention(
+        words=("deepspeed",),
+        family="gpt",
+        fused_attention=False,
+        dropout=True,
+        reentrant=True,
+        split_tokens=False,
+        reduce="half",
+        flops="hardware",
+        logit_bytes=(8, 4),
+        # Documented defaults of ZeRO 2 and 3: two reduction buckets of 5e8, and 1e9 live parameters, in half.
+        bucket_bytes=2 * 10**9,
+        live_bytes=2 * 10**9,
+        vocab=51200,
+        default_zero=3,
+        default_ac="full",
+    ),
+    Convention(
+        words=("colossal",),
+        reentrant=True,
+        reduce="half",
+        wide_gradients=True,
+        default_ac="full",
+        default_zero=1,
+    ),
+    Convention(
+        words=("torchtitan", "torchao", "trainy"),
+        expandable=True,
+        splits_local_batch=True,
+        vocab=128256,
+        default_zero=3,
+    ),
+    Convention(words=("fms-fsdp", "fms_fsdp", "ibm"), reduce="half", vocab=32000, default_zero=3),
+    Convention(
+        words=("llama 3 paper", "2407.21783"),
+        fused_loss=True,
+        wide_gradients=True,
+        compiled=True,
+        most_stages=True,  # §3.3.2: interleaved, a stage is one layer
+        default_zero=1,
+    ),
+    Convention(words=("nanochat", "picotron"), default_zero=1),
+)
+OTHER = Convention()
+"""Of a source that is not known: PyTorch of 2024 with fused attention."""
+
+
+def convention_of(source: str) -> Convention:
+    """The convention of the first known project that a source's name contains."""
+    name = source.lower()
+    return next((each for each in _KNOWN if any(word in name for word in each.words)), OTHER)

@@ -1,0 +1,101 @@
+"""Rows of a table of published runs, read with care: cells may be empty, spelled otherwise, or not fit together."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import DataError
+
+COLUMNS = (
+    "source", "model", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "gpu", "n_gpus",
+    "nodes", "dp", "tp", "pp", "cp", "zero_stage", "micro_batch", "global_batch", "precision", "ac", "compile",
+    "tokens_per_s_per_gpu", "mfu", "tflops_per_gpu", "peak_mem_gib",
+)  # fmt: skip
+_EMPTY = {"", "-", "--", "na", "n/a", "nan", "none", "null", "unknown", "?", "n.a.", "not stated"}
+_SUFFIX = {"k": 1e3, "m": 1e6, "b": 1e9}
+_NUMBER = re.compile(r"^[~≈<>]?\s*([-+]?\d[\d,_ ]*\.?\d*(?:e[-+]?\d+)?)\s*([kmb%]?)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published run; None where the table says nothing.
+
+    Args:
+        index: From 0, in the file.
+        cells: As they stand there, by column; unknown columns are ignored, absent ones empty.
+    """
+
+    index: int
+    cells: Mapping[str, str]
+
+    def text(self, column: str) -> str:
+        """A cell without surrounding blanks; "" for one that says nothing."""
+        value = (self.cells.get(column) or "").strip()
+        return "" if value.lower() in _EMPTY else value
+
+    def number(self, column: str) -> float | None:
+        """A cell's number; None where there is none. "1,024", "8k" and "45 %" are numbers."""
+        found = _NUMBER.match(self.text(column))
+        if found is None:
+            return None
+        try:
+            value = float(re.sub(r"[,_ ]", "", found.group(1)))
+        except ValueError:
+            return None
+        value *= _SUFFIX.get(found.group(2).lower(), 1.0)
+        return value if math.isfinite(value) else None
+
+    def count(self, column: str) -> int | None:
+        """A cell's positive whole number."""
+        value = self.number(column)
+        return int(value) if value is not None and value >= 1 and value == int(value) else None
+
+    @property
+    def source(self) -> str:
+        """Where the run was published, without notes in brackets."""
+        name = re.split(r"\s*\[|\s\((?=v\d)", self.text("source"), maxsplit=1)[0].strip()
+        return name or "unknown"
+
+    @property
+    def notes(self) -> str:
+        """The source's notes in brackets."""
+        return self.text("source")[len(self.source) :]
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether the row is published as one that does not fit."""
+        cells = " ".join(self.text(column) for column in ("tokens_per_s_per_gpu", "peak_mem_gib", "mfu", "ac"))
+        return bool(re.search(r"\bOOM\b|out[- ]of[- ]memory", f"{self.notes} {cells}", re.IGNORECASE))
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Reads a table of published runs.
+
+    Raises:
+        DataError: When it is not a CSV file with at least the columns model or layers, and gpu.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            names = {(name or "").strip().lower() for name in reader.fieldnames or ()}
+            rows = [{(k or "").strip().lower(): v for k, v in row.items() if isinstance(v, str)} for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(
+            f"The table {path} cannot be read",
+            expected="a CSV file in UTF-8",
+            got=f"{type(error).__name__}: {error}",
+            fix="correct the path or the file",
+        ) from None
+    if not names & {"gpu"} or not names & {"model", "layers"}:
+        raise DataError(
+            f"{path} is no table of published runs",
+            expected="the columns " + ", ".join(COLUMNS),
+            got=", ".join(sorted(names)) or "no columns",
+            fix="name the columns so; cells may be empty",
+        )
+    return [Row(index, cells) for index, cells in enumerate(rows)]

@@ -1,0 +1,144 @@
+"""How far off predictions of published runs are: per source and in total, as plain data."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.cost import Calibration
+from meshwright.planner.published.case import NotCovered
+from meshwright.planner.published.predict import Prediction, predict_row
+from meshwright.planner.published.rows import Row
+
+_WORST = 10
+_EQUAL = 0.01  # speeds that differ by no more are one: a run that is repeated differs as much
+
+
+@dataclass
+class Scores:
+    """Predictions of a table, and the rows that could not be predicted with the reason for each."""
+
+    rows: int
+    predictions: list[Prediction] = field(default_factory=list)
+    not_covered: list[tuple[Row, str]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures of all rows, of every source, and the worst rows.
+
+        ``time_mape`` and ``time_median`` are of tokens per second, ``memory_mape`` and ``memory_median`` of peak
+        memory, as fractions. ``oom`` counts rows that are published as having run or not: ``tp`` predicted and
+        published as out of memory, ``fn`` false "fits".
+        """
+        whole = _figures(self.predictions, self.rows)
+        sources = dict.fromkeys([p.row.source for p in self.predictions] + [row.source for row, _ in self.not_covered])
+        per_source = {
+            source: _figures(
+                [p for p in self.predictions if p.row.source == source],
+                sum(p.row.source == source for p in self.predictions)
+                + sum(row.source == source for row, _ in self.not_covered),
+            )
+            for source in sources
+        }
+        timed = [p for p in self.predictions if p.published_tokens_per_s_per_gpu]
+        worst = sorted(timed, key=lambda p: -_time_error(p))[:_WORST]
+        return {
+            **whole,
+            "per_source": per_source,
+            "worst": [
+                {
+                    "row": p.row.index,
+                    "predicted": p.tokens_per_s_per_gpu,
+                    "published": p.published_tokens_per_s_per_gpu,
+                }
+                for p in worst
+            ],
+        }
+
+
+def score(rows: Sequence[Row], calibration: Calibration | None = None) -> Scores:
+    """Predicts every row of a table; one that cannot be predicted is not covered, and never an error."""
+    scores = Scores(len(rows))
+    for row in rows:
+        try:
+            scores.predictions.append(predict_row(row, calibration))
+        except NotCovered as why:
+            scores.not_covered.append((row, str(why)))
+        except (ArithmeticError, ValueError, MemoryError) as error:  # numbers nobody would publish
+            scores.not_covered.append((row, f"{type(error).__name__}: {error}"))
+    return scores
+
+
+def merged(parts: Sequence[Scores]) -> Scores:
+    """The scores of disjoint parts of a table as one, in the table's order."""
+    whole = Scores(sum(part.rows for part in parts))
+    whole.predictions = sorted((p for part in parts for p in part.predictions), key=lambda p: p.row.index)
+    whole.not_covered = sorted((each for part in parts for each in part.not_covered), key=lambda each: each[0].index)
+    return whole
+
+
+def kendall_tau(predictions: Sequence[Prediction]) -> float | None:
+    """Rank correlation (tau-b) of strategies within one model and cluster, pooled over all such settings.
+
+    Pairs of runs of one setting (model, length of a sample, devices) count whose published speeds differ by more than
+    1 %: those that the prediction orders alike less those it orders otherwise, over the root of the pairs that are not
+    tied on either side. None: no such pairs.
+    """
+    settings: dict[Any, list[Prediction]] = {}
+    for each in predictions:
+        if each.published_tokens_per_s_per_gpu:
+            settings.setdefault(each.case.setting, []).append(each)
+    alike = untied_published = untied_predicted = 0
+    for runs in settings.values():
+        for a, b in itertools.combinations(runs, 2):
+            published = _order(a.published_tokens_per_s_per_gpu or 0, b.published_tokens_per_s_per_gpu or 0, _EQUAL)
+            predicted = _order(a.tokens_per_s_per_gpu, b.tokens_per_s_per_gpu, 0.0) if published else 0
+            alike += published * predicted
+            untied_published += published != 0
+            untied_predicted += predicted != 0
+    return alike / (untied_published * untied_predicted) ** 0.5 if untied_published and untied_predicted else None
+
+
+def _order(a: float, b: float, equal: float) -> int:
+    return 0 if abs(a - b) <= equal * max(a, b) else 1 if a > b else -1
+
+
+def _figures(predictions: Sequence[Prediction], rows: int) -> dict[str, Any]:
+    times = [_time_error(p) for p in predictions if p.published_tokens_per_s_per_gpu]
+    memories = [abs(p.held.counted_bytes / p.published_peak_bytes - 1) for p in predictions if p.published_peak_bytes]
+    return {
+        "rows": rows,
+        "covered": len(predictions),
+        "time_mape": _mean(times),
+        "time_median": _median(times),
+        "memory_mape": _mean(memories),
+        "memory_median": _median(memories),
+        "oom": _confusion(predictions),
+        "kendall_tau": kendall_tau(predictions),
+    }
+
+
+def _confusion(predictions: Sequence[Prediction]) -> dict[str, int]:
+    pairs = [(p.out_of_memory, p.published_out_of_memory) for p in predictions if p.published_out_of_memory is not None]
+    return {
+        "tp": pairs.count((True, True)),
+        "fp": pairs.count((True, False)),
+        "fn": pairs.count((False, True)),
+        "tn": pairs.count((False, False)),
+    }
+
+
+def _time_error(prediction: Prediction) -> float:
+    published = prediction.published_tokens_per_s_per_gpu
+    assert published
+    return abs(prediction.tokens_per_s_per_gpu / published - 1)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None

@@ -1,0 +1,161 @@
+"""Dimensions that a table leaves out: of models by name, of others from their number of parameters."""
+
+from __future__ import annotations
+
+import re
+
+from meshwright.planner.families import Family, Shape
+from meshwright.planner.published.conventions import Convention
+from meshwright.planner.published.rows import Row
+
+# (layers, hidden, heads, kv_heads, ffn, vocab, seq), from the models' papers and configurations.
+_Dims = tuple[int, int, int, int, int, int, int]
+_LLAMA: dict[tuple[str, float], _Dims] = {
+    ("3", 1): (16, 2048, 32, 8, 8192, 128256, 8192),
+    ("3", 3): (28, 3072, 24, 8, 8192, 128256, 8192),
+    ("3", 8): (32, 4096, 32, 8, 14336, 128256, 8192),
+    ("3", 70): (80, 8192, 64, 8, 28672, 128256, 8192),
+    ("3", 405): (126, 16384, 128, 8, 53248, 128256, 8192),
+    ("2", 7): (32, 4096, 32, 32, 11008, 32000, 4096),
+    ("2", 13): (40, 5120, 40, 40, 13824, 32000, 4096),
+    ("2", 34): (48, 8192, 64, 8, 22016, 32000, 4096),
+    ("2", 70): (80, 8192, 64, 8, 28672, 32000, 4096),
+    ("1", 30): (60, 6656, 52, 52, 17920, 32000, 2048),
+    ("1", 65): (80, 8192, 64, 64, 22016, 32000, 2048),
+}
+# Brown et al. 2020, Table 2.1, and those of Megatron-LM beyond.
+_GPT: dict[float, tuple[int, int, int]] = {
+    0.125: (12, 768, 12), 0.35: (24, 1024, 16), 0.76: (24, 1536, 16), 1.3: (24, 2048, 16), 1.5: (48, 1600, 25),
+    2.7: (32, 2560, 32), 6.7: (32, 4096, 32), 13: (40, 5120, 40), 20: (44, 6144, 64), 22: (48, 6144, 64),
+    30: (48, 7168, 56), 66: (64, 9216, 72), 175: (96, 12288, 96), 530: (105, 20480, 128), 1000: (128, 25600, 160),
+}  # fmt: skip
+_MIXTRAL: dict[str, tuple[_Dims, int, int]] = {
+    "8x7b": ((32, 4096, 32, 8, 14336, 32000, 4096), 8, 2),
+    "8x22b": ((56, 6144, 48, 8, 16384, 32768, 4096), 8, 2),
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])(?![a-z])", re.IGNORECASE)
+_GPT_WORDS = ("gpt", "mpt", "megatron", "opt", "bloom", "bert", "turing", "mt-nlg", "pythia", "falcon")
+_LLAMA_WORDS = ("llama", "mistral", "qwen", "granite", "yi-", "gemma", "baichuan", "internlm", "nemotron", "olmo")
+_MOST_LAYERS = 5000  # what is more is a number of something else
+_CLOSE = 0.2  # a known model stands for another of its family whose size differs by no more
+
+
+def shape_of(row: Row, convention: Convention, assumed: list[str]) -> Shape | None:
+    """The model of a row; what the table leaves out is assumed, and said. None: too little is known."""
+    family = _family(row, convention)
+    known = _known(row, family, assumed)
+    layers, hidden = row.count("layers") or known.get("layers"), row.count("hidden") or known.get("hidden")
+    if layers is None or hidden is None or layers > _MOST_LAYERS:
+        return None
+    heads = row.count("heads") or known.get("heads") or _usual_heads(hidden, assumed)
+    vocab = row.count("vocab") or known.get("vocab") or _usual_vocab(family, convention, assumed)
+    seq = row.count("seq") or known.get("seq") or _usual_seq(family, assumed)
+    experts = _MIXTRAL.get(_mixtral_size(row), ((), 1, 1))
+    return Shape(
+        family=family,
+        layers=layers,
+        hidden=_rounded(hidden, heads),
+        heads=heads,
+        vocab=vocab,
+        seq=seq,
+        kv_heads=row.count("kv_heads") or known.get("kv_heads"),
+        ffn=row.count("ffn") or known.get("ffn"),
+        tied=_tied(row, family),
+        experts=experts[1],
+        experts_per_token=experts[2],
+    )
+
+
+def size_b(row: Row) -> float | None:
+    """Billions of parameters: the cell, or what the model's name says."""
+    cell = row.number("params_b")
+    if cell:
+        return cell / 1e9 if cell > 1e6 else cell
+    found = _SIZE.search(row.text("model"))
+    if found is None:
+        return None
+    return float(found.group(1)) * {"m": 1e-3, "b": 1.0, "t": 1e3}[found.group(2).lower()]
+
+
+def _family(row: Row, convention: Convention) -> Family:
+    name = row.text("model").lower()
+    if "mixtral" in name:
+        return "mixtral"
+    if any(word in name for word in _LLAMA_WORDS):
+        return "llama"
+    if any(word in name for word in _GPT_WORDS):
+        return "gpt"
+    return convention.family
+
+
+def _mixtral_size(row: Row) -> str:
+    found = re.search(r"\d+x\d+b", row.text("model").lower())
+    return found.group(0) if found and "mixtral" in row.text("model").lower() else ""
+
+
+def _known(row: Row, family: Family, assumed: list[str]) -> dict[str, int]:
+    """Dimensions of the known model that a row names, or that is of its size."""
+    complete = all(row.count(column) for column in ("layers", "hidden", "heads", "vocab", "seq"))
+    size = size_b(row)
+    if complete or size is None:
+        return {}
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
+    if family == "mixtral":
+        found = _MIXTRAL.get(_mixtral_size(row))
+        return dict(zip(names, found[0], strict=True)) if found else {}
+    if family == "llama":
+        llama = _nearest_llama(row, size)
+        if llama is None:
+            return {}
+        return _those_absent(row, dict(zip(names, llama, strict=True)), assumed)
+    near = min(_GPT, key=lambda each: abs(each - size) / size)
+    if abs(near - size) / size > _CLOSE:
+        return {}
+    return _those_absent(row, dict(zip(names, _GPT[near], strict=False)), assumed)
+
+
+def _nearest_llama(row: Row, size: float) -> _Dims | None:
+    name = row.text("model").lower()
+    version = next((v for v in ("3", "2", "1") if re.search(rf"llama-?\s?v?{v}(?!\d*b)", name)), None)
+    near = [key for key in _LLAMA if abs(key[1] - size) / size <= _CLOSE and (version is None or key[0] == version)]
+    return _LLAMA[min(near, key=lambda key: (abs(key[1] - size), -int(key[0])))] if near else None
+
+
+def _those_absent(row: Row, known: dict[str, int], assumed: list[str]) -> dict[str, int]:
+    # A table that gives the width has its own feed-forward layers and heads: only what surrounds the blocks is taken.
+    taken = {"vocab", "seq"} if row.count("hidden") else set(known)
+    absent = {name: value for name, value in known.items() if name in taken and row.count(name) is None}
+    if absent:
+        assumed.append("of the model's name: " + ", ".join(f"{name} {value}" for name, value in absent.items()))
+    return absent
+
+
+def _usual_heads(hidden: int, assumed: list[str]) -> int:
+    width = 128 if hidden % 128 == 0 and hidden >= 2048 else 64
+    heads = max(1, hidden // width)
+    assumed.append(f"heads {heads}")
+    return heads
+
+
+def _usual_vocab(family: Family, convention: Convention, assumed: list[str]) -> int:
+    vocab = convention.vocab or (51200 if family == "gpt" else 32000)
+    assumed.append(f"vocab {vocab}")
+    return vocab
+
+
+def _usual_seq(family: Family, assumed: list[str]) -> int:
+    seq = 2048 if family == "gpt" else 4096
+    assumed.append(f"seq {seq}")
+    return seq
+
+
+def _tied(row: Row, family: Family) -> bool | None:
+    size = size_b(row)
+    if "nanotron" in row.text("source").lower() and size is not None:
+        return size < 4  # as the table's note says
+    return None
+
+
+def _rounded(hidden: int, heads: int) -> int:
+    """BMTrain prints 128 heads for a width of 5120; widths that heads do not divide are taken up to one they do."""
+    return -(-hidden // heads) * heads

@@ -1,0 +1,87 @@
+"""The strategy of a published run, in Meshwright's methods."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from meshwright.planner.families import Shape
+from meshwright.planner.family_ops import ATTENTION, BLOCK, PER_OP, FamilyRun
+from meshwright.planner.published.conventions import Convention
+from meshwright.planner.published.rows import Row
+from meshwright.strategy import Strategy
+
+_ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
+
+
+def shard_axis_of(stage: int) -> str | None:
+    """The axis that a ZeRO stage shards over."""
+    return "zero" if stage else None
+
+
+def zero_stage_of(row: Row, convention: Convention, assumed: list[str]) -> int:
+    """The ZeRO stage of a row; 3 is what FSDP does."""
+    text = row.text("zero_stage").lower()
+    found = re.search(r"[0-3]", text)
+    if found:
+        return int(found.group(0))
+    if "fsdp" in text or "full" in text:
+        return 3
+    if not text:
+        assumed.append(f"zero_stage {convention.default_zero}")
+    return convention.default_zero
+
+
+def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> str:
+    """The class whose modules are recomputed; "" for none."""
+    text = row.text("ac").lower().replace("_", "-")
+    raw = (row.cells.get("ac") or "").strip().lower()
+    if not text and raw != "none":
+        assumed.append(f"ac {convention.default_ac}")
+        return BLOCK if convention.default_ac == "full" else ""
+    if "per-op" in text:
+        return PER_OP
+    if "selective" in text:
+        return ATTENTION if not convention.fused_attention else PER_OP if "attention" not in text else ""
+    if "full" in text or text in ("true", "yes", "1", "block", "on"):
+        return BLOCK
+    return ""
+
+
+def strategy_of(
+    sizes: dict[str, int], stage: int, recompute: str, convention: Convention, pipeline: dict[str, Any]
+) -> Strategy:
+    """The strategy; its axes are for a simulation and may name a rank twice."""
+    axes = [(name, sizes[column]) for name, column in (("tensor", "tp"), ("sequence", "cp")) if sizes[column] > 1]
+    # Ranks that divide a sample hold equal parameters: sharding and reductions go over them, too.
+    axes += [(shard_axis_of(stage) or "data", sizes["dp"] * sizes["cp"])]
+    axes += [("pipeline", sizes["pp"])] if sizes["pp"] > 1 else []
+    methods: list[Any] = [("parallel_mode", {"axes": axes})]
+    if sizes["tp"] > 1:
+        methods.append("tensor_parallel")
+    if sizes["cp"] > 1:
+        methods.append("sequence_parallel")
+    if sizes["pp"] > 1:
+        methods.append(("pipeline_parallel", pipeline))
+    if recompute:
+        methods.append(("checkpoint", {"wrap_class": recompute, "no_reentrant": not convention.reentrant}))
+    methods.append("half" if stage == 0 or convention.reduce == "half" else "amp_native")
+    if stage:
+        methods.append(_ZERO[stage])
+    return Strategy(methods)
+
+
+def pipeline_of(ranks: int, run: FamilyRun, convention: Convention, shape: Shape, row: Row) -> dict[str, Any]:
+    """Keys of ``pipeline_parallel``."""
+    found = re.search(r"\bv(?:p|pp|irtual)?[ =]?(\d+)", f"{row.notes} {row.text('model')}", re.IGNORECASE)
+    virtual = int(found.group(1)) if found else 1
+    if "interleaved" in row.notes.lower() and virtual == 1:
+        virtual = 2
+    if convention.most_stages and virtual == 1:
+        virtual = shape.layers // ranks
+    if not found and "2205.05198" in row.source and shape.layers // ranks >= 3 and shape.layers // ranks % 3 == 0:
+        virtual = 3  # Korthikanti et al. 2022, Table 3
+    rounds = max(1, run.num_micro_batches // ranks)
+    if virtual < 2 or shape.layers < virtual * ranks or run.num_micro_batches % rounds:
+        return {"schedule": "1f1b" if run.num_micro_batches >= ranks else "gpipe"}
+    return {"schedule": "interleaved", "num_stages_per_rank": virtual}

@@ -1,0 +1,52 @@
+import pytest
+
+from meshwright.cost import DEVICES, find_device
+from meshwright.errors import ConfigError
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM"),
+        ("h100", "H100-SXM"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("A100-SXM-80GB (Azure NDm A100 v4)", "A100-80"),
+        ("Tesla V100-SXM2-16GB", "V100-16"),
+        ("V100", "V100-32"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA L40S", "L40S"),
+        ("L4", "L4"),
+        ("B200?", "B200"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_a_name_means_the_narrowest_preset(name, preset):
+    assert find_device(name).name == preset
+
+
+def test_memory_power_and_bandwidth_in_a_name_count():
+    board = find_device("H100-SXM-96GB-HBM2e-500W")
+    assert board.memory_bytes == 96 * GIB
+    assert board.bandwidth_bytes_per_s < DEVICES["H100-SXM"].bandwidth_bytes_per_s
+    assert board.power_fraction == pytest.approx(500 / 700)
+    assert find_device("B200-power-limited").power_fraction < 1
+
+
+def test_the_nominal_size_is_not_taken_for_another_device():
+    assert find_device("H100-80GB") == DEVICES["H100-SXM"]
+    assert find_device("NVIDIA GH200 480GB").memory_bytes == DEVICES["H200"].memory_bytes
+
+
+def test_an_unknown_device_is_named_with_those_that_are_known():
+    with pytest.raises(ConfigError, match=r"GTX 1080.*H100-SXM"):
+        find_device("GTX 1080")
+
+
+def test_peaks_by_type():
+    assert DEVICES["H100-SXM"].peak_flops_per_s("fp8") == pytest.approx(2 * 989.4e12, rel=1e-3)
+    assert DEVICES["A100-80"].peak_flops_per_s("fp8") == DEVICES["A100-80"].peak_flops_per_s("half")  # it has none
+    assert DEVICES["V100-32"].peak_flops_per_s("fp32") == 15.7e12

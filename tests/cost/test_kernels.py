@@ -1,0 +1,58 @@
+import dataclasses
+
+import pytest
+
+from meshwright.cost import DEVICES, Constants, Efficiency, Op
+from meshwright.cost.kernels import Machine, backward_s, forward_s
+
+NO_GAP = Constants(gap_s=0.0, narrow=0.5, flash1=0.5)
+MACHINE = Machine(DEVICES["A100-80"], Efficiency(matmul=0.5, attention=0.25, memory=0.5), NO_GAP)
+PEAK, BANDWIDTH = 312e12, 2.039e12
+
+
+def test_a_matrix_product_by_hand():
+    op = Op("matmul", m=1024, n=512, k=256)
+    moved = 2 * (1024 * 256 + 256 * 512 + 1024 * 512)
+    expected = 2 * 1024 * 512 * 256 / (0.5 * PEAK) + moved / (0.5 * BANDWIDTH)
+    assert forward_s(op, MACHINE) == pytest.approx(expected)
+    assert backward_s(op, MACHINE) == pytest.approx(2 * expected)  # both gradients read and write the same matrices
+    again = dataclasses.replace(op, recomputed=True)
+    assert backward_s(again, MACHINE) == pytest.approx(3 * expected)
+
+
+def test_attention_by_hand():
+    op = Op("attention", m=4096, n=4096, k=128, batch=32, causal=True)
+    assert op.flops == 4 * 4096 * 4096 * 128 * 32 // 2
+    moved = 2 * 32 * 128 * 4 * 4096
+    expected = op.flops / (0.25 * PEAK) + moved / (0.5 * BANDWIDTH)
+    assert forward_s(op, MACHINE) == pytest.approx(expected)
+    assert backward_s(op, MACHINE) == pytest.approx(2.5 * expected)
+    narrow = dataclasses.replace(op, k=32, batch=128)  # equal work at half the speed
+    assert forward_s(narrow, MACHINE) == pytest.approx(2 * op.flops / (0.25 * PEAK) + moved / (0.5 * BANDWIDTH))
+    first = dataclasses.replace(op, variant="flash1")
+    assert forward_s(first, MACHINE) > 1.9 * op.flops / (0.25 * PEAK)
+
+
+def test_kernels_bound_by_memory_and_gaps():
+    op = Op("move", num_bytes=10**9, count=3)
+    assert forward_s(op, MACHINE) == pytest.approx(3e9 / (0.5 * BANDWIDTH))
+    assert backward_s(op, MACHINE) == pytest.approx(6e9 / (0.5 * BANDWIDTH))
+    gaps = Machine(MACHINE.device, MACHINE.efficiency, Constants(gap_s=1e-5))
+    assert forward_s(op, gaps) - forward_s(op, MACHINE) == pytest.approx(3e-5)
+
+
+def test_fp8_gains_most_where_products_are_wide():
+    hopper = Machine(DEVICES["H100-SXM"], Efficiency(), NO_GAP)
+
+    def gain(width):
+        half = Op("matmul", 8192, width, width)
+        return forward_s(half, hopper) / forward_s(dataclasses.replace(half, dtype="fp8"), hopper)
+
+    assert 0.8 < gain(512) < gain(4096) < gain(16384) < 2
+
+
+def test_less_power_is_slower_and_not_in_proportion():
+    op = Op("matmul", 8192, 8192, 8192)
+    limited = Machine(dataclasses.replace(DEVICES["H100-SXM"], power_fraction=0.5), Efficiency(), Constants())
+    whole = Machine(DEVICES["H100-SXM"], Efficiency(), Constants())
+    assert 1 < forward_s(op, limited) / forward_s(op, whole) < 2

@@ -1,0 +1,45 @@
+import pytest
+
+from meshwright.cost.pipeline import StageTimes, order, pipeline_s, play
+from meshwright.methods.pipeline.schedules import actions, bubble_fraction
+
+EQUAL = StageTimes(1.0, 2.0)
+
+
+@pytest.mark.parametrize(("schedule", "per_rank"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("micro_batches", [4, 8])
+def test_bubbles_are_those_of_the_engines_own_schedules(schedule, per_rank, micro_batches):
+    ranks = 4
+    times = [StageTimes(per_rank * 1.0, per_rank * 2.0)] * ranks
+    seconds = pipeline_s(schedule, times, 0.0, per_rank, micro_batches)
+    ours = 1 - 3.0 * per_rank * micro_batches / seconds
+    assert ours == pytest.approx(bubble_fraction(schedule, ranks, per_rank, micro_batches))
+
+
+def test_the_order_is_the_engines():
+    own = order("1f1b", 4, 1, 6)
+    kinds = [[kind for kind, _, _ in row] for row in own]
+    assert kinds == [[kind for kind, _, _ in row] for row in actions("1f1b", 4, 1, 6)]
+
+
+def test_many_micro_batches_are_continued_as_they_would_be_played():
+    times = [StageTimes(1.0, 2.0), StageTimes(1.5, 2.5), StageTimes(1.0, 3.0)]
+    for schedule in ("gpipe", "1f1b"):
+        ends = play(order(schedule, 3, 1, 40), times, 0.1, 1)
+        continued = pipeline_s(schedule, times, 0.1, 1, 40)
+        assert continued == pytest.approx(max(end for _, _, end in ends), rel=0.02)
+
+
+def test_one_rank_waits_for_nobody_and_hops_cost():
+    assert pipeline_s("1f1b", [EQUAL], 1.0, 1, 5) == 15.0
+    assert pipeline_s("1f1b", [EQUAL] * 2, 0.5, 1, 4) > pipeline_s("1f1b", [EQUAL] * 2, 0.0, 1, 4)
+
+
+def test_split_backward_leaves_less_bubble():
+    ranks = [EQUAL] * 4
+    assert 24.0 <= pipeline_s("zbv", ranks, 0.0, 2, 8) < pipeline_s("interleaved", ranks, 0.0, 2, 8)
+
+
+def test_an_order_that_waits_for_itself_is_an_error():
+    with pytest.raises(ValueError, match="waits for itself"):
+        play([[("B", 0, 0), ("F", 0, 0)]], [EQUAL], 0.0, 1)

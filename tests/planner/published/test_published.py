@@ -1,0 +1,123 @@
+"""The committed figures on published runs hold, and other tables are read with care."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from meshwright.errors import DataError
+from meshwright.planner.published import COLUMNS, NotCovered, Row, kendall_tau, predict_row, read_rows, score
+from meshwright.planner.published.conventions import convention_of
+
+TABLE = Path(__file__).parents[3] / "benchmarks" / "data" / "published_runs.csv"
+
+
+@pytest.fixture(scope="module")
+def scores():
+    return score(read_rows(TABLE))
+
+
+def test_figures_hold(scores):
+    figures = scores.as_json()
+    assert figures["covered"] == figures["rows"] == 173
+    assert figures["time_mape"] < 0.06
+    assert figures["time_median"] < 0.03
+    assert figures["memory_mape"] < 0.10
+    assert figures["oom"]["fn"] == 0  # no false "fits"
+    assert figures["kendall_tau"] > 0.8
+    bmtrain = figures["per_source"]["BMTrain README project README"]["oom"]
+    assert bmtrain == {"tp": 17, "fp": 0, "fn": 0, "tn": 11}
+
+
+def test_json_has_the_agreed_keys(scores):
+    figures = json.loads(json.dumps(scores.as_json(), allow_nan=False))
+    keys = {"rows", "covered", "time_mape", "time_median", "memory_mape", "memory_median", "oom", "kendall_tau"}
+    assert keys | {"per_source", "worst"} <= figures.keys()
+    assert all(set(own) == keys for own in figures["per_source"].values())
+    assert all({"row", "predicted", "published"} <= each.keys() for each in figures["worst"])
+    assert sum(own["rows"] for own in figures["per_source"].values()) == figures["rows"]
+
+
+def row(**cells):
+    usual = {"source": "somewhere", "model": "Llama-2-7B", "gpu": "A100-SXM4-80GB", "n_gpus": "8"}
+    return Row(0, {**usual, **cells})
+
+
+def test_what_a_table_leaves_out_is_assumed_and_said():
+    prediction = predict_row(row(seq="4096"))
+    assert any("layers 32" in said for said in prediction.case.assumed)
+    assert prediction.case.shape.num_parameters == pytest.approx(6.74e9, rel=0.01)
+    assert prediction.published_tokens_per_s_per_gpu is None
+    assert prediction.published_out_of_memory is None
+
+
+def test_spellings():
+    assert predict_row(row(n_gpus=" 1,024 ", zero_stage="ZeRO-3", precision="BF16")).case.cluster.num_devices == 1024
+    assert predict_row(row(precision="FP8-hybrid", gpu="h100")).case.run.dtype == "fp8"
+    assert predict_row(row(zero_stage="FSDP")).case.strategy.get("fsdp") is not None
+    assert predict_row(row(ac="Full")).case.strategy.get("checkpoint") is not None
+    assert predict_row(row(ac="none")).case.strategy.get("checkpoint") is None
+    assert predict_row(row(mfu="45 %")).published_tokens_per_s_per_gpu == pytest.approx(
+        predict_row(row(mfu="0.45")).published_tokens_per_s_per_gpu
+    )
+    assert row(tokens_per_s_per_gpu="OOM").ran_out_of_memory
+    assert row(source="x [GAS=4]").source == "x"
+
+
+@pytest.mark.parametrize(
+    ("cells", "says"),
+    [
+        ({"gpu": "Abacus 9000"}, "Unknown device"),
+        ({"gpu": ""}, "no GPU"),
+        ({"dp": "3", "tp": "2"}, "6 ranks"),
+        ({"tp": "3"}, "do not divide 8"),
+        ({"model": "a secret", "layers": ""}, "dimensions"),
+        ({"tp": "2", "layers": "2", "hidden": "96", "heads": "3"}, "cannot divide"),
+        ({"n_gpus": "", "dp": ""}, "number of GPUs"),
+    ],
+)
+def test_rows_that_cannot_be_predicted_say_why(cells, says):
+    with pytest.raises(NotCovered, match=says):
+        predict_row(row(**cells))
+    assert score([row(**cells)]).as_json()["covered"] == 0
+
+
+CELLS = st.sampled_from(
+    ["", "0", "-1", "1", "2", "8", "64", "1e3", "n/a", "nan", "inf", "?", "8k", "7B", "1.5", "H100", "V100", "full",
+     "selective", "fp16", "mxfp8", "True", "OOM", "Llama-3-8B", "GPT-3", "12;4", "٣"]
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.dictionaries(st.sampled_from(COLUMNS), CELLS))
+def test_no_cell_is_an_error(cells):
+    figures = score([row(**cells)]).as_json()
+    json.dumps(figures, allow_nan=False)
+    assert figures["rows"] == 1
+
+
+def test_rank_correlation_is_within_one_model_and_cluster():
+    fast, slow = (row(ac=ac, tokens_per_s_per_gpu=rate) for ac, rate in (("none", "5000"), ("full", "4000")))
+    assert kendall_tau([predict_row(fast), predict_row(slow)]) == 1.0
+    wrong = [predict_row(row(ac=ac, tokens_per_s_per_gpu=rate)) for ac, rate in (("none", "4000"), ("full", "5000"))]
+    assert kendall_tau(wrong) == -1.0
+    assert kendall_tau([predict_row(fast), predict_row(row(n_gpus="16", tokens_per_s_per_gpu="1"))]) is None
+
+
+def test_files_that_are_no_tables(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(DataError, match="no table of published runs"):
+        read_rows(path)
+    with pytest.raises(DataError, match="cannot be read"):
+        read_rows(tmp_path / "absent.csv")
+    path.write_text("gpu,model\nA100,Llama-2-7B\n")  # fewer columns, and no final ones
+    assert score(read_rows(path)).as_json()["covered"] == 0
+
+
+def test_conventions_by_source():
+    assert convention_of("IBM fms-fsdp README").default_zero == 3
+    assert convention_of("DeepSpeed blog").flops == "hardware"
+    assert convention_of("a blog").words == ()
