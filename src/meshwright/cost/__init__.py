@@ -1,13 +1,18 @@
 """The simulated step: pure functions on plain data. Never imports torch."""
 
+from meshwright.cost.copies import copies
+from meshwright.cost.homes import Home, homes_of, pick_largest
 from meshwright.cost.memory import Memory, element_bytes, local_shape, memory, padded_bytes, shape_on
 from meshwright.cost.names import names_class
 from meshwright.cost.owners import balanced_owners
 from meshwright.cost.step import (
     Activations,
     Block,
+    BlockSaves,
     Boundary,
     Buffer,
+    Copy,
+    Hosted,
     OuterState,
     Parameter,
     Placement,
@@ -21,8 +26,12 @@ from meshwright.cost.step import (
 __all__ = [
     "Activations",
     "Block",
+    "BlockSaves",
     "Boundary",
     "Buffer",
+    "Copy",
+    "Home",
+    "Hosted",
     "Memory",
     "OuterState",
     "Parameter",
@@ -33,10 +42,13 @@ __all__ = [
     "Step",
     "Traffic",
     "balanced_owners",
+    "copies",
     "element_bytes",
+    "homes_of",
     "local_shape",
     "memory",
     "names_class",
     "padded_bytes",
+    "pick_largest",
     "shape_on",
 ]

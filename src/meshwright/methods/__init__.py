@@ -7,6 +7,7 @@ from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in
 from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
 from meshwright.methods.job import Job
+from meshwright.methods.offload import Offload
 from meshwright.methods.outer import Outer
 from meshwright.methods.parallel_mode import ParallelMode
 from meshwright.methods.pipeline.cut import Cut
@@ -27,6 +28,7 @@ __all__ = [
     "Half",
     "Job",
     "Method",
+    "Offload",
     "Outer",
     "ParallelMode",
     "Phase",

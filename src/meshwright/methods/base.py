@@ -22,9 +22,10 @@ class Phase(IntEnum):
     RECOMPUTE = 5  # inside the sharding hooks, so that recomputation finds gathered parameters
     COMPILE = 6
     PRECISION = 7  # before sharding, which must know the precision it gathers in
-    SHARD = 8
-    REPLICATE = 9
-    OPTIMIZER = 10
+    OFFLOAD = 8  # around recomputation, and before sharding, which must know what lives on the host
+    SHARD = 9
+    REPLICATE = 10
+    OPTIMIZER = 11
 
 
 class Method(MethodConfig):

@@ -57,10 +57,13 @@ def total_norm(tensors: Iterable[torch.Tensor], norm_type: float = 2.0, stages: 
     Raises:
         ModelError: When a tensor is an unreduced partial sum.
     """
-    by_layout: dict[Layout, list[torch.Tensor]] = defaultdict(list)
+    by_layout: dict[tuple[Layout, torch.device], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        by_layout[layout_of(tensor)].append(local_tensor(tensor))
-    norms = [_reduced(layout, parts, norm_type) for layout, parts in by_layout.items()]
+        local = local_tensor(tensor)
+        by_layout[layout_of(tensor), local.device].append(local)
+    norms = [_reduced(layout, parts, norm_type) for (layout, _), parts in by_layout.items()]
+    if len({norm.device for norm in norms}) > 1:  # some gradients were offloaded
+        norms = [norm.cpu() for norm in norms]
     infinite = norm_type == float("inf")
     if stages is not None:
         norms = [_over_stages(stages, norms, infinite)]

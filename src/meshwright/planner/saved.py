@@ -19,6 +19,7 @@ from meshwright.cost import Activations, Boundary, RecomputePart
 from meshwright.methods import SequenceTrace
 from meshwright.methods.tensor.trace import SaveLog, SplitTrace
 from meshwright.nn import class_names, find_blocks
+from meshwright.planner.saved_blocks import first_blocks
 
 _BACKWARD_FLOPS = 2  # the two products of backward, each as large as the one of forward
 
@@ -170,11 +171,14 @@ def _summarise(model: nn.Module, saved: SavedTensors) -> Activations:
     for module in saved.inputs:
         if module is not model:
             by_class.setdefault(tuple(class_names(module)), []).append(module)
-    parts = tuple(_part(classes, modules, saved) for classes, modules in by_class.items())
-    return Activations(saved.bytes, parts, tuple(sorted(block_classes)))
+    blocks = [block for _, block in find_blocks(model)]
+    parts = tuple(_part(classes, modules, saved, blocks) for classes, modules in by_class.items())
+    return Activations(saved.bytes, parts, tuple(sorted(block_classes)), first_blocks=first_blocks(saved, blocks))
 
 
-def _part(classes: tuple[str, ...], modules: list[nn.Module], saved: SavedTensors) -> RecomputePart:
+def _part(
+    classes: tuple[str, ...], modules: list[nn.Module], saved: SavedTensors, blocks: list[nn.Module]
+) -> RecomputePart:
     """What changes when all modules of one class are recomputed: their savings go, their inputs stay."""
     chosen = set(modules)
     kept = {s: size for module in modules for s, size in saved.inputs[module].items() if s not in saved.weights}
@@ -189,7 +193,8 @@ def _part(classes: tuple[str, ...], modules: list[nn.Module], saved: SavedTensor
     stacks = {module for every in saved.savers.values() for stack in every for module in _above(stack, chosen)}
     inside = tuple(sorted({name for module in stacks for name in class_names(module)}))
     added = sum(size for storage, size in kept.items() if storage not in saved.sizes)  # masks, for example
-    return RecomputePart(classes, inside, sum(saved.sizes[s] for s in freed - kept.keys()) - added, working)
+    net = sum(saved.sizes[s] for s in freed - kept.keys()) - added
+    return RecomputePart(classes, inside, net, working, first_blocks(saved, blocks, modules))
 
 
 def _above(stack: tuple[nn.Module, ...], chosen: set[nn.Module]) -> tuple[nn.Module, ...]:
