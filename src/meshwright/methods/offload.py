@@ -105,6 +105,13 @@ class Offload(Method):
                 got="None",
                 fix='pass the class of the optimizer, or offload activations only: ("offload", "activation")',
             )
+        if hosted.optimizer and "outer" in job.strategy:
+            raise StrategyError(
+                "offload of optimizer states and outer do not go together in this version",
+                expected="one of the two",
+                got=f"optimizer={hosted.optimizer} beside outer",
+                fix='use outer\'s own offload, and offload activations only: ("offload", "activation")',
+            )
         check_disk(self.disk)
 
     def apply(self, job: Job) -> None:

@@ -73,7 +73,7 @@ class DiskFile:
 
     def write_behind(self) -> None:
         """Writes what has changed, and lets go of the memory; reading it again reads the file."""
-        os.fsync(self._descriptor)
+        os.fdatasync(self._descriptor)
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)  # pages of a shared map stay what the file says
         _advise(self._descriptor, "POSIX_FADV_DONTNEED")

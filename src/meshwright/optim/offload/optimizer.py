@@ -61,15 +61,18 @@ class OffloadedOptimizer(WrappedOptimizer):
                 fix="leave offload out, or use another optimizer",
             )
         self._buckets, self._disk, self._send = buckets, disk, send
-        self._on_host = {parameter for bucket in buckets for parameter in bucket.updated}
+        self._on_host = {parameter: bucket for bucket in buckets for parameter in bucket.updated}
         self._stored: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # states on disk, by parameter and name
+        self._offered: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # room for states about to be loaded
         self._full: ConfigError | None = None  # why states of this step stay in memory
         self._agreed = False  # whether all ranks know that their first states have found room
+        if disk is not None:
+            inner.state_like = self.state_like  # type: ignore[attr-defined]  # states are loaded into their files
 
     @property
     def hosted(self) -> set[torch.Tensor]:
         """The optimizer's parameters that are on the host."""
-        return self._on_host
+        return set(self._on_host)
 
     def is_stored(self, parameter: torch.Tensor, key: str) -> bool:
         """Whether a state is on disk."""
@@ -85,7 +88,7 @@ class OffloadedOptimizer(WrappedOptimizer):
         if closure is not None:
             raise ValueError("An offloaded optimizer takes no closure. What to do: call backward before step.")
         if self._in_parts:
-            others = {p for group in self.param_groups for p in group["params"]} - self._on_host
+            others = {p for group in self.param_groups for p in group["params"]} - self._on_host.keys()
             if others:
                 with _only(self.inner, others):
                     self.inner.step()
@@ -155,6 +158,25 @@ class OffloadedOptimizer(WrappedOptimizer):
                     raise error
         elif error is not None:
             raise error
+
+    def state_like(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised state laid out like a parameter of the optimizer, where it is to live.
+
+        Raises:
+            ConfigError: When the disk has no room.
+        """
+        bucket = self._on_host.get(parameter)
+        if self._disk is None or bucket is None:
+            return torch.empty_like(parameter.detach(), dtype=dtype)
+        place = self._offered.pop((parameter, key), None)
+        if place is None or place.dtype != dtype:
+            likes = [torch.empty_like(local_tensor(p), dtype=dtype, device="meta") for p in bucket.updated]
+            file, places = self._disk.make(likes)
+            bucket.files += [file] if file is not None else []
+            self._offered |= {(p, key): each for p, each in zip(bucket.updated, places, strict=True)}
+            place = self._offered.pop((parameter, key))
+        self._stored[parameter, key] = wrapped_like(parameter, place)
+        return self._stored[parameter, key]
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's."""
