@@ -71,7 +71,7 @@ def compared(base, configs, optimizer=ADAMW, micro=1):
     held = []
     for config in configs:
         now, moved_to, measured, moved = train([*base, ("offload", config)], optimizer, micro)
-        assert now == seen, (base, config)
+        assert repr(now) == repr(seen), (base, config)  # a skipped step's norm may be nan
         assert all(torch.equal(weights[name], moved_to[name]) for name in weights), (base, config)
         held.append((measured, moved, plain))
     return held
@@ -147,7 +147,8 @@ def two_ranks_sharded(folder):
     measured, moved, plain = everything
     assert (measured["parameters"], measured["optimizer"], measured["gradients"]) == (0, 0, 0)
     assert measured["host_parameters"] == plain["parameters"]
-    assert moved["host", "device", "forward"] == 2 * plain["parameters"]
+    if mw.rank() == 0:  # whose step the plan tells
+        assert moved["host", "device", "forward"] == 2 * plain["parameters"]
 
 
 @pytest.mark.parametrize("run", [two_ranks_replicated, two_ranks_sharded])
