@@ -94,6 +94,7 @@ class Accelerated:
         self.num_micro_batches = num_micro_batches
         self.max_grad_norm = max_grad_norm
         self._model_input_format = model_input_format
+        self._hosted_bytes = 0  # of activations that a measured forward copied to the host
         self._saved_bytes = 0  # what measured_step found; _MEASURE_NEXT asks the next forward to measure
 
     def __iter__(self) -> Iterator[Any]:
@@ -135,9 +136,10 @@ class Accelerated:
 
         Activations are those that the first micro-batch saves; all else is counted after the update.
         """
-        self._saved_bytes = _MEASURE_NEXT
+        self._saved_bytes, self._hosted_bytes = _MEASURE_NEXT, 0
         result = self.step(batch)
-        return result, {**measured_state(self.model, self.optim), "activations": self._saved_bytes}
+        activations = {"activations": self._saved_bytes, "host_activations": self._hosted_bytes}
+        return result, measured_state(self.model, self.optim) | activations
 
     def _forward_backward(self, parts: list[Any]) -> torch.Tensor:
         """Runs all micro-batches; returns this rank's mean loss."""
@@ -170,9 +172,12 @@ class Accelerated:
     def _forward(self, part: Any) -> torch.Tensor:
         if self._saved_bytes != _MEASURE_NEXT:
             return self._loss_of(part)
+        hosted = self._job.activations
+        before = hosted.num_bytes if hosted is not None else 0
         with record_saved(self.model) as saved:
             loss = self._loss_of(part)
         self._saved_bytes = saved.bytes
+        self._hosted_bytes = hosted.num_bytes - before if hosted is not None else 0
         return loss
 
     def _loss_of(self, part: Any) -> torch.Tensor:
@@ -233,6 +238,8 @@ class Accelerated:
             synchronize_device(self.device)
             elapsed = time.perf_counter() - start
         self.model.zero_grad(set_to_none=True)
+        if self.optim is not None:
+            self.optim.zero_grad()  # some gradients may be on the host
         for buffer, before in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(before)
         return DryRun(elapsed, peak_memory_bytes(self.device))

@@ -92,6 +92,7 @@ CONFIGS = {
     "half": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "master_weights": st.booleans()}),
     "amp_native": st.fixed_dictionaries({}, optional={"dtype": DTYPES, "skip_if_nonfinite": st.booleans()}),
     "checkpoint": st.fixed_dictionaries({}, optional={"wrap_class": CLASSES, "no_reentrant": st.booleans()}),
+    "offload": st.none() | st.sampled_from(["optimizer", "activation", "all", {"optimizer": 0.5, "disk": "states"}]),
     "outer": st.fixed_dictionaries(
         {"rule": st.sampled_from(["bmuf", "slowmo", "diloco"])},
         optional={

@@ -1,8 +1,10 @@
 """The simulated step: pure functions on plain data. Never imports torch."""
 
 from meshwright.cost.cluster import Cluster, Link, find_cluster, make_cluster, read_cluster
+from meshwright.cost.copies import copies
 from meshwright.cost.device import DEVICES, Device, find_device
 from meshwright.cost.efficiency import Calibration, Constants, Efficiency, fitted, read_calibration, write_calibration
+from meshwright.cost.homes import Home, homes_of, pick_largest
 from meshwright.cost.liveness import Peak, peak
 from meshwright.cost.memory import Memory, element_bytes, gathered_itemsize, local_shape, memory, padded_bytes, shape_on
 from meshwright.cost.names import names_class
@@ -11,10 +13,13 @@ from meshwright.cost.simulate import StepTime, simulate, timeline
 from meshwright.cost.step import (
     Activations,
     Block,
+    BlockSaves,
     Boundary,
     BoundaryAxis,
     Buffer,
     CollectiveKind,
+    Copy,
+    Hosted,
     Moment,
     Op,
     OuterState,
@@ -34,6 +39,7 @@ __all__ = [
     "DEVICES",
     "Activations",
     "Block",
+    "BlockSaves",
     "Boundary",
     "BoundaryAxis",
     "Buffer",
@@ -41,9 +47,12 @@ __all__ = [
     "Cluster",
     "CollectiveKind",
     "Constants",
+    "Copy",
     "Device",
     "Efficiency",
     "Event",
+    "Home",
+    "Hosted",
     "Link",
     "Memory",
     "Moment",
@@ -60,11 +69,13 @@ __all__ = [
     "StepTime",
     "Traffic",
     "balanced_owners",
+    "copies",
     "element_bytes",
     "find_cluster",
     "find_device",
     "fitted",
     "gathered_itemsize",
+    "homes_of",
     "inline_traffic",
     "local_shape",
     "make_cluster",
@@ -72,6 +83,7 @@ __all__ = [
     "names_class",
     "padded_bytes",
     "peak",
+    "pick_largest",
     "read_calibration",
     "read_cluster",
     "send_boundaries",

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 
+from meshwright.cost.homes import Home, homes_of
 from meshwright.cost.owners import balanced_owners
 from meshwright.cost.step import Block, Buffer, Parameter, Placement, StateTensor, Step
 
@@ -26,11 +27,32 @@ class Memory:
     activations: int | None  # saved by forward for backward, for one micro-batch; None: unknown
     outer: int = 0  # global weights and outer momentum of replicas that synchronise rarely
     recomputation: int = 0  # saved again while the largest recomputed part runs backward
+    returned: int = 0  # offloaded activations that are back on the device at once
+    host_parameters: int = 0  # in host memory beside a device, or apart from the model where the host is the device
+    host_master: int = 0  # copies of parameters, which the optimizer updates in their place
+    host_gradients: int = 0
+    host_optimizer: int = 0
+    host_activations: int = 0
+    disk_master: int = 0
+    disk_optimizer: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of all classes; unknown activations count as nothing."""
-        return sum(getattr(self, field.name) or 0 for field in fields(self))
+        """Sum of all classes on the device; unknown activations count as nothing."""
+        return sum(self._sized(field.name) for field in fields(self) if not field.name.startswith(("host_", "disk_")))
+
+    @property
+    def host_total(self) -> int:
+        """Sum of all classes on the host."""
+        return sum(self._sized(field.name) for field in fields(self) if field.name.startswith("host_"))
+
+    @property
+    def disk_total(self) -> int:
+        """Sum of all classes on disk."""
+        return self.disk_master + self.disk_optimizer
+
+    def _sized(self, name: str) -> int:
+        return getattr(self, name) or 0
 
 
 def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
@@ -39,17 +61,69 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
     Rank 0 of the sharding axis holds the most: shards are cut as ``torch.chunk`` does, the remainder last.
     """
     where = coordinate or {}
+    homes = homes_of(step)
+
+    def total(bytes_of: Callable[[Parameter], int], number_of: Callable[[Home], int]) -> int:
+        pairs = zip(homes, step.every_parameter(), strict=True)
+        return sum(number * bytes_of(parameter) for home, (_, parameter) in pairs if (number := number_of(home)))
+
+    def gradient(p: Parameter) -> int:
+        return _local_bytes(step, p, step.gradients, where) if p.trainable else 0
+
+    def states(p: Parameter) -> int:
+        return sum(_state_bytes(step, p, state, where) for state in p.states)
+
+    def scalars(p: Parameter) -> int:
+        return sum(_state_bytes(step, p, state, where) for state in p.states if _is_scalar(state))
+
+    def copied(p: Parameter) -> int:
+        return copy_bytes(step, p, where)
+
+    on_disk, known = step.hosted is not None and step.hosted.on_disk, step.activations
+    host_master, host_states = total(copied, lambda home: home.copied), total(states, lambda h: h.count - h.on_device)
+    host_scalars = total(scalars, lambda home: home.count - home.on_device) if on_disk else host_states
     return Memory(
-        parameters=_sum(step, lambda p: _local_bytes(step, p, step.parameters, where)),
-        master=_sum(step, lambda p: _master_bytes(step, p, where)),
-        gradients=_sum(step, lambda p: _local_bytes(step, p, step.gradients, where) if p.trainable else 0),
-        optimizer=_sum(step, lambda p: sum(_state_bytes(step, p, state, where) for state in p.states)),
+        parameters=total(lambda p: held_bytes(step, p, where), lambda home: home.count - home.parameters),
+        master=total(lambda p: _master_bytes(step, p, where), lambda home: home.on_device),
+        gradients=total(gradient, lambda home: home.on_device)
+        + total(lambda p: held_bytes(step, p, where), lambda home: home.optimizer),
+        optimizer=total(states, lambda home: home.on_device),
         buffers=sum(buffer.numel * element_bytes(buffer, step.buffers_itemsize) for buffer in step.buffers),
         gathered=_gathered_bytes(step),
-        activations=step.activations.saved_bytes if step.activations is not None else None,
+        activations=known.saved_bytes if known is not None else None,
         outer=_outer_bytes(step, where),
-        recomputation=step.activations.working_bytes if step.activations is not None else 0,
+        recomputation=known.working_bytes if known is not None else 0,
+        returned=known.returned_bytes if known is not None else 0,
+        host_parameters=total(lambda p: held_bytes(step, p, where), lambda home: home.parameters),
+        host_master=0 if on_disk else host_master,
+        host_gradients=total(copied, lambda home: home.copied) + total(gradient, lambda home: home.parameters),
+        host_optimizer=host_scalars,
+        host_activations=known.hosted_bytes if known is not None else 0,
+        disk_master=host_master if on_disk else 0,
+        disk_optimizer=host_states - host_scalars,
     )
+
+
+def held_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
+    """Bytes of one rank's part of a parameter, as the model holds it."""
+    return _local_bytes(step, parameter, step.parameters, where or {})
+
+
+def copy_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
+    """Bytes of the host's copy of one rank's part of a parameter: fp32 for half where there are master weights."""
+    itemsize = element_bytes(parameter, step.parameters.itemsize)
+    if step.master is not None and parameter.floating:
+        itemsize = max(itemsize, _FP32_BYTES)
+    return math.prod(shape_on(step, parameter, step.parameters.axis, where)) * itemsize
+
+
+def state_bytes(step: Step, parameter: Parameter) -> int:
+    """Bytes of the states of one rank's part of a parameter, without counters."""
+    return sum(_state_bytes(step, parameter, state, {}) for state in parameter.states if not _is_scalar(state))
+
+
+def _is_scalar(state: StateTensor) -> bool:
+    return not state.dims and state.numel_apart == 1
 
 
 def local_shape(shape: tuple[int, ...], parts: int, index: int) -> tuple[int, ...]:
@@ -77,10 +151,6 @@ def gathered_itemsize(step: Step, parameter: Parameter) -> int:
     """Bytes per element of a parameter that is gathered."""
     own = parameter.gather_itemsize
     return own if own is not None else element_bytes(parameter, step.compute_itemsize)
-
-
-def _sum(step: Step, bytes_of: Callable[[Parameter], int]) -> int:
-    return sum(count * bytes_of(parameter) for count, parameter in step.every_parameter())
 
 
 def shape_on(

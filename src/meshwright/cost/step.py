@@ -138,6 +138,14 @@ class Stages:
 
 
 @dataclass(frozen=True)
+class BlockSaves:
+    """What copying all that a model's first so many blocks save to the host would change."""
+
+    freed_bytes: int  # no longer saved on the device
+    copied_bytes: int  # more where something is saved outside of these blocks, too
+
+
+@dataclass(frozen=True)
 class RecomputePart:
     """What recomputing every module of one class would change."""
 
@@ -147,6 +155,7 @@ class RecomputePart:
     working_bytes: int  # saved again while one such module runs backward (the largest)
     freed_at: Placed = ()  # freed_bytes, where a pipeline cuts the model
     flops_at: Placed = ()  # then: of their forward
+    first_blocks: tuple[BlockSaves, ...] = ()  # of Activations, when all these modules are recomputed
 
 
 @dataclass(frozen=True)
@@ -161,6 +170,9 @@ class Activations:
     flops_at: Placed = ()  # then: of forward and backward
     loss_bytes: int = 0  # beside what is saved, while the loss runs backward: the gradient of the logits
     outside_bytes: int = 0  # of ``saved_bytes``: behind the last block, freed before the blocks run backward
+    first_blocks: tuple[BlockSaves, ...] = ()  # for one block, two blocks, and so on
+    hosted_bytes: int = 0  # copied to the host instead of being saved
+    returned_bytes: int = 0  # back on the device at once while the blocks that saved them run backward
 
 
 @dataclass(frozen=True)
@@ -193,6 +205,26 @@ class OuterState:
     num_tensors: int  # global weights, and the outer momentum
     split_axis: str | None = None  # dealt out over this axis, parameter by parameter; None: all on every rank
     on_host: bool = False  # in host memory, beside a device with memory of its own
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """What host memory or a disk holds in place of the device, as fractions from 0 to 1 of elements; see ``homes``."""
+
+    optimizer: float  # of the elements that train: their states, master weights and gradients at the update
+    gradients: float = 0.0  # of the same: gradients that leave the device while backward runs
+    parameters: float = 0.0  # of the sharded elements; their gradients and states are on the host, too
+    on_disk: bool = False  # states and master weights are in files instead of host memory
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bytes that one rank moves between its memories in a step."""
+
+    source: Literal["device", "host", "disk"]
+    target: Literal["device", "host", "disk"]
+    bytes_per_step: int
+    moment: Literal["forward", "backward", "update"]
 
 
 @dataclass(frozen=True)
@@ -235,6 +267,7 @@ class Step:
     optimizer: Placement = Placement()
     master: Placement | None = None  # fp32 copies beside half parameters
     outer: OuterState | None = None
+    hosted: Hosted | None = None
     on_cpu: bool = False  # the device's memory is host memory
     compute_itemsize: int | None = None  # bytes per element of gathered parameters; None: as given
     reduce_itemsize: int | None = None  # bytes per element of gradients on the wire; None: as the gradient

@@ -14,6 +14,7 @@ from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
 from meshwright.methods.job import SAMPLED, Job
 from meshwright.methods.module_replace import ModuleReplace, replacement_of
+from meshwright.methods.offload import Offload
 from meshwright.methods.outer import Outer
 from meshwright.methods.parallel_mode import ParallelMode
 from meshwright.methods.pipeline.chain import StageOutput
@@ -43,6 +44,7 @@ __all__ = [
     "Job",
     "Method",
     "ModuleReplace",
+    "Offload",
     "Outer",
     "ParallelMode",
     "Phase",

@@ -26,9 +26,10 @@ class Phase(IntEnum):
     RECOMPUTE = 7  # inside the sharding hooks, so that recomputation finds gathered parameters
     COMPILE = 8
     PRECISION = 9  # before sharding, which must know the precision it gathers in
-    SHARD = 10
-    REPLICATE = 11
-    OPTIMIZER = 12
+    OFFLOAD = 10  # around recomputation, and before sharding, which must know what lives on the host
+    SHARD = 11
+    REPLICATE = 12
+    OPTIMIZER = 13
 
 
 class Method(MethodConfig):

@@ -10,7 +10,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from meshwright.cost import Activations, Block, Boundary, Op, RecomputePart, Step, Traffic, inline_traffic, names_class
+from meshwright.cost import (
+    Activations,
+    Block,
+    BlockSaves,
+    Boundary,
+    Op,
+    RecomputePart,
+    Step,
+    Traffic,
+    inline_traffic,
+    names_class,
+)
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.references import ClassReferences
@@ -112,4 +123,18 @@ def _recompute(known: Activations, chosen: list[RecomputePart]) -> Activations:
         known,
         saved_bytes=max(known.saved_bytes - sum(part.freed_bytes for part in chosen), 0),
         working_bytes=max((part.working_bytes for part in chosen), default=0),
+        first_blocks=_first_blocks(known, chosen),
     )
+
+
+def _first_blocks(known: Activations, chosen: list[RecomputePart]) -> tuple[BlockSaves, ...]:
+    """What copying would change then: every part's own change, added up."""
+
+    def changed(place: int, before: BlockSaves) -> BlockSaves:
+        parts = [part.first_blocks[place] for part in chosen if part.first_blocks]
+        return BlockSaves(
+            before.freed_bytes + sum(part.freed_bytes - before.freed_bytes for part in parts),
+            before.copied_bytes + sum(part.copied_bytes - before.copied_bytes for part in parts),
+        )
+
+    return tuple(changed(place, before) for place, before in enumerate(known.first_blocks))

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from meshwright.methods.replace.changes import Replacement
 from meshwright.methods.tensor.calls import SampleRun
 from meshwright.methods.tensor.split import Split
 from meshwright.nn import rank_orders
-from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, Stages, separate_layouts
+from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, Stages, inner_optimizer, separate_layouts
 from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -43,6 +43,12 @@ def _no_context(is_last: bool) -> contextlib.AbstractContextManager[None]:
 
 def _as_it_is(optimizer: Optimizer) -> Optimizer:
     return optimizer
+
+
+class HostedBytes(Protocol):
+    """Counts what it copies to the host."""
+
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,10 @@ class Job:
     finish_optimizer: Callable[[Optimizer], Optimizer] = _as_it_is  # last change of the optimizer; may communicate
     before_update: list[Callable[[], None]] = field(default_factory=list)  # called before each step of the optimizer
     after_update: list[Callable[[], None]] = field(default_factory=list)  # and after it; never for a skipped step
+    make_host_weights: Callable[[], MasterWeights] | None = None  # offload: in place of master weights
+    hosted_units: frozenset[str] = frozenset()  # offload: paths of blocks whose sharded parameters live on the host
+    pin_memory: bool = False  # offload: whether they are page-locked there
+    activations: HostedBytes | None = None  # offload: what forward copies to the host
     stages: Stages | None = None  # for norms, where the parameters are one pipeline rank's
     micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
     notices: list[str] = field(default_factory=list)  # what the user is told once, on rank 0
@@ -145,7 +155,7 @@ class Job:
 
     def _guarded_optimizer(self, optim_func: OptimizerFactory) -> Optimizer:
         params = self.model.parameters() if self.optim_param_func is None else self.optim_param_func(self.model)
-        master = MasterWeights(self.model.parameters()) if self.master_weights else None
+        master = self._make_master()
         inner = optim_func(params) if master is None else master.optimizer(optim_func, params)
         for before in self.before_update:
             inner.register_step_pre_hook(lambda *_, call=before: call())
@@ -155,13 +165,18 @@ class Job:
             self.stages = self.stages.with_masters(master.of)
         if self.is_split:
             _check_fused(self.model, inner)
-            separate_layouts(inner)
+            separate_layouts(inner_optimizer(inner))
         if not (self.loss_scaling or self.skip_nonfinite or master):
             return inner
         scaler = LossScaler(self.device.type, **self.loss_scale) if self.loss_scaling else None
         return GuardedOptimizer(
             inner, scaler=scaler, master=master, skip_nonfinite=self.skip_nonfinite, stages=self.stages
         )
+
+    def _make_master(self) -> MasterWeights | None:
+        if self.make_host_weights is not None:
+            return self.make_host_weights()
+        return MasterWeights(self.model.parameters()) if self.master_weights else None
 
 
 def _check_fused(model: nn.Module, optimizer: Optimizer) -> None:

@@ -22,6 +22,7 @@ from meshwright.optim.loss_scaler import LossScaler
 from meshwright.optim.manager import OptimManager
 from meshwright.optim.master import MasterWeights
 from meshwright.optim.muon import Muon, muon_param_groups
+from meshwright.optim.offload import Disk, HostWeights, OffloadedOptimizer, copies_for
 from meshwright.optim.outer import (
     BMUF,
     DiLoCo,
@@ -43,6 +44,7 @@ __all__ = [
     "AdamOptimizer",
     "AdamW8bit",
     "DiLoCo",
+    "Disk",
     "DistGaloreAdamW",
     "DistGaloreAwamW",
     "DistributedAdaFactor",
@@ -53,11 +55,13 @@ __all__ = [
     "GaLoreAdamW8bit",
     "GuardedOptimizer",
     "Held",
+    "HostWeights",
     "Lamb",
     "LocalSGD",
     "LossScaler",
     "MasterWeights",
     "Muon",
+    "OffloadedOptimizer",
     "OptimManager",
     "OuterOptimizer",
     "OuterPolicy",
@@ -69,6 +73,7 @@ __all__ = [
     "cast_to_distributed",
     "clip_grad_norm_",
     "clip_gradients",
+    "copies_for",
     "get_galore_param_groups",
     "guard_of",
     "inner_optimizer",

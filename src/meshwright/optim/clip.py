@@ -79,11 +79,15 @@ def total_norm(
 
 
 def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Sums of |x|^p (maxima for the infinity norm), one for each layout."""
-    by_layout: dict[Layout, list[torch.Tensor]] = defaultdict(list)
+    """Sums of |x|^p (maxima for the infinity norm), one for each layout and device."""
+    by_layout: dict[tuple[Layout, torch.device], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
-        by_layout[layout_of(tensor)].append(local_tensor(tensor))
-    return [_reduced(layout, parts, norm_type) for layout, parts in by_layout.items()]
+        local = local_tensor(tensor)
+        by_layout[layout_of(tensor), local.device].append(local)
+    norms = [_reduced(layout, parts, norm_type) for (layout, _), parts in by_layout.items()]
+    if len({norm.device for norm in norms}) > 1:  # some gradients were offloaded
+        norms = [norm.cpu() for norm in norms]
+    return norms
 
 
 def _over_stages(stages: Stages, norms: list[torch.Tensor], infinite: bool) -> torch.Tensor:

@@ -80,7 +80,11 @@ class LossScaler(torch.amp.GradScaler):
         if not allow_fp16 and any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError("Attempting to unscale FP16 gradients.")
         for kind in by_kind(map(local_tensor, gradients)):
-            torch._amp_foreach_non_finite_check_and_unscale_(kind, found_inf, inv_scale)
+            device = kind[0].device
+            found = found_inf if device == found_inf.device else torch.zeros_like(found_inf, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(kind, found, inv_scale.to(device))
+            if found is not found_inf:  # these were offloaded
+                found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
         if (world_size() if self._num_peers is None else self._num_peers) > 1:
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
         return {found_inf.device: found_inf}

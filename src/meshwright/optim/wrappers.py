@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from meshwright.optim.clip import Stages, clip_grad_norm_
 from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.outer import OuterOptimizer
+from meshwright.optim.wrapped import WrappedOptimizer
 
 
 def guard_of(optimizer: Optimizer | None) -> GuardedOptimizer | None:
@@ -19,7 +20,7 @@ def guard_of(optimizer: Optimizer | None) -> GuardedOptimizer | None:
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer that holds the states, inside all wrappers."""
-    while isinstance(optimizer, OuterOptimizer | GuardedOptimizer):
+    while isinstance(optimizer, WrappedOptimizer):
         optimizer = optimizer.inner
     return optimizer
 

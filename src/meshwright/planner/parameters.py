@@ -14,6 +14,7 @@ from meshwright.methods import Cut
 from meshwright.methods.pipeline.cut import Outside
 from meshwright.nn import class_name, class_names, find_blocks
 from meshwright.optim import OuterOptimizer, local_tensor
+from meshwright.planner.offloaded import OffloadedBytes
 from meshwright.planner.states import StatesOf
 
 
@@ -125,15 +126,21 @@ def measured_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, i
     updated = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
     own = set(parameters)
     masters = [parameter for parameter in updated if parameter not in own]
-    states = [v for state in (optimizer.state.values() if optimizer else ()) for v in state.values()]
     gradients = {p.grad for p in (*parameters, *masters) if p.grad is not None}
+    offloaded = OffloadedBytes(model, optimizer)
     return {
-        "parameters": _bytes(parameters),
-        "master": _bytes(masters),
-        "gradients": _bytes(gradients),
-        "optimizer": _bytes(value for value in states if isinstance(value, torch.Tensor)),
+        "parameters": _bytes(p for p in parameters if p not in offloaded.parameters),
+        "master": _bytes(master for master in masters if master not in offloaded.copies),
+        "gradients": _bytes(gradients - offloaded.gradients),
+        "optimizer": _bytes(offloaded.states("device")),
         "buffers": _bytes(model.buffers()),
         "outer": _outer_bytes(optimizer),
+        "host_parameters": _bytes(offloaded.parameters),
+        "host_master": 0 if offloaded.on_disk else _bytes(offloaded.copies),
+        "host_gradients": _bytes(offloaded.gradients),
+        "host_optimizer": _bytes(offloaded.states("host")),
+        "disk_master": _bytes(offloaded.copies) if offloaded.on_disk else 0,
+        "disk_optimizer": _bytes(offloaded.states("disk")),
     }
 
 

@@ -58,7 +58,12 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the predicted memory is within the limit."""
-        return self.limit_bytes is None or self.memory.total <= self.limit_bytes
+        return self.limit_bytes is None or self.needed_bytes <= self.limit_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of the memory that is limited: the device's, with the host's where they are one."""
+        return self.memory.total + (self.memory.host_total if self.step.on_cpu else 0)
 
 
 @dataclass

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshwright.cost import Activations, Boundary, Placed, RecomputePart
 from meshwright.methods.tensor.trace import SaveLog
 from meshwright.nn import class_names, find_blocks, is_compiled, outside_compiled
+from meshwright.planner.saved_blocks import first_blocks
 from meshwright.planner.traces import Trace
 from meshwright.planner.work import BACKWARD_FLOPS, PlacedWork
 
@@ -193,9 +194,11 @@ def _summarise(model: nn.Module, saved: SavedTensors) -> Activations:
     for module in saved.inputs:
         if module is not model:
             by_class.setdefault(tuple(class_names(module)), []).append(module)
-    parts = tuple(_part(classes, modules, saved) for classes, modules in by_class.items())
+    blocks = [block for _, block in find_blocks(model)]
+    parts = tuple(_part(classes, modules, saved, blocks) for classes, modules in by_class.items())
     sizes = [(saved.places[s], size) for s, size in saved.sizes.items() if s not in saved.weights]
-    return Activations(saved.bytes, parts, tuple(sorted(block_classes)), saved_at=_grouped(sizes))
+    named = tuple(sorted(block_classes))
+    return Activations(saved.bytes, parts, named, saved_at=_grouped(sizes), first_blocks=first_blocks(saved, blocks))
 
 
 def _with_flops(activations: Activations, work: PlacedWork, loss: torch.Tensor) -> Activations:
@@ -215,7 +218,9 @@ def _grouped(amounts: Iterable[tuple[set[int], int]]) -> Placed:
     return tuple(found.items())
 
 
-def _part(classes: tuple[str, ...], modules: list[nn.Module], saved: SavedTensors) -> RecomputePart:
+def _part(
+    classes: tuple[str, ...], modules: list[nn.Module], saved: SavedTensors, blocks: list[nn.Module]
+) -> RecomputePart:
     """What changes when all modules of one class are recomputed: their savings go, their inputs stay."""
     chosen = set(modules)
     kept = {s: size for module in modules for s, size in saved.inputs[module].items() if s not in saved.weights}
@@ -233,7 +238,8 @@ def _part(classes: tuple[str, ...], modules: list[nn.Module], saved: SavedTensor
     changes = [(saved.places[s], saved.sizes[s]) for s in freed - kept.keys()]
     changes += [(_taken_at(modules, storage, saved), -size) for storage, size in added.items()]
     freed_bytes = sum(size for _, size in changes)
-    return RecomputePart(classes, inside, freed_bytes, working, freed_at=_grouped(changes))
+    copied = first_blocks(saved, blocks, modules)
+    return RecomputePart(classes, inside, freed_bytes, working, freed_at=_grouped(changes), first_blocks=copied)
 
 
 def _taken_at(modules: list[nn.Module], storage: int, saved: SavedTensors) -> set[int]:

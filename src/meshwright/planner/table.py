@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from rich import box
 from rich.table import Table
 
+from meshwright.cost import copies
 from meshwright.planner.plan import Plan
 from meshwright.planner.sizes import readable_bytes
 
@@ -19,7 +20,15 @@ _ROWS = (
     ("buffers", "buffers"),
     ("activations", "activations"),
     ("recomputation", "activations recomputed"),
+    ("returned", "activations brought back"),
     ("gathered", "gathered while computing"),
+    ("host_parameters", "on the host: parameters"),
+    ("host_master", "on the host: copies to update"),
+    ("host_gradients", "on the host: gradients"),
+    ("host_optimizer", "on the host: optimizer state"),
+    ("host_activations", "on the host: activations"),
+    ("disk_master", "on disk: copies to update"),
+    ("disk_optimizer", "on disk: optimizer state"),
 )
 _ALWAYS = {"parameters", "gradients", "optimizer", "activations", "buffers"}
 
@@ -44,9 +53,12 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
         if size or field in _ALWAYS:
             table.add_row(label, _cell(size), *_measured_cell(measured, field))
     table.add_section()
-    table.add_row("total", readable_bytes(plan.memory.total), *(() if measured is None else ("",)))
+    table.add_row("total", readable_bytes(plan.needed_bytes), *(() if measured is None else ("",)))
     if plan.limit_bytes is not None:
         table.add_row("limit", readable_bytes(plan.limit_bytes), *(() if measured is None else ("",)))
+    for copy in copies(plan.step):
+        what = f"copies from {copy.source} to {copy.target} in {copy.moment}, per step"
+        table.add_row(what, readable_bytes(copy.bytes_per_step), *(() if measured is None else ("",)))
     if plan.step.traffic:
         table.add_section()
         for traffic in plan.step.traffic:

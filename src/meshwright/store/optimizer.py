@@ -226,6 +226,7 @@ def _state_tensor(
     if isinstance(present, torch.Tensor) and tuple(present.shape) == told.shape and present.dtype == dtype:
         return present
     if like_parameter:
-        return torch.empty_like(parameter.detach(), dtype=dtype)
+        make = getattr(optimizer, "state_like", None)  # offload knows a place for it on disk
+        return torch.empty_like(parameter.detach(), dtype=dtype) if make is None else make(parameter, key, dtype)
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return torch.zeros(told.shape, dtype=dtype, device=parameter.device if on_device else "cpu")

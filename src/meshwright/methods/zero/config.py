@@ -22,7 +22,7 @@ _REFUSED = {
     "ignored_modules": "name their classes with atorch_ignored_cls",
     "ignored_states": "name the classes of their modules with atorch_ignored_cls",
     "param_init_fn": "give the model with its parameters initialised on the CPU; they are sharded from there",
-    "cpu_offload": "leave it out; offloading is not part of this version",
+    "cpu_offload": "leave it out and add the method offload: ('offload', {'parameters': 1.0})",
     "device_id": "leave it out; the device follows from the local rank",
     "device_mesh": "leave it out; the mesh follows from parallel_mode",
     "process_group": "leave it out; the groups follow from parallel_mode",

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.job import Job
 from meshwright.methods.replicas import broadcast_states
 from meshwright.methods.zero.config import ZeroMethod
-from meshwright.methods.zero.units import Units, choose_units
-from meshwright.nn import average_gradients
+from meshwright.methods.zero.units import Units, choose_units, unit_of
+from meshwright.nn import average_gradients, find_blocks
 
 
 def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, reduce_once: bool) -> None:
@@ -40,12 +40,20 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     ignored = units.ignored | apart
     options = {"mesh": _mesh(job), "mp_policy": _precision(config, job), "ignored_params": ignored or None}
     if units.trainable:
-        fully_shard(units.trainable, reshard_after_forward=False, **options)  # type: ignore[call-overload]
-    for _, module in reversed(units.modules):  # inner before outer
+        fully_shard(  # type: ignore[call-overload]
+            units.trainable, reshard_after_forward=False, offload_policy=_offload(job, ""), **options
+        )
+    blocks = [path for path, _ in find_blocks(job.model)]
+    for path, module in reversed(units.modules):  # inner before outer
         if not isinstance(module, FSDPModule) and module not in inside:
-            fully_shard(module, reshard_after_forward=reshard_after_forward, **options)  # type: ignore[call-overload]
+            offload = _offload(job, unit_of(f"{path}.", blocks))
+            fully_shard(  # type: ignore[call-overload]
+                module, reshard_after_forward=reshard_after_forward, offload_policy=offload, **options
+            )
     # The root is needed first in backward: freeing it in between would only gather it twice.
-    fully_shard(job.model, reshard_after_forward=False, **options)  # type: ignore[call-overload]
+    fully_shard(  # type: ignore[call-overload]
+        job.model, reshard_after_forward=False, offload_policy=_offload(job, ""), **options
+    )
     if config.forward_prefetch and reshard_after_forward is not False:
         _prefetch_forward(units)
     _move_ignored(units.ignored, job.device)
@@ -91,6 +99,11 @@ def _precision(config: ZeroMethod, job: Job) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=torch_dtype(param) if param else None, reduce_dtype=torch_dtype(reduce) if reduce else None
     )
+
+
+def _offload(job: Job, unit: str) -> OffloadPolicy:
+    """For the parameters of a block, or for those outside of blocks (``""``)."""
+    return CPUOffloadPolicy(pin_memory=job.pin_memory) if unit in job.hosted_units else OffloadPolicy()
 
 
 def _prefetch_forward(units: Units) -> None:

@@ -41,6 +41,11 @@ def choose_units(config: ZeroMethod, model: nn.Module) -> Units:
     return Units(units, trainable, ignored)
 
 
+def unit_of(name: str, blocks: list[str]) -> str:
+    """The path of the block that a parameter lies in; ``""`` where it is in none."""
+    return next((path for path in blocks if name.startswith(path + ".")), "")
+
+
 def _candidates(config: ZeroMethod, model: nn.Module) -> list[tuple[str, nn.Module]]:
     if config.atorch_wrap_cls is not None:
         return modules_of(model, config.atorch_wrap_cls, method=config.method_name)

@@ -1,0 +1,1 @@
+"""What is in host memory or on disk: the parts of ``offload``."""

@@ -1,0 +1,116 @@
+"""What blocks save for backward, copied to the host in forward and brought back ahead of backward."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.methods.hosting.saved_storage import SavedStorage, SavedTensor
+from meshwright.nn import wrap_method
+from meshwright.optim.clip import local_tensor
+from meshwright.optim.offload import Copies
+
+
+@dataclass(eq=False)
+class _Run:
+    """One forward of one block."""
+
+    before: weakref.ref[_Run] | None  # the run that saved before it: backward reaches it next
+    weights: set[int] = field(default_factory=set)  # storages of parameters and buffers: they are not copied
+    saved: weakref.WeakSet[SavedStorage] = field(default_factory=weakref.WeakSet)
+    entered: bool = False  # backward has asked for something of it
+
+
+class ActivationOffload:
+    """Takes over what the forward of some blocks saves; with recomputation inside, what that keeps.
+
+    Every storage is copied once, however many tensors in it are saved; weights stay where they are. When backward first
+    asks for something that a block has saved, the copies of the ``prefetch`` blocks before it begin to come back.
+
+    As with every saved-tensor hook, autograd does not notice when a saved tensor is changed in place afterwards: it
+    computes with the values that were saved. A second backward through the same graph finds them on the device.
+
+    Args:
+        blocks: Modules, in the order in which they run.
+        copies: The way between host and device.
+        pin_memory: Whether host memory is page-locked.
+        prefetch: Blocks that come back ahead.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module], copies: Copies, *, pin_memory: bool, prefetch: int) -> None:
+        self._copies, self._pin, self._prefetch = copies, pin_memory, prefetch
+        self._known: weakref.WeakValueDictionary[tuple[int, int], SavedStorage] = weakref.WeakValueDictionary()
+        self._running: list[_Run] = []
+        self._last: weakref.ref[_Run] | None = None
+        self.num_bytes = 0
+        """Bytes copied to the host so far."""
+        for block in blocks:
+            wrap_method(block, "forward", self._around)
+            for module in block.modules():
+                module.register_forward_pre_hook(self._enter)
+
+    def _around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with (
+            self._run() as run,
+            torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(run, tensor), self._unpack),
+        ):
+            return forward(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _run(self) -> Iterator[_Run]:
+        run = _Run(self._last)
+        self._running.append(run)
+        try:
+            yield run
+        finally:
+            self._running.pop()
+            self._last = weakref.ref(run)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        """Gathered weights exist while a module runs, and are known only then."""
+        for run in self._running:
+            tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            run.weights |= {_storage(tensor) for tensor in tensors}
+
+    def _pack(self, run: _Run, tensor: torch.Tensor) -> Any:
+        local = local_tensor(tensor)
+        if _storage(tensor) in run.weights or local.device.type not in ("cpu", "cuda") or local.is_sparse:
+            return tensor.detach()
+        key = (_storage(tensor), local._version)
+        storage = self._known.get(key)
+        if storage is None:
+            storage = SavedStorage(local.detach(), self._copies, self._pin)
+            self._known[key] = storage
+            self.num_bytes += storage.num_bytes
+        run.saved.add(storage)
+        return run, SavedTensor.of(storage, tensor)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        run, saved = packed
+        if not run.entered:
+            run.entered = True
+            self._fetch(run)
+        return saved.unpack()
+
+    def _fetch(self, run: _Run) -> None:
+        following: _Run | None = run
+        for _ in range(self._prefetch + 1):
+            if following is None:
+                return
+            for storage in list(following.saved):
+                storage.fetch()
+            following = following.before() if following.before is not None else None
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return local_tensor(tensor).untyped_storage()._cdata

@@ -1,0 +1,87 @@
+"""Activations on the host: the same gradients, every storage once, and back in time."""
+
+import gc
+import weakref
+
+import torch
+from torch import nn
+
+from meshwright.methods.hosting.activations import ActivationOffload
+from meshwright.optim.offload.copies import DirectCopies
+
+
+class Logged(DirectCopies):
+    """Notes the bytes of every copy, and keeps nothing alive."""
+
+    def __init__(self):
+        self.log, self.alive = [], []
+
+    def to_host(self, host, device, after):
+        self.log.append(("out", host[0].numel()))
+        self.alive.append(weakref.ref(host[0]))
+        return super().to_host(host, device, after)
+
+    def to_device(self, device, host, after):
+        self.log.append(("back", host[0].numel()))
+        return super().to_device(device, host, after)
+
+
+class Odd(nn.Module):
+    """Saves one storage twice, a view, an integer tensor, and changes a tensor in place after it was saved."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+        self.register_buffer("scale", torch.linspace(1, 2, width))
+
+    def forward(self, x):
+        hidden = x @ self.weight.t()
+        product = hidden * hidden[:, :1] * self.scale
+        product = torch.nn.functional.relu(product, inplace=True)
+        return x + (product * product.max(1, keepdim=True).values).sin_()
+
+
+def gradients(model, offload=None, **kwargs):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    loss = model(x).square().sum()
+    loss.backward(**kwargs)
+    if kwargs:
+        loss.backward()
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Odd(4) for _ in range(3)))
+
+
+def test_gradients_are_equal_and_storages_are_copied_once():
+    expected = gradients(build())
+    model, copies = build(), Logged()
+    offload = ActivationOffload(list(model), copies, pin_memory=False, prefetch=1)
+    assert all(map(torch.equal, gradients(model), expected))
+    out = [size for kind, size in copies.log if kind == "out"]
+    assert sum(out) == offload.num_bytes
+    assert sorted(out) == sorted(size for kind, size in copies.log if kind == "back")
+    gc.collect()
+    assert not any(reference() is not None for reference in copies.alive), "freed behind backward"
+    with torch.no_grad():
+        model(torch.ones(5, 4))
+    assert len(copies.log) == 2 * len(out), "nothing is saved without gradients"
+
+
+def test_the_next_block_comes_back_while_one_runs_backward():
+    for prefetch, expected in ((0, 2), (1, 3), (5, 4)):  # every block saves its output, which is the next one's input
+        model, copies = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))), Logged()
+        ActivationOffload(list(model), copies, pin_memory=False, prefetch=prefetch)
+        output = model(torch.ones(5, 4, requires_grad=True))
+        assert sum(kind == "out" for kind, _ in copies.log) == 4
+        assert output.grad_fn._saved_result is not None  # as the first node of backward asks for it
+        assert sum(kind == "back" for kind, _ in copies.log) == expected
+
+
+def test_a_graph_that_is_kept_can_run_backward_twice():
+    expected = gradients(build(), retain_graph=True)
+    model = build()
+    ActivationOffload(list(model)[:2], DirectCopies(), pin_memory=False, prefetch=1)
+    assert all(map(torch.equal, gradients(model, retain_graph=True), expected))
