@@ -207,6 +207,7 @@ def four_ranks(folder):
     return trained, on, again
 
 
+@pytest.mark.long
 def test_tensor_shards_of_stages_and_plain_torch(ranks, tmp_path):
     """Fused projections are in the model's own order in every file; they load into plain torch and other layouts."""
     every = ranks(4).run(four_ranks, tmp_path)

@@ -58,6 +58,7 @@ FOUR = {
 }  # fmt: skip
 
 
+@pytest.mark.long  # the parity matrix, too; tensor x pipeline trains and is stored in tests/parity
 def test_other_axes_on_four_ranks(ranks):
     run(ranks(4), list(FOUR.values()))
 
