@@ -17,12 +17,15 @@ from meshwright.cost.step import (
     Step,
     Traffic,
 )
+from meshwright.cost.traffic import gather_traffic, gathered_bytes, mean_traffic, reduce_traffic, reduced_bytes
+from meshwright.cost.wire import Encoding, Wire
 
 __all__ = [
     "Activations",
     "Block",
     "Boundary",
     "Buffer",
+    "Encoding",
     "Memory",
     "OuterState",
     "Parameter",
@@ -32,11 +35,17 @@ __all__ = [
     "StateTensor",
     "Step",
     "Traffic",
+    "Wire",
     "balanced_owners",
     "element_bytes",
+    "gather_traffic",
+    "gathered_bytes",
     "local_shape",
+    "mean_traffic",
     "memory",
     "names_class",
     "padded_bytes",
+    "reduce_traffic",
+    "reduced_bytes",
     "shape_on",
 ]

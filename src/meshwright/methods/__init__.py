@@ -3,6 +3,7 @@
 from meshwright.methods.amp_native import AmpNative
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
+from meshwright.methods.comm import Comm
 from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in_phase_order, resolve
 from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
@@ -22,6 +23,7 @@ from meshwright.methods.zero2 import Zero2
 __all__ = [
     "AmpNative",
     "Checkpoint",
+    "Comm",
     "Cut",
     "Fsdp",
     "Half",

@@ -9,11 +9,13 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.cost import Step, Traffic, element_bytes
+from meshwright.cost import Step, mean_traffic
+from meshwright.distributed.two_level import route
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.replicas import GradientAverager
+from meshwright.methods.wire.replicated import quantise_averages
 from meshwright.runtime import AXES, build_mesh, check_axes
 
 _SPELLINGS = {"pipe": "pipeline"}
@@ -96,6 +98,10 @@ def replicate(job: Job) -> None:
         gradient_as_bucket_view=True,  # else every gradient exists twice
         **options,
     )
+    if job.wire is not None:
+        axis = "data" if job.size("data") > 1 else "sequence"
+        way = route(group, job.wire.neighbours(job.axes, axis))
+        quantise_averages(replicas, job.wire, way, job.device)
     job.model = replicas
     job.micro_batch = lambda is_last: contextlib.nullcontext() if is_last else _without_reduction(replicas)
 
@@ -108,17 +114,12 @@ def _without_reduction(replicas: nn.Module) -> Iterator[None]:
 
 
 def replicate_cost(step: Step) -> Step:
-    """Twin of :func:`replicate`: one all-reduce of every gradient per step."""
+    """Twin of :func:`replicate`: one mean of every gradient per step."""
     if step.shard_axis is not None:
         return step
-    total = sum(
-        count * parameter.numel * element_bytes(parameter, step.reduce_itemsize)
-        for count, parameter in step.every_parameter()
-        if parameter.trainable
-    )
     # Over both axes at once, where there are two.
     axis = "data" if step.size("data") > 1 else "sequence"
-    return step.send(Traffic("all_reduce", axis, total, "backward"))
+    return step.send(*mean_traffic(step, axis, step.size("data") * step.size("sequence")))
 
 
 def _spelled(item: Any) -> Any:

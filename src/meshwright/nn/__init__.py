@@ -11,6 +11,7 @@ from meshwright.nn.block_list import TransformerBlockList
 from meshwright.nn.blocks import find_blocks, require_blocks
 from meshwright.nn.classes import class_name, class_names, modules_of, outermost
 from meshwright.nn.forward import wrap_method
+from meshwright.nn.fsdp_groups import parameter_groups
 from meshwright.nn.initialization import grouped_parameters, init_parameters
 from meshwright.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from meshwright.nn.model_wrapper import BMTrainModelWrapper
@@ -51,6 +52,7 @@ __all__ = [
     "modules_of",
     "no_sync",
     "outermost",
+    "parameter_groups",
     "rank_orders",
     "require_blocks",
     "stages_of",

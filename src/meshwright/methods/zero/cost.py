@@ -5,12 +5,26 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from meshwright.cost import Block, Parameter, Placement, Step, Traffic, element_bytes, names_class, padded_bytes
+from meshwright.cost import (
+    Block,
+    Parameter,
+    Placement,
+    Step,
+    Traffic,
+    element_bytes,
+    gather_traffic,
+    gathered_bytes,
+    names_class,
+    padded_bytes,
+    reduce_traffic,
+    reduced_bytes,
+)
 from meshwright.methods.dtypes import itemsize
 from meshwright.methods.zero.config import ZeroMethod
 
-Gathers = Literal["once", "twice"]
-"""``once``: a step gathers everything once. ``twice``: every micro-batch gathers blocks in forward and in backward."""
+Gathers = Literal["once", "twice", "nearby"]
+"""``once``: a step gathers everything once. ``twice``: every micro-batch gathers blocks in forward and in backward.
+``nearby``: in backward over a smaller group of ranks, always in whole numbers."""
 
 
 def shard_cost(config: ZeroMethod, step: Step, *, gathers: Gathers, reduce_once: bool) -> Step:
@@ -61,25 +75,33 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
     axis = step.shard_axis or "data"
     micro_batches = step.num_micro_batches
     sharded = [(count, p, name) for name, count, p in _parameters(step) if p.sharded]
-    weights = sum(count * padded_bytes(step, p, element_bytes(p, step.compute_itemsize)) for count, p, _ in sharded)
-    inside = sum(
-        count * padded_bytes(step, p, element_bytes(p, step.compute_itemsize))
-        for count, p, name in sharded
-        if name != "outside"
-    )
-    gradients = sum(
-        count * padded_bytes(step, p, element_bytes(p, step.reduce_itemsize)) for count, p, _ in sharded if p.trainable
+    weights = sum(count * gathered_bytes(step, p) for count, p, _ in sharded)
+    again = _gathered_again(step, gathers, sharded) * micro_batches
+    gradients = sum(count * reduced_bytes(step, p) for count, p, _ in sharded if p.trainable)
+    shards = sum(
+        count * padded_bytes(step, p, element_bytes(p, step.reduce_itemsize)) // step.size(axis)
+        for count, p, _ in sharded
+        if p.trainable
     )
     whole = sum(c * p.numel * p.itemsize for _, c, p in _parameters(step) if p.trainable and not p.sharded)
     # Over sequence and data at once, where there are both beside the sharding axis.
     beside = "data" if axis == "zero" and step.size("data") > 1 else "sequence"
     return step.send(
-        Traffic("all_gather", axis, weights * (1 if gathers == "once" else micro_batches), "forward"),
-        Traffic("all_gather", axis, inside * micro_batches if gathers == "twice" else 0, "backward"),
-        Traffic("reduce_scatter", axis, gradients * (1 if reduce_once else micro_batches), "backward"),
-        Traffic("all_reduce", beside, gradients // step.size(axis) if beside != axis else 0, "backward"),
+        *gather_traffic(step, axis, weights * (1 if gathers == "once" else micro_batches), "forward"),
+        *([Traffic("all_gather", axis, again, "backward")] if gathers == "nearby" else []),
+        *(gather_traffic(step, axis, again, "backward") if gathers == "twice" else ()),
+        *reduce_traffic(step, axis, gradients * (1 if reduce_once else micro_batches)),
+        Traffic("all_reduce", beside, shards if beside != axis else 0, "backward"),
         Traffic("all_reduce", axis, whole * micro_batches, "backward"),
     )
+
+
+def _gathered_again(step: Step, gathers: Gathers, sharded: list[tuple[int, Parameter, str]]) -> int:
+    """Bytes of the blocks, which backward gathers a second time."""
+    inside = [(count, p) for count, p, name in sharded if name != "outside"]
+    if gathers == "nearby":
+        return sum(count * padded_bytes(step, p, element_bytes(p, step.compute_itemsize)) for count, p in inside)
+    return sum(count * gathered_bytes(step, p) for count, p in inside)
 
 
 def _parameters(step: Step) -> list[tuple[str, int, Parameter]]:

@@ -11,9 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from meshwright.cost import Wire
+from meshwright.distributed.two_level import route
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.job import Job
 from meshwright.methods.replicas import broadcast_states
+from meshwright.methods.wire.sharded import quantise_units
 from meshwright.methods.zero.config import ZeroMethod
 from meshwright.methods.zero.units import Units, choose_units
 from meshwright.nn import average_gradients
@@ -42,6 +45,8 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
             fully_shard(module, reshard_after_forward=reshard_after_forward, **options)  # type: ignore[call-overload]
     # The root is needed first in backward: freeing it in between would only gather it twice.
     fully_shard(job.model, reshard_after_forward=False, **options)  # type: ignore[call-overload]
+    if job.wire is not None and job.size(job.shard_axis) > 1:
+        _quantise(job, job.wire)
     if config.forward_prefetch and reshard_after_forward is not False:
         _prefetch_forward(units)
     _move_ignored(units.ignored, job.device)
@@ -60,6 +65,12 @@ def _mesh(job: Job) -> DeviceMesh:
     if replicated:
         return mesh[replicated[0], job.shard_axis]  # HSDP: replicated over one axis, sharded over the other
     return mesh[job.shard_axis]
+
+
+def _quantise(job: Job, wire: Wire) -> None:
+    assert job.shard_axis is not None
+    group = job.require_mesh()[job.shard_axis].get_group()
+    quantise_units(job.model, wire, route(group, wire.neighbours(job.axes, job.shard_axis)))
 
 
 def _precision(config: ZeroMethod, job: Job) -> MixedPrecisionPolicy:
