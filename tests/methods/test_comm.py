@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.cost import Encoding, Wire
+from meshwright.cost import Encoding
 from meshwright.distributed.packing import Packing
 from meshwright.distributed.two_level import gathered_messages, reduced_row, route
 from meshwright.errors import StrategyError
@@ -168,7 +168,7 @@ def unused_parameters():
 def two_ranks(folder):
     overflows = [
         overflow_on_one_rank([*methods, ("comm", {**SMALL, "reduce": bits})])
-        for methods, bits in (([("half", "fp16")], "int8"), (["zero2", ("amp_native", "fp16")], "int4"))
+        for methods, bits in (([("half", "fp16")], "int8"), (["zero2", ("half", "fp16")], "int4"))
     ]
     return weights_in_forward(), resumed(folder), unused_parameters(), overflows
 
@@ -283,26 +283,3 @@ def test_what_cannot_work_is_refused_and_what_changes_nothing_is_said(ranks):
         assert "rank_order" in order
         assert "quantises nothing" in small
         assert all("hierarchical changes nothing" in told for told in levels)
-
-
-@pytest.mark.parametrize(
-    ("per_node", "axes", "found"),
-    [
-        (None, [("data", 8)], None),
-        (4, [("data", 8)], 4),
-        (8, [("data", 8)], None),
-        (16, [("data", 8)], None),
-        (1, [("data", 8)], None),
-        (8, [("tensor", 2), ("data", 8)], 4),
-        (8, [("tensor", 8), ("data", 4)], None),
-        (4, [("tensor", 8), ("data", 4)], None),
-    ],
-)
-def test_neighbours_on_a_node(per_node, axes, found):
-    assert Wire(ranks_per_node=per_node).neighbours(axes, "data") == found
-
-
-@pytest.mark.parametrize(("per_node", "axes"), [(3, [("data", 8)]), (6, [("tensor", 4), ("data", 4)])])
-def test_nodes_that_cut_an_axis_are_refused(per_node, axes):
-    with pytest.raises(StrategyError, match="unequal parts"):
-        Wire(ranks_per_node=per_node).neighbours(axes, "data")

@@ -92,14 +92,15 @@ class Comm(Method):
             self._check_nodes(job)
 
     def _check_engine(self, job: Job) -> None:
-        for axis, also in (("pipeline", ""), ("tensor", " without zero1, zero2 or fsdp")):
-            if job.size(axis) > 1 and (axis == "pipeline" or job.shard_axis is None):
-                raise StrategyError(
-                    f"comm does not go together with a {axis} axis{also} in this version",
-                    expected="zero1, zero2, fsdp or plain data parallelism",
-                    got=f"{axis}={job.size(axis)}",
-                    fix="leave comm out" + (", or add one of these methods" if also else ""),
-                )
+        refused = ("pipeline",) if job.shard_axis is not None else ("pipeline", "tensor")
+        axis = next((axis for axis in refused if job.size(axis) > 1), None)
+        if axis is not None:
+            raise StrategyError(
+                f"comm does not go together with a {axis} axis here in this version",
+                expected="zero1, zero2, fsdp or plain data parallelism; a tensor axis beside one of the first three",
+                got=f"{axis}={job.size(axis)}",
+                fix="leave comm out" + (", or add zero1, zero2 or fsdp" if axis == "tensor" else ""),
+            )
 
     def _check_nodes(self, job: Job) -> None:
         mode = job.strategy.get("parallel_mode")
@@ -118,12 +119,12 @@ class Comm(Method):
                 got=f"data={job.size('data')}, sequence={job.size('sequence')}",
                 fix="add zero1, zero2 or fsdp, or leave hierarchical out",
             )
-        self._wire.neighbours(job.axes, averaging_axis(job))
+        self._wire.neighbours(job.axes, _axis(job))
 
     def apply(self, job: Job) -> None:
         """Tells the method that shards, or replicates, how to communicate."""
         job.wire = self._wire
-        axis = averaging_axis(job)
+        axis = _axis(job)
         if job.num_averaged == 1:
             job.notices.append("comm changes nothing: one rank has nobody to communicate with")
         elif self.hierarchical is not None and job.wire.neighbours(job.axes, axis) is None:
@@ -141,6 +142,6 @@ class Comm(Method):
         return step.replace(wire=self._wire)
 
 
-def averaging_axis(job: Job) -> str:
+def _axis(job: Job) -> str:
     """The axis whose collectives change: the one that is sharded over, else that of data parallelism."""
     return job.shard_axis or ("data" if job.size("data") > 1 or job.size("sequence") == 1 else "sequence")
