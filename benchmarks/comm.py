@@ -62,7 +62,7 @@ def build(methods: list[Any], steps: int) -> mw.Accelerated:
         torch.optim.AdamW,
         loss_func=loss_func,
         strategy=methods,
-        optim_args={"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True},
+        optim_args={"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True},
         lr_scheduler_cls=warmup_decay,
         lr_scheduler_args={"num_steps": steps, "warmup_steps": steps // 20, "decay": "cosine", "min_lr_ratio": 0.05},
         max_grad_norm=1.0,

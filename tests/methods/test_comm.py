@@ -14,6 +14,7 @@ from meshwright.errors import StrategyError
 from meshwright.store import CheckpointStore, TrainingState
 from meshwright.strategy import Strategy
 from tests import tiny
+from tests.methods import split_runs
 from tests.methods.test_precision import overflow_on_one_rank
 from tests.methods.test_traffic import Counter
 
@@ -232,6 +233,30 @@ def test_over_nodes_and_over_two_axes(ranks):
     (flat_apart, _, flat), (*_, cut) = every[0][:2]
     assert flat_apart > 1e-3
     assert all(torch.allclose(flat[name], cut[name], rtol=0, atol=1e-7) for name in flat)
+
+
+def beside_a_tensor_axis():
+    """Losses of two steps on a mesh of 2 x 2 in few bits, and in whole numbers."""
+    losses = []
+    for methods in ([("comm", {**BITS, "min_numel": 100})], []):
+        job = mw.accelerate(
+            split_runs.build("llama"), torch.optim.SGD, tiny.Tokens(), tiny.loss_func,
+            strategy=["fsdp", "tensor_parallel", ("parallel_mode", {"tensor": 2, "zero": 2}), *methods],
+            optim_args={"lr": 0.1}, prepare_input=tiny.prepare_for("llama"), model_input_format="unpack_dict",
+            dataloader_args={"batch_size": 8},
+        )  # fmt: skip
+        for _, batch in zip(range(2), job.dataloader, strict=False):
+            with Counter() as counter:
+                losses.append(job.step(batch).loss.item())
+            assert counter.bytes == predicted(job.plan.step)
+    return losses
+
+
+@pytest.mark.long
+def test_beside_a_tensor_axis(ranks):
+    for first, second, *expected in ranks(4).run(beside_a_tensor_axis):
+        assert [first, second] == pytest.approx(expected, rel=1e-3)
+        assert [first, second] != expected
 
 
 @pytest.mark.parametrize(
