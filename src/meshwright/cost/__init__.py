@@ -9,6 +9,7 @@ from meshwright.cost.liveness import Peak, peak
 from meshwright.cost.memory import Memory, element_bytes, gathered_itemsize, local_shape, memory, padded_bytes, shape_on
 from meshwright.cost.names import names_class
 from meshwright.cost.owners import balanced_owners
+from meshwright.cost.sharding_traffic import gather_traffic, gathered_bytes, mean_traffic, reduce_traffic, reduced_bytes
 from meshwright.cost.simulate import StepTime, simulate, timeline
 from meshwright.cost.step import (
     Activations,
@@ -34,6 +35,7 @@ from meshwright.cost.step import (
 )
 from meshwright.cost.timeline import Event
 from meshwright.cost.traffic import inline_traffic, send_boundaries
+from meshwright.cost.wire import Encoding, Wire
 
 __all__ = [
     "DEVICES",
@@ -50,6 +52,7 @@ __all__ = [
     "Copy",
     "Device",
     "Efficiency",
+    "Encoding",
     "Event",
     "Home",
     "Hosted",
@@ -68,17 +71,21 @@ __all__ = [
     "Step",
     "StepTime",
     "Traffic",
+    "Wire",
     "balanced_owners",
     "copies",
     "element_bytes",
     "find_cluster",
     "find_device",
     "fitted",
+    "gather_traffic",
+    "gathered_bytes",
     "gathered_itemsize",
     "homes_of",
     "inline_traffic",
     "local_shape",
     "make_cluster",
+    "mean_traffic",
     "memory",
     "names_class",
     "padded_bytes",
@@ -86,6 +93,8 @@ __all__ = [
     "pick_largest",
     "read_calibration",
     "read_cluster",
+    "reduce_traffic",
+    "reduced_bytes",
     "send_boundaries",
     "shape_on",
     "simulate",

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.cost.wire import Wire
+
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
 Moment = Literal["forward", "backward", "update"]
 BoundaryAxis = Literal["tensor", "sequence", "context", "expert"]
@@ -273,6 +275,7 @@ class Step:
     reduce_itemsize: int | None = None  # bytes per element of gradients on the wire; None: as the gradient
     gathered: Literal["nothing", "unit", "model"] = "nothing"  # how much is whole at once while sharded
     whole_gradients: bool = False  # gradients accumulate whole until the last micro-batch
+    wire: Wire | None = None  # in how many bits weights are gathered and gradients reduced; None: as they are
     traffic: tuple[Traffic, ...] = ()
 
     def size(self, axis: str | None) -> int:

@@ -3,6 +3,7 @@
 from meshwright.methods.amp_native import AmpNative
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
+from meshwright.methods.comm import Comm
 from meshwright.methods.compile import Compile
 from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in_phase_order, resolve
 from meshwright.methods.context.trace import TracedContext
@@ -33,6 +34,7 @@ __all__ = [
     "SAMPLED",
     "AmpNative",
     "Checkpoint",
+    "Comm",
     "Compile",
     "ContextParallel",
     "Cut",

@@ -9,7 +9,7 @@ from meshwright.errors import StrategyError
 from meshwright.methods.base import Phase
 from meshwright.methods.job import Job
 from meshwright.methods.zero.config import ZeroMethod
-from meshwright.methods.zero.cost import shard_cost
+from meshwright.methods.zero.cost import Gathers, shard_cost
 from meshwright.methods.zero.engine import shard
 from meshwright.methods.zero.units import choose_units
 
@@ -42,4 +42,10 @@ class Fsdp(ZeroMethod):
 
     def cost(self, step: Step) -> Step:
         """Two gathers and one reduction per micro-batch."""
-        return shard_cost(self, step, gathers="twice" if self.reshard_after_forward else "once", reduce_once=False)
+        return shard_cost(self, step, gathers=self._gathers(step.size(step.shard_axis)), reduce_once=False)
+
+    def _gathers(self, ranks: int) -> Gathers:
+        group = self.reshard_after_forward
+        if not group:
+            return "once"
+        return "nearby" if not isinstance(group, bool) and 1 < group < ranks else "twice"

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from meshwright.cost import Wire
 from meshwright.errors import ModelError
 from meshwright.methods.dtypes import DType
 from meshwright.methods.expert.engine import Experts
@@ -90,6 +91,7 @@ class Job:
         False  # tensor_parallel, expert_parallel: some parameters are DTensors already, all values are rank 0's
     )
     precision: Precision | None = None  # set by a precision method for the method that shards
+    wire: Wire | None = None  # set by comm for the method that shards, or for data parallelism
     loss_scaling: bool = False  # fp16: gradients would underflow
     loss_scale: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of LossScaler
     skip_nonfinite: bool = False

@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch.optim import Optimizer
 
-from meshwright.cost import OuterState, Step, Traffic, shape_on
+from meshwright.cost import Encoding, OuterState, Step, Traffic, shape_on
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.optim import BMUF, DiLoCo, LocalSGD, OuterOptimizer, OuterPolicy, PostLocalSGD, SlowMo, StreamingDiLoCo
 from meshwright.optim.outer.policy import Buffers, InnerState, Quantise, Warmup
-from meshwright.optim.outer.quantised import BLOCK, message_bytes
+from meshwright.optim.outer.quantised import BLOCK
 
 
 class _Rule(NamedTuple):
@@ -181,7 +181,7 @@ def _traffic(step: Step, policy: OuterPolicy) -> list[Traffic]:
         return Traffic(kind, "replica", num_bytes, "update", every=policy.sync_every)
 
     if policy.quantise is not None:
-        num_bytes = message_bytes(sum(size for size, _ in sizes) // BLOCK * BLOCK, policy.quantise)
+        num_bytes = Encoding(policy.quantise, BLOCK).num_bytes(sum(size for size, _ in sizes) // BLOCK * BLOCK)
         return [traffic("all_to_all", num_bytes), traffic("all_gather", num_bytes)]
     num_bytes = sum(size * itemsize for size, itemsize in sizes)
     if policy.split:

@@ -11,15 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.cost import Step, Traffic, element_bytes
+from meshwright.cost import Step, Traffic, element_bytes, mean_traffic
+from meshwright.distributed.two_level import route
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job, MicroBatchContext
 from meshwright.methods.replicas import GradientAverager
+from meshwright.methods.wire.replicated import quantise_averages
 from meshwright.runtime import AXES, build_mesh, check_axes
 
 _SPELLINGS = {"pipe": "pipeline"}
-_BUCKET_BYTES = 25 * 2**20  # of DistributedDataParallel
 
 
 class ParallelMode(Method):
@@ -105,6 +106,10 @@ def replicate(job: Job) -> None:
         gradient_as_bucket_view=True,  # else every gradient exists twice
         **options,
     )
+    if job.wire is not None:
+        axis = "data" if job.size("data") > 1 else "sequence"
+        way = route(group, job.wire.neighbours(job.axes, axis))
+        quantise_averages(replicas, job.wire, way, job.device)
     job.model = replicas
     job.micro_batch = lambda is_last: contextlib.nullcontext() if is_last else _without_reduction(replicas)
 
@@ -134,20 +139,17 @@ def _without_reduction(replicas: nn.Module) -> Iterator[None]:
 
 
 def replicate_cost(step: Step) -> Step:
-    """Twin of :func:`replicate`: one all-reduce of every gradient per step."""
+    """Twin of :func:`replicate`: one mean of every gradient per step."""
     if step.shard_axis is not None:
         return step
-    trained = [(count, parameter) for count, parameter in step.every_parameter() if parameter.trainable]
-    size = [(count * element_bytes(p, step.reduce_itemsize), p) for count, p in trained]
-    total = sum(each * p.numel for each, p in size if p.expert is None)
-    # With a word for each expert's parameter: whether it has a gradient.
-    experts = sum(each * (p.numel + 1) for each, p in size if p.expert is not None)
     # Over all axes at once, where there are several.
-    axis = next((axis for axis in ("data", "sequence", "context", "expert") if step.size(axis) > 1), "data")
-    return step.send(
-        Traffic("all_reduce", axis, total, "backward", calls=math.ceil(total / _BUCKET_BYTES) or 1),
-        Traffic("all_reduce", "data", experts, "backward", calls=math.ceil(experts / _BUCKET_BYTES) or 1),
-    )
+    axes = ("data", "sequence", "context", "expert")
+    axis = next((axis for axis in axes if step.size(axis) > 1), "data")
+    experts = [(count, p) for count, p in step.every_parameter() if p.trainable and p.expert is not None]
+    # With a word for each expert's parameter: whether it has a gradient.
+    size = sum(count * element_bytes(p, step.reduce_itemsize) * (p.numel + 1) for count, p in experts)
+    step = step.send(*mean_traffic(step, axis, math.prod(map(step.size, axes))))
+    return step.send(Traffic("all_reduce", "data", size, "backward"))
 
 
 def _spelled(item: Any) -> Any:

@@ -12,6 +12,7 @@ from meshwright.nn.blocks import find_blocks, require_blocks
 from meshwright.nn.classes import class_name, class_names, modules_of, outermost
 from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
 from meshwright.nn.forward import class_with, wrap_method, wrap_methods
+from meshwright.nn.fsdp_groups import parameter_groups
 from meshwright.nn.initialization import grouped_parameters, init_parameters
 from meshwright.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from meshwright.nn.model_wrapper import BMTrainModelWrapper
@@ -59,6 +60,7 @@ __all__ = [
     "no_sync",
     "outermost",
     "outside_compiled",
+    "parameter_groups",
     "part_of_whole",
     "rank_orders",
     "require_blocks",

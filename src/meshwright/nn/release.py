@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from meshwright.errors import ModelError
 from meshwright.nn.block import Block, BlockState, unwrapped
+from meshwright.nn.fsdp_groups import parameter_groups
 from meshwright.nn.roots import has_run
 
 
@@ -45,9 +46,8 @@ def _unshard_unit(unit: Any) -> None:
     state = fully_shard.state(unit)  # type: ignore[attr-defined]
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    # torch 2.11 knows one group, later versions list them.
-    for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-        for parameter in group.fsdp_params if group is not None else ():
+    for group in parameter_groups(unit):
+        for parameter in group.fsdp_params:
             parameter._post_load_hook_handle.remove()
     del _module_state_mapping[unit]
     unit.__dict__[STATE_KEY] = {key: kept for key, kept in unit.__dict__[STATE_KEY].items() if kept is not state}

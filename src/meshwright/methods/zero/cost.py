@@ -7,22 +7,25 @@ from typing import Literal
 
 from meshwright.cost import (
     Block,
-    CollectiveKind,
-    Moment,
     Parameter,
     Placement,
     Step,
     Traffic,
     element_bytes,
+    gather_traffic,
+    gathered_bytes,
     gathered_itemsize,
     names_class,
     padded_bytes,
+    reduce_traffic,
+    reduced_bytes,
 )
 from meshwright.methods.dtypes import itemsize
 from meshwright.methods.zero.config import ZeroMethod
 
-Gathers = Literal["once", "twice"]
-"""``once``: a step gathers everything once. ``twice``: every micro-batch gathers blocks in forward and in backward."""
+Gathers = Literal["once", "twice", "nearby"]
+"""``once``: a step gathers everything once. ``twice``: every micro-batch gathers blocks in forward and in backward.
+``nearby``: in backward over a smaller group of ranks, always in whole numbers."""
 
 
 def shard_cost(config: ZeroMethod, step: Step, *, gathers: Gathers, reduce_once: bool) -> Step:
@@ -73,40 +76,55 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
     axis = step.shard_axis or "data"
     micro_batches = step.num_micro_batches
     sharded = [(count, p, name) for name, count, p in _parameters(step) if p.sharded]
-    weights = sum(count * padded_bytes(step, p, gathered_itemsize(step, p)) for count, p, _ in sharded)
-    inside = sum(
-        count * padded_bytes(step, p, gathered_itemsize(step, p)) for count, p, name in sharded if name != "outside"
-    )
-    reduced = [
-        (count * padded_bytes(step, p, element_bytes(p, step.reduce_itemsize)), p.expert is not None)
-        for count, p, _ in sharded
-        if p.trainable
-    ]
-    gradients = sum(size for size, _ in reduced)
-    experts = sum(size for size, of_expert in reduced if of_expert)
+    trained = [(count, p) for count, p, _ in sharded if p.trainable]
+    weights = sum(count * gathered_bytes(step, p) for count, p, _ in sharded)
+    gradients = sum(count * reduced_bytes(step, p) for count, p in trained)
     whole = sum(
         c * p.numel * p.itemsize for _, c, p in _parameters(step) if p.trainable and not p.sharded and p.expert is None
     )
-    # Over all axes beside the sharding one at once, where there are several; experts only over data.
+    units = sum(block.count for block in step.blocks)  # each is gathered, and reduced, in one collective
+    gathered, reduced = 1 if gathers == "once" else micro_batches, 1 if reduce_once else micro_batches
+    step = step.send(
+        *gather_traffic(step, axis, weights * gathered, "forward", calls=units * gathered, each=gathers == "twice"),
+        *_again(step, axis, gathers, sharded, units),
+        *reduce_traffic(step, axis, gradients * reduced, calls=units * reduced, each=not reduce_once),
+    )
+    step = step.send(*_beside(step, axis, trained))
+    return step.send(
+        Traffic("all_reduce", axis, whole * micro_batches, "backward", calls=micro_batches, per_micro_batch=True)
+    )
+
+
+def _again(
+    step: Step, axis: str, gathers: Gathers, sharded: list[tuple[int, Parameter, str]], units: int
+) -> tuple[Traffic, ...]:
+    """The blocks, which backward gathers a second time."""
+    inside = [(count, p) for count, p, name in sharded if name != "outside"]
+    calls = units * step.num_micro_batches
+    if gathers == "nearby":
+        size = sum(count * padded_bytes(step, p, gathered_itemsize(step, p)) for count, p in inside)
+        size *= step.num_micro_batches
+        return (Traffic("all_gather", axis, size, "backward", calls=max(calls, 1), per_micro_batch=True),)
+    size = sum(count * gathered_bytes(step, p) for count, p in inside) * step.num_micro_batches
+    return gather_traffic(step, axis, size, "backward", calls=calls, each=True) if gathers == "twice" else ()
+
+
+def _beside(step: Step, axis: str, trained: list[tuple[int, Parameter]]) -> list[Traffic]:
+    """Means of the shards of gradients over all other axes at once, where there are several; experts' over data."""
+
+    def shards(of_experts: bool) -> int:
+        return sum(
+            count * padded_bytes(step, p, element_bytes(p, step.reduce_itemsize)) // step.size(axis)
+            for count, p in trained
+            if (p.expert is not None) == of_experts
+        )
+
     others = ("data", "sequence", "context", "expert")
     beside = next((each for each in others if each != axis and step.size(each) > 1), axis)
-    beside_experts = "data" if axis == "zero" else axis
-    units = sum(block.count for block in step.blocks)  # each is gathered, and reduced, in one collective
-    gathered, reduced_times = 1 if gathers == "once" else micro_batches, 1 if reduce_once else micro_batches
-    again = micro_batches if gathers == "twice" else 0
-    gathers_each, reduces_each = gathers == "twice", not reduce_once
-
-    def sent(kind: CollectiveKind, size: int, moment: Moment, times: int, *, calls: int, each: bool) -> Traffic:
-        return Traffic(kind, axis, size * times, moment, calls=max(calls * times, 1), per_micro_batch=each)
-
-    return step.send(
-        sent("all_gather", weights, "forward", gathered, calls=units, each=gathers_each),
-        sent("all_gather", inside, "backward", again, calls=units, each=True),
-        sent("reduce_scatter", gradients, "backward", reduced_times, calls=units, each=reduces_each),
-        Traffic("all_reduce", beside, (gradients - experts) // step.size(axis) if beside != axis else 0, "backward"),
-        Traffic("all_reduce", "data", experts // step.size(axis) if beside_experts != axis else 0, "backward"),
-        sent("all_reduce", whole, "backward", micro_batches, calls=1, each=True),
-    )
+    return [
+        Traffic("all_reduce", beside, shards(False) if beside != axis else 0, "backward"),
+        Traffic("all_reduce", "data", shards(True) if axis == "zero" else 0, "backward"),
+    ]
 
 
 def _parameters(step: Step) -> list[tuple[str, int, Parameter]]:

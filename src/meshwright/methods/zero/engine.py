@@ -12,9 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from meshwright.cost import Wire
+from meshwright.distributed.two_level import route
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.job import Job
 from meshwright.methods.replicas import broadcast_states
+from meshwright.methods.wire.sharded import quantise_units
 from meshwright.methods.zero.config import ZeroMethod
 from meshwright.methods.zero.units import Units, choose_units, unit_of
 from meshwright.nn import average_gradients, find_blocks
@@ -54,6 +57,8 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     fully_shard(  # type: ignore[call-overload]
         job.model, reshard_after_forward=False, offload_policy=_offload(job, ""), **options
     )
+    if job.wire is not None and job.size(job.shard_axis) > 1:
+        _quantise(job, job.wire)
     if config.forward_prefetch and reshard_after_forward is not False:
         _prefetch_forward(units)
     _move_ignored(units.ignored, job.device)
@@ -90,6 +95,12 @@ def _mesh(job: Job) -> DeviceMesh:
     if replicated:
         return mesh[replicated[0], job.shard_axis]  # HSDP: replicated over one axis, sharded over the other
     return mesh[job.shard_axis]
+
+
+def _quantise(job: Job, wire: Wire) -> None:
+    assert job.shard_axis is not None
+    group = job.require_mesh()[job.shard_axis].get_group()
+    quantise_units(job.model, wire, route(group, wire.neighbours(job.axes, job.shard_axis)))
 
 
 def _precision(config: ZeroMethod, job: Job) -> MixedPrecisionPolicy:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from meshwright.distributed.groups import groups_of_ranks
 from meshwright.distributed.transport import all_gather_flat
 from meshwright.errors import ConfigError, LaunchError, join_names
 from meshwright.runtime import gather_objects, world_size
@@ -185,27 +186,14 @@ def _difference(every: list[Any]) -> str | None:
     return None
 
 
-_INSIDES: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""Groups of the ranks of a replica, by these, each with the world in which it was made."""
-
-
 def _inside(place: int) -> tuple[dist.ProcessGroup | None, int]:
-    """The group of the ranks of this replica: those at the same place in their replica groups. None for one rank.
-
-    All ranks make all such groups, in one order: torch names a group that its members make alone by their ranks, and
-    one that is made a second time finds what the first has left in the store, and waits for ever.
-    """
+    """The group of the ranks of this replica: those at the same place in their replica groups. None for one rank."""
     world = dist.group.WORLD
-    assert world is not None
     places = gather_objects(place)
-    every = {other: tuple(rank for rank, one in enumerate(places) if one == other) for other in sorted(set(places))}
-    own = every[place]
+    own = tuple(rank for rank, other in enumerate(places) if other == place)
     if len(own) in (1, len(places)):
         return (None if len(own) == 1 else world), len(own)
-    for ranks in every.values():
-        if ranks not in _INSIDES or _INSIDES[ranks][0] is not world:
-            _INSIDES[ranks] = (world, dist.new_group(list(ranks)))
-    return _INSIDES[own][1], len(own)
+    return groups_of_ranks([own])[0], len(own)
 
 
 def _store() -> Any:

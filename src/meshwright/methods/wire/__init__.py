@@ -1,0 +1,1 @@
+"""How ``comm`` changes what travels: FSDP2's collectives, and DDP's."""
