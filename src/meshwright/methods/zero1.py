@@ -22,6 +22,8 @@ class Zero1(ZeroMethod):
     method_name: ClassVar[str] = "zero1"
     phase: ClassVar[Phase] = Phase.SHARD
     summary: ClassVar[str] = "shards optimizer states; gradients are reduced once per step"
+    effect: ClassVar[str] = "memory: optimizer states / n. Communication: as data parallelism, once per step"
+    seed_name: ClassVar[str | None] = "ATorch: zero1"
 
     def check(self, job: Job) -> None:
         """Refuses models that FSDP2 cannot shard."""

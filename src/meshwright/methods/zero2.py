@@ -22,6 +22,10 @@ class Zero2(ZeroMethod):
     method_name: ClassVar[str] = "zero2"
     phase: ClassVar[Phase] = Phase.SHARD
     summary: ClassVar[str] = "shards gradients and optimizer states; weights stay whole through a step"
+    effect: ClassVar[str] = (
+        "memory: gradients, optimizer states / n. Communication: one gather, one reduction per micro-batch"
+    )
+    seed_name: ClassVar[str | None] = "ATorch: zero2"
 
     def check(self, job: Job) -> None:
         """Refuses models that FSDP2 cannot shard."""
