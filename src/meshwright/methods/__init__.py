@@ -3,6 +3,7 @@
 from meshwright.methods.amp_native import AmpNative
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
+from meshwright.methods.compatibility import Rule, known_methods, rules
 from meshwright.methods.compile import Compile
 from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in_phase_order, resolve
 from meshwright.methods.context.trace import TracedContext
@@ -13,6 +14,7 @@ from meshwright.methods.fp8 import Fp8
 from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
 from meshwright.methods.job import SAMPLED, Job
+from meshwright.methods.law import Conflict, Need
 from meshwright.methods.module_replace import ModuleReplace, replacement_of
 from meshwright.methods.outer import Outer
 from meshwright.methods.parallel_mode import ParallelMode
@@ -33,6 +35,7 @@ __all__ = [
     "AmpNative",
     "Checkpoint",
     "Compile",
+    "Conflict",
     "ContextParallel",
     "Cut",
     "ExpertParallel",
@@ -43,12 +46,14 @@ __all__ = [
     "Job",
     "Method",
     "ModuleReplace",
+    "Need",
     "Outer",
     "ParallelMode",
     "Phase",
     "PipelineEngine",
     "PipelineParallel",
     "Resolved",
+    "Rule",
     "SampleRun",
     "SequenceParallel",
     "StageOutput",
@@ -61,7 +66,9 @@ __all__ = [
     "apply_strategy",
     "cost_of",
     "in_phase_order",
+    "known_methods",
     "register_replace_pair",
     "replacement_of",
     "resolve",
+    "rules",
 ]

@@ -50,7 +50,7 @@ class TensorParallel(Method):
     phase: ClassVar[Phase] = Phase.TENSOR
     summary: ClassVar[str] = "splits the layers themselves over the tensor axis"
     effect: ClassVar[str] = (
-        "memory: split layers / n. Time: their products / n. Communication: an all-reduce of activations per pair and pass"
+        "memory: split layers / n. Time: products / n. Communication: an all-reduce of activations per pair and pass"
     )
     seed_name: ClassVar[str | None] = "ATorch: tensor_parallel"
     axis: ClassVar[str | None] = AXIS
