@@ -21,8 +21,11 @@ from meshwright.methods import resolve
 from tests import tiny
 
 STEPS, BATCH, DIM, VOCAB = 5, 8, 32, 64
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp8": 1e-1}
-"""Of the final weights' distance from those of one plain process in fp32, as a part of the distance they moved."""
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "half": 6e-2, "fp8": 1e-1}
+"""Of the final weights' distance from those of one plain process in fp32, as a part of the distance they moved.
+
+Weights of half are rounded to bf16 themselves, by about a twentieth of what they move in five steps.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ ROWS = {
     "checkpoint": Row(),
     "compile": Row({"backend": "aot_eager"}),
     "amp_native": Row(BF16, precision="bf16"),
-    "half": Row(BF16, precision="bf16"),
+    "half": Row(BF16, precision="half"),
     "zero1": Row(axes={"zero": 2}),
     "zero2": Row(axes={"zero": 2}),
     "fsdp": Row(axes={"zero": 2}),
@@ -184,7 +187,6 @@ def train(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
         for name, value in inner.state_dict().items()
         if name in names
     }
-    # Of half, the fp32 master is what is trained; its rounding is within the tolerance.
     return losses, {name: value.detach().float().clone() for name, value in whole.items()}
 
 

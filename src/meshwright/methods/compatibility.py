@@ -43,11 +43,7 @@ def rules() -> list[Rule]:
         for conflict in method.conflicts:
             first, second = sorted((method.method_name, conflict.other), key=order.index)
             always = not conflict.own_keys and not conflict.other_keys
-            rule = Rule(first, second, sentence(method.method_name, conflict), always)
-            if first != second and not any(
-                (each.first, each.second, each.text) == (first, second, rule.text) for each in found
-            ):
-                found.append(rule)
+            found.append(Rule(first, second, sentence(method.method_name, conflict), always))
     return found
 
 

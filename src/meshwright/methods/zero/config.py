@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method
 from meshwright.methods.dtypes import DType
-from meshwright.methods.law import SHARDING, Conflict
+from meshwright.methods.law import Conflict
 from meshwright.methods.references import ClassReferences
 
 _RENAMED = {"fsdp_wrap_params_outmost": "wrap_trainable_outmost"}
@@ -48,18 +48,17 @@ class MixedPrecision(BaseModel):
     reduce_dtype: DType | None = None
 
 
+def not_beside(*names: str) -> tuple[Conflict, ...]:
+    """The conflicts with other methods that shard."""
+    reason = "each decides how parameters are sharded"
+    fix = "keep one of them: zero1 communicates least, fsdp holds least"
+    return tuple(Conflict(other=name, reason=reason, fix=fix) for name in names)
+
+
 class ZeroMethod(Method):
     """Keys of every method that shards. Short forms: None, or ATorch's ``{"use_ds_zero", True}``."""
 
     shards: ClassVar[bool] = True
-    conflicts: ClassVar[tuple[Conflict, ...]] = tuple(
-        Conflict(
-            other=name,
-            reason="each decides how parameters are sharded",
-            fix="keep one of them: zero1 communicates least, fsdp holds least",
-        )
-        for name in SHARDING
-    )
 
     atorch_wrap_cls: ClassReferences | None = None
     """Classes whose modules are gathered one at a time; None: the model's repeated blocks."""
