@@ -26,11 +26,15 @@ PAGE, FIGURES = DOCS / "method_matrix.md", DOCS / "method_matrix.json"
 HEAD = f"""# Every pair of methods
 
 Each cell is the smallest strategy with two methods (on the diagonal: with one), on 2 ranks, or on 4 where the two have
-an axis each. ✓: it trained {STEPS} steps of SGD with momentum on the CPU; the figure is its largest relative difference
-from one plain process in fp32: of the final weights, as a part of the distance that they moved, or of a loss. Most
-allowed is {TOLERANCE["fp32"]:.0e} in fp32, {TOLERANCE["bf16"]:.0e} beside amp_native,
-{TOLERANCE["half"]:.0e} beside half, whose weights are rounded to bf16 themselves, and {TOLERANCE["fp8"]:.0e} beside fp8. [n]: the law refuses it, and the reason is below. Written by
-`python -m tests.methods.method_matrix`; `meshwright methods` prints the law.
+an axis each.
+
+- ✓: it trained {STEPS} steps of SGD with momentum on the CPU. The figure is its largest relative difference from one plain
+  process in fp32: of the final weights, as a part of the distance that they moved, or of a loss.
+- Most allowed is {TOLERANCE["fp32"]:.0e} in fp32, {TOLERANCE["bf16"]:.0e} beside amp_native, {TOLERANCE["fp8"]:.0e} beside
+  fp8, and {TOLERANCE["half"]:.0e} beside half, whose weights are rounded to bf16 themselves.
+- [n]: the law refuses it, and the reason is below.
+
+Written by `python -m tests.methods.method_matrix`; `meshwright methods` prints the law.
 """
 
 

@@ -45,7 +45,7 @@ def _short_names() -> list[str]:
 
 
 def _needs(method: type[Method]) -> list[str]:
-    needs = [f"the axis {method.axis}"] if method.axis is not None else []
+    needs = []
     if method.shards:
         needs.append(f"an axis of {', '.join(SHARD_AXES)}")
     for need in method.needs:
@@ -97,8 +97,8 @@ def print_methods(*, as_json: bool, console: Console | None = None) -> None:
 def _table() -> Table:
     table = Table(title="Methods, in the order in which they are applied", title_justify="left", show_lines=True)
     table.add_column("method", no_wrap=True)
-    for column in ("seed", "axis", "needs", "does not go with", "effect"):
-        table.add_column(column, overflow="fold")
+    for column, ratio in (("seed", 3), ("axis", 2), ("needs", 3), ("does not go with", 4), ("effect", 7)):
+        table.add_column(column, overflow="fold", ratio=ratio)
     for method in known_methods():
         needs = "; ".join(_needs(method))
         table.add_row(
@@ -114,6 +114,7 @@ def _list() -> Table:
     for method in known_methods():
         parts = {
             "seed": method.seed_name,
+            "axis": method.axis,
             "needs": "; ".join(_needs(method)),
             "not with": _names(method.method_name),
             "effect": method.effect,
