@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +22,9 @@ from meshwright.methods import resolve
 from tests import tiny
 
 STEPS, BATCH, DIM, VOCAB = 5, 8, 32, 64
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "half": 6e-2, "fp8": 1e-1}
-"""Of the final weights' distance from those of one plain process in fp32, as a part of the distance they moved.
-
-Weights of half are rounded to bf16 themselves, by about a twentieth of what they move in five steps.
-"""
+FP32_LIMIT, OF_ONE_PROCESS = 1e-5, 2.0
+"""The largest difference allowed in fp32; and below fp32, in units of what one process with the same precision differs
+by: rounding is another in another order of sums, and gathered weights are rounded where others are not."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Row:
     config: Any = None
     axes: dict[str, int] = field(default_factory=dict)
     model: str = "dense"
-    precision: str = "fp32"
+    rounds: bool = False  # computes below fp32
 
 
 BF16 = {"dtype": "bf16"}
@@ -43,15 +42,15 @@ ROWS = {
     "parallel_mode": Row(axes={"data": 2}),
     "module_replace": Row(["rms_norm"]),
     "pipeline_parallel": Row(axes={"pipeline": 2}),
-    "fp8": Row({"emulate": True, "exclude": ("head",), "amax_history_len": 4}, precision="fp8"),
+    "fp8": Row({"emulate": True, "exclude": ("head",), "amax_history_len": 4}, rounds=True),
     "tensor_parallel": Row(axes={"tensor": 2}),
     "expert_parallel": Row(axes={"expert": 2}, model="experts"),
     "sequence_parallel": Row(axes={"sequence": 2}),
     "context_parallel": Row(axes={"context": 2}),
     "checkpoint": Row(),
     "compile": Row({"backend": "aot_eager"}),
-    "amp_native": Row(BF16, precision="bf16"),
-    "half": Row(BF16, precision="half"),
+    "amp_native": Row(BF16, rounds=True),
+    "half": Row(BF16, rounds=True),
     "zero1": Row(axes={"zero": 2}),
     "zero2": Row(axes={"zero": 2}),
     "fsdp": Row(axes={"zero": 2}),
@@ -66,12 +65,14 @@ class Case:
     """A strategy with two methods, or with one."""
 
     methods: tuple[str, ...]
+    ranks: int = 2  # where no method has an axis
+    fixed_model: str = ""
 
     @property
     def axes(self) -> dict[str, int]:
         """The axes of both; data, where neither has one."""
         axes = {name: size for method in self.methods for name, size in ROWS[method].axes.items()}
-        return axes or {"data": 2}
+        return axes or {"data": self.ranks}
 
     @property
     def world(self) -> int:
@@ -87,12 +88,30 @@ class Case:
     @property
     def model(self) -> str:
         """The model that both can work on."""
-        return "experts" if any(ROWS[name].model == "experts" for name in self.methods) else "dense"
+        if self.fixed_model or all(ROWS[name].model == "dense" for name in self.methods):
+            return self.fixed_model or "dense"
+        # Between experts that nearly tie, rounding would choose others than one process in fp32 does.
+        return "all experts" if self.rounding else "experts"
 
     @property
-    def tolerance(self) -> float:
-        """That of the coarsest precision."""
-        return max(TOLERANCE[ROWS[name].precision] for name in self.methods)
+    def rounding(self) -> tuple[str, ...]:
+        """The methods that compute below fp32."""
+        return tuple(name for name in self.methods if ROWS[name].rounds)
+
+    @property
+    def on_one_rank(self) -> Case:
+        """The same precision on the same model, and nothing else."""
+        return Case(self.rounding, 1, self.model)
+
+    def limit(self, one_rank: Callable[[Case], Any]) -> float:
+        """The largest difference allowed.
+
+        Args:
+            one_rank: Trains a case on one rank; returns its outcomes.
+        """
+        if not self.rounding:
+            return FP32_LIMIT
+        return OF_ONE_PROCESS * worst_difference(self.on_one_rank, one_rank(self.on_one_rank))
 
 
 def case_of(first: str, second: str) -> Case:
@@ -123,14 +142,15 @@ class RmsNorm(nn.Module):
 class Experts(nn.Module):
     """A router, and a list of experts that it loops over."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, top_k: int) -> None:
         super().__init__()
+        self.top_k = top_k
         self.router = nn.Linear(dim, 4)
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(dim, 64), nn.GELU(), nn.Linear(64, dim)) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x.flatten(0, 1)
-        weights, index = self.router(tokens).softmax(-1).topk(2)
+        weights, index = self.router(tokens).softmax(-1).topk(self.top_k)
         out = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
             token, slot = torch.where(index == number)
@@ -144,9 +164,8 @@ def build(kind: str) -> nn.Module:
     torch.manual_seed(3)
     model = tiny.gpt2.GPT2(vocab_size=VOCAB, seq_len=tiny.SEQ_LEN, dim=DIM, num_layers=2, num_heads=4)
     model.norm = RmsNorm(DIM)
-    if kind == "experts":
-        for block in model.blocks:
-            block.mlp = Experts(DIM)
+    for block in model.blocks if kind != "dense" else ():
+        block.mlp = Experts(DIM, top_k=2 if kind == "experts" else 4)
     with torch.no_grad():
         for parameter in model.parameters():  # biases of zero and norms of one would hide what is lost
             parameter.add_(torch.randn_like(parameter), alpha=0.02)

@@ -18,6 +18,8 @@ from meshwright.methods.law import SHARDING, Conflict
 from meshwright.runtime import check_equal
 
 AXIS: Literal["expert"] = "expert"
+_WHOLE = "this version sends tokens between ranks that hold all other layers whole"
+_OTHER_SAMPLES = "this version sends tokens between ranks that take different samples"
 
 
 class ExpertParallel(Method):
@@ -44,21 +46,21 @@ class ExpertParallel(Method):
         *(
             Conflict(
                 other=name,
-                reason=f"{reason}, and tokens that are sent to experts are not",
+                reason=reason,
                 fix="use zero1, zero2 or fsdp, over zero or the expert axis itself, to lower a rank's memory",
             )
             for name, reason in {
-                "tensor_parallel": "it divides what blocks compute over ranks of one group",
-                "pipeline_parallel": "it runs stages at times of their own",
-                "sequence_parallel": "it divides the tokens of a sample already",
-                "context_parallel": "it divides the tokens of a sample already",
-                "outer": "its replicas' weights differ",
+                "tensor_parallel": _WHOLE,
+                "pipeline_parallel": _WHOLE,
+                "sequence_parallel": _OTHER_SAMPLES,
+                "context_parallel": _OTHER_SAMPLES,
+                "outer": "this version does not synchronise experts between replicas",
             }.items()
         ),
         *(
             Conflict(
                 other=name,
-                reason="experts have a group of their own, which leaves no parameter out",
+                reason="gradients of what they leave out are averaged over all ranks, and those of experts are not",
                 fix="leave these keys out",
                 when=lambda own, other: bool(other.atorch_ignored_cls) or other.wrap_trainable_outmost,
                 other_keys="atorch_ignored_cls or wrap_trainable_outmost",

@@ -65,7 +65,7 @@ class TensorParallel(Method):
         *(
             Conflict(
                 other=name,
-                reason="it cuts the tokens that the other has cut already",
+                reason="both cut the tokens",
                 fix="leave sequence=True out: between the layers a rank has a part of the tokens without it",
                 when=lambda own, other: own.sequence,
                 own_keys="sequence=True",
