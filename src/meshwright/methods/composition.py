@@ -1,4 +1,7 @@
-"""How methods go together: what is implied, what excludes what, and the order in which they are applied."""
+"""How methods go together: what a strategy implies, and the order in which its methods are applied.
+
+What they need and what excludes what is the law, on the classes of methods; see :mod:`~meshwright.methods.law`.
+"""
 
 from __future__ import annotations
 
