@@ -47,6 +47,7 @@ an axis each.
   difference that one process has with the same of these methods alone.
 - [n]: the law refuses it, and the reason is below.
 
+mixed_parallel, ds_3d_parallel and deepspeed_3d_parallel stand for tensor_parallel, pipeline_parallel and the mesh.
 Written by `python -m tests.methods.method_matrix`; `meshwright methods` prints the law.
 """
 

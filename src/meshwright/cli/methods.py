@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
 from meshwright.methods import Method, Rule, known_methods, rules
 from meshwright.methods.law import SHARD_AXES
@@ -95,7 +97,9 @@ def print_methods(*, as_json: bool, console: Console | None = None) -> None:
 
 
 def _table() -> Table:
-    table = Table(title="Methods, in the order in which they are applied", title_justify="left", show_lines=True)
+    table = Table(
+        title="Methods, in the order in which they are applied", title_justify="left", show_lines=True, expand=True
+    )
     table.add_column("method", no_wrap=True)
     for column, ratio in (("seed", 3), ("axis", 2), ("needs", 3), ("does not go with", 4), ("effect", 7)):
         table.add_column(column, overflow="fold", ratio=ratio)
@@ -108,17 +112,21 @@ def _table() -> Table:
     return table
 
 
-def _list() -> Table:
-    table = Table(title="Methods, in order", title_justify="left", show_header=False, box=None, padding=(0, 1, 1, 0))
-    table.add_column(overflow="fold")
+def _list() -> Group:
+    parts: list[RenderableType] = [Text("Methods, in the order in which they are applied\n", style="italic")]
     for method in known_methods():
-        parts = {
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        for label, text in {
+            "": method.summary,
             "seed": method.seed_name,
             "axis": method.axis,
             "needs": "; ".join(_needs(method)),
             "not with": _names(method.method_name),
             "effect": method.effect,
-        }
-        lines = [f"  {name}: {text}" for name, text in parts.items() if text]
-        table.add_row("\n".join([f"[bold]{method.method_name}[/bold]", f"  {method.summary}", *lines]))
-    return table
+        }.items():
+            if text:
+                grid.add_row(Text(label, style="dim"), Text(text))
+        parts += [Text(method.method_name, style="bold"), Padding(grid, (0, 0, 1, 2))]
+    return Group(*parts)
