@@ -1,10 +1,13 @@
 """Commands that start no ranks."""
 
+import json
+
 import pytest
 from typer.testing import CliRunner
 
 import meshwright
 from meshwright.cli import app
+from meshwright.methods import rules
 from meshwright.strategy import METHOD_CONFIGS
 from tests.cli.helpers import project
 
@@ -16,8 +19,27 @@ def _run(*arguments):
 def test_version_and_help():
     assert _run("--version").stdout.strip() == meshwright.__version__
     assert "[optimizer]" in _run("train", "--help-config").stdout
+
+
+@pytest.mark.parametrize("columns", ["60", "160"])
+def test_methods_are_shown_on_any_terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
     shown = _run("methods").stdout
     assert all(name in shown for name in METHOD_CONFIGS)
+    assert max(map(len, shown.splitlines())) <= int(columns)
+    assert "(checkpoint)" in shown  # beside pipeline_parallel, with some keys
+
+
+def test_methods_as_json():
+    law = json.loads(_run("methods", "--json").stdout)
+    by_name = {method["name"]: method for method in law["methods"]}
+    assert {*by_name, *law["stand_for_others"]} == set(METHOD_CONFIGS)
+    assert by_name["fsdp"]["conflicts"]["zero1"] == [
+        "zero1 does not go together with fsdp: each decides how parameters are sharded"
+    ]
+    assert by_name["fsdp"]["needs"] == ["an axis of zero, data, sequence, context, expert"]
+    assert by_name["outer"] | {"axis": "replica", "seed_name": "fairseq: BMUF"} == by_name["outer"]
+    assert len(law["conflicts"]) == len(rules())
 
 
 @pytest.mark.parametrize(

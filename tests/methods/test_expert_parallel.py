@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.methods import ExpertParallel
 from meshwright.methods.expert.layers import expert_layers
 from meshwright.methods.expert.proof import prove
 from tests.methods import expert_runs
@@ -99,12 +98,6 @@ def test_what_cannot_work_is_refused_on_all_ranks(ranks):
             "one rank": "nothing",
         }.items():
             assert words in said[name], (name, said[name])
-
-
-def test_other_axes_are_refused():
-    with pytest.raises(mw.errors.StrategyError, match="'pipeline'"):
-        ExpertParallel.check_axes({"expert": 2, "pipeline": 2})
-    ExpertParallel.check_axes({"expert": 2, "tensor": 1, "zero": 2, "data": 2})
 
 
 def test_experts_are_found_and_proved():

@@ -321,7 +321,7 @@ def test_what_is_said_and_refused(ranks):
     assert "predicts" not in said[2]
     assert "in 8 bits: layers.1" in said[3]
     assert "3 left out by include and exclude" in said[4]
-    assert "no method that gathers" in said[5]
+    assert "needs zero1 or zero2 or fsdp: no other method gathers weights" in said[5]
     assert "tied weights: lm_head" in said[6]
 
 

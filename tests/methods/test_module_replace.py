@@ -293,11 +293,6 @@ def test_configs_are_read_as_users_write_them():
         replaced(tiny.plain(), ["rms_nrom"])
     with pytest.raises(mw.StrategyError, match="attention"):
         Strategy([("module_replace", {"attention": "fast"})])
-    for strategy, axes, said in (
-        ([], {"tensor": 2}, "splits the classes"), ([], {"pipeline": 2}, "schedule"),
-    ):  # fmt: skip
-        with pytest.raises(mw.StrategyError, match=said):
-            replaced(tiny.plain(), {"loss": True}, *strategy, axes=axes.items())
     with pytest.raises(mw.ModelError, match="head whose logits"):
         replaced(tiny.Mlp(), {"loss": True})
 

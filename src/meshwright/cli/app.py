@@ -8,20 +8,18 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import meshwright
 from meshwright.cli.bench_comm import DTYPES, BenchOptions, bench_comm
 from meshwright.cli.config_help import config_help
 from meshwright.cli.failures import INTERRUPTED, exit_status, leave
+from meshwright.cli.methods import print_methods
 from meshwright.cli.request import Options, number_of_processes, prepare
 from meshwright.cli.run_dir import default_run_dir
 from meshwright.cli.training import train
 from meshwright.distributed import BENCHMARK_OPS
 from meshwright.errors import ConfigError
-from meshwright.methods import Method
 from meshwright.runtime.launch import inside_launcher, launch
-from meshwright.strategy import METHOD_CONFIGS
 
 app = typer.Typer(
     name="meshwright",
@@ -158,15 +156,8 @@ def _bench_comm(options: BenchOptions) -> int:
 
 
 @app.command("methods")
-def methods_command() -> None:
-    """List the methods that a strategy can name."""
-    table = Table(title="Methods, in the order in which they are applied", title_justify="left")
-    for column in ("method", "phase", "what it does"):
-        table.add_column(column)
-    methods = [config for config in METHOD_CONFIGS.values() if issubclass(config, Method)]
-    for method in sorted(methods, key=lambda each: each.phase):
-        table.add_row(method.method_name, method.phase.name.lower(), method.summary)
-    for config in METHOD_CONFIGS.values():
-        if not issubclass(config, Method):
-            table.add_row(config.method_name, "", "stands for the mesh and the methods of its axes")
-    Console().print(table)
+def methods_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, with every reason.")] = False,
+) -> None:
+    """List the methods that a strategy can name: what they do, what they need, what they do not go together with."""
+    print_methods(as_json=as_json)

@@ -4,6 +4,7 @@ from meshwright.methods.amp_native import AmpNative
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.comm import Comm
+from meshwright.methods.compatibility import Rule, known_methods, rules
 from meshwright.methods.compile import Compile
 from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in_phase_order, resolve
 from meshwright.methods.context.trace import TracedContext
@@ -14,6 +15,7 @@ from meshwright.methods.fp8 import Fp8
 from meshwright.methods.fsdp import Fsdp
 from meshwright.methods.half import Half
 from meshwright.methods.job import SAMPLED, Job
+from meshwright.methods.law import Conflict, Need
 from meshwright.methods.module_replace import ModuleReplace, replacement_of
 from meshwright.methods.offload import Offload
 from meshwright.methods.outer import Outer
@@ -36,6 +38,7 @@ __all__ = [
     "Checkpoint",
     "Comm",
     "Compile",
+    "Conflict",
     "ContextParallel",
     "Cut",
     "ExpertParallel",
@@ -46,6 +49,7 @@ __all__ = [
     "Job",
     "Method",
     "ModuleReplace",
+    "Need",
     "Offload",
     "Outer",
     "ParallelMode",
@@ -53,6 +57,7 @@ __all__ = [
     "PipelineEngine",
     "PipelineParallel",
     "Resolved",
+    "Rule",
     "SampleRun",
     "SequenceParallel",
     "StageOutput",
@@ -65,7 +70,9 @@ __all__ = [
     "apply_strategy",
     "cost_of",
     "in_phase_order",
+    "known_methods",
     "register_replace_pair",
     "replacement_of",
     "resolve",
+    "rules",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import ClassVar
 
@@ -10,6 +11,7 @@ import torch
 
 from meshwright.cost import Step
 from meshwright.methods.job import Job
+from meshwright.methods.law import Conflict, Need
 from meshwright.strategy import MethodConfig
 
 
@@ -38,6 +40,15 @@ class Method(MethodConfig):
     phase: ClassVar[Phase]
     shards: ClassVar[bool] = False  # whether it shards parameters: at most one such method in a strategy
     summary: ClassVar[str]  # one line on what it does
+    effect: ClassVar[str] = ""  # one line on what that does to memory, time and communication
+    seed_name: ClassVar[str | None] = None  # "system: its name there"; None: it is Meshwright's own
+    axis: ClassVar[str | None] = None  # the mesh axis that is its own: nothing else works on it
+    needs: ClassVar[tuple[Need, ...]] = ()
+    conflicts: ClassVar[tuple[Conflict, ...]] = ()  # each is declared by one of the two methods
+
+    def at_work(self, sizes: Mapping[str, int]) -> bool:
+        """Whether it changes anything on a mesh: the method of an axis does where the axis has several ranks."""
+        return self.axis is None or sizes.get(self.axis, 1) > 1
 
     def check(self, job: Job) -> None:
         """Refuses a job it cannot work on, before anything is changed.

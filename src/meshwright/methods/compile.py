@@ -17,10 +17,8 @@ from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.job import Job
-from meshwright.methods.pipeline.schedules import SCHEDULES
-from meshwright.methods.pipeline_parallel import PipelineParallel
+from meshwright.methods.law import SHARDING, Conflict
 from meshwright.nn import compile_forward, require_blocks
-from meshwright.strategy import Strategy
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -37,6 +35,55 @@ class Compile(Method):
     method_name: ClassVar[str] = "compile"
     phase: ClassVar[Phase] = Phase.COMPILE
     summary: ClassVar[str] = "compiles each block with torch.compile: fewer, larger kernels"
+    effect: ClassVar[str] = (
+        "time: fewer kernels, and compiling in the first step. Memory: the compiler's choice. Communication: none"
+    )
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            other="sequence_parallel",
+            reason="it exchanges tokens for heads inside attention, in calls that it intercepts as they run",
+            fix="leave compile out",
+        ),
+        Conflict(
+            other="pipeline_parallel",
+            reason="it runs the blocks of the model in an order of its own",
+            fix="leave whole out: blocks are compiled then",
+            when=lambda own, other: own.whole,
+            own_keys="whole=True",
+        ),
+        Conflict(
+            other="pipeline_parallel",
+            reason="the schedule computes gradients of inputs alone, and compiled code gives them in orders of memory "
+            "that cannot be sent",
+            fix="use the schedule gpipe, 1f1b or interleaved, or leave compile out",
+            when=lambda own, other: other.splits_backward,
+            other_keys="schedule='zbv' or 'dualpipev'",
+        ),
+        Conflict(
+            other="checkpoint",
+            reason="torch cannot compile reentrant recomputation",
+            fix="leave no_reentrant out",
+            when=lambda own, other: not other.no_reentrant,
+            other_keys="no_reentrant=False",
+        ),
+        Conflict(
+            other="checkpoint",
+            reason="both decide what is recomputed",
+            fix="leave one of the two out",
+            when=lambda own, other: own.activation_budget is not None,
+            own_keys="activation_budget",
+        ),
+        *(
+            Conflict(
+                other=name,
+                reason="a whole model whose parameters are gathered block by block is not one graph",
+                fix="leave whole or fullgraph out",
+                when=lambda own, other: own.whole and own.fullgraph,
+                own_keys="whole=True and fullgraph=True",
+            )
+            for name in SHARDING
+        ),
+    )
 
     whole: bool = False
     """Compile the model as one; otherwise each of its repeated blocks."""
@@ -63,60 +110,9 @@ class Compile(Method):
         ] * (self.activation_budget != 0)
 
     def check(self, job: Job) -> None:
-        """Refuses backends that are not there, and methods whose work inside blocks cannot be compiled."""
+        """Refuses backends that are not there, and models without blocks."""
         self._check_backend(job.device)
-        self._check_axes(job)
-        self._check_recomputation(job.strategy)
-        if self.whole and self.fullgraph and job.shard_axis is not None:
-            raise StrategyError(
-                "compile: a whole model whose parameters are gathered block by block is not one graph",
-                expected="fullgraph=True with blocks, or without zero1, zero2 and fsdp",
-                got="whole=True and fullgraph=True",
-                fix="leave whole out",
-            )
         self._targets(job.model)
-
-    def _check_axes(self, job: Job) -> None:
-        reasons = {"sequence": "exchanges tokens for heads inside attention, in calls that it intercepts as they run"}
-        if self.whole:
-            reasons["pipeline"] = "runs the blocks of the model in an order of its own"
-        for axis, reason in reasons.items():
-            if job.size(axis) > 1:
-                what = "compile of the whole model" if self.whole else "compile"
-                raise StrategyError(
-                    f"{what} does not go together with the axis {axis!r}, which {reason}",
-                    expected="the axes data, zero, tensor, replica" + ("" if self.whole else " and pipeline"),
-                    got=str(dict(job.axes)),
-                    fix="leave compile out" + (", or compile blocks" if axis == "pipeline" else ""),
-                )
-
-        pipeline = job.strategy.get("pipeline_parallel")
-        if isinstance(pipeline, PipelineParallel) and SCHEDULES[pipeline.schedule].splits_backward:
-            whole = [name for name, schedule in SCHEDULES.items() if not schedule.splits_backward]
-            raise StrategyError(
-                f"compile does not go together with the schedule {pipeline.schedule!r}, which computes gradients of "
-                "inputs alone: compiled code gives them in orders of memory that cannot be sent",
-                expected=f"one of the schedules {join_names(whole)}",
-                got=repr(pipeline.schedule),
-                fix="use another schedule, or leave compile out",
-            )
-
-    def _check_recomputation(self, strategy: Strategy) -> None:
-        checkpoint = strategy.get("checkpoint")
-        if not getattr(checkpoint, "no_reentrant", True):
-            raise StrategyError(
-                "compile does not go together with reentrant recomputation, which torch cannot compile",
-                expected="checkpoint without no_reentrant=False",
-                got="no_reentrant=False",
-                fix="leave no_reentrant out",
-            )
-        if self.activation_budget is not None and checkpoint is not None:
-            raise StrategyError(
-                "compile with an activation_budget beside checkpoint: both decide what is recomputed",
-                expected="one of the two",
-                got=f"activation_budget={self.activation_budget} and checkpoint",
-                fix="leave one of the two out",
-            )
 
     def _check_backend(self, device: torch.device) -> None:
         backends = torch._dynamo.list_backends(exclude_tags=())

@@ -1,4 +1,7 @@
-"""How methods go together: what is implied, what excludes what, and the order in which they are applied."""
+"""How methods go together: what a strategy implies, and the order in which its methods are applied.
+
+What they need and what excludes what is the law, on the classes of methods; see :mod:`~meshwright.methods.law`.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,19 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.cost import Step
-from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
+from meshwright.methods.compatibility import check_axes, check_law, check_shard_axis
 from meshwright.methods.held import tell_parameters
 from meshwright.methods.job import Job
+from meshwright.methods.law import SHARD_AXES
 from meshwright.methods.mixed_parallel import without_mixed
 from meshwright.methods.module_replace import replacement_of
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
 from meshwright.methods.pipeline.finish import finish_pipeline
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
-from meshwright.strategy import METHOD_CONFIGS, Strategy
+from meshwright.strategy import Strategy
 
 _ZERO_LEVELS = {1: "zero1", 2: "zero2", 3: "fsdp"}
-_METHOD_OF_AXIS = {
-    "tensor": "tensor_parallel",
-    "pipeline": "pipeline_parallel",
-    "sequence": "sequence_parallel",
-    "context": "context_parallel",
-    "expert": "expert_parallel",
-    "replica": "outer",
-}
 
 
 @dataclass(frozen=True)
@@ -59,49 +55,14 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3, device: torch.d
     strategy = _without_unusable(strategy, device, notices)
     strategy, axes = _with_mesh(strategy, world)
     strategy = _with_zero_method(strategy, axes, zero_level, notices)
+    check_law(strategy, dict(axes))
     strategy = _without_redundant_amp(strategy, notices)
     shards = _sharding_method(strategy)
     shard_axis = None if shards is None else _shard_axis(dict(axes))
-    for name, size in axes:
-        method = _METHOD_OF_AXIS.get(name)
-        if method is not None and size > 1 and method not in strategy:
-            known = method in METHOD_CONFIGS
-            raise StrategyError(
-                f"The mesh has an axis {name!r} and no method works on it",
-                expected=f"the method {method}" + ("" if known else ", which this version does not have"),
-                got=f"{name}={size}",
-                fix=f"add {method} to the strategy"
-                if known
-                else "use the axes data, zero, sequence, context, expert, tensor, pipeline and replica",
-            )
-    for name, method in _METHOD_OF_AXIS.items():
-        if method in strategy and name not in dict(axes):
-            raise StrategyError(
-                f"{method} has no mesh axis to work on",
-                expected=f"an axis {name!r} in parallel_mode",
-                got=str(dict(axes)),
-                fix=f"add it: ('parallel_mode', {{'{name}': 2, 'data': {max(world // 2, 1)}}})",
-            )
-    if shard_axis is not None and shard_axis not in dict(axes):
-        raise StrategyError(
-            f"{shards} has no mesh axis to shard over",
-            expected="an axis 'zero', 'data', 'sequence', 'context' or 'expert'",
-            got=str(dict(axes)),
-        )
-    _check_beside_tokens(strategy, dict(axes))
+    check_axes(strategy, dict(axes), world)
+    if shards is not None and shard_axis is not None:
+        check_shard_axis(shards, shard_axis, dict(axes))
     return Resolved(strategy, axes, shard_axis, tuple(notices))
-
-
-def _check_beside_tokens(strategy: Strategy, sizes: dict[str, int]) -> None:
-    """Refuses what does not go together with axes that divide the tokens."""
-    divided = [axis for axis in ("sequence", "context") if sizes.get(axis, 1) > 1]
-    if divided and sizes.get("tensor", 1) > 1 and getattr(strategy.get("tensor_parallel"), "sequence", False):
-        raise StrategyError(
-            f"tensor_parallel: sequence=True cuts the tokens that {_METHOD_OF_AXIS[divided[0]]} has cut already",
-            expected="one of the two",
-            got=f"sequence=True and {divided[0]}={sizes[divided[0]]}",
-            fix="leave sequence=True out: between the layers a rank has a part of the tokens without it",
-        )
 
 
 def _without_unusable(strategy: Strategy, device: torch.device | None, notices: list[str]) -> Strategy:
@@ -120,7 +81,7 @@ def _shard_axis(sizes: dict[str, int]) -> str:
     """
     if "zero" in sizes or sizes.get("data", 1) > 1:
         return "zero" if "zero" in sizes else "data"
-    return next((axis for axis in ("sequence", "context", "expert") if sizes.get(axis, 1) > 1), "data")
+    return next((axis for axis in SHARD_AXES[2:] if sizes.get(axis, 1) > 1), "data")
 
 
 def _with_mesh(strategy: Strategy, world: int) -> tuple[Strategy, Axes]:
@@ -134,15 +95,9 @@ def _with_mesh(strategy: Strategy, world: int) -> tuple[Strategy, Axes]:
 
 
 def _sharding_method(strategy: Strategy) -> str | None:
-    found = [method.method_name for method in strategy.methods if isinstance(method, Method) and method.shards]
-    if len(found) > 1:
-        raise StrategyError(
-            "Methods exclude each other: each decides how parameters are sharded",
-            expected="one of zero1, zero2 and fsdp",
-            got=" and ".join(found),
-            fix="keep one of them: zero1 communicates least, fsdp holds least",
-        )
-    return found[0] if found else None
+    """The first; the law allows no second."""
+    shards = (method.method_name for method in strategy.methods if isinstance(method, Method) and method.shards)
+    return next(shards, None)
 
 
 def _with_zero_method(strategy: Strategy, axes: Axes, zero_level: int, notices: list[str]) -> Strategy:
@@ -157,13 +112,6 @@ def _without_redundant_amp(strategy: Strategy, notices: list[str]) -> Strategy:
     amp, half = strategy.get("amp_native"), strategy.get("half")
     if amp is None or half is None:
         return strategy
-    if amp.dtype != half.dtype:  # type: ignore[attr-defined]
-        raise StrategyError(
-            "amp_native and half ask for different precisions",
-            expected="one of the two, or both with one dtype",
-            got=f"{amp} and {half}",
-            fix="give both the same dtype, or leave one out",
-        )
     notices.append("amp_native changes nothing beside half of the same dtype, and was dropped")
     return strategy.without("amp_native")
 

@@ -30,6 +30,11 @@ class ContextParallel(Method):
     method_name: ClassVar[str] = "context_parallel"
     phase: ClassVar[Phase] = Phase.CONTEXT
     summary: ClassVar[str] = "splits the tokens over the context axis; keys and values travel around a ring"
+    effect: ClassVar[str] = (
+        "memory: activations / n. Time: the blocks' / n. Communication: keys and values n - 1 times around a ring"
+    )
+    seed_name: ClassVar[str | None] = "ColossalAI: ring_attn"
+    axis: ClassVar[str | None] = AXIS
 
     balance: bool = True
     """Rank r of n has the chunks r and 2 n - 1 - r of the tokens, so that causal attention is as much work on each.

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 from torch import nn
 
 from meshwright.cost import Block, Parameter, Step, send_boundaries
-from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.expert.engine import divide
 from meshwright.methods.expert.layers import ExpertLayer, ListedExperts, expert_layers
 from meshwright.methods.expert.proof import prove
 from meshwright.methods.expert.trace import ExpertTrace
 from meshwright.methods.job import Job
-from meshwright.methods.zero.config import ZeroMethod
+from meshwright.methods.law import SHARDING, Conflict
 from meshwright.runtime import check_equal
 
 AXIS: Literal["expert"] = "expert"
-_NOT_BESIDE = ("replica", "pipeline", "context", "sequence", "tensor")
+_WHOLE = "this version sends tokens between ranks that hold all other layers whole"
+_OTHER_SAMPLES = "this version sends tokens between ranks that take different samples"
 
 
 class ExpertParallel(Method):
@@ -40,43 +39,46 @@ class ExpertParallel(Method):
     method_name: ClassVar[str] = "expert_parallel"
     phase: ClassVar[Phase] = Phase.TENSOR
     summary: ClassVar[str] = "divides experts over the expert axis; tokens are sent to them and back"
-
-    experts: tuple[str, ...] = ()
-
-    @staticmethod
-    def check_axes(axes: Mapping[str, int]) -> None:
-        """Refuses axes beside which it does not work.
-
-        Raises:
-            StrategyError: Naming them.
-        """
-        others = [axis for axis in _NOT_BESIDE if axes.get(axis, 1) > 1]
-        if others and axes.get(AXIS, 1) > 1:
-            raise StrategyError(
-                f"expert_parallel does not go together with the axis {others[0]!r} in this version",
-                expected="the axes expert, data and zero",
-                got=str(dict(axes)),
+    effect: ClassVar[str] = "memory: experts / n. Communication: two all-to-alls of tokens per layer and pass"
+    seed_name: ClassVar[str | None] = "ColossalAI: ep_size"
+    axis: ClassVar[str | None] = AXIS
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        *(
+            Conflict(
+                other=name,
+                reason=reason,
                 fix="use zero1, zero2 or fsdp, over zero or the expert axis itself, to lower a rank's memory",
             )
+            for name, reason in {
+                "tensor_parallel": _WHOLE,
+                "pipeline_parallel": _WHOLE,
+                "sequence_parallel": _OTHER_SAMPLES,
+                "context_parallel": _OTHER_SAMPLES,
+                "outer": "this version does not synchronise experts between replicas",
+            }.items()
+        ),
+        *(
+            Conflict(
+                other=name,
+                reason="gradients of what they leave out are averaged over all ranks, and those of experts are not",
+                fix="leave these keys out",
+                when=lambda own, other: bool(other.atorch_ignored_cls) or other.wrap_trainable_outmost,
+                other_keys="atorch_ignored_cls or wrap_trainable_outmost",
+            )
+            for name in SHARDING
+        ),
+    )
+
+    experts: tuple[str, ...] = ()
 
     def trace(self, model: nn.Module, ranks: int) -> ExpertTrace:
         """What predictions need to run the model as one of ``ranks`` ranks."""
         return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks)
 
     def check(self, job: Job) -> None:
-        """Refuses models whose experts cannot be divided, and methods that would treat them as if they were not."""
+        """Refuses models whose experts cannot be divided."""
         if job.size(AXIS) == 1:
             return
-        self.check_axes(dict(job.axes))
-        for method in job.strategy.methods:
-            if isinstance(method, ZeroMethod) and (method.atorch_ignored_cls or method.wrap_trainable_outmost):
-                raise StrategyError(
-                    f"{method.method_name}: atorch_ignored_cls and wrap_trainable_outmost do not go together with an "
-                    "expert axis",
-                    expected="neither of them",
-                    got=str(method),
-                    fix="leave them out",
-                )
         layers = expert_layers(job.model, self.experts, job.size(AXIS))
         # Kept: trying out takes time.
         job.expert_layers = [(layer, _features(layer, job)) for layer in layers]

@@ -18,6 +18,7 @@ from meshwright.methods.float8.cost import delayed_cost, gather_cost
 from meshwright.methods.float8.torchao_layers import require_torchao, scales_ahead, to_torchao
 from meshwright.methods.float8.trace import Fp8Trace
 from meshwright.methods.job import Job
+from meshwright.methods.law import SHARDING, Conflict, Need
 from meshwright.nn.fp8 import BUFFERS, DelayedScaling, Fp8Options, to_fp8, update_scales
 
 _OF_HISTORY = ("margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax")
@@ -45,6 +46,43 @@ class Fp8(Method):
     method_name: ClassVar[str] = "fp8"
     phase: ClassVar[Phase] = Phase.FP8
     summary: ClassVar[str] = "linear layers multiply in 8 bits: about twice the arithmetic of bf16 on sm 8.9 and above"
+    effect: ClassVar[str] = (
+        "time: products of 8 bits. Memory: weights once more in 8 bits. Communication: one all-reduce of scales"
+    )
+    seed_name: ClassVar[str | None] = "ATorch: fp8"
+    needs: ClassVar[tuple[Need, ...]] = (
+        Need(
+            any_of=SHARDING,
+            reason="no other method gathers weights",
+            fix="leave all_gather out",
+            when=lambda own: own.all_gather,
+            own_keys="all_gather=True",
+        ),
+    )
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            other="outer",
+            reason="it changes weights between the steps whose scales are known ahead",
+            fix="leave all_gather out",
+            when=lambda own, other: own.all_gather,
+            own_keys="all_gather=True",
+        ),
+        Conflict(
+            other="tensor_parallel",
+            reason="a rank knows the scale of its part of a weight alone",
+            fix="leave all_gather out",
+            when=lambda own, other: own.all_gather,
+            own_keys="all_gather=True",
+        ),
+        Conflict(
+            other="half",
+            reason="8 bits are gathered from fp32 weights",
+            fix="leave all_gather out, or keep master weights",
+            when=lambda own, other: own.all_gather and not other.master_weights,
+            own_keys="all_gather=True",
+            other_keys="master_weights=False",
+        ),
+    )
 
     recipe: Literal["delayed", "tensorwise", "rowwise", "mxfp8"] = "delayed"
     include: Parts | None = None
@@ -133,20 +171,11 @@ class Fp8(Method):
     def _check_gathers(self, job: Job, choice: Choice) -> None:
         uses = [id(parameter) for _, parameter in job.model.named_parameters(remove_duplicate=False)]
         tied = [name for name, layer in choice.layers.items() if uses.count(id(layer.weight)) > 1]
-        half, beside = job.strategy.get("half"), [name for name in ("outer", "tensor_parallel") if name in job.strategy]
-        found = (
-            "no method that gathers weights" if job.shard_axis is None
-            else f"tied weights: {join_names(tied)}" if tied
-            else " and ".join(beside) if beside
-            else "half without master weights" if half is not None and not getattr(half, "master_weights", True)
-            else None
-        )  # fmt: skip
-        if found is not None:
+        if tied:
             raise StrategyError(
-                "fp8: all_gather=True does not fit the strategy or the model",
-                expected="zero1, zero2 or fsdp over fp32 weights that belong to one layer each, without outer and "
-                "tensor_parallel",
-                got=found,
+                "fp8: all_gather=True does not fit the model",
+                expected="weights that belong to one layer each",
+                got=f"tied weights: {join_names(tied)}",
                 fix="leave all_gather out, or exclude the tied layers",
             )
 

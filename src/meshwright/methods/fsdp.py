@@ -20,6 +20,10 @@ class Fsdp(ZeroMethod):
     method_name: ClassVar[str] = "fsdp"
     phase: ClassVar[Phase] = Phase.SHARD
     summary: ClassVar[str] = "shards weights, gradients and optimizer states; gathers block by block"
+    effect: ClassVar[str] = (
+        "memory: weights, gradients, optimizer states / n. Communication: two gathers, one reduction per micro-batch"
+    )
+    seed_name: ClassVar[str | None] = "ATorch: fsdp"
 
     reshard_after_forward: bool | int = True
     """True frees weights after forward; False keeps them (that is zero2); n keeps them sharded over n ranks."""

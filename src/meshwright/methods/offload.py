@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -15,6 +16,7 @@ from meshwright.methods.hosting.activations import ActivationOffload
 from meshwright.methods.hosting.checks import check_activations, check_disk, check_gradients, check_parameters
 from meshwright.methods.hosting.choice import choose, completed_in_backward, hosted_units
 from meshwright.methods.job import Job
+from meshwright.methods.law import Conflict
 from meshwright.nn import find_blocks
 from meshwright.optim import Disk, HostWeights, copies_for
 
@@ -39,6 +41,19 @@ class Offload(Method):
     method_name: ClassVar[str] = "offload"
     phase: ClassVar[Phase] = Phase.OFFLOAD
     summary: ClassVar[str] = "states, gradients, parameters, activations in host memory; states on disk"
+    effect: ClassVar[str] = (
+        "memory: what is chosen leaves the device. Time: copies, beside the computation where they can hide, and the "
+        "update on the host. Communication: none"
+    )
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            other="outer",
+            reason="its replicas read and write weights and states, which the host holds",
+            fix='use outer\'s own offload, and offload activations only: ("offload", "activation")',
+            when=lambda own, _: bool(own.optimizer),
+            own_keys="optimizer",
+        ),
+    )
 
     optimizer: Fraction | None = None
     """Of the elements that train. None: as much as ``gradients`` or ``parameters`` need; all if no key is given."""
@@ -105,13 +120,6 @@ class Offload(Method):
                 got="None",
                 fix='pass the class of the optimizer, or offload activations only: ("offload", "activation")',
             )
-        if hosted.optimizer and "outer" in job.strategy:
-            raise StrategyError(
-                "offload of optimizer states and outer do not go together in this version",
-                expected="one of the two",
-                got=f"optimizer={hosted.optimizer} beside outer",
-                fix='use outer\'s own offload, and offload activations only: ("offload", "activation")',
-            )
         check_disk(self.disk)
 
     def apply(self, job: Job) -> None:
@@ -168,12 +176,9 @@ def _hosted_activations(known: Activations, count: int, prefetch: int) -> Activa
     copied = [0, *(each.copied_bytes for each in known.first_blocks[:count])]
     window = range(max(count - prefetch, 1))
     returned = max(copied[min(start + prefetch + 1, count)] - copied[start] for start in window)
-    return Activations(
+    return dataclasses.replace(
+        known,
         saved_bytes=known.saved_bytes - change.freed_bytes,
-        parts=known.parts,
-        block_classes=known.block_classes,
-        working_bytes=known.working_bytes,
-        first_blocks=known.first_blocks,
         hosted_bytes=change.copied_bytes,
         returned_bytes=returned,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -14,6 +15,7 @@ from meshwright.cost import Encoding, OuterState, Step, Traffic, shape_on
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
+from meshwright.methods.law import Conflict
 from meshwright.optim import BMUF, DiLoCo, LocalSGD, OuterOptimizer, OuterPolicy, PostLocalSGD, SlowMo, StreamingDiLoCo
 from meshwright.optim.outer.policy import Buffers, InnerState, Quantise, Warmup
 from meshwright.optim.outer.quantised import BLOCK
@@ -52,6 +54,18 @@ class Outer(Method):
     method_name: ClassVar[str] = "outer"
     phase: ClassVar[Phase] = Phase.OPTIMIZER
     summary: ClassVar[str] = "replicas synchronise every H steps: BMUF, local SGD, SlowMo, DiLoCo"
+    effect: ClassVar[str] = (
+        "memory: global weights, and momentum. Communication: one all-reduce of all weights every sync_every steps"
+    )
+    seed_name: ClassVar[str | None] = "fairseq: BMUF"
+    axis: ClassVar[str | None] = "replica"
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            other="pipeline_parallel",
+            reason="an outer step takes its decisions over one rank's weights, and here these are one stage's",
+            fix="leave pipeline_parallel out; fsdp and tensor_parallel lower a rank's memory, too",
+        ),
+    )
 
     rule: Literal["bmuf", "local_sgd", "post_local_sgd", "slowmo", "diloco", "streaming_diloco"] = "diloco"
     sync_every: int | None = None
@@ -100,16 +114,13 @@ class Outer(Method):
             )
         return keys
 
+    def at_work(self, sizes: Mapping[str, int]) -> bool:
+        """Always: one replica takes outer steps, too."""
+        return True
+
     def check(self, job: Job) -> None:
         """Refuses numbers that do not fit together, and a job without an optimizer."""
         assert self._policy is not None  # made here, with its own checks
-        if job.size("pipeline") > 1:
-            raise StrategyError(
-                "outer does not go together with a pipeline axis in this version",
-                expected="replicas over the axes data, zero and tensor",
-                got=f"pipeline={job.size('pipeline')}",
-                fix="leave pipeline_parallel out; fsdp and tensor_parallel lower a rank's memory, too",
-            )
         if job.optim_func is None:
             raise StrategyError(
                 "outer has no optimizer to work with",

@@ -33,6 +33,8 @@ class ParallelMode(Method):
     method_name: ClassVar[str] = "parallel_mode"
     phase: ClassVar[Phase] = Phase.MESH
     summary: ClassVar[str] = "names the mesh axes; the data axis averages gradients over replicas"
+    effect: ClassVar[str] = "memory: as one rank's. Communication: one all-reduce of all gradients per step"
+    seed_name: ClassVar[str | None] = "ATorch: parallel_mode"
 
     axes: tuple[tuple[str, int], ...] = ()
     rank_order: tuple[int, ...] | None = None

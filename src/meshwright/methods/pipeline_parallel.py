@@ -13,6 +13,7 @@ from meshwright.errors import StrategyError
 from meshwright.inspect import keep_name_order
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
+from meshwright.methods.law import SHARDING, Conflict
 from meshwright.methods.pipeline.balance import balanced_bounds
 from meshwright.methods.pipeline.chain import Line
 from meshwright.methods.pipeline.cost import stage_cost
@@ -59,6 +60,31 @@ class PipelineParallel(Method):
     method_name: ClassVar[str] = "pipeline_parallel"
     phase: ClassVar[Phase] = Phase.PIPELINE
     summary: ClassVar[str] = "cuts the model's blocks into stages over the pipeline axis"
+    effect: ClassVar[str] = (
+        "memory: blocks / n. Time: blocks / n, and a bubble. Communication: one activation per stage and micro-batch"
+    )
+    seed_name: ClassVar[str | None] = "ATorch: pipeline_parallel"
+    axis: ClassVar[str | None] = AXIS
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            other="checkpoint",
+            reason="the schedule computes gradients of inputs alone, and reentrant recomputation cannot",
+            fix="leave no_reentrant out, or use the schedule gpipe, 1f1b or interleaved",
+            when=lambda own, other: own.splits_backward and not other.no_reentrant,
+            own_keys="schedule='zbv' or 'dualpipev'",
+            other_keys="no_reentrant=False",
+        ),
+        *(
+            Conflict(
+                other=name,
+                reason="these keys leave parameters out of units, which a step reduces at its end, all together",
+                fix="leave these keys out",
+                when=lambda own, other: bool(other.atorch_ignored_cls) or other.wrap_trainable_outmost,
+                other_keys="atorch_ignored_cls or wrap_trainable_outmost",
+            )
+            for name in SHARDING
+        ),
+    )
 
     schedule: Annotated[ScheduleName, BeforeValidator(schedule_name)] = "1f1b"
     num_micro_batches: PositiveInt | None = None
@@ -99,6 +125,11 @@ class PipelineParallel(Method):
         """Says which accepted keys change nothing."""
         given = [key for key in _INERT if getattr(self, key) is not None]
         return [f"pipeline_parallel: {key} changes nothing; {_INERT[key]}" for key in given]
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the schedule computes gradients of inputs alone, and those of weights later."""
+        return SCHEDULES[self.schedule].splits_backward
 
     @property
     def stages_per_rank(self) -> int:
@@ -161,24 +192,6 @@ class PipelineParallel(Method):
         if ranks == 1:
             return
         self.check_numbers(len(self.blocks_of(job.model)), ranks, job.num_micro_batches)
-        if SCHEDULES[self.schedule].splits_backward and not getattr(
-            job.strategy.get("checkpoint"), "no_reentrant", True
-        ):
-            raise StrategyError(
-                f"pipeline_parallel: the schedule {self.schedule!r} computes gradients of inputs alone, and reentrant "
-                "recomputation cannot",
-                expected="checkpoint without no_reentrant=False, or the schedule gpipe, 1f1b or interleaved",
-                got="no_reentrant=False",
-                fix="leave no_reentrant out",
-            )
-        for method in job.strategy.methods:
-            if getattr(method, "atorch_ignored_cls", ()) or getattr(method, "wrap_trainable_outmost", False):
-                raise StrategyError(
-                    f"pipeline_parallel: {method.method_name} leaves parameters out of its units",
-                    expected="units that are reduced at the end of a step, all together",
-                    got="atorch_ignored_cls or wrap_trainable_outmost",
-                    fix="leave these keys out",
-                )
 
     def apply(self, job: Job) -> None:
         """Frees the other ranks' blocks; the model's forward runs single stages from now on."""

@@ -13,6 +13,7 @@ from meshwright.cost import Block, Parameter, Step, send_boundaries
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
+from meshwright.methods.law import Conflict
 from meshwright.methods.tensor.calls import SampleRun
 from meshwright.methods.tensor.engine import split_layers
 from meshwright.methods.tensor.exchange import TensorAxis
@@ -48,6 +49,30 @@ class TensorParallel(Method):
     method_name: ClassVar[str] = "tensor_parallel"
     phase: ClassVar[Phase] = Phase.TENSOR
     summary: ClassVar[str] = "splits the layers themselves over the tensor axis"
+    effect: ClassVar[str] = (
+        "memory: split layers / n. Time: products / n. Communication: an all-reduce of activations per pair and pass"
+    )
+    seed_name: ClassVar[str | None] = "ATorch: tensor_parallel"
+    axis: ClassVar[str | None] = AXIS
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            other="pipeline_parallel",
+            reason="stages hand all tokens on",
+            fix="leave sequence out, or use the axes tensor, data and zero",
+            when=lambda own, other: own.sequence,
+            own_keys="sequence=True",
+        ),
+        *(
+            Conflict(
+                other=name,
+                reason="both cut the tokens",
+                fix="leave sequence=True out: between the layers a rank has a part of the tokens without it",
+                when=lambda own, other: own.sequence,
+                own_keys="sequence=True",
+            )
+            for name in ("sequence_parallel", "context_parallel")
+        ),
+    )
 
     sequence: bool = False
     plan: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()
@@ -99,13 +124,6 @@ class TensorParallel(Method):
             split = self.split(job.model, job.size(AXIS), job.sample)
             # Kept, since a pipeline will leave this rank with a part of the model.
             job.split = split, split.summary(job.model, job.size(AXIS))
-        if self.sequence and job.size("pipeline") > 1:
-            raise StrategyError(
-                "tensor_parallel: sequence does not go together with a pipeline axis",
-                expected="one of the two",
-                got=f"sequence=True and pipeline={job.size('pipeline')}",
-                fix="leave sequence out, or use the axes tensor, data and zero",
-            )
 
     def apply(self, job: Job) -> None:
         """Splits the layers; the rest of the model stays whole on every rank."""

@@ -7,7 +7,8 @@ from typing import ClassVar
 from meshwright.cost import Step
 from meshwright.methods.base import Phase
 from meshwright.methods.job import Job
-from meshwright.methods.zero.config import ZeroMethod
+from meshwright.methods.law import Conflict
+from meshwright.methods.zero.config import ZeroMethod, not_beside
 from meshwright.methods.zero.cost import shard_cost
 from meshwright.methods.zero.engine import shard
 from meshwright.methods.zero.units import choose_units
@@ -22,6 +23,9 @@ class Zero1(ZeroMethod):
     method_name: ClassVar[str] = "zero1"
     phase: ClassVar[Phase] = Phase.SHARD
     summary: ClassVar[str] = "shards optimizer states; gradients are reduced once per step"
+    effect: ClassVar[str] = "memory: optimizer states / n. Communication: as data parallelism, once per step"
+    seed_name: ClassVar[str | None] = "ATorch: zero1"
+    conflicts: ClassVar[tuple[Conflict, ...]] = not_beside("zero2", "fsdp")
 
     def check(self, job: Job) -> None:
         """Refuses models that FSDP2 cannot shard."""

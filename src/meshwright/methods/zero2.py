@@ -7,7 +7,8 @@ from typing import ClassVar
 from meshwright.cost import Step
 from meshwright.methods.base import Phase
 from meshwright.methods.job import Job
-from meshwright.methods.zero.config import ZeroMethod
+from meshwright.methods.law import Conflict
+from meshwright.methods.zero.config import ZeroMethod, not_beside
 from meshwright.methods.zero.cost import shard_cost
 from meshwright.methods.zero.engine import shard
 from meshwright.methods.zero.units import choose_units
@@ -22,6 +23,11 @@ class Zero2(ZeroMethod):
     method_name: ClassVar[str] = "zero2"
     phase: ClassVar[Phase] = Phase.SHARD
     summary: ClassVar[str] = "shards gradients and optimizer states; weights stay whole through a step"
+    effect: ClassVar[str] = (
+        "memory: gradients, optimizer states / n. Communication: one gather, one reduction per micro-batch"
+    )
+    seed_name: ClassVar[str | None] = "ATorch: zero2"
+    conflicts: ClassVar[tuple[Conflict, ...]] = not_beside("fsdp")
 
     def check(self, job: Job) -> None:
         """Refuses models that FSDP2 cannot shard."""

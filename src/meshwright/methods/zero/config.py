@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method
 from meshwright.methods.dtypes import DType
+from meshwright.methods.law import Conflict
 from meshwright.methods.references import ClassReferences
 
 _RENAMED = {"fsdp_wrap_params_outmost": "wrap_trainable_outmost"}
@@ -45,6 +46,13 @@ class MixedPrecision(BaseModel):
 
     param_dtype: DType | None = None
     reduce_dtype: DType | None = None
+
+
+def not_beside(*names: str) -> tuple[Conflict, ...]:
+    """The conflicts with other methods that shard."""
+    reason = "each decides how parameters are sharded"
+    fix = "keep one of them: zero1 communicates least, fsdp holds least"
+    return tuple(Conflict(other=name, reason=reason, fix=fix) for name in names)
 
 
 class ZeroMethod(Method):
