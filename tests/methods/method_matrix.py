@@ -44,7 +44,7 @@ an axis each.
 - ✓: it trained {STEPS} steps of SGD with momentum on the CPU. The figure is its largest relative difference from one
   plain process in fp32: of the final weights, as a part of the distance that they moved, or of a loss.
 - Most allowed is {FP32_LIMIT:.0e} in fp32. Beside fp8, amp_native and half it is {OF_ONE_PROCESS:.0f} times the
-  difference that one process has with the same of these methods alone.
+  difference that one process has with the same of these methods alone; beside comm, 2 % more.
 - [n]: the law refuses it, and the reason is below.
 
 mixed_parallel, ds_3d_parallel and deepspeed_3d_parallel stand for tensor_parallel, pipeline_parallel and the mesh.

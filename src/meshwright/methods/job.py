@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,7 +26,15 @@ from meshwright.methods.replace.changes import Replacement
 from meshwright.methods.tensor.calls import SampleRun
 from meshwright.methods.tensor.split import Split
 from meshwright.nn import rank_orders
-from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, Stages, inner_optimizer, separate_layouts
+from meshwright.optim import (
+    GuardedOptimizer,
+    LossScaler,
+    MasterWeights,
+    Stages,
+    inner_optimizer,
+    separate_layouts,
+)
+from meshwright.optim.wrapped import WrappedOptimizer
 from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -159,10 +168,7 @@ class Job:
         params = self.model.parameters() if self.optim_param_func is None else self.optim_param_func(self.model)
         master = self._make_master()
         inner = optim_func(params) if master is None else master.optimizer(optim_func, params)
-        for before in self.before_update:
-            inner.register_step_pre_hook(lambda *_, call=before: call())
-        for after in self.after_update:
-            inner.register_step_post_hook(lambda *_, call=after: call())
+        _call_around(inner, self.before_update, self.after_update)
         if self.stages is not None and master is not None:
             self.stages = self.stages.with_masters(master.of)
         if self.is_split:
@@ -179,6 +185,26 @@ class Job:
         if self.make_host_weights is not None:
             return self.make_host_weights()
         return MasterWeights(self.model.parameters()) if self.master_weights else None
+
+
+def _call_around(optimizer: Optimizer, before: list[Callable[[], None]], after: list[Callable[[], None]]) -> None:
+    """Calls these around every step of an optimizer."""
+    if isinstance(optimizer, WrappedOptimizer) and (before or after):  # has no hooks, and its inner one several steps
+        step = optimizer.step
+
+        def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> None:
+            for call in before:
+                call()
+            step(*args, **kwargs)
+            for call in after:
+                call()
+
+        optimizer.step = types.MethodType(stepped, optimizer)  # type: ignore[method-assign]
+        return
+    for call in before:
+        optimizer.register_step_pre_hook(lambda *_, call=call: call())
+    for call in after:
+        optimizer.register_step_post_hook(lambda *_, call=call: call())
 
 
 def _check_fused(model: nn.Module, optimizer: Optimizer) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.cost import Hosted, pick_largest
-from meshwright.methods.job import Job
+from meshwright.methods.job import AVERAGED, Job
 from meshwright.methods.zero.config import ZeroMethod
 from meshwright.methods.zero.units import choose_units, unit_of
 from meshwright.nn import find_blocks
@@ -26,8 +26,10 @@ class Chosen(NamedTuple):
 
 def completed_in_backward(sizes: Mapping[str, int], shard_axis: str | None) -> bool:
     """Whether a gradient is final when backward accumulates it: nobody averages it afterwards."""
-    alone = all(sizes.get(axis, 1) == 1 for axis in ("sequence", "data", "zero"))
-    return sizes.get("pipeline", 1) == 1 and (alone if shard_axis is None else sizes.get("tensor", 1) == 1)
+    if sizes.get("pipeline", 1) > 1 or sizes.get("expert", 1) > 1:  # stages reduce once, experts apart from the rest
+        return False
+    alone = all(sizes.get(axis, 1) == 1 for axis in AVERAGED)
+    return alone if shard_axis is None else sizes.get("tensor", 1) == 1
 
 
 def hosted_units(job: Job, fraction: float) -> frozenset[str]:
