@@ -57,6 +57,17 @@ CONFIGS = {
     "sequence_parallel": st.just({}),
     "context_parallel": st.fixed_dictionaries({}, optional={"balance": st.booleans()}),
     "expert_parallel": st.fixed_dictionaries({}, optional={"experts": st.just(["blocks.*.moe.units"])}),
+    "comm": st.fixed_dictionaries(
+        {},
+        optional={
+            "all_gather": st.sampled_from(["int8", "fp8"]),
+            "reduce": st.sampled_from(["int8", "int4"]),
+            "block_size": st.sampled_from([16, 128]),
+            "scale_dtype": st.sampled_from(["fp32", "bf16"]),
+            "min_numel": st.integers(0, 100_000),
+            "hierarchical": st.one_of(st.just("auto"), st.integers(1, 8)),
+        },
+    ),
     "fp8": st.fixed_dictionaries(
         {},
         optional={
