@@ -5,8 +5,9 @@ import pytest
 from meshwright.cost import memory, peak
 from meshwright.errors import ModelError
 from meshwright.methods import cost_of
-from meshwright.planner.families import Shape, family_step
+from meshwright.planner.families import family_step
 from meshwright.planner.family_ops import ATTENTION, BLOCK, PER_OP, FamilyRun, block_saved
+from meshwright.planner.family_shape import Shape
 from meshwright.strategy import Strategy
 
 LLAMA = Shape("llama", 32, 4096, 32, 128256, 8192, kv_heads=8, ffn=14336)

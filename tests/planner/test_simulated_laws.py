@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from meshwright.cost import find_device, make_cluster, peak, simulate, timeline
 from meshwright.methods import cost_of
-from meshwright.planner.families import Shape, family_step
+from meshwright.planner.families import family_step
 from meshwright.planner.family_ops import BLOCK, FamilyRun
+from meshwright.planner.family_shape import Shape
 from meshwright.strategy import Strategy
 
 SHAPES = st.builds(

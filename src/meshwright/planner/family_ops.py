@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from meshwright.cost import Op, RecomputePart
+from meshwright.planner.family_shape import BLOCK, Shape
 
-if TYPE_CHECKING:
-    from meshwright.planner.families import Shape
-
-BLOCK = "TransformerBlock"
 ATTENTION = "CoreAttention"  # scores, softmax and their product with the values: what ``selective`` recomputes
 PER_OP = "EverySecondMatmul"  # TorchTitan's selective policy: keeps attention's output and every other product
 

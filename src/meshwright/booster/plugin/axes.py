@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
+from meshwright.booster.plugin.base import Plugin
 from meshwright.booster.plugin.options import check_choice
 from meshwright.errors import ConfigError
-
-if TYPE_CHECKING:
-    from meshwright.booster.plugin.hybrid_parallel import HybridParallelPlugin
 
 STYLES = ("1f1b", "interleaved", "zbv")
 _IN_TENSOR_GROUPS = ("split_gather", "ring")
@@ -17,12 +16,27 @@ _APART = {"all_to_all": "sequence", "ring_attn": "context"}
 _MODES = (*_IN_TENSOR_GROUPS, *_APART)
 
 
-def sequence_mode(plugin: HybridParallelPlugin) -> str | None:
+class AxisArguments(Plugin):
+    """The arguments of a plugin that name axes; their defaults are the plugin's."""
+
+    tp_size: int
+    pp_size: int
+    sp_size: int | None
+    enable_sequence_parallelism: bool
+    sequence_parallelism_mode: str | None
+    num_microbatches: int | None
+    microbatch_size: int | None
+    pp_style: str
+    num_model_chunks: int
+    num_layers_per_stage: Sequence[int] | None
+
+
+def sequence_mode(plugin: AxisArguments) -> str | None:
     """How tokens are divided; None: not at all. ColossalAI's default is ``all_to_all``."""
     return (plugin.sequence_parallelism_mode or "all_to_all") if plugin.enable_sequence_parallelism else None
 
 
-def check_axes(plugin: HybridParallelPlugin) -> None:
+def check_axes(plugin: AxisArguments) -> None:
     """Refuses pipeline and sequence arguments that do not fit together.
 
     Raises:
@@ -34,7 +48,7 @@ def check_axes(plugin: HybridParallelPlugin) -> None:
     _check_sequence(plugin)
 
 
-def _check_pipeline(plugin: HybridParallelPlugin) -> None:
+def _check_pipeline(plugin: AxisArguments) -> None:
     chunks = plugin.num_model_chunks
     if plugin.pp_size == 1:
         return
@@ -64,7 +78,7 @@ def _check_pipeline(plugin: HybridParallelPlugin) -> None:
         )
 
 
-def _check_sequence(plugin: HybridParallelPlugin) -> None:
+def _check_sequence(plugin: AxisArguments) -> None:
     mode, size = sequence_mode(plugin), plugin.sp_size
     if mode is None and size not in (1, None):
         _refuse(
@@ -92,11 +106,11 @@ def _check_sequence(plugin: HybridParallelPlugin) -> None:
         )
 
 
-def _refuse(plugin: HybridParallelPlugin, what: str, **parts: str) -> NoReturn:
+def _refuse(plugin: AxisArguments, what: str, **parts: str) -> NoReturn:
     raise ConfigError(f"{type(plugin).__name__}: {what}", **parts)
 
 
-def axis_methods(plugin: HybridParallelPlugin) -> list[Any]:
+def axis_methods(plugin: AxisArguments) -> list[Any]:
     """The methods that work on the axes tensor, sequence, context and pipeline."""
     mode, methods = sequence_mode(plugin), list[Any]()
     if plugin.tp_size > 1:
@@ -108,7 +122,7 @@ def axis_methods(plugin: HybridParallelPlugin) -> list[Any]:
     return methods
 
 
-def _pipeline_keys(plugin: HybridParallelPlugin) -> dict[str, Any]:
+def _pipeline_keys(plugin: AxisArguments) -> dict[str, Any]:
     stages = {"1f1b": 1, "interleaved": plugin.num_model_chunks, "zbv": 2}[plugin.pp_style]
     keys: dict[str, Any] = {"schedule": plugin.pp_style, "num_stages_per_rank": stages}
     # With microbatch_size the number follows from the batch; as many as stages are what every schedule runs with.
@@ -118,7 +132,7 @@ def _pipeline_keys(plugin: HybridParallelPlugin) -> dict[str, Any]:
     return keys
 
 
-def axis_sizes(plugin: HybridParallelPlugin) -> dict[str, int]:
+def axis_sizes(plugin: AxisArguments) -> dict[str, int]:
     """Sizes of the axes inside ``data``, innermost first."""
     sizes, mode = {"tensor": plugin.tp_size}, sequence_mode(plugin)
     if mode in _APART:
@@ -126,7 +140,7 @@ def axis_sizes(plugin: HybridParallelPlugin) -> dict[str, int]:
     return sizes if plugin.pp_size == 1 else {**sizes, "pipeline": plugin.pp_size}
 
 
-def axis_notices(plugin: HybridParallelPlugin) -> list[str]:
+def axis_notices(plugin: AxisArguments) -> list[str]:
     """What the user should know of arguments that mean something for some strategies only."""
     name, found = type(plugin).__name__, []
     if plugin.pp_size > 1 and plugin.pp_style == "1f1b" and plugin.num_model_chunks > 1:

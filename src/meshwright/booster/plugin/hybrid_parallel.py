@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.booster.plugin.axes import axis_methods, axis_notices, axis_sizes, check_axes
+from meshwright.booster.plugin.axes import AxisArguments, axis_methods, axis_notices, axis_sizes, check_axes
 from meshwright.booster.plugin.base import inert, only
 from meshwright.booster.plugin.low_level_zero import zero_keys
 from meshwright.booster.plugin.options import KernelArguments, LossScaleArguments, check_choice, mesh_of
@@ -21,13 +21,14 @@ _TORCHS_ENGINE = "the schedules and their sends and receives are torch's"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HybridParallelPlugin(KernelArguments, LossScaleArguments):
+class HybridParallelPlugin(KernelArguments, LossScaleArguments, AxisArguments):
     """Tensor, sequence and pipeline parallelism, data parallelism over the rest of the ranks. Seed: ColossalAI.
 
     ``pp_size`` stages need ``num_microbatches`` or ``microbatch_size``, and ``Booster.execute_pipeline`` runs their
     schedule ``pp_style``; ``num_model_chunks`` stages on every rank are for ``interleaved``, and
     ``num_layers_per_stage`` is the cut, by hand. ``enable_sequence_parallelism`` divides tokens over the tensor group
-    (``split_gather``, ``ring``) or over ``sp_size`` ranks of their own (``all_to_all``).
+    (``split_gather``, ``ring``) or over ``sp_size`` ranks of their own (``all_to_all``,
+    ``ring_attn``).
 
     Parameters are replicated over the data ranks (``zero_stage`` 0), or sharded with zero1, zero2 or fsdp (1, 2, 3).
     Half precision keeps fp32 master weights; unlike in ColossalAI, ZeRO works with fp32 as well. Unlike there, 3 is a
@@ -68,7 +69,7 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments):
     dp_outside: bool = True
     overlap_p2p: bool = inert(True, _TORCHS_ENGINE)
     overlap_allgather: bool = inert(False, "weights of the next block are gathered while one computes")
-    inner_ring_size: int | None = inert(None, "there is no ring attention")
+    inner_ring_size: int | None = inert(None, "ring_attn is one ring")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from meshwright.cost import Cluster, Step, find_device, make_cluster
 from meshwright.errors import MeshwrightError
 from meshwright.methods import cost_of
-from meshwright.planner.families import Shape, family_step
+from meshwright.planner.families import family_step
 from meshwright.planner.family_ops import FamilyRun
+from meshwright.planner.family_shape import Shape
 from meshwright.planner.published.conventions import Convention, convention_of
+from meshwright.planner.published.described import Case
 from meshwright.planner.published.held import held_by
 from meshwright.planner.published.rows import Row
 from meshwright.planner.published.shapes import shape_of
@@ -23,42 +24,9 @@ from meshwright.planner.published.strategies import (
     strategy_of,
     zero_stage_of,
 )
-from meshwright.strategy import Strategy
 
 _MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
 _MOST_STAGES = 256
-
-
-@dataclass(frozen=True)
-class Case:
-    """A published run as it can be simulated."""
-
-    row: Row
-    convention: Convention
-    shape: Shape
-    run: FamilyRun
-    cluster: Cluster
-    strategy: Strategy
-    zero_stage: int
-    steps: tuple[Step, ...]  # of the pipeline's ranks; one without
-    global_batch: int
-    assumed: tuple[str, ...]
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Over all devices."""
-        return self.global_batch * self.shape.seq
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether gradients are reduced behind backward, and not beside it."""
-        beside = self.convention.reduces_beside
-        return self.zero_stage < 2 and (not beside or (self.convention.reduces_each and self.zero_stage == 1))
-
-    @property
-    def setting(self) -> tuple[Any, ...]:
-        """The model and the cluster: runs of one setting differ by strategy."""
-        return (self.row.source, self.row.text("model"), self.shape.seq, self.row.text("gpu"), self.cluster.num_devices)
 
 
 class NotCovered(Exception):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from meshwright.cost import Peak, Step, memory, peak
 from meshwright.cost.memory import whole_gradients
-
-if TYPE_CHECKING:
-    from meshwright.planner.published.case import Case
+from meshwright.planner.published.described import Case
 
 # What no tensor of a job can use: the driver's context, collectives' buffers, kernels' workspaces.
 CONTEXT_BYTES = round(1.5 * 2**30)

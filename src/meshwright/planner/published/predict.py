@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.cost import Calibration, StepTime, simulate
-from meshwright.planner.published.case import Case, case_of
+from meshwright.planner.published.case import case_of
+from meshwright.planner.published.described import Case
 from meshwright.planner.published.held import Held, held_by
 from meshwright.planner.published.rows import Row
 

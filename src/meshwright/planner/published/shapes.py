@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from meshwright.planner.families import Family, Shape
+from meshwright.planner.family_shape import Family, Shape
 from meshwright.planner.published.conventions import Convention
 from meshwright.planner.published.rows import Row
 

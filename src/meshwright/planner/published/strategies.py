@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from meshwright.planner.families import Shape
-from meshwright.planner.family_ops import ATTENTION, BLOCK, PER_OP, FamilyRun
+from meshwright.planner.family_ops import ATTENTION, PER_OP, FamilyRun
+from meshwright.planner.family_shape import BLOCK, Shape
 from meshwright.planner.published.conventions import Convention
 from meshwright.planner.published.rows import Row
 from meshwright.strategy import Strategy
