@@ -224,6 +224,7 @@ def four_ranks():
     return compare(LARGE_CASES, 2, 3)
 
 
+@pytest.mark.long
 def test_over_nodes_and_over_two_axes(ranks):
     every = ranks(4).run(four_ranks)
     for (*_, keys, bound), (apart, off, weights), *others in zip(LARGE_CASES, *every, strict=True):

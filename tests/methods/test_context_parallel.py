@@ -30,7 +30,7 @@ CASES = {
     ),
     "tensor": (4, "gpt2", {"tensor": 2, "context": 2}, ["tensor_parallel", "context_parallel", "checkpoint"], 1),
 }  # fmt: skip
-SHORT = ("plain", "grouped", "fsdp")
+SHORT = ("plain", "grouped")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in SHORT else pytest.mark.long) for c in CASES])

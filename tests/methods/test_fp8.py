@@ -120,6 +120,7 @@ def test_every_layout_trains_as_one_process_does(ranks, alone, layouts):
             assert mine == pytest.approx(of_two_replicas(theirs), rel=1e-5), layout
 
 
+@pytest.mark.long
 def test_half_precision_and_scales_that_each_rank_keeps_to_itself(ranks, alone):
     runs = [([fp8(), "fsdp", ("amp_native", "bf16")],), ([fp8(), ("half", "bf16")],), ([fp8(reduce_amax=False)],)]
     (plain, _, _), (expected, expected_scales, _) = alone
@@ -134,6 +135,7 @@ def test_half_precision_and_scales_that_each_rank_keeps_to_itself(ranks, alone):
     assert first[2][1] != second[2][1]
 
 
+@pytest.mark.long
 def test_over_tensor_and_pipeline_axes(ranks, alone):
     tensor, pipeline = ("parallel_mode", {"tensor": 2, "data": 1}), ("parallel_mode", {"pipeline": 2, "data": 1})
     expected, expected_scales, _ = alone[1]
@@ -203,6 +205,7 @@ def with_and_without(directory):
     return found
 
 
+@pytest.mark.long
 def test_fp8_may_come_and_go_between_checkpoints(ranks, tmp_path):
     assert ranks(1).run(with_and_without, tmp_path) == [[True] * 6]
 

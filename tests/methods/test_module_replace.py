@@ -378,9 +378,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [c if c in ("fsdp", "tensor") else pytest.param(c, marks=pytest.mark.long) for c in CASES]
-)
+@pytest.mark.parametrize("case", [c if c == "fsdp" else pytest.param(c, marks=pytest.mark.long) for c in CASES])
 def test_parity(ranks, case):
     name, strategy = CASES[case]
     results = ranks(2).run(train_replaced, name, strategy)

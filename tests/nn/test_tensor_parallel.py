@@ -234,6 +234,7 @@ def test_two_groups_of_two_train_as_one_process(ranks, tmp_path):
         assert held < 0.4 * whole
 
 
+@pytest.mark.long  # two groups of two, and two stages of two ranks, stay
 def test_two_stages_of_two_tensor_ranks_train_as_one_process(ranks, tmp_path):
     ranks(4).run(_trains, ("split", "whole"), tmp_path, pipe_size=2)
 
