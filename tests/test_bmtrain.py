@@ -87,7 +87,7 @@ COMBINATIONS = {
 }
 
 
-@pytest.mark.parametrize("world", COMBINATIONS)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long), 4])
 def test_trains_as_plain_torch(ranks, world):
     # A single rank, which sees fewer data, twice as far; all the way they go in the long run.
     ranks(world).run(_trains, COMBINATIONS[world], 60 if world == 1 else 30)

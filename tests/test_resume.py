@@ -49,7 +49,7 @@ HSDP = ["fsdp", ("parallel_mode", {"zero": 2, "data": 2})]
         pytest.param("plain", (4, ["fsdp"]), (2, []), "sgd", marks=pytest.mark.long),
         pytest.param("plain", (4, ["fsdp"]), (2, []), "adamw", marks=pytest.mark.long),
         ("gpt2", (4, ["fsdp"]), (2, ["zero2", "checkpoint"]), "adamw"),
-        ("llama", (4, HSDP), (1, []), "sgd"),
+        pytest.param("llama", (4, HSDP), (1, []), "sgd", marks=pytest.mark.long),
         pytest.param("bert", (2, []), (4, ["fsdp"]), "adamw", marks=pytest.mark.long),
         ("plain", (2, [("half", "bf16")]), (2, ["fsdp"]), "sgd"),
         pytest.param("plain", (2, [("half", "bf16")]), (2, ["fsdp"]), "adamw", marks=pytest.mark.long),

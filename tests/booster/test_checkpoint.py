@@ -170,5 +170,6 @@ def lora(folder):
     return True
 
 
+@pytest.mark.long
 def test_adapters_train_and_are_saved_by_themselves(ranks, tmp_path):
     assert all(ranks(2).run(lora, Path(tmp_path)))

@@ -225,6 +225,7 @@ def _assert_wrapped(ids, target):
     assert largest_difference(gradients(model), gradients(plain)) < 1e-5
 
 
+@pytest.mark.long
 def test_other_ways_to_train_on_tensor_groups(ranks):
     ranks(2).run(_other_ways)
 

@@ -50,7 +50,7 @@ def on_every_layout(options):
     return found
 
 
-@pytest.mark.parametrize(("world", "name"), [pytest.param(2, "relative step", marks=pytest.mark.long), (4, "momentum")])
+@pytest.mark.parametrize(("world", "name"), [(2, "relative step"), pytest.param(4, "momentum", marks=pytest.mark.long)])
 def test_layouts(ranks, world, name):
     for answer in ranks(world).run(on_every_layout, OPTIONS[name]):
         assert max(answer.values()) < 2 * TOLERANCE.get(name, 1e-6), answer

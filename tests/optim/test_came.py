@@ -40,7 +40,7 @@ def on_every_layout(options):
     return found
 
 
-@pytest.mark.parametrize(("world", "name"), [pytest.param(2, "short memory", marks=pytest.mark.long), (4, "decay")])
+@pytest.mark.parametrize(("world", "name"), [(2, "short memory"), pytest.param(4, "decay", marks=pytest.mark.long)])
 def test_layouts(ranks, world, name):
     for answer in ranks(world).run(on_every_layout, OPTIONS[name]):
         assert max(answer.values()) < 2e-6, answer
