@@ -19,20 +19,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 import meshwright as mw
-from meshwright.lr_scheduler import warmup_decay
 from meshwright.runtime.launch import inside_launcher, launch
 
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt2"))
 
-from gpt2 import GPT2
 from optimizer_curves import corpus
+from outer_steps import build, sequences
 
-RANKS, VOCABULARY, SEQ_LEN, BATCH, DIM, LAYERS, HELD_OUT = 2, 257, 64, 16, 96, 3, 64
+RANKS, BATCH, HELD_OUT, LEARNING_RATE = 2, 16, 64, 1e-3
 
 
 def few(**keys: Any) -> tuple[str, dict[str, Any]]:
@@ -50,30 +47,6 @@ VARIANTS: dict[str, list[Any]] = {
 }
 
 
-def loss_func(ids: Tensor, logits: Tensor) -> Tensor:
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-
-
-def build(methods: list[Any], steps: int) -> mw.Accelerated:
-    torch.manual_seed(0)
-    model = GPT2(vocab_size=VOCABULARY, seq_len=SEQ_LEN, dim=DIM, num_layers=LAYERS, num_heads=4)
-    return mw.accelerate(
-        model,
-        torch.optim.AdamW,
-        loss_func=loss_func,
-        strategy=methods,
-        optim_args={"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True},
-        lr_scheduler_cls=warmup_decay,
-        lr_scheduler_args={"num_steps": steps, "warmup_steps": steps // 20, "decay": "cosine", "min_lr_ratio": 0.05},
-        max_grad_norm=1.0,
-    )
-
-
-def sequences(text: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    starts = torch.randint(0, len(text) - SEQ_LEN, (count,), generator=generator)
-    return torch.stack([text[start : start + SEQ_LEN] for start in starts.tolist()])
-
-
 def bytes_sent(job: mw.Accelerated) -> float:
     """An all-reduce sends its buffer twice, every other collective its tensor once, but for a rank's own part."""
     traffic = job.plan.step.traffic
@@ -81,7 +54,7 @@ def bytes_sent(job: mw.Accelerated) -> float:
 
 
 def train(methods: list[Any], steps: int, text: Tensor) -> dict[str, float]:
-    job, generator = build(methods, steps), torch.Generator().manual_seed(1)
+    job, generator = build(methods, steps, LEARNING_RATE), torch.Generator().manual_seed(1)
     held_out = sequences(text[-500_000:], HELD_OUT, torch.Generator().manual_seed(2))[mw.rank() :: RANKS]
     begin = time.perf_counter()
     for _ in range(steps):

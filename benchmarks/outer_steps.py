@@ -67,7 +67,7 @@ def loss_func(ids: Tensor, logits: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def build(methods: Methods, steps: int) -> mw.Accelerated:
+def build(methods: Methods, steps: int, lr: float = 3e-3) -> mw.Accelerated:
     torch.manual_seed(0)
     model = GPT2(vocab_size=VOCABULARY, seq_len=SEQ_LEN, dim=DIM, num_layers=LAYERS, num_heads=4)
     return mw.accelerate(
@@ -75,7 +75,7 @@ def build(methods: Methods, steps: int) -> mw.Accelerated:
         torch.optim.AdamW,
         loss_func=loss_func,
         strategy=methods,
-        optim_args={"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True},
+        optim_args={"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True},
         lr_scheduler_cls=warmup_decay,
         lr_scheduler_args={"num_steps": steps, "warmup_steps": steps // 20, "decay": "cosine", "min_lr_ratio": 0.05},
         max_grad_norm=1.0,

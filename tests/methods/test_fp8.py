@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.cost import memory
-from meshwright.cost.device import fp8_peak_flops_per_s
+from meshwright.cost import find_device, memory
 from meshwright.methods import Fp8
 from meshwright.nn.fp8 import Fp8Linear
 from meshwright.store import CheckpointStore, TrainingState
@@ -365,8 +364,8 @@ def test_it_is_left_out_where_the_hardware_lacks_it(monkeypatch, capability, rec
 
 
 def test_peaks_in_8_bits():
-    assert fp8_peak_flops_per_s("NVIDIA H100 80GB HBM3") == pytest.approx(2 * 989.4e12, rel=1e-3)
-    assert fp8_peak_flops_per_s("NVIDIA A100-SXM4-80GB") is None
+    assert find_device("NVIDIA H100 80GB HBM3").fp8_flops_per_s == pytest.approx(2 * 989.4e12, rel=1e-3)
+    assert find_device("NVIDIA A100-SXM4-80GB").fp8_flops_per_s is None
 
 
 def test_a_missing_library_is_named(monkeypatch):

@@ -108,12 +108,6 @@ def half_peak_flops_per_s(device_name: str) -> float | None:
     return known.half_flops_per_s if known is not None else None
 
 
-def fp8_peak_flops_per_s(device_name: str) -> float | None:
-    """Peak of dense 8-bit matrix products in FLOP/s; None for a device without, or that is not in the table."""
-    known = _match(device_name)
-    return known.fp8_flops_per_s if known is not None else None
-
-
 def _match(name: str) -> Device | None:
     squeezed = re.sub(r"[\s_]+", "-", name).upper()
     for device in _TABLE:

@@ -46,11 +46,6 @@ class Memory:
         """Sum of all classes on the host."""
         return sum(self._sized(field.name) for field in fields(self) if field.name.startswith("host_"))
 
-    @property
-    def disk_total(self) -> int:
-        """Sum of all classes on disk."""
-        return self.disk_master + self.disk_optimizer
-
     def _sized(self, name: str) -> int:
         return getattr(self, name) or 0
 

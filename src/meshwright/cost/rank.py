@@ -140,10 +140,6 @@ def _from_flops(step: Step, machine: Machine) -> tuple[float, float]:
     return whole * _FORWARD_SHARE, whole * (1 if again else 1 - _FORWARD_SHARE)
 
 
-def _block_s(block: Block, machine: Machine) -> tuple[float, float]:
-    return sum(forward_s(op, machine) for op in block.ops), sum(backward_s(op, machine) for op in block.ops)
-
-
 def _runs_here(step: Step, op: Op) -> bool:
     return op.on_rank is None or step.stages is None or op.on_rank == step.stages.here
 

@@ -32,7 +32,8 @@ class Comm(Method):
     phase: ClassVar[Phase] = Phase.PRECISION
     summary: ClassVar[str] = "weights and gradients travel in 8 or 4 bits; collectives in two levels over nodes"
     effect: ClassVar[str] = (
-        "memory: none. Time: less where links bind, some for the codes. Communication: a half to a tenth of the bytes"
+        "memory: a copy of a block's codes as they travel. Time: less where links bind, some for the codes. "
+        "Communication: a half to a tenth of the bytes"
     )
     needs: ClassVar[tuple[Need, ...]] = (
         Need(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from meshwright.errors import StrategyError, did_you_mean, join_names
-from meshwright.planner.plan import Plan, Workload
+from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.sizes import readable_bytes
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 
@@ -17,7 +17,7 @@ _CANDIDATES = (
 )
 
 
-def choose(workload: Workload, *, excluded: Sequence[str] = (), included: Sequence[str] = ()) -> tuple[Plan, str]:
+def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[str] = ()) -> tuple[Plan, str]:
     """Chooses the first of data, zero2, fsdp and fsdp with checkpoint that fits into a rank's memory.
 
     Args:
@@ -38,11 +38,11 @@ def choose(workload: Workload, *, excluded: Sequence[str] = (), included: Sequen
         if plan.fits:
             return plan, _reason(plan, tried)
         tried.append(plan)
-    smallest = min(tried, key=lambda plan: plan.memory.total)
+    smallest = min(tried, key=lambda plan: plan.needed_bytes)
     raise StrategyError(
         "No strategy fits into the memory of a rank",
         expected=f"at most {readable_bytes(smallest.limit_bytes or 0)} per rank",
-        got=f"{readable_bytes(smallest.memory.total)} for the smallest, {_names(smallest)}",
+        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {_names(smallest)}",
         fix="use more ranks, a smaller batch or more micro-batches; or name a strategy yourself to try it all the same",
     )
 
@@ -80,9 +80,9 @@ def _candidates(excluded: Sequence[str], included: Sequence[str]) -> list[Strate
 
 
 def _reason(plan: Plan, tried: list[Plan]) -> str:
-    needs = readable_bytes(plan.memory.total)
+    needs = readable_bytes(plan.needed_bytes)
     limit = f" of {readable_bytes(plan.limit_bytes)}" if plan.limit_bytes is not None else ""
-    passed = "".join(f"; {_names(each)} needs {readable_bytes(each.memory.total)}" for each in tried)
+    passed = "".join(f"; {_names(each)} needs {readable_bytes(each.needed_bytes)}" for each in tried)
     return f"chose {plan.strategy}: the first that fits, {needs}{limit} per rank{passed}"
 
 

@@ -2,44 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Protocol
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
-
-from meshwright.cost import Block, Memory, Step, memory
-from meshwright.methods import (
-    SAMPLED,
-    Cut,
-    ExpertTrace,
-    Fp8,
-    Resolved,
-    SampleRun,
-    cost_of,
-    replacement_of,
-    resolve,
-)
-from meshwright.methods.float8.trace import Fp8Trace
-from meshwright.methods.pipeline.trace import Dataflow
-from meshwright.planner.parameters import Marks, describe_blocks, describe_buffers
-from meshwright.planner.pipeline import (
-    Decision,
-    Pipeline,
-    by_pipeline_rank,
-    decide_cut,
-    num_micro_batches,
-    pipeline_of,
-    trace_flow,
-)
-from meshwright.planner.states import StatesOf, probe_optimizer
-from meshwright.planner.traced import Conditions, Tracer
-from meshwright.planner.traces import Trace, trace_key, trace_of
-from meshwright.strategy import MethodConfig, Strategy
+from meshwright.cost import Memory, Step
+from meshwright.methods import Cut
+from meshwright.planner.forecast import Forecast
+from meshwright.strategy import Strategy
 
 
 @dataclass(frozen=True)
@@ -54,6 +23,8 @@ class Plan:
     gaps: tuple[str, ...] = ()  # what could not be predicted, and why: matters to whoever reads the predictions
     cut: Cut | None = None  # where the mesh has a pipeline axis: which rank holds what
     steps: tuple[Step, ...] = ()  # then: the step of each of its ranks; ``step`` is that of the one that holds most
+    micro_batch: int = 1  # samples of one micro-batch on one replica
+    forecast: Forecast | None = None  # seconds, where the cluster is known
 
     @property
     def fits(self) -> bool:
@@ -63,175 +34,32 @@ class Plan:
     @property
     def needed_bytes(self) -> int:
         """Bytes of the memory that is limited: the device's, with the host's where they are one."""
-        return self.memory.total + (self.memory.host_total if self.step.on_cpu else 0)
+        return needed_bytes(self.step, self.memory)
 
 
-@dataclass
-class Workload:
-    """A model and how it is trained, before any strategy: what every plan for it starts from.
+class Subject(Protocol):
+    """What plans are made for: a model and how it is trained, on a world of a given size."""
 
-    Args:
-        model: Plain module.
-        device: Where it trains.
-        optim_func: Builds the optimizer from a list of parameters.
-        optim_param_func: Chooses these parameters, or groups of them, from the model; None takes all.
-        inputs_of: ``inputs_of(samples)`` returns the model input of a micro-batch of that many samples, or None when
-            there is no sample to be had.
-        forward: ``forward(model, inputs)`` computes the loss.
-        batch_size: Samples per step over all ranks; None when unknown.
-        num_micro_batches: Micro-batches per step; None: 1, or as many as a pipeline takes.
-        world: Number of ranks.
-        zero_level: See ``init_distributed``.
-        limit_bytes: What one rank may hold.
-    """
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
 
-    model: nn.Module
-    device: torch.device
-    optim_func: Callable[[Any], Optimizer] | None
-    inputs_of: Callable[[int], Any]
-    forward: Callable[[nn.Module, Any], Any]
-    batch_size: int | None
-    num_micro_batches: int | None
-    world: int
-    zero_level: int
-    limit_bytes: int | None
-    optim_param_func: Callable[[nn.Module], Any] | None = None
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per step over all ranks."""
 
-    def plan(self, strategy: Strategy) -> Plan:
+    def plan(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
         """Predicts one strategy.
 
+        Args:
+            strategy: What is asked for; it is resolved for the world.
+            num_micro_batches: Micro-batches per step; None: as many as the subject was asked for.
+
         Raises:
-            StrategyError: When its methods do not fit together or do not fit the world.
+            MeshwrightError: When the strategy cannot train this model on this world, saying why.
         """
-        resolved = resolve(strategy, self.world, self.zero_level, self.device)
-        replacement = replacement_of(resolved.strategy, self.model, resolved.axes, self.device)
-        with replacement.tried(self.model):
-            return self._with(resolved.strategy.get("module_replace"))._plan(resolved)
-
-    def _with(self, method: MethodConfig | None) -> Workload:
-        """The workload of the model with its modules replaced, whose predictions are its own."""
-        if method is not None and method not in self._replaced:
-            self._replaced[method] = replace(self)
-        return self if method is None else self._replaced[method]
-
-    @functools.cached_property
-    def _replaced(self) -> dict[MethodConfig, Workload]:
-        return {}
-
-    def _plan(self, resolved: Resolved) -> Plan:
-        micro_batches = num_micro_batches(resolved, self.num_micro_batches)
-        pipeline = pipeline_of(resolved, self.model, micro_batches)
-        flow = self._flow(pipeline) if pipeline is not None else None
-        split, fp8 = self._split(resolved), self._fp8(resolved)
-        samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
-        param_dtype, autocast_dtype = _precision_of(resolved)
-        blocks = pipeline.blocks if pipeline is not None else ()
-        traced = self._tracer.of(Conditions(param_dtype, autocast_dtype, samples, split, blocks, fp8))
-        step = Step(
-            blocks=(),
-            axes=resolved.axes,
-            shard_axis=resolved.shard_axis,
-            num_micro_batches=micro_batches,
-            on_cpu=self.device.type == "cpu",
-            activations=traced.activations,
-            flops=traced.flops,
-            fp8_flops=traced.fp8_flops,
-            boundaries=traced.boundaries,
-        )
-        decided = Decision()
-        if pipeline is not None and flow is not None:
-            describe = functools.partial(self._blocks, split, fp8)
-            limit = self.limit_bytes if self.device.type == "cuda" else None
-            decided = decide_cut(pipeline, self.model, flow, step, resolved.strategy, describe, limit)
-        cut = decided.cut
-        step = step.replace(blocks=self._blocks(split, fp8, cut), buffers=describe_buffers(self.model, cut))
-        every = [
-            cost_of(resolved.strategy, each)
-            for each in by_pipeline_rank(step, cut, samples, in_half=param_dtype is not None)
-        ]
-        most = max(every, key=lambda each: memory(each).total)
-        return Plan(
-            resolved.strategy,
-            most,
-            memory(most),
-            self.limit_bytes,
-            (*resolved.notices, *decided.notices),
-            (*traced.gaps, *decided.gaps),
-            cut,
-            tuple(every) if cut is not None else (),
-        )
-
-    def _flow(self, pipeline: Pipeline) -> tuple[Dataflow | None, str]:
-        """What the blocks depend on; each list of blocks is traced once."""
-        if pipeline.blocks not in self._flows:
-            self._flows[pipeline.blocks] = trace_flow(pipeline, self.model, self.inputs_of, self.forward)
-        return self._flows[pipeline.blocks]
-
-    @functools.cached_property
-    def _flows(self) -> dict[tuple[nn.Module, ...], tuple[Dataflow | None, str]]:
-        return {}
-
-    def _split(self, resolved: Resolved) -> Trace | None:
-        """How axes divide layers, tokens and experts; each plan and size is worked out once."""
-        key = trace_key(resolved)
-        if key not in self._splits:
-            self._splits[key] = trace_of(resolved, self.model, SampleRun(self.inputs_of, self.forward))
-        return self._splits[key]
-
-    def _fp8(self, resolved: Resolved) -> Fp8Trace | None:
-        """Which layers multiply in 8 bits; each choice is made once."""
-        method = resolved.strategy.get("fp8")
-        if not isinstance(method, Fp8):
-            return None
-        key = (method, resolved.shard_axis is not None, dict(resolved.axes).get("tensor", 1))
-        if key not in self._fp8s:
-            self._fp8s[key] = method.trace(self.model, sharded=key[1], tensor_ranks=key[2])
-        return self._fp8s[key]
-
-    def _blocks(self, split: Trace | None, fp8: Fp8Trace | None, cut: Cut | None) -> tuple[Block, ...]:
-        key = (split, fp8, cut)
-        if key not in self._described:
-            marks = Marks(
-                tensor_dims=split.dims if split else {},
-                experts=split.experts if isinstance(split, ExpertTrace) else {},
-                num_fp8=fp8.num_weights if fp8 else {},
-            )
-            self._described[key] = describe_blocks(self.model, self._states_of, marks, cut)
-        return self._described[key]
-
-    @functools.cached_property
-    def _states_of(self) -> StatesOf:
-        params = None if self.optim_param_func is None else self.optim_param_func(self.model)
-        return probe_optimizer(self.optim_func, self.device, params)
-
-    @functools.cached_property
-    def _splits(self) -> dict[tuple[object, ...], Trace | None]:
-        return {}
-
-    @functools.cached_property
-    def _fp8s(self) -> dict[tuple[Fp8, bool, int], Fp8Trace]:
-        return {}
-
-    @functools.cached_property
-    def _described(self) -> dict[tuple[Trace | None, Fp8Trace | None, Cut | None], tuple[Block, ...]]:
-        return {}
-
-    @functools.cached_property
-    def _tracer(self) -> Tracer:
-        return Tracer(self.model, self.inputs_of, self.forward)
 
 
-def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:
-    """Precision of the computing parameters and of autocast."""
-    amp, half = resolved.strategy.get("amp_native"), resolved.strategy.get("half")
-    if half is not None:
-        return half.dtype, None  # type: ignore[attr-defined]
-    if amp is not None:
-        dtype = amp.dtype  # type: ignore[attr-defined]
-        return (dtype if resolved.shard_axis is not None else None), dtype
-    return None, None
-
-
-def _replicas(resolved: Resolved) -> int:
-    sizes = dict(resolved.axes)
-    return math.prod(sizes.get(axis, 1) for axis in SAMPLED)
+def needed_bytes(step: Step, held: Memory) -> int:
+    """Bytes of the memory that is limited: the device's, with the host's where they are one."""
+    return held.total + (held.host_total if step.on_cpu else 0)
