@@ -6,7 +6,8 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.methods import Checkpoint, Job
-from meshwright.planner.saved import predict_saved, record_saved
+from meshwright.planner.prediction import predict_saved
+from meshwright.planner.saved import record_saved
 from tests import tiny
 
 

@@ -1,5 +1,6 @@
 """The simulated step: pure functions on plain data. Never imports torch."""
 
+from meshwright.cost.activations import Activations, BlockSaves, Placed, Recomputed, SavedTensor, TracedModule, Work
 from meshwright.cost.cluster import Cluster, Link, find_cluster, make_cluster, read_cluster
 from meshwright.cost.copies import copies
 from meshwright.cost.device import DEVICES, Device, find_device
@@ -12,9 +13,7 @@ from meshwright.cost.owners import balanced_owners
 from meshwright.cost.sharding_traffic import gather_traffic, gathered_bytes, mean_traffic, reduce_traffic, reduced_bytes
 from meshwright.cost.simulate import StepTime, simulate, timeline
 from meshwright.cost.step import (
-    Activations,
     Block,
-    BlockSaves,
     Boundary,
     BoundaryAxis,
     Buffer,
@@ -25,9 +24,7 @@ from meshwright.cost.step import (
     Op,
     OuterState,
     Parameter,
-    Placed,
     Placement,
-    RecomputePart,
     Stages,
     StateTensor,
     Step,
@@ -65,13 +62,16 @@ __all__ = [
     "Peak",
     "Placed",
     "Placement",
-    "RecomputePart",
+    "Recomputed",
+    "SavedTensor",
     "Stages",
     "StateTensor",
     "Step",
     "StepTime",
+    "TracedModule",
     "Traffic",
     "Wire",
+    "Work",
     "balanced_owners",
     "copies",
     "element_bytes",

@@ -64,7 +64,7 @@ def forward_s(op: Op, machine: Machine) -> float:
 def backward_s(op: Op, machine: Machine) -> float:
     """Seconds of its backward, recomputation included."""
     gap = machine.constants.gap_s
-    again = forward_s(op, machine) if op.recomputed else 0.0
+    again = forward_s(op, machine) * op.recomputed if op.recomputed else 0.0
     if op.kind == "move":
         moved = 2 * op.num_bytes if op.backward_bytes is None else op.backward_bytes
         return again + op.count * (moved / machine.bytes_per_s + gap)

@@ -134,10 +134,10 @@ def _computing(
 
 
 def _from_flops(step: Step, machine: Machine) -> tuple[float, float]:
-    """Of the whole model, were all its work large products; recomputation, where there is any, runs all of it again."""
-    whole = (step.flops or 0) / machine.matmul_flops_per_s("half" if step.compute_itemsize == 2 else "fp32")
-    again = step.activations is not None and step.activations.working_bytes > 0
-    return whole * _FORWARD_SHARE, whole * (1 if again else 1 - _FORWARD_SHARE)
+    """Of the whole model, and of what is recomputed, were all their work large products."""
+    rate = machine.matmul_flops_per_s("half" if step.compute_itemsize == 2 else "fp32")
+    whole = (step.flops or 0) / rate
+    return whole * _FORWARD_SHARE, whole * (1 - _FORWARD_SHARE) + step.recompute_flops / rate
 
 
 def _runs_here(step: Step, op: Op) -> bool:

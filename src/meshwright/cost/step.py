@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.cost.activations import Activations, Placed
 from meshwright.cost.wire import Wire
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
@@ -88,7 +89,8 @@ class Op:
     count: int = 1
     inside: tuple[str, ...] = ()  # qualified names of the classes of the modules it lies in
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
-    recomputed: bool = False  # runs a second time, in backward
+    operator: str = ""  # as recomputation names it, without the overload, such as ``aten.mm``; "": it is never kept
+    recomputed: float = 0.0  # runs a second time, in backward: in this share of the blocks that it stands for
     on_rank: int | None = None  # outside the blocks of a pipeline: the rank that runs it; None: all
 
     @property
@@ -112,11 +114,6 @@ class Block:
     ops: tuple[Op, ...] = ()  # what one of them computes; empty: only the step's ``flops`` are known
 
 
-Placed = tuple[tuple[tuple[int, ...], int], ...]
-"""Amounts, each with the places it belongs to: blocks of the list that a pipeline cuts, by their numbers; -1 is before
-the list, and the number of its blocks is behind it. What belongs to several places is once in a stage with any."""
-
-
 @dataclass(frozen=True)
 class Stages:
     """A pipeline as one of its ranks sees it."""
@@ -130,51 +127,18 @@ class Stages:
 
     def sums(self, amounts: Placed) -> list[int]:
         """What of some amounts every stage has."""
-        return [sum(size for places, size in amounts if self._has(one, places)) for one in self.ranges]
+        return [sum(size for places, size in amounts if self.has(one, places)) for one in range(len(self.ranges))]
 
-    def _has(self, blocks: tuple[int, int], places: tuple[int, ...]) -> bool:
+    def has(self, stage: int, places: tuple[int, ...]) -> bool:
         """The stage of the first block has also what is before the list, that of the last what is behind it."""
-        first, end = blocks
+        first, end = self.ranges[stage]
         behind = end + 1 if end == self.num_blocks else end
         return any(first <= place < behind or (place == -1 and first == 0 < end) for place in places)
 
-
-@dataclass(frozen=True)
-class BlockSaves:
-    """What copying all that a model's first so many blocks save to the host would change."""
-
-    freed_bytes: int  # no longer saved on the device
-    copied_bytes: int  # more where something is saved outside of these blocks, too
-
-
-@dataclass(frozen=True)
-class RecomputePart:
-    """What recomputing every module of one class would change."""
-
-    classes: tuple[str, ...]  # qualified names of the class and its bases
-    inside: tuple[str, ...]  # qualified names of the classes its modules lie in
-    freed_bytes: int  # no longer saved between forward and backward (net of the inputs that are kept instead)
-    working_bytes: int  # saved again while one such module runs backward (the largest)
-    freed_at: Placed = ()  # freed_bytes, where a pipeline cuts the model
-    flops_at: Placed = ()  # then: of their forward
-    first_blocks: tuple[BlockSaves, ...] = ()  # of Activations, when all these modules are recomputed
-
-
-@dataclass(frozen=True)
-class Activations:
-    """What forward saves for backward on one rank for one micro-batch."""
-
-    saved_bytes: int
-    parts: tuple[RecomputePart, ...] = ()
-    block_classes: tuple[str, ...] = ()  # classes of the model's repeated blocks
-    working_bytes: int = 0  # of the part being recomputed
-    saved_at: Placed = ()  # saved_bytes, where a pipeline cuts the model
-    flops_at: Placed = ()  # then: of forward and backward
-    loss_bytes: int = 0  # beside what is saved, while the loss runs backward: the gradient of the logits
-    outside_bytes: int = 0  # of ``saved_bytes``: behind the last block, freed before the blocks run backward
-    first_blocks: tuple[BlockSaves, ...] = ()  # for one block, two blocks, and so on
-    hosted_bytes: int = 0  # copied to the host instead of being saved
-    returned_bytes: int = 0  # back on the device at once while the blocks that saved them run backward
+    @property
+    def own(self) -> tuple[int, ...]:
+        """The stages of this rank."""
+        return tuple(stage for stage, rank in enumerate(self.ranks) if rank == self.here)
 
 
 @dataclass(frozen=True)
@@ -261,7 +225,7 @@ class Step:
     activations: Activations | None = None  # None: unknown (no sample batch, or the model could not be traced)
     stages: Stages | None = None  # where the mesh has a pipeline axis
     flops: int | None = None  # of one micro-batch, forward and backward; recomputation not counted
-    recompute_flops: int = 0  # of recomputation, where a pipeline cuts the model
+    recompute_flops: int = 0  # of one micro-batch's recomputation
     fp8_flops: int = 0  # those of them that run in 8 bits
     boundaries: tuple[Boundary, ...] = ()  # as one rank of its axis meets them; so are activations and flops
     parameters: Placement = Placement()

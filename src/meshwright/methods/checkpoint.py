@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
 
-import torch
+from pydantic import ByteSize, PositiveFloat, PositiveInt
 from torch import nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from meshwright.cost import (
-    Activations,
-    Block,
-    BlockSaves,
-    Boundary,
-    Op,
-    RecomputePart,
-    Step,
-    Traffic,
-    inline_traffic,
-    names_class,
-)
+from meshwright.cost import Activations, Boundary, Step, Traffic, inline_traffic, names_class
+from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
+from meshwright.methods.law import Conflict
+from meshwright.methods.pipeline.parts import Elsewhere
+from meshwright.methods.recompute.operators import SELECTIVE, operator_names
+from meshwright.methods.recompute.repeated import Repeated
+from meshwright.methods.recompute.wrapping import recompute
 from meshwright.methods.references import ClassReferences
-from meshwright.nn import modules_of, outermost, require_blocks, wrap_methods
+from meshwright.nn import modules_of, outermost, require_blocks
+
+Granularity = Literal["none", "selective", "full"]
+ModuleT = TypeVar("ModuleT")  # a path or a number
+_WHICH = ("every", "layers", "each", "memory_budget")
 
 
 class Checkpoint(Method):
-    """Keeps only the inputs of the named modules and runs their forward again in backward (Chen et al. 2016).
+    """Keeps only the inputs of the chosen modules and runs their forward again in backward (Chen et al. 2016).
 
-    Config: a class, a class name, a tuple of either, or ``{"wrap_class": …, "no_reentrant": False}``. None recomputes
-    the model's repeated blocks. ``no_reentrant=False`` uses torch's reentrant implementation, for modules (some
-    ``torch.jit.script`` ones) on which the default fails.
+    Config: a class, a class name, a tuple of either, or keys; at most one of ``every``, ``layers``, ``each`` and
+    ``memory_budget``. Modules are counted in the model's order, the whole model's under a pipeline too.
     """
 
     method_name: ClassVar[str] = "checkpoint"
@@ -43,9 +41,36 @@ class Checkpoint(Method):
         "memory: activations of one block at a time. Time: one more forward. Communication: forward's again"
     )
     seed_name: ClassVar[str | None] = "ATorch: checkpoint"
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            other="pipeline_parallel",
+            reason="the schedule goes through backward twice, and kept results last for once",
+            fix="set policy='full', or use the schedule gpipe, 1f1b or interleaved",
+            when=lambda own, other: own.keeps_results and other.splits_backward,
+            own_keys="a policy that keeps results",
+            other_keys="schedule='zbv' or 'dualpipev'",
+        ),
+    )
 
     wrap_class: ClassReferences | None = None
+    """The modules; None: the model's repeated blocks."""
     no_reentrant: bool = True
+    """False uses torch's reentrant implementation, for modules (some ``torch.jit.script`` ones) on which the default
+    fails."""
+    policy: Literal["full", "selective"] | tuple[str, ...] | None = None
+    """``full`` keeps nothing but inputs; ``selective`` keeps the results of products with weights, fused attention and
+    functional collectives too (Korthikanti et al. 2022); or the operators whose results are kept, such as ``aten.mm``.
+    None: ``full``, and with ``memory_budget`` either of both."""
+    every: PositiveInt | None = None
+    """Every so many modules, one, from the first: 2 covers one half of them."""
+    layers: PositiveInt | PositiveFloat | None = None
+    """So many modules, the first ones, whose recomputation comes last, when the others' activations are gone; below 1
+    and 1.0: that fraction of them."""
+    each: tuple[Granularity, ...] | None = None
+    """What every module does; ``selective`` keeps what ``policy`` names."""
+    memory_budget: ByteSize | None = None
+    """What a rank may hold in all, in bytes or as "24 GiB": the plan then recomputes as few operations as fit, and the
+    strategy it applies says so with ``each``."""
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
@@ -54,91 +79,139 @@ class Checkpoint(Method):
             return {"wrap_class": raw}
         return super().from_short(raw)
 
+    @classmethod
+    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Refuses keys that contradict each other."""
+        given = [key for key in _WHICH if keys.get(key) is not None]
+        if len(given) > 1:
+            raise _contradiction(f"at most one of {', '.join(_WHICH)}", " and ".join(given), "leave the others out")
+        layers = keys.get("layers")
+        if isinstance(layers, float) and not 0 < layers <= 1:
+            raise _contradiction("layers as a count, or as a fraction up to 1.0", f"layers={layers}", "correct layers")
+        keeps = keys.get("policy") not in (None, "full") or "selective" in (keys.get("each") or ())
+        may_keep = given == ["memory_budget"] and not keys.get("policy")
+        if keys.get("no_reentrant") is False and (keeps or may_keep):
+            raise _contradiction(
+                "policy='full' beside no_reentrant=False: reentrant recomputation can keep no results",
+                "a policy that keeps some",
+                "leave no_reentrant out, or set policy='full'",
+            )
+        return {**keys, "policy": operator_names(keys.get("policy"))}
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all modules are treated alike, wherever they are in the model."""
+        return self.every in (None, 1) and self.layers is None and self.each is None
+
+    @property
+    def keeps_results(self) -> bool:
+        """Whether some module keeps results of operators, or may be chosen to."""
+        if self.each is not None:
+            return "selective" in self.each
+        return self.policy != "full" and (self.policy is not None or self.memory_budget is not None)
+
+    @property
+    def partial(self) -> frozenset[str]:
+        """The operators that a module keeps which is not recomputed in full."""
+        return frozenset(self.policy) if isinstance(self.policy, tuple) else SELECTIVE
+
+    def granularities(self, count: int) -> tuple[Granularity, ...]:
+        """What each of so many modules does; all of it in full as long as a memory budget has decided nothing.
+
+        Raises:
+            StrategyError: When the config speaks of another number of modules.
+        """
+        if self.each is not None:
+            if len(self.each) != count:
+                raise _contradiction(f"one for each of {count} modules", f"each={len(self.each)} entries", "correct it")
+            return self.each
+        if isinstance(self.layers, int) and self.layers > count:
+            raise _contradiction(f"layers up to {count}", f"layers={self.layers}", "name fewer, or leave layers out")
+        covered: Granularity = "full" if self.policy in (None, "full") or self.memory_budget else "selective"
+        first = count
+        if self.layers is not None:
+            first = self.layers if isinstance(self.layers, int) else math.ceil(self.layers * count)
+        return tuple(covered if index < first and index % (self.every or 1) == 0 else "none" for index in range(count))
+
     def check(self, job: Job) -> None:
         """Refuses classes that are not in the model, and a model without blocks when no class is named."""
-        self._modules(job.model)
+        modules = self._modules(job.model)
+        job.recomputed = self._kept([path for path, _ in modules])
+
+    def _kept(self, modules: Sequence[ModuleT]) -> dict[ModuleT, frozenset[str]]:
+        """Those of the modules that are recomputed, with the operators whose results each keeps."""
+        kept = {"full": frozenset[str](), "selective": self.partial}
+        each = zip(modules, self.granularities(len(modules)), strict=True)
+        return {module: kept[what] for module, what in each if what != "none"}
 
     def _modules(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         if self.wrap_class is None:
             return require_blocks(model, method=self.method_name, option="wrap_class")
-        return list(outermost(modules_of(model, self.wrap_class, method=self.method_name)))
+        found = {path for path, _ in outermost(modules_of(model, self.wrap_class, method=self.method_name))}
+        return [(path, module) for path, module in model.named_modules() if path in found]
 
     def apply(self, job: Job) -> None:
         """Wraps the forward of every such module; parameter names stay as they are."""
-        wrap_methods([module for _, module in self._modules(job.model)], "forward", self._recomputed)
+        if job.recomputed is None:
+            self.check(job)
+        alike: dict[frozenset[str], list[nn.Module]] = {}
+        for path, module in job.model.named_modules():
+            kept = (job.recomputed or {}).get(path)
+            if kept is not None and not isinstance(module, Elsewhere):
+                alike.setdefault(kept, []).append(module)
+        for operators, modules in alike.items():
+            recompute(modules, operators, no_reentrant=self.no_reentrant)
         config = getattr(job.model, "config", None)
         if config is not None and getattr(config, "use_cache", False):
             # A key-value cache would be filled a second time by the recomputation.
             config.use_cache = False
             job.notices.append("checkpoint: config.use_cache was set to False; a cache cannot be recomputed")
 
-    def _recomputed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        if self.no_reentrant:
-            return torch_checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        # The reentrant implementation takes positional arguments only, and only those get gradients.
-        names, count = list(kwargs), len(args)
-
-        def positional(*every: Any) -> Any:
-            return forward(*every[:count], **dict(zip(names, every[count:], strict=True)))
-
-        return torch_checkpoint(positional, *args, *kwargs.values(), use_reentrant=True)
-
     def cost(self, step: Step) -> Step:
         """Frees what the chosen modules save and adds what one of them needs while it recomputes."""
         known = step.activations
         if known is None:
             return step
-        wanted = known.block_classes if self.wrap_class is None else self.wrap_class
-        chosen = [part for part in known.parts if _named(wanted, part.classes) and not _named(wanted, part.inside)]
-        flops = sum(size for part in chosen for _, size in part.flops_at)
-        blocks = tuple(self._computed_again(block, wanted) for block in step.blocks)
-        changed = step.replace(activations=_recompute(known, chosen), recompute_flops=flops, blocks=blocks)
-        return changed.send(*self._repeated(step, wanted))
-
-    def _repeated(self, step: Step, wanted: tuple[str, ...]) -> list[Traffic]:
-        """Forward's collectives over the axes tensor, sequence, context and expert that recomputation sends again.
-
-        torch stops it at the last saved tensor: what a module sends after that is not sent again. The reentrant
-        implementation runs to the end.
-        """
-        sent: dict[str, list[Boundary]] = {}
-        for boundary in step.boundaries:
-            if boundary.moment == "forward" and _named(wanted, self._again(boundary)):
-                sent.setdefault(boundary.axis, []).append(dataclasses.replace(boundary, moment="backward"))
-        return [each for axis, repeated in sent.items() for each in inline_traffic(step, axis, repeated)]
-
-    def _again(self, part: Boundary | Op) -> tuple[str, ...]:
-        """The classes whose recomputation runs a collective or a kernel again."""
-        return part.needed_in if self.no_reentrant else part.inside
-
-    def _computed_again(self, block: Block, wanted: tuple[str, ...]) -> Block:
-        ops = tuple(dataclasses.replace(op, recomputed=_named(wanted, self._again(op))) for op in block.ops)
-        return dataclasses.replace(block, ops=ops)
-
-
-def _named(references: tuple[str, ...], names: tuple[str, ...]) -> bool:
-    return any(names_class(reference, names) for reference in references)
-
-
-def _recompute(known: Activations, chosen: list[RecomputePart]) -> Activations:
-    return dataclasses.replace(
-        known,
-        saved_bytes=max(known.saved_bytes - sum(part.freed_bytes for part in chosen), 0),
-        working_bytes=max((part.working_bytes for part in chosen), default=0),
-        first_blocks=_first_blocks(known, chosen),
-    )
-
-
-def _first_blocks(known: Activations, chosen: list[RecomputePart]) -> tuple[BlockSaves, ...]:
-    """What copying would change then: every part's own change, added up."""
-
-    def changed(place: int, before: BlockSaves) -> BlockSaves:
-        parts = [part.first_blocks[place] for part in chosen if part.first_blocks]
-        return BlockSaves(
-            before.freed_bytes + sum(part.freed_bytes - before.freed_bytes for part in parts),
-            before.copied_bytes + sum(part.copied_bytes - before.copied_bytes for part in parts),
+        recomputed = self._kept(self.covered(known))
+        activations, flops = known.recompute(recomputed, to_the_end=not self.no_reentrant)
+        repeated = Repeated(known, recomputed, step.stages, to_the_end=not self.no_reentrant)
+        blocks = tuple(
+            dataclasses.replace(
+                block, ops=tuple(dataclasses.replace(op, recomputed=repeated.share_of(op)) for op in block.ops)
+            )
+            for block in step.blocks
         )
+        changed = step.replace(activations=activations, recompute_flops=flops, blocks=blocks)
+        return changed.send(*_sent_again(step, repeated))
 
-    return tuple(changed(place, before) for place, before in enumerate(known.first_blocks))
+    def covered(self, known: Activations) -> tuple[int, ...]:
+        """The numbers of the modules that can be recomputed, in the model's order: twin of what ``apply`` wraps."""
+        if self.wrap_class is None:
+            return known.blocks
+        found: list[int] = []
+        for number, module in enumerate(known.modules):  # those around others come first
+            around = known.modules[found[-1]].path + "." if found else None
+            is_named = any(names_class(reference, module.classes) for reference in self.wrap_class)
+            if is_named and not (around and module.path.startswith(around)):
+                found.append(number)
+        return tuple(found)
+
+
+def _sent_again(step: Step, repeated: Repeated) -> list[Traffic]:
+    """Forward's collectives over the axes tensor, sequence, context and expert that recomputation sends again.
+
+    torch stops it at the last saved tensor: what a module sends after that is not sent again. The reentrant
+    implementation runs to the end.
+    """
+    sent: dict[str, list[Boundary]] = {}
+    for boundary in step.boundaries:
+        share = repeated.share_of(boundary) if boundary.moment == "forward" else 0.0
+        if share:
+            size, count = round(boundary.num_bytes * share), max(1, round(boundary.count * share))
+            again = dataclasses.replace(boundary, moment="backward", num_bytes=size, count=count)
+            sent.setdefault(boundary.axis, []).append(again)
+    return [each for axis, boundaries in sent.items() for each in inline_traffic(step, axis, boundaries)]
+
+
+def _contradiction(expected: str, got: str, fix: str) -> StrategyError:
+    return StrategyError("checkpoint: the config cannot be followed", expected=expected, got=got, fix=fix)

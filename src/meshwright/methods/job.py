@@ -97,6 +97,7 @@ class Job:
     expert_layers: list[tuple[ExpertLayer, int | None]] = field(default_factory=list)  # of expert_parallel's check
     experts: Experts | None = None  # expert_parallel: those of this rank
     is_split: bool = False  # by tensor_parallel or expert_parallel: parts are DTensors, and all values are rank 0's
+    recomputed: Mapping[str, frozenset[str]] | None = None  # of checkpoint's check: operators kept, by paths
     precision: Precision | None = None  # set by a precision method for the method that shards
     wire: Wire | None = None  # set by comm for the method that shards, or for data parallelism
     loss_scaling: bool = False  # fp16: gradients would underflow

@@ -155,7 +155,7 @@ class Offload(Method):
         """Moves bytes from the device to the host or to disk."""
         hosted = self._hosted(dict(step.axes), step.shard_axis)
         known = step.activations
-        if known is not None and (count := self._num_blocks(len(known.first_blocks))):
+        if known is not None and (count := self._num_blocks(len(known.blocks))):
             step = step.replace(activations=_hosted_activations(known, count, self.prefetch))
         return step.replace(hosted=hosted if hosted.optimizer else None)
 
@@ -172,13 +172,13 @@ class Offload(Method):
 
 
 def _hosted_activations(known: Activations, count: int, prefetch: int) -> Activations:
-    change = known.first_blocks[count - 1]
-    copied = [0, *(each.copied_bytes for each in known.first_blocks[:count])]
+    first = known.first_blocks()[:count]
+    copied = [0, *(each.copied_bytes for each in first)]
     window = range(max(count - prefetch, 1))
     returned = max(copied[min(start + prefetch + 1, count)] - copied[start] for start in window)
     return dataclasses.replace(
         known,
-        saved_bytes=known.saved_bytes - change.freed_bytes,
-        hosted_bytes=change.copied_bytes,
+        saved_bytes=known.saved_bytes - first[-1].freed_bytes,
+        hosted_bytes=first[-1].copied_bytes,
         returned_bytes=returned,
     )

@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from meshwright.cost import Activations, Block, Boundary, Placed, RecomputePart, Stages, Step
+from meshwright.cost import Block, Boundary, Stages, Step
 from meshwright.errors import ModelError
-from meshwright.planner.family_ops import FamilyRun, block_ops, block_saved, outside_ops, outside_saved, parts
+from meshwright.planner.family_ops import FamilyRun, block_ops, outside_ops
+from meshwright.planner.family_saved import family_activations
 from meshwright.planner.family_shape import BLOCK, Shape, inside_parameters, outside_parameters
 
 
@@ -40,21 +41,12 @@ def family_step(
     on_ranks = tuple(sum(counts[rank::pipeline]) for rank in range(pipeline)) if pipeline > 1 else ()
     inside = Block(BLOCK, shape.layers, inside_parameters(shape), on_ranks, block_ops(shape, run))
     outside = Block("outside", 1, outside_parameters(shape, pipeline), (), outside_ops(shape, run, pipeline))
-    saved, behind = block_saved(shape, run), outside_saved(shape, run)
     step = Step(
         blocks=(inside, outside),
         axes=tuple(axes),
         shard_axis=shard_axis,
         num_micro_batches=run.num_micro_batches,
-        activations=Activations(
-            saved_bytes=shape.layers * saved + behind.saved_bytes,
-            parts=tuple(_in_blocks(part, shape) for part in parts(shape, run)),
-            block_classes=(BLOCK,),
-            loss_bytes=behind.loss_bytes,
-            outside_bytes=behind.saved_bytes,
-            saved_at=_placed(shape, saved, behind.saved_bytes),
-            flops_at=_placed(shape, 3 * sum(op.flops for op in inside.ops), 3 * sum(op.flops for op in outside.ops)),
-        ),
+        activations=family_activations(shape, run, pipeline),
         flops=3 * (shape.layers * sum(op.flops for op in inside.ops) + sum(op.flops for op in outside.ops)),
         boundaries=_boundaries(shape, run, pipeline),
     )
@@ -63,16 +55,6 @@ def family_step(
     ranks, bounds = tuple(range(pipeline)) * stages, (0, *itertools.accumulate(counts))
     ranges, hidden = tuple(itertools.pairwise(bounds)), run.token_bytes(shape.hidden)
     return [step.replace(stages=Stages(ranks, ranges, shape.layers, rank, hidden)) for rank in range(pipeline)]
-
-
-def _placed(shape: Shape, in_block: int, behind: int) -> Placed:
-    """An amount of every block, and one of what is behind them: the head and the loss are nearly all of it."""
-    return (*(((index,), in_block) for index in range(shape.layers)), ((shape.layers,), behind))
-
-
-def _in_blocks(part: RecomputePart, shape: Shape) -> RecomputePart:
-    """The same with what each block has of it."""
-    return dataclasses.replace(part, freed_at=_placed(shape, part.freed_bytes // shape.layers, 0))
 
 
 def _stage_sizes(shape: Shape, stages: int, *, balanced: bool) -> tuple[int, ...]:

@@ -6,10 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.cost import Op, RecomputePart
+from meshwright.cost import Op
 from meshwright.planner.family_shape import BLOCK, Shape
 
 ATTENTION = "CoreAttention"  # scores, softmax and their product with the values: what ``selective`` recomputes
+PRODUCT, FUSED = "aten.mm", "aten._scaled_dot_product_flash_attention"  # as operators that recomputation may keep
 PER_OP = "EverySecondMatmul"  # TorchTitan's selective policy: keeps attention's output and every other product
 
 
@@ -111,7 +112,7 @@ def _moves(shape: Shape, run: FamilyRun) -> Op:
 def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "") -> Op:
     names = (BLOCK, beside) if beside else (BLOCK,)
     variant: Literal["", "rowwise"] = "rowwise" if run.rowwise else ""
-    return Op("matmul", m, n, k, dtype=run.dtype, inside=names, needed_in=names, variant=variant)  # type: ignore[arg-type]
+    return Op("matmul", m, n, k, dtype=run.dtype, inside=names, needed_in=names, variant=variant, operator=PRODUCT)  # type: ignore[arg-type]
 
 
 def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tuple[Op, ...]:
@@ -124,7 +125,7 @@ def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tupl
         return (
             dataclasses.replace(
                 fused, kind="attention", batch=batch, dtype=dtype, causal=True, variant=variant,
-                inside=names, needed_in=names,
+                inside=names, needed_in=names, operator="" if run.dropout else FUSED,
             ),
         )  # fmt: skip
     products = tuple(
@@ -168,7 +169,7 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     scores = 0
     if not run.fused_attention:
         each = 2 * size + 1 if run.dropout else size
-        scores = each * _num_scores(shape, run)
+        scores = each * num_scores(shape, run)
     else:
         split += 4 * shape.heads  # the logarithm of each row's sum
     entering_parts = 1 if run.keeps_gathered else run.plain_parts
@@ -176,26 +177,12 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     return kept + run.tokens * split // run.tensor + scores
 
 
-def parts(shape: Shape, run: FamilyRun) -> tuple[RecomputePart, ...]:
-    """What recomputing whole blocks, attention alone, or every second product would change."""
-    saved, entering = block_saved(shape, run), run.token_bytes(shape.hidden)
-    fused = dataclasses.replace(run, fused_attention=True)
-    scores = 0 if run.fused_attention else saved - block_saved(shape, fused)
-    # Backward holds the gradients of the scores and of their softmax beside what was saved.
-    working = 0 if run.fused_attention else 2 * _num_scores(shape, run) * run.itemsize
-    found = [RecomputePart((BLOCK,), (), shape.layers * (saved - entering), saved - entering + working)]
-    if scores:
-        found.append(RecomputePart((ATTENTION,), (BLOCK,), shape.layers * scores, scores + working))
-    kept = _per_op_kept(shape, run)
-    found.append(RecomputePart((PER_OP,), (BLOCK,), shape.layers * (saved - kept), saved - kept))
-    return tuple(found)
-
-
-def _num_scores(shape: Shape, run: FamilyRun) -> int:
+def num_scores(shape: Shape, run: FamilyRun) -> int:
+    """Scores of one block's attention."""
     return run.micro_batch * shape.heads // run.tensor * shape.seq * (shape.seq // run.sequence)
 
 
-def _per_op_kept(shape: Shape, run: FamilyRun) -> int:
+def per_op_kept(shape: Shape, run: FamilyRun) -> int:
     """The block's input, attention's output and rows' sums, and the products of odd number: q, v, gate or up, down."""
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token
     size, t = run.itemsize, run.tensor

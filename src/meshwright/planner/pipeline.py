@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.cost import Block, Boundary, Stages, Step
 from meshwright.errors import MeshwrightError, StrategyError
-from meshwright.methods import Cut, PipelineParallel, Resolved, cost_of
+from meshwright.methods import Checkpoint, Cut, PipelineParallel, Resolved, cost_of
 from meshwright.methods.pipeline.balance import Balancer, balanced_bounds
 from meshwright.methods.pipeline.cut import block_list
 from meshwright.methods.pipeline.parts import parameter_costs, place_stages
@@ -145,7 +145,9 @@ def _candidates(
     finest = place_stages(model, path, tuple(range(count + 1)), tuple(range(count)), flow)
     step = step.replace(blocks=describe(finest), buffers=describe_buffers(model, finest), boundaries=())
     ranks = pipeline.method.ranks_of_stages(pipeline.ranks)
-    return CandidateStages(step, count, ranks, functools.partial(cost_of, strategy))
+    recompute = strategy.get("checkpoint")
+    uniform = not isinstance(recompute, Checkpoint) or recompute.is_uniform
+    return CandidateStages(step, count, ranks, functools.partial(cost_of, strategy), uniform=uniform)
 
 
 def _does_not_fit(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from meshwright.cost import Block, Parameter, Stages, Step, memory
+from meshwright.cost import Activations, Block, Parameter, SavedTensor, Stages, Step, memory
 
 Ranges = tuple[tuple[int, int], ...]
 
@@ -19,11 +19,14 @@ class CandidateStages:
         num_blocks: How many there are.
         ranks: The pipeline rank of every stage to be.
         cost: What the strategy makes of a step.
+        uniform: Whether it does so with equal blocks alike, wherever they are.
     """
 
-    def __init__(self, finest: Step, num_blocks: int, ranks: tuple[int, ...], cost: Callable[[Step], Step]) -> None:
+    def __init__(
+        self, finest: Step, num_blocks: int, ranks: tuple[int, ...], cost: Callable[[Step], Step], *, uniform: bool
+    ) -> None:
         self._finest, self._num_blocks, self._ranks, self._cost = finest, num_blocks, ranks, cost
-        self._alike = _alike(finest, num_blocks)
+        self._alike = _alike(finest, num_blocks) if uniform else tuple(range(num_blocks))
         self._needs: dict[tuple[int, tuple[tuple[int, ...], ...]], int] = {}  # of ranks with blocks of these kinds
 
     def flops(self, index: int) -> int:
@@ -75,16 +78,15 @@ def _placed(parameter: Parameter, rank: int, own: set[int]) -> Parameter:
 
 def _alike(finest: Step, num_blocks: int) -> tuple[int, ...]:
     """A number for every block; rows of blocks with equal numbers hold and keep the same."""
-    known = finest.activations
-    amounts = [known.saved_at, *(part.freed_at for part in known.parts)] if known is not None else []
     kinds: list[list[object]] = [[] for _ in range(num_blocks)]
-    for number, placed in enumerate(amounts):
-        for group, (places, size) in enumerate(placed):
-            for index in places:
+    known = finest.activations
+    for stage in known.stages if known is not None else ():
+        for group, tensor in enumerate(stage):
+            for index in tensor.places:
                 if 0 <= index < num_blocks:
                     # Neighbours share what one hands to the other; all share masks.
-                    among = tuple(p - index for p in places) if len(places) <= 2 else group
-                    kinds[index].append((number, among, size))
+                    among = tuple(p - index for p in tensor.places) if len(tensor.places) <= 2 else group
+                    kinds[index].append((among, tensor.num_bytes, _by_class(known, tensor)))
     for block in finest.blocks:
         for number, count in enumerate(block.on_ranks):
             kinds[number].append((block.name, id(block), count))
@@ -96,3 +98,14 @@ def _alike(finest: Step, num_blocks: int) -> tuple[int, ...]:
             kinds[buffer.on_rank].append((buffer.numel, buffer.itemsize))
     texts = [repr(sorted(map(repr, kind))) for kind in kinds]
     return tuple(texts.index(text) for text in texts)
+
+
+def _by_class(known: Activations | None, tensor: SavedTensor) -> object:
+    """Who saves, takes and makes a tensor, by classes: modules of one class are recomputed alike."""
+    assert known is not None
+
+    def classes(running: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
+        return tuple(known.modules[module].classes for module in running)
+
+    makers = [(operator, classes(running)) for operator, running in tensor.results]
+    return [classes(running) for running in tensor.savers], classes(tensor.inputs_of), makers

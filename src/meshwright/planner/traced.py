@@ -15,7 +15,7 @@ from meshwright.errors import ModelError
 from meshwright.methods import ExpertTrace
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.float8.trace import Fp8Trace
-from meshwright.planner.saved import predict_saved
+from meshwright.planner.prediction import predict_saved
 from meshwright.planner.traces import Trace, divides_batch
 
 

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.cost import Placed
-from meshwright.nn import class_names
 
 BACKWARD_FLOPS = 2  # the two products of backward, each as large as the one of forward
 
@@ -31,15 +30,13 @@ class PlacedWork:
         self._index = {block: index for index, block in enumerate(blocks)}
         self._place, self._before = -1, 0
         self.forward = dict.fromkeys(range(-1, len(blocks) + 1), 0)
-        self.inside: dict[nn.Module, dict[int, int]] = {}  # module -> place -> FLOPs of its forward
-        self._began: list[int] = []
         self._arrived: dict[int, int] = {}  # block -> FLOPs before its backward
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Around the forward pass."""
         hooks = []
-        for module in self._model.modules():
+        for module in self._index:
             hooks.append(module.register_forward_pre_hook(self._enter))
             hooks.append(module.register_forward_hook(self._leave, always_call=True))
         try:
@@ -48,14 +45,6 @@ class PlacedWork:
             for hook in hooks:
                 hook.remove()
         self._switch(self._place)
-
-    def of(self, classes: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-        """``(place, FLOPs)`` of the forward of all modules of one class; of nested ones, the outermost."""
-        inner: set[nn.Module] = set()
-        for module, places in reversed(self.inside.items()):  # those around others end after them
-            if tuple(class_names(module)) == classes and module not in inner:
-                inner.update(module.modules())
-                yield from places.items()
 
     def everything(self, loss: torch.Tensor) -> Placed:
         """Forward and backward; the latter runs now. Where it cannot, it counts as twice the forward."""
@@ -80,16 +69,10 @@ class PlacedWork:
         self._place, self._before = place, now
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if module in self._index:
-            self._switch(self._index[module])
-        self._began.append(self._counter.get_total_flops())
+        self._switch(self._index[module])
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        flops, places = self._counter.get_total_flops() - self._began.pop(), self.inside.setdefault(module, {})
-        places[self._place] = places.get(self._place, 0) + flops
-        index = self._index.get(module)
-        if index is None:
-            return
+        index = self._index[module]
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self._note(index))

@@ -38,6 +38,7 @@ from meshwright.planner.pipeline import (
     trace_flow,
 )
 from meshwright.planner.plan import Plan, needed_bytes
+from meshwright.planner.recompute import fit_budget
 from meshwright.planner.states import StatesOf, probe_optimizer
 from meshwright.planner.traced import Conditions, Tracer
 from meshwright.planner.traces import Trace, trace_key, trace_of
@@ -133,17 +134,16 @@ class Workload:
             decided = decide_cut(pipeline, self.model, flow, step, resolved.strategy, describe, limit)
         cut = decided.cut
         step = step.replace(blocks=self._blocks(split, fp8, cut), buffers=describe_buffers(self.model, cut))
-        every = [
-            cost_of(resolved.strategy, each)
-            for each in by_pipeline_rank(step, cut, samples, in_half=param_dtype is not None)
-        ]
+        ranks = by_pipeline_rank(step, cut, samples, in_half=param_dtype is not None)
+        fitted = fit_budget(resolved.strategy, ranks)
+        every = [cost_of(fitted.strategy, each) for each in ranks]
         most = max(every, key=lambda each: needed_bytes(each, memory(each)))
         return Plan(
-            strategy=resolved.strategy,
+            strategy=fitted.strategy,
             step=most,
             memory=memory(most),
             limit_bytes=self.limit_bytes,
-            notices=(*resolved.notices, *decided.notices),
+            notices=(*resolved.notices, *decided.notices, *fitted.notices),
             gaps=(*traced.gaps, *decided.gaps),
             cut=cut,
             steps=tuple(every) if cut is not None else (),

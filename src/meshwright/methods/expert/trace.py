@@ -125,10 +125,12 @@ class ExpertTrace:
     def boundaries(self, model: nn.Module, log: list[tuple[nn.Module, ...]]) -> tuple[Boundary, ...]:
         """What the last run sends in one micro-batch."""
         found = []
+        paths = {module: path for path, module in model.named_modules()}
         for moment, size, position, around in self._sent:
             needed = {module for stack in log[position:] for module in stack}
             needed_in = _names([module for module in around if module in needed])
-            found.append(Boundary("all_to_all", moment, size, _names(around), needed_in, axis="expert"))
+            path = paths[around[-1]]
+            found.append(Boundary("all_to_all", moment, size, _names(around), needed_in, path, axis="expert"))
         return tuple(found)
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 from meshwright.cost import Activations, Block, Buffer, Parameter, Placed, Stages, Step, Traffic, local_shape
-from meshwright.methods.pipeline.schedules import live_peaks
+from meshwright.methods.pipeline.schedules import held_at_most
 
 
 def stage_cost(schedule: str, step: Step) -> Step:
@@ -51,28 +52,17 @@ def _as_buffer(parameter: Parameter) -> Buffer:
 
 
 def _kept(schedule: str, step: Step, stages: Stages) -> Activations:
-    """Activations of all micro-batches in flight on this rank, and what recomputation would change of them."""
+    """Activations of all micro-batches in flight on this rank."""
     known = step.activations
     assert known is not None
     ranks, micro_batches = max(stages.ranks) + 1, step.num_micro_batches
     if schedule != "gpipe":
         micro_batches = min(micro_batches, 2 * ranks)  # no more are in flight after it, and torch's tables are slow
-
-    def in_flight(amounts: Placed) -> int:
-        sizes = stages.sums(amounts)
-        return live_peaks(schedule, ranks, len(sizes) // ranks, micro_batches, sizes)[stages.here]
-
-    parts = tuple(
-        dataclasses.replace(
-            part, freed_bytes=in_flight(part.freed_at), flops_at=(((), _sum_here(stages, part.flops_at)),)
-        )
-        for part in known.parts
-    )
+    held = held_at_most(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
+    in_flight = tuple(tuple(dict(moment)[stage] for stage in stages.own) for moment in held)
     is_last = stages.here == stages.ranks[-1]
     return dataclasses.replace(
-        known,
-        saved_bytes=in_flight(known.saved_at),
-        parts=parts,
+        known.cut(tuple(functools.partial(stages.has, stage) for stage in stages.own), in_flight),
         loss_bytes=known.loss_bytes if is_last else 0,
         outside_bytes=known.outside_bytes if is_last else 0,
     )

@@ -98,12 +98,12 @@ def live_peaks(
     """
     return tuple(
         max(sum(count * stage_sizes[stage] for stage, count in held) for held in row)
-        for row in _held_at_most(name, ranks, stages_per_rank, micro_batches)
+        for row in held_at_most(name, ranks, stages_per_rank, micro_batches)
     )
 
 
 @functools.cache
-def _held_at_most(
+def held_at_most(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
     """How many micro-batches of each of its stages a rank keeps at once, ``(stage, count)``; the largest such only."""

@@ -1,0 +1,175 @@
+"""What forward keeps for backward on one rank, tensor by tensor, and what recomputation makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+Placed = tuple[tuple[tuple[int, ...], int], ...]
+"""Amounts, each with the places it belongs to: blocks of the list that a pipeline cuts, by their numbers; -1 is before
+the list, and the number of its blocks is behind it. What belongs to several places is once in a stage with any."""
+
+Running = tuple[int, ...]
+"""The modules that run at some moment, by their numbers, outermost first; the model itself is left out."""
+
+Recomputed = Mapping[int, frozenset[str]]
+"""Modules that are recomputed, none inside another; and of each, the operators whose results it keeps."""
+
+
+@dataclass(frozen=True)
+class TracedModule:
+    """A module of the traced model; others speak of it by its number in ``Activations.modules``."""
+
+    path: str
+    classes: tuple[str, ...]  # qualified names of its class and of the bases
+    block: int | None = None  # the repeated block that it is or lies in, counted in the model's order
+    working_bytes: int = 0  # what its backward needs, when it is recomputed, beside what it saves again
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor that forward saves for backward, or that recomputation may keep instead."""
+
+    num_bytes: int
+    savers: tuple[Running, ...]  # for every time that it is saved; none: only recomputation may keep it
+    inputs_of: tuple[int, ...] = ()  # modules that take it as an argument
+    results: tuple[tuple[str, Running], ...] = ()  # operators whose result it is, where recomputation may keep that
+    places: tuple[int, ...] = ()  # see Placed
+
+    def is_kept(self, recomputed: Recomputed) -> bool:
+        """Whether it lives from forward to backward while these modules are recomputed."""
+        if not recomputed:
+            return bool(self.savers)
+        return self.is_saved(recomputed) or self.is_kept_result(recomputed)
+
+    def is_saved(self, recomputed: Recomputed) -> bool:
+        """Whether autograd holds it then: what a module saves that is not recomputed, or an input of one that is."""
+        outside = any(_cover(running, recomputed) is None for running in self.savers)
+        return outside or any(module in recomputed for module in self.inputs_of)
+
+    def is_kept_result(self, recomputed: Recomputed) -> bool:
+        """Whether a recomputed module holds it, as the result of an operator that it does not run again."""
+        covers = ((operator, _cover(running, recomputed)) for operator, running in self.results)
+        return any(module is not None and operator in recomputed[module] for operator, module in covers)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations of one operator in the same modules, in forward."""
+
+    operator: str
+    running: Running
+    num_needed: int  # so many of these, from the outermost, save something after it: they stop recomputing behind it
+    flops: int
+    place: int = -1
+
+    def is_recomputed(self, recomputed: Recomputed, *, to_the_end: bool) -> bool:
+        """Whether recomputation runs it again; one that runs ``to_the_end`` does not stop at the last saved tensor."""
+        module = _cover(self.running if to_the_end else self.running[: self.num_needed], recomputed)
+        return module is not None and self.operator not in recomputed[module]
+
+
+@dataclass(frozen=True)
+class BlockSaves:
+    """What copying all that a model's first so many blocks save to the host would change."""
+
+    freed_bytes: int  # no longer saved on the device
+    copied_bytes: int  # more where something is saved outside of these blocks, too
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What forward saves for backward on one rank for one micro-batch; in a pipeline, for all that are in flight.
+
+    The tensors, modules and work behind these bytes are left out of hashes: there are thousands of them.
+    """
+
+    saved_bytes: int
+    modules: tuple[TracedModule, ...] = field(default=(), hash=False)
+    blocks: tuple[int, ...] = field(default=(), hash=False)  # the model's repeated blocks, by their numbers
+    stages: tuple[tuple[SavedTensor, ...], ...] = field(
+        default=((),), hash=False
+    )  # of a micro-batch, by the rank's stages
+    in_flight: tuple[tuple[int, ...], ...] = ((1,),)  # micro-batches of each stage that are kept at one time
+    work: tuple[Work, ...] = field(default=(), hash=False)
+    recomputed: Recomputed = field(default_factory=dict, hash=False)
+    working_bytes: int = 0  # of the module being recomputed
+    flops_at: Placed = ()  # of forward and backward, where a pipeline cuts the model
+    loss_bytes: int = 0  # beside what is saved, while the loss runs backward: the gradient of the logits
+    outside_bytes: int = 0  # of ``saved_bytes``: behind the last block, freed before the blocks run backward
+    hosted_bytes: int = 0  # copied to the host instead of being saved
+    returned_bytes: int = 0  # back on the device at once while the blocks that saved them run backward
+
+    def recompute(self, recomputed: Recomputed, *, to_the_end: bool = False) -> tuple[Activations, int]:
+        """The activations with these modules recomputed, and the operations that they run again in a micro-batch.
+
+        Args:
+            recomputed: Modules of this rank among others.
+            to_the_end: Whether they run their whole forward, and do not stop at the last saved tensor.
+        """
+        working: dict[int, int] = {}
+        for tensor in (tensor for stage in self.stages for tensor in stage if not tensor.is_kept(recomputed)):
+            for module in {_cover(running, recomputed) for running in tensor.savers}:
+                if module is not None:
+                    before = working.get(module, self.modules[module].working_bytes)
+                    working[module] = before + tensor.num_bytes
+        changed = dataclasses.replace(
+            self,
+            saved_bytes=self._kept_bytes(recomputed),
+            recomputed=recomputed,
+            working_bytes=max(working.values(), default=0),
+        )
+        return changed, sum(w.flops for w in self.work if w.is_recomputed(recomputed, to_the_end=to_the_end))
+
+    def _kept_bytes(self, recomputed: Recomputed) -> int:
+        """What is kept at most at one time while these modules are recomputed."""
+        stages = [sum(t.num_bytes for t in stage if t.is_kept(recomputed)) for stage in self.stages]
+        return max(sum(count * size for count, size in zip(held, stages, strict=True)) for held in self.in_flight)
+
+    def cut(
+        self, stages: tuple[Callable[[tuple[int, ...]], bool], ...], in_flight: tuple[tuple[int, ...], ...]
+    ) -> Activations:
+        """Those of a pipeline rank.
+
+        Args:
+            stages: Of this rank: whether each has any of some places.
+            in_flight: See the attribute.
+        """
+        every = [tensor for stage in self.stages for tensor in stage]
+        changed = dataclasses.replace(
+            self,
+            stages=tuple(tuple(tensor for tensor in every if has(tensor.places)) for has in stages),
+            in_flight=in_flight,
+            work=tuple(work for work in self.work if any(has((work.place,)) for has in stages)),
+        )
+        return dataclasses.replace(changed, saved_bytes=changed._kept_bytes(self.recomputed))
+
+    def first_blocks(self) -> tuple[BlockSaves, ...]:
+        """What copying all that the first block saves to the host would change; the first two; and so on."""
+        freed, copied = [0] * len(self.blocks), [0] * len(self.blocks)
+        for tensor in (tensor for stage in self.stages for tensor in stage):
+            places = self._savers_in_blocks(tensor)
+            inside = [place for place in places if place is not None]
+            if inside:
+                copied[min(inside)] += tensor.num_bytes
+            if inside and None not in places and not tensor.is_kept_result(self.recomputed):
+                freed[max(inside)] += tensor.num_bytes
+        return tuple(BlockSaves(sum(freed[: count + 1]), sum(copied[: count + 1])) for count in range(len(self.blocks)))
+
+    def _savers_in_blocks(self, tensor: SavedTensor) -> set[int | None]:
+        """The blocks in which autograd saves it, and None for whatever is in no block."""
+        found: set[int | None] = set()
+        for running in tensor.savers:
+            if _cover(running, self.recomputed) is None:
+                inside = [place for module in running if (place := self.modules[module].block) is not None]
+                found.add(inside[0] if inside else None)
+        return found | {self.modules[module].block for module in tensor.inputs_of if module in self.recomputed}
+
+
+def _cover(running: Running, recomputed: Recomputed) -> int | None:
+    """The recomputed module among those that run; None where none is."""
+    for module in running:
+        if module in recomputed:
+            return module
+    return None

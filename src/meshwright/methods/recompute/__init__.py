@@ -1,0 +1,1 @@
+"""What ``checkpoint`` covers, and which results it keeps."""
