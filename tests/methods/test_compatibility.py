@@ -27,6 +27,7 @@ UNDER_KEYS = [
     [GATHERED, "tensor_parallel", "fsdp"],
     [GATHERED, ("half", {"master_weights": False}), "fsdp"],
     [REENTRANT, ZBV],
+    [("checkpoint", {"policy": "selective"}), ZBV],
     ["pipeline_parallel", ("zero1", IGNORED)],
     ["pipeline_parallel", ("zero2", IGNORED)],
     ["pipeline_parallel", ("fsdp", {"wrap_trainable_outmost": True})],

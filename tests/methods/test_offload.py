@@ -103,6 +103,10 @@ def one_rank_activations(folder):
     assert activations[1]["host", "device", "backward"] == activations[0]["host_activations"]
     (recomputed,) = compared(["checkpoint"], [{"activations": 0.4, "optimizer": 0.5}], SGD)
     assert 0 < recomputed[0]["host_activations"] < half[0]["host_activations"]
+    # What recomputation keeps for itself is not autograd's, and stays on the device.
+    (selective,) = compared([("checkpoint", {"policy": "selective", "every": 2})], [{"activations": 1.0}], SGD)
+    assert selective[0]["host_activations"] < activations[0]["host_activations"]
+    assert selective[0]["activations"] > activations[0]["activations"]
 
 
 def one_rank_disk(folder):

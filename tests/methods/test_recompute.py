@@ -167,6 +167,18 @@ def test_each_rank_of_a_pipeline_meets_the_budget():
     assert set(each[:2]) != {"none"}
 
 
+def test_collectives_are_sent_again_where_blocks_are_recomputed():
+    for axis in ("tensor", "sequence"):
+        work = workload(tiny.plain(num_layers=4), world=2)
+        base = [("parallel_mode", {axis: 2}), f"{axis}_parallel"]
+        plans = [work.plan(Strategy([*base, *added])) for added in ([], [("checkpoint", {"every": 2})], ["checkpoint"])]
+        none, half, full = (
+            sum(t.bytes_per_step for t in plan.step.traffic if t.axis == axis and t.moment == "backward")
+            for plan in plans
+        )
+        assert full - half == half - none > 0, axis
+
+
 def trained(strategy, micro_batches=1):
     torch.manual_seed(0)
     result = mw.accelerate(

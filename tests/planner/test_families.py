@@ -8,6 +8,7 @@ from meshwright.methods import cost_of
 from meshwright.planner.families import family_step
 from meshwright.planner.family_ops import ATTENTION, BLOCK, PER_OP, FamilyRun, block_saved
 from meshwright.planner.family_shape import Shape
+from meshwright.planner.recompute import fit_budget
 from meshwright.strategy import Strategy
 
 LLAMA = Shape("llama", 32, 4096, 32, 128256, 8192, kv_heads=8, ffn=14336)
@@ -41,15 +42,18 @@ def test_what_a_gpt_block_keeps_is_korthikantis():
     assert block_saved(shape, whole_tokens) == 10 * sbh + (24 * sbh + 5 * scores) // 4
 
 
-def recomputed(name, **changes):
-    run = FamilyRun(2, seq=GPT.seq, **changes)
-    step = family_step(GPT, run, [("data", 1)])[0]
-    methods = [("parallel_mode", {"axes": [("data", 1)]})] + ([("checkpoint", name)] if name else [])
-    return cost_of(Strategy(methods), step)
+def recomputed(config, axes=(("data", 1),), micro_batches=1, shape=GPT, **changes):
+    """The step of every pipeline rank under ``checkpoint``; none where the config is empty."""
+    every = family_step(shape, FamilyRun(2, micro_batches, seq=GPT.seq, **changes), axes)
+    work = {"tensor": "tensor_parallel", "pipeline": "pipeline_parallel"}
+    methods = [("parallel_mode", {"axes": list(axes)}), *(work[name] for name, _ in axes if name in work)]
+    strategy = Strategy([*methods, *([("checkpoint", config)] if config else [])])
+    return [cost_of(strategy, step) for step in every]
 
 
 def test_recomputation_frees_what_is_named_and_runs_it_again():
-    none, attention, per_op, full = (recomputed(name, fused_attention=False) for name in ("", ATTENTION, PER_OP, BLOCK))
+    names = ("", ATTENTION, PER_OP, BLOCK)
+    none, attention, per_op, full = (recomputed(name, fused_attention=False)[0] for name in names)
     saved = [step.activations.saved_bytes for step in (none, attention, per_op, full)]
     assert saved == sorted(saved, reverse=True)
     again = {op.kind for op in attention.blocks[0].ops if op.recomputed}
@@ -57,6 +61,51 @@ def test_recomputation_frees_what_is_named_and_runs_it_again():
     products = [op for op in full.blocks[0].ops if op.kind == "matmul"]
     assert [op.recomputed for op in products] == [True] * (len(products) - 1) + [False]  # nothing is saved after it
     assert not any(op.recomputed for op in none.blocks[0].ops)
+
+
+def test_a_policy_keeps_products_and_fused_attention():
+    none, selective, full = (recomputed(config)[0] for config in ({}, {"policy": "selective"}, {"policy": "full"}))
+    again = {op.kind: op.recomputed for op in selective.blocks[0].ops}
+    assert again == {"move": 1, "matmul": 0, "attention": 0}
+    assert selective.recompute_flops == 0 < full.recompute_flops < none.flops / 3
+    saved = [step.activations.saved_bytes for step in (none, selective, full)]
+    assert saved == sorted(saved, reverse=True)
+    assert len(set(saved)) == 3
+    # The input, queries, keys and values, the rows' sums, and what the four products and attention return.
+    kept = saved[1] - none.activations.outside_bytes
+    assert kept == 12 * 2 * GPT.seq * (2 * GPT.hidden * (1 + 3 + 1 + 1 + 4 + 1) + 4 * GPT.heads)
+    drawn = recomputed({"policy": "selective"}, dropout=True)[0]
+    assert {op.kind for op in drawn.blocks[0].ops if op.recomputed} == {"move", "attention"}
+    products = recomputed({"policy": "aten.mm"}, fused_attention=False)[0]
+    assert products.recompute_flops == sum(12 * op.flops for op in products.blocks[0].ops if op.batch > 1) > 0
+
+
+def test_some_blocks_alone_are_recomputed():
+    axes = (("tensor", 2),)
+    none, half, full = (recomputed(config, axes)[0] for config in ({}, {"every": 2}, {"every": 1}))
+    assert {op.recomputed for op in half.blocks[0].ops} == {0.5, 0.0}
+    assert none.activations.saved_bytes + full.activations.saved_bytes == 2 * half.activations.saved_bytes
+    assert full.recompute_flops == 2 * half.recompute_flops > 0
+    sent = [sum(each.bytes_per_step for each in step.traffic) for step in (none, half, full)]
+    assert sent[2] - sent[1] == sent[1] - sent[0] > 0
+    first, last = recomputed({"layers": 6}, (("pipeline", 2),), 2)
+    assert [max(op.recomputed for op in step.blocks[0].ops) for step in (first, last)] == [1, 0]
+    assert first.recompute_flops > 0 == last.recompute_flops
+
+
+def test_a_budget_is_met_on_every_pipeline_rank():
+    axes, small = [("data", 1), ("pipeline", 2)], dataclasses.replace(GPT, vocab=1000)
+    free, least = (recomputed(config, axes, 4, small) for config in ({}, {"policy": "full"}))
+    budget = (memory(free[0]).total + memory(least[0]).total) // 2
+    asked = Strategy(
+        [("parallel_mode", {"axes": axes}), "pipeline_parallel", ("checkpoint", {"memory_budget": budget})]
+    )
+    steps = family_step(small, FamilyRun(2, 4, seq=GPT.seq), axes)
+    fitted = fit_budget(asked, steps)
+    found = [cost_of(fitted.strategy, step) for step in steps]
+    assert all(memory(step).total <= budget for step in found)
+    assert found[0].recompute_flops < least[0].recompute_flops
+    assert "checkpoint: recomputes" in fitted.notices[0]
 
 
 def test_a_pipeline_divides_blocks_and_only_its_last_rank_has_logits():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Placed = tuple[tuple[tuple[int, ...], int], ...]
@@ -39,19 +39,22 @@ class SavedTensor:
 
     def is_kept(self, recomputed: Recomputed) -> bool:
         """Whether it lives from forward to backward while these modules are recomputed."""
-        if not recomputed:
-            return bool(self.savers)
         return self.is_saved(recomputed) or self.is_kept_result(recomputed)
 
     def is_saved(self, recomputed: Recomputed) -> bool:
         """Whether autograd holds it then: what a module saves that is not recomputed, or an input of one that is."""
-        outside = any(_cover(running, recomputed) is None for running in self.savers)
-        return outside or any(module in recomputed for module in self.inputs_of)
+        for running in self.savers:  # loops, as a search asks this of thousands of tensors for every plan
+            if _cover(running, recomputed) is None:
+                return True
+        return not recomputed.keys().isdisjoint(self.inputs_of)
 
     def is_kept_result(self, recomputed: Recomputed) -> bool:
         """Whether a recomputed module holds it, as the result of an operator that it does not run again."""
-        covers = ((operator, _cover(running, recomputed)) for operator, running in self.results)
-        return any(module is not None and operator in recomputed[module] for operator, module in covers)
+        for operator, running in self.results:
+            module = _cover(running, recomputed)
+            if module is not None and operator in recomputed[module]:
+                return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -109,22 +112,27 @@ class Activations:
             to_the_end: Whether they run their whole forward, and do not stop at the last saved tensor.
         """
         working: dict[int, int] = {}
-        for tensor in (tensor for stage in self.stages for tensor in stage if not tensor.is_kept(recomputed)):
-            for module in {_cover(running, recomputed) for running in tensor.savers}:
-                if module is not None:
+        kept = [0] * len(self.stages)
+        for stage, tensors in enumerate(self.stages):
+            for tensor in tensors:
+                if tensor.is_kept(recomputed):
+                    kept[stage] += tensor.num_bytes
+                    continue
+                for module in {_cover(running, recomputed) for running in tensor.savers}:
+                    assert module is not None, "it would be kept"
                     before = working.get(module, self.modules[module].working_bytes)
                     working[module] = before + tensor.num_bytes
+        again = sum(work.flops for work in self.work if work.is_recomputed(recomputed, to_the_end=to_the_end))
         changed = dataclasses.replace(
             self,
-            saved_bytes=self._kept_bytes(recomputed),
+            saved_bytes=self._at_most(kept),
             recomputed=recomputed,
             working_bytes=max(working.values(), default=0),
         )
-        return changed, sum(w.flops for w in self.work if w.is_recomputed(recomputed, to_the_end=to_the_end))
+        return changed, again
 
-    def _kept_bytes(self, recomputed: Recomputed) -> int:
-        """What is kept at most at one time while these modules are recomputed."""
-        stages = [sum(t.num_bytes for t in stage if t.is_kept(recomputed)) for stage in self.stages]
+    def _at_most(self, stages: Sequence[int]) -> int:
+        """The most that is held at one time, of what one micro-batch has in every stage."""
         return max(sum(count * size for count, size in zip(held, stages, strict=True)) for held in self.in_flight)
 
     def cut(
@@ -137,13 +145,16 @@ class Activations:
             in_flight: See the attribute.
         """
         every = [tensor for stage in self.stages for tensor in stage]
+        places = {tensor.places for tensor in every} | {(work.place,) for work in self.work}  # few, of many
+        held = [{each for each in places if has(each)} for has in stages]
         changed = dataclasses.replace(
             self,
-            stages=tuple(tuple(tensor for tensor in every if has(tensor.places)) for has in stages),
+            stages=tuple(tuple(tensor for tensor in every if tensor.places in here) for here in held),
             in_flight=in_flight,
-            work=tuple(work for work in self.work if any(has((work.place,)) for has in stages)),
+            work=tuple(work for work in self.work if any((work.place,) in here for here in held)),
         )
-        return dataclasses.replace(changed, saved_bytes=changed._kept_bytes(self.recomputed))
+        kept = [sum(t.num_bytes for t in tensors if t.is_kept(self.recomputed)) for tensors in changed.stages]
+        return dataclasses.replace(changed, saved_bytes=changed._at_most(kept))
 
     def first_blocks(self) -> tuple[BlockSaves, ...]:
         """What copying all that the first block saves to the host would change; the first two; and so on."""

@@ -150,14 +150,22 @@ def apply_strategy(job: Job) -> None:
     tell_parameters(job)
 
 
-def cost_of(strategy: Strategy, step: Step) -> Step:
-    """Twin of :func:`apply_strategy` on a simulated step."""
+def cost_of(strategy: Strategy, step: Step, *, first: Phase = Phase.MESH, before: Phase | None = None) -> Step:
+    """Twin of :func:`apply_strategy` on a simulated step.
+
+    Args:
+        strategy: Resolved.
+        step: Before the methods of the phase ``first``.
+        first: Where to begin.
+        before: Where to end; None: all phases.
+    """
     methods = in_phase_order(strategy)
-    for method in methods:
-        if method.phase < Phase.REPLICATE:
-            step = method.cost(step)
-    step = replicate_cost(step)
-    for method in methods:
-        if method.phase > Phase.REPLICATE:
-            step = method.cost(step)
+    for phase in Phase:
+        if phase < first or (before is not None and phase >= before):
+            continue
+        for method in methods:
+            if method.phase == phase:
+                step = method.cost(step)
+        if phase == Phase.REPLICATE:
+            step = replicate_cost(step)
     return step

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from meshwright.cost import Memory, Step, memory
+from meshwright.cost import Activations, Memory, Step, memory
 from meshwright.errors import StrategyError
-from meshwright.methods import Checkpoint, cost_of
+from meshwright.methods import Checkpoint, Phase, cost_of
+from meshwright.planner.plan import needed_bytes
 from meshwright.planner.sizes import readable_bytes
 from meshwright.strategy import Strategy
 
@@ -84,6 +85,7 @@ class _Outcome:
     """What a choice comes to."""
 
     memory: Memory
+    needed: int  # of it, where it is limited
     flops: int
     saved: int
     working: int
@@ -103,10 +105,13 @@ class RankBudget:
     """
 
     def __init__(self, strategy: Strategy, method: Checkpoint, step: Step, rank: int | None) -> None:
-        self._strategy, self._method, self._step, self._rank = strategy.without("checkpoint"), method, step, rank
-        assert step.activations is not None
+        self._strategy, self._method, self._rank = strategy.without("checkpoint"), method, rank
+        self._step = cost_of(self._strategy, step, before=Phase.RECOMPUTE)  # the same whatever is recomputed
+        assert self._step.activations is not None
         assert method.memory_budget is not None
-        self._count, self._budget = len(method.covered(step.activations)), int(method.memory_budget)
+        covered, here = method.covered(self._step.activations), _saving(self._step.activations)
+        self._here = [module in here for module in covered]
+        self._count, self._budget = len(covered), int(method.memory_budget)
         full: tuple[Granularity, ...] = () if method.policy not in (None, "full") else ("full",)
         part: tuple[Granularity, ...] = () if method.policy == "full" else ("selective",)
         self._whats = (*part, *full)
@@ -120,7 +125,7 @@ class RankBudget:
         if self._fits(self._nothing):
             return self._nothing
         starts = [choice for working in self._workings for choice in self._knapsack(working)]
-        starts += [(what,) * self._count for what in self._whats]
+        starts += [tuple(what if here else "none" for here in self._here) for what in self._whats]
         fitting = [choice for choice in starts if self._fits(choice)]
         if not fitting:
             raise self._does_not_fit(starts)
@@ -128,7 +133,7 @@ class RankBudget:
         return self._relaxed(min(fitting, key=self._price))
 
     def _relaxed(self, choice: Choice) -> Choice:
-        for index in reversed(range(self._count)):
+        for index in (index for index in reversed(range(self._count)) if choice[index] != "none"):
             for what in self._scale[: self._scale.index(choice[index])]:
                 other = (*choice[:index], what, *choice[index + 1 :])
                 if self._fits(other) and self._price(other) <= self._price(choice):
@@ -141,15 +146,17 @@ class RankBudget:
         return outcome.flops, -outcome.saved
 
     def _fits(self, choice: Choice) -> bool:
-        return self._outcome(choice).memory.total <= self._budget
+        return self._outcome(choice).needed <= self._budget
 
     def _outcome(self, choice: Choice) -> _Outcome:
         if choice not in self._known:
-            step = cost_of(self._strategy.with_method(_decided(self._method, choice)), self._step)
-            assert step.activations is not None
-            kept = step.activations
-            outcome = _Outcome(memory(step), step.recompute_flops, kept.saved_bytes, kept.working_bytes)
-            self._known[choice] = outcome
+            strategy = self._strategy.with_method(_decided(self._method, choice))
+            step = cost_of(strategy, self._step, first=Phase.RECOMPUTE)
+            kept, held = step.activations, memory(step)
+            assert kept is not None
+            self._known[choice] = _Outcome(
+                held, needed_bytes(step, held), step.recompute_flops, kept.saved_bytes, kept.working_bytes
+            )
         return self._known[choice]
 
     @functools.cached_property
@@ -158,7 +165,7 @@ class RankBudget:
         every = []
         for index in range(self._count):
             options = [_Option("none", 0, 0, 0)]
-            for what in self._whats:
+            for what in self._whats if self._here[index] else ():
                 alone = (*self._nothing[:index], what, *self._nothing[index + 1 :])
                 found = self._outcome(alone)
                 options.append(_Option(what, nothing.saved - found.saved, found.flops, found.working))
@@ -172,19 +179,22 @@ class RankBudget:
 
     def _knapsack(self, working: int) -> list[Choice]:
         """The cheapest choice that frees enough, of modules that need no more than this; none if none does."""
-        needed = self._outcome(self._nothing).memory.total + working - self._budget
-        # freed and (operations, given up in vain) of choices for the modules so far, with the choice itself
-        states: list[tuple[int, int, Choice]] = [(0, 0, ())]
+        needed = self._outcome(self._nothing).needed + working - self._budget
+        states = [_Partial(0, 0)]
         for options in self._options:
             fitting = [option for option in options if option.working <= working]
+            if len(fitting) == 1:
+                states = [_Partial(s.freed, s.flops, s, "none") for s in states]
+                continue
             # Options that recompute come first: the first modules are recomputed last, when most memory is free again.
             grown = [
-                (freed + option.freed, flops + option.flops, (*choice, option.what))
-                for freed, flops, choice in states
+                _Partial(state.freed + option.freed, state.flops + option.flops, state, option.what)
+                for state in states
                 for option in reversed(fitting)
             ]
             states = _undominated(grown, needed)
-        return [min(enough, key=lambda s: (s[1], s[0]))[2]] if (enough := [s for s in states if s[0] >= needed]) else []
+        enough = [state for state in states if state.freed >= needed]
+        return [min(enough, key=lambda state: (state.flops, state.freed)).choice()] if enough else []
 
     def _does_not_fit(self, tried: Sequence[Choice]) -> StrategyError:
         least = min((self._outcome(choice).memory for choice in tried), key=lambda each: each.total)
@@ -200,14 +210,37 @@ class RankBudget:
         )
 
 
-def _undominated(states: list[tuple[int, int, Choice]], needed: int) -> list[tuple[int, int, Choice]]:
+class _Partial(NamedTuple):
+    """A choice for the first modules: what it frees and runs again, and how it came about."""
+
+    freed: int
+    flops: int
+    before: Any = None  # the choice for all but the last of them
+    what: Granularity = "none"
+
+    def choice(self) -> Choice:
+        """In the model's order."""
+        whats: list[Granularity] = []
+        state = self
+        while state.before is not None:
+            whats.append(state.what)
+            state = state.before
+        return tuple(reversed(whats))
+
+
+def _saving(known: Activations) -> set[int]:
+    """The modules that save something on this rank."""
+    return {m for stage in known.stages for tensor in stage for running in tensor.savers for m in running}
+
+
+def _undominated(states: list[_Partial], needed: int) -> list[_Partial]:
     """Those that no other beats in both; not more than there is time for."""
-    states.sort(key=lambda state: (-state[0], state[1]))
-    kept: list[tuple[int, int, Choice]] = []
+    states.sort(key=lambda state: (-state.freed, state.flops))
+    kept: list[_Partial] = []
     for state in states:
-        while kept and kept[-1][0] >= needed and state[0] >= needed and state[1] <= kept[-1][1]:
+        while kept and kept[-1].freed >= needed and state.freed >= needed and state.flops <= kept[-1].flops:
             kept.pop()  # both free enough, and this one for no more
-        if not kept or state[1] < kept[-1][1]:
+        if not kept or state.flops < kept[-1].flops:
             kept.append(state)
     step = max(1, -(-len(kept) // _MOST_STATES))
     return kept[:1] + kept[1:-1:step] + kept[-1:] if len(kept) > 1 else kept

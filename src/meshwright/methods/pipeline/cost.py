@@ -33,12 +33,12 @@ def stage_cost(schedule: str, step: Step) -> Step:
 
 
 def _sum_here(stages: Stages, amounts: Placed) -> int:
-    return sum(size for size, rank in zip(stages.sums(amounts), stages.ranks, strict=True) if rank == stages.here)
+    return sum(size for stage in stages.own for places, size in amounts if stages.has(stage, places))
 
 
 def _share(total: int, stages: Stages, amounts: Placed) -> int:
     """This rank's part of what is done where all else is."""
-    return round(total * _sum_here(stages, amounts) / max(sum(stages.sums(amounts)), 1))
+    return round(total * _sum_here(stages, amounts) / max(sum(stages.sums(amounts)), 1)) if total else 0
 
 
 def _held(block: Block, rank: int) -> Block | None:
