@@ -72,74 +72,93 @@ def record_saved(
             record: only for fake tensors, which hold no data.
         blocks: Those of a list that a pipeline cuts, in the order in which they run; places are told by them.
     """
-    saved = SavedTensors()
-    stack: list[nn.Module] = []
-    index = {block: number for number, block in enumerate(blocks)}
-    place = -1
+    recorder = _Recorder(counter, blocks)
+    hooks = [
+        hook
+        for module in outside_compiled(model)
+        for hook in (
+            module.register_forward_pre_hook(recorder.enter, with_kwargs=True),
+            module.register_forward_hook(recorder.leave, always_call=True),
+        )
+    ]
+    if counter is not None:
+        watched: contextlib.AbstractContextManager[Any] = _Operators(recorder.watch)
+    else:
+        watched = _Operators(recorder.keep) if keeps_results(model) else contextlib.nullcontext()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor), watched:
+            yield recorder.saved
+    finally:
+        for hook in hooks:
+            hook.remove()
+        recorder.saved.alive.clear()
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+
+class _Recorder:
+    """What :func:`record_saved` has called: by autograd, by modules, by operators."""
+
+    def __init__(self, counter: FlopCounterMode | None, blocks: Sequence[nn.Module]) -> None:
+        self.saved = SavedTensors()
+        self._counter = counter
+        self._index = {block: number for number, block in enumerate(blocks)}
+        self._stack: list[nn.Module] = []  # the modules that run
+        self._place = -1  # where in the list of blocks
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd saves a tensor."""
+        saved, running = self.saved, tuple(self._stack)
         key, size = _storage(tensor)
         saved.sizes[key] = size
-        saved.savers.setdefault(key, []).append(tuple(stack))
-        saved.places.setdefault(key, set()).add(place)
-        saved.log.append(tuple(stack))
-        if counter is not None:
+        saved.savers.setdefault(key, []).append(running)
+        saved.places.setdefault(key, set()).add(self._place)
+        saved.log.append(running)
+        if self._counter is not None:
             saved.alive.append(tensor)
         return tensor
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal place
-        stack.append(module)
-        place = index.get(module, place)
-        saved.run_at.setdefault(module, set()).add(place)
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module begins to run."""
+        saved = self.saved
+        self._stack.append(module)
+        self._place = self._index.get(module, self._place)
+        saved.run_at.setdefault(module, set()).add(self._place)
         tensors = _tensors_in((args, kwargs))
         saved.inputs.setdefault(module, {}).update(map(_storage, tensors))
-        if counter is not None:
+        if self._counter is not None:
             saved.alive.extend(tensors)
         inside = is_compiled(module)  # no hook runs there
         for tensor in (*module.parameters(recurse=inside), *module.buffers(recurse=inside)):
             saved.weights.add(_storage(tensor)[0])
 
-    def leave(module: nn.Module, *_: Any) -> None:
-        nonlocal place
-        stack.pop()
-        place += index.get(module) == len(blocks) - 1  # behind the last one
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        """A module has run."""
+        self._stack.pop()
+        self._place += self._index.get(module) == len(self._index) - 1  # behind the last one
 
-    def operate(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if counter is None or not stack:
-            result = operator(*args, **kwargs)
-            if kept_now(operator, args, kwargs):
-                saved.sizes.update(map(_storage, _tensors_in(result)))
-            return result
+    def keep(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator runs, whose result a recomputed module may keep."""
+        result = operator(*args, **kwargs)
+        if kept_now(operator, args, kwargs):
+            self.saved.sizes.update(map(_storage, _tensors_in(result)))
+        return result
+
+    def watch(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator runs without data; outside the model, as in backward, it is no part of forward's work."""
+        saved, counter = self.saved, self._counter
+        if counter is None or not self._stack:
+            return operator(*args, **kwargs)
         position, before = len(saved.log), counter.get_total_flops()
         result = operator(*args, **kwargs)
-        name, running, flops = operator_name(operator), tuple(stack), counter.get_total_flops() - before
+        name, running, flops = operator_name(operator), tuple(self._stack), counter.get_total_flops() - before
         if flops:
-            saved.work.append(Call(name, running, position, flops, place))
+            saved.work.append(Call(name, running, position, flops, self._place))
         if can_keep(operator, args, kwargs):
             for key, size in map(_storage, _tensors_in(result)):
                 made = saved.results.setdefault(key, Result(size))
                 made.operators.append((name, running))
-                made.places.add(place)
+                made.places.add(self._place)
             saved.alive.append(result)
         return result
-
-    hooks = [
-        hook
-        for module in outside_compiled(model)
-        for hook in (
-            module.register_forward_pre_hook(enter, with_kwargs=True),
-            module.register_forward_hook(leave, always_call=True),
-        )
-    ]
-    watched = _Operators(operate) if counter is not None or keeps_results(model) else contextlib.nullcontext()
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), watched:
-            yield saved
-    finally:
-        for hook in hooks:
-            hook.remove()
-        saved.alive.clear()
 
 
 class _Operators(TorchDispatchMode):
