@@ -17,6 +17,7 @@ from meshwright.planner.saved import record_saved
 from meshwright.strategy import Strategy
 from tests import tiny
 from tests.live_bytes import peak_bytes
+from tests.methods import expert_runs
 from tests.methods.test_checkpoint import forward, job
 
 IDS = tiny.Tokens(4).ids
@@ -168,8 +169,8 @@ def test_each_rank_of_a_pipeline_meets_the_budget():
 
 
 def test_collectives_are_sent_again_where_blocks_are_recomputed():
-    for axis in ("tensor", "sequence"):
-        work = workload(tiny.plain(num_layers=4), world=2)
+    for axis in ("tensor", "sequence", "expert"):
+        work = workload(expert_runs.build("listed") if axis == "expert" else tiny.plain(num_layers=4), world=2)
         base = [("parallel_mode", {axis: 2}), f"{axis}_parallel"]
         plans = [work.plan(Strategy([*base, *added])) for added in ([], [("checkpoint", {"every": 2})], ["checkpoint"])]
         none, half, full = (
