@@ -38,6 +38,7 @@ class BoostedOptimizer(GuardedOptimizer):
                 "scaler": optimizer.scaler,
                 "master": optimizer.master,
                 "skip_nonfinite": optimizer.skip_nonfinite,
+                "stop_nonfinite": optimizer.stop_nonfinite,
             }
             super().__init__(optimizer.inner, **guards, stages=stages)  # type: ignore[arg-type]
         else:

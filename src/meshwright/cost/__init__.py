@@ -13,6 +13,7 @@ from meshwright.cost.sharding_traffic import gather_traffic, gathered_bytes, mea
 from meshwright.cost.simulate import StepTime, simulate, timeline
 from meshwright.cost.step import (
     Activations,
+    Average,
     Block,
     BlockSaves,
     Boundary,
@@ -40,6 +41,7 @@ from meshwright.cost.wire import Encoding, Wire
 __all__ = [
     "DEVICES",
     "Activations",
+    "Average",
     "Block",
     "BlockSaves",
     "Boundary",

@@ -210,6 +210,14 @@ class OuterState:
 
 
 @dataclass(frozen=True)
+class Average:
+    """A moving average of what trains, sharded as it is, and on the host where its optimizer's copy is."""
+
+    itemsize: int | None = None  # bytes per element; None: as wide as the weights, fp32 at least
+    every: int = 1  # steps from one update to the next
+
+
+@dataclass(frozen=True)
 class Hosted:
     """What host memory or a disk holds in place of the device, as fractions from 0 to 1 of elements; see ``homes``."""
 
@@ -269,6 +277,7 @@ class Step:
     optimizer: Placement = Placement()
     master: Placement | None = None  # fp32 copies beside half parameters
     outer: OuterState | None = None
+    average: Average | None = None
     hosted: Hosted | None = None
     on_cpu: bool = False  # the device's memory is host memory
     compute_itemsize: int | None = None  # bytes per element of gathered parameters; None: as given
