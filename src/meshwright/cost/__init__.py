@@ -13,7 +13,6 @@ from meshwright.cost.sharding_traffic import gather_traffic, gathered_bytes, mea
 from meshwright.cost.simulate import StepTime, simulate, timeline
 from meshwright.cost.step import (
     Activations,
-    Average,
     Block,
     BlockSaves,
     Boundary,
@@ -24,7 +23,6 @@ from meshwright.cost.step import (
     Hosted,
     Moment,
     Op,
-    OuterState,
     Parameter,
     Placed,
     Placement,
@@ -36,6 +34,7 @@ from meshwright.cost.step import (
 )
 from meshwright.cost.timeline import Event
 from meshwright.cost.traffic import inline_traffic, send_boundaries
+from meshwright.cost.weight_copies import Average, OuterState
 from meshwright.cost.wire import Encoding, Wire
 
 __all__ = [
