@@ -45,6 +45,7 @@ UNDER_KEYS += [
     [("half", "fp16"), ("skip_nonfinite", "stop")],
     ["outer", ("skip_nonfinite", "stop")],
     [GATHERED, "ema", "fsdp"],
+    [GATHERED, ("comm", {"all_gather": "int8"}), "fsdp"],
 ]
 AXIS_OF = {method.method_name: method.axis for method in known_methods() if method.axis}
 

@@ -46,6 +46,14 @@ class Comm(Method):
     )
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
+            other="fp8",
+            reason="both say in which bits weights are gathered",
+            fix="leave one of them out; reduce and hierarchical go together with fp8's all_gather",
+            when=lambda own, other: bool(own.all_gather is not None and other.all_gather),
+            own_keys="all_gather",
+            other_keys="all_gather=True",
+        ),
+        Conflict(
             other="pipeline_parallel",
             reason="it reduces gradients and holds weights whole in a way of its own",
             fix="leave comm out",
