@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffload
 
 from meshwright.booster import (
     Booster,
@@ -32,12 +33,18 @@ FP32 = [
     (GeminiPlugin(precision="fp32", shard_param_frac=0.0), "adamw", 1),
     (TorchFSDPPlugin(sharding_strategy="SHARD_GRAD_OP"), "sgd", 1),
 ]
+FP32 += [
+    (LowLevelZeroPlugin(stage=2, precision="fp32", cpu_offload=True), "adamw", 2),
+    (GeminiPlugin(precision="fp32", offload_optim_frac=0.6, offload_param_frac=0.3), "sgd", 1),
+]
 # Layouts that those have, under another plugin's name or with another optimizer.
 MORE_FP32 = [
     (TorchDDPPlugin(), "adamw", 1),
     (hybrid(1), "adagrad", 1),
     (hybrid(2), "own", 1),
     (TorchFSDPPlugin(sync_module_states=True), "adamw", 1),
+    (TorchFSDPPlugin(cpu_offload=CPUOffload(offload_params=True)), "adamw", 1),
+    (hybrid(cpu_offload=True), "sgd", 1),
 ]
 
 

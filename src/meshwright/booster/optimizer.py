@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError
-from meshwright.optim import GuardedOptimizer, Stages, local_tensor
+from meshwright.optim import GuardedOptimizer, Stages, inner_optimizer, local_tensor
 
 
 class BoostedOptimizer(GuardedOptimizer):
@@ -114,4 +114,4 @@ class BoostedOptimizer(GuardedOptimizer):
 
     def unwrap(self) -> Optimizer:
         """The optimizer that was boosted."""
-        return self.inner
+        return inner_optimizer(self)
