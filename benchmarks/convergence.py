@@ -4,7 +4,7 @@ The task of ``comm.py``: a small GPT on the Python standard library's sources, b
 batches, AdamW, schedule and clipping for every variant. 8-bit products are emulated: they give the values of the
 hardware, slowly.
 
-    python benchmarks/convergence.py [--steps N] [--only TEXT] [--json FILE]
+    python benchmarks/convergence.py [--steps N] [--only NAME …] [--json FILE]
 """
 
 from __future__ import annotations
@@ -50,20 +50,18 @@ VARIANTS: dict[str, list[Any]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--only", default="", help="variants whose name contains this, beside fsdp")
+    parser.add_argument("--only", nargs="+", choices=VARIANTS, default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not inside_launcher():
         return launch([__file__, *sys.argv[1:]], RANKS)
     mw.init_distributed(backend="gloo")
     text, found = corpus(), dict[str, float]()
-    for name, methods in VARIANTS.items():
-        if name != "fsdp" and options.only not in name:
-            continue
+    for name in options.only:
         optimizer = AdamW8bit if name == "AdamW8bit" else torch.optim.AdamW
-        found[name] = train(methods, options.steps, text, optimizer)["loss"]
-        off = 100 * (found[name] / found["fsdp"] - 1)
-        mw.print_rank(f"{name:52} {found[name]:.4f} ({off:+.2f} %)", flush=True)
+        found[name] = train(VARIANTS[name], options.steps, text, optimizer)["loss"]
+        off = f" ({100 * (found[name] / found['fsdp'] - 1):+.2f} %)" if "fsdp" in found else ""
+        mw.print_rank(f"{name:52} {found[name]:.4f}{off}", flush=True)
     if mw.rank() == 0 and options.json is not None:
         options.json.write_text(json.dumps(found, indent=1))
     dist.destroy_process_group()

@@ -211,6 +211,7 @@ def test_an_unknown_argument_is_refused():
 
 def misuse():
     booster = Booster(plugin=TorchDDPPlugin())
+    two_norms = Booster(plugin=LowLevelZeroPlugin(max_norm=1.0, methods=[("grad_clip", 2.0)]))
     model, optim, schedule = helpers.build()
     stepped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 7)).sum().backward()
@@ -224,6 +225,8 @@ def misuse():
         (lambda: booster.boost(model, optim, None, None, other), "another optimizer"),
         (lambda: booster.boost(model, None, None, None, schedule), "no optimizer"),
         (lambda: booster.boost(print), "not a module"),
+        (lambda: Booster(plugin=TorchDDPPlugin(methods=[("gradient_accumulation", 2)])).boost(model), "calls backward"),
+        (lambda: two_norms.boost(helpers.build()[0]), "name different norms"),
         (lambda: Booster(device="cuda", plugin=TorchDDPPlugin()).boost(model), "another device"),
         (lambda: booster.no_sync(model).__enter__(), "not one that this Booster"),
         (lambda: booster.execute_pipeline(iter([1]), model, None), "not one that this Booster"),

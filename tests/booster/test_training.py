@@ -14,6 +14,7 @@ from meshwright.booster import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from meshwright.optim import average_of
 from tests import tiny
 from tests.booster import helpers
 
@@ -97,6 +98,9 @@ def other_ways():
     assert isinstance(model.unwrap(), tiny.Mlp)
     assert isinstance(criterion, nn.MSELoss), "fp32 needs no wrapper"
     assert loader is clipped[4]
+    by_methods = helpers.boosted(TorchDDPPlugin(methods=[("grad_clip", 0.5), "ema"]))
+    assert helpers.train(*by_methods) == pytest.approx(losses, rel=1e-5)
+    assert average_of(by_methods[2]).num_updates == helpers.STEPS
     amp = helpers.boosted(TorchDDPPlugin(), mixed_precision="bf16")
     assert amp[0].strategy().names == ("parallel_mode", "amp_native")
     assert helpers.train(*amp) == pytest.approx(helpers.plain_run()[0], rel=3e-2)
