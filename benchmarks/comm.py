@@ -53,8 +53,10 @@ def bytes_sent(job: mw.Accelerated) -> float:
     return sum((2 if t.kind == "all_reduce" else 1) * t.bytes_per_step for t in traffic) * (RANKS - 1) / RANKS
 
 
-def train(methods: list[Any], steps: int, text: Tensor) -> dict[str, float]:
-    job, generator = build(methods, steps, LEARNING_RATE), torch.Generator().manual_seed(1)
+def train(
+    methods: list[Any], steps: int, text: Tensor, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> dict[str, float]:
+    job, generator = build(methods, steps, LEARNING_RATE, optimizer), torch.Generator().manual_seed(1)
     held_out = sequences(text[-500_000:], HELD_OUT, torch.Generator().manual_seed(2))[mw.rank() :: RANKS]
     begin = time.perf_counter()
     for _ in range(steps):

@@ -67,15 +67,18 @@ def loss_func(ids: Tensor, logits: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def build(methods: Methods, steps: int, lr: float = 3e-3) -> mw.Accelerated:
+def build(
+    methods: Methods, steps: int, lr: float = 3e-3, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
+) -> mw.Accelerated:
     torch.manual_seed(0)
+    kernel = {"fused": True} if optimizer is torch.optim.AdamW else {}
     model = GPT2(vocab_size=VOCABULARY, seq_len=SEQ_LEN, dim=DIM, num_layers=LAYERS, num_heads=4)
     return mw.accelerate(
         model,
-        torch.optim.AdamW,
+        optimizer,
         loss_func=loss_func,
         strategy=methods,
-        optim_args={"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True},
+        optim_args={"lr": lr, "betas": (0.9, 0.95), "weight_decay": 0.1, **kernel},
         lr_scheduler_cls=warmup_decay,
         lr_scheduler_args={"num_steps": steps, "warmup_steps": steps // 20, "decay": "cosine", "min_lr_ratio": 0.05},
         max_grad_norm=1.0,

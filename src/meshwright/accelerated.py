@@ -20,7 +20,15 @@ from torch.utils.data import DataLoader
 from meshwright.batches import call_model, first_loss, micro_batches
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, PipelineEngine
-from meshwright.optim import GuardedOptimizer, OuterOptimizer, Stages, clip_gradients, guard_of
+from meshwright.optim import (
+    GuardedOptimizer,
+    OuterOptimizer,
+    Stages,
+    WeightAverage,
+    average_of,
+    clip_gradients,
+    guard_of,
+)
 from meshwright.planner import Plan, measured_state, record_saved
 from meshwright.runtime import peak_memory_bytes, preserved_rng, synchronize_device
 from meshwright.strategy import Strategy
@@ -92,7 +100,7 @@ class Accelerated:
         self.mesh = job.mesh
         self.replica, self.num_replicas = job.replica, job.num_replicas
         self.num_micro_batches = num_micro_batches
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm, self.grad_norm_type = max_grad_norm, job.grad_norm_type
         self._model_input_format = model_input_format
         self._hosted_bytes = 0  # of activations that a measured forward copied to the host
         self._saved_bytes = 0  # what measured_step found; _MEASURE_NEXT asks the next forward to measure
@@ -123,7 +131,7 @@ class Accelerated:
             )
         self.optim.zero_grad()
         loss = self._forward_backward(micro_batches(batch, self.num_micro_batches))
-        grad_norm = self.clip_grad_norm(self.max_grad_norm if self.max_grad_norm is not None else float("inf"))
+        grad_norm = self.clip_grad_norm()
         self.optim.step()
         skipped = self._guard is not None and self._guard.step_was_skipped
         # Replicas skip steps of their own, and their learning rates must not drift apart for it.
@@ -205,6 +213,28 @@ class Accelerated:
         return self._job.stages
 
     @property
+    def ema(self) -> WeightAverage:
+        """The average of the weights that the method ``ema`` keeps.
+
+        Raises:
+            ConfigError: Where the strategy keeps none.
+        """
+        average = average_of(self.optim)
+        if average is None:
+            raise ConfigError(
+                "No average of the weights is kept",
+                expected="the method ema in the strategy",
+                got=str(self.strategy),
+                fix='add it: ("ema", {"decay": 0.999})',
+            )
+        return average
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps of this process that left the weights as they were, their gradients holding inf or nan."""
+        return self._guard.num_skipped_steps if self._guard is not None else 0
+
+    @property
     def _guard(self) -> GuardedOptimizer | None:
         return guard_of(self.optim)
 
@@ -219,9 +249,17 @@ class Accelerated:
                 module.reshard()  # else weights gathered here would outlive a change of the shards
         return loss
 
-    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clips the gradients of the whole model, sharded or not; returns their norm before clipping (0-dim)."""
-        return clip_gradients(self.model, self.optim, max_norm, norm_type, self._job.stages)
+    def clip_grad_norm(self, max_norm: float | None = None, norm_type: float | None = None) -> torch.Tensor:
+        """Clips the gradients of the whole model, sharded or not; returns their norm before clipping (0-dim).
+
+        Args:
+            max_norm: Largest norm allowed; None: ``max_grad_norm``, or measured only where there is none.
+            norm_type: p of the p-norm; None: ``grad_clip``'s, or 2.
+        """
+        limit = max_norm if max_norm is not None else self.max_grad_norm
+        limit = limit if limit is not None else float("inf")
+        p = norm_type if norm_type is not None else self.grad_norm_type
+        return clip_gradients(self.model, self.optim, limit, p, self._job.stages)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -168,7 +168,7 @@ def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelera
         lr_scheduler=scheduler,
         has_loss_func=request.loss_func is not None,
         model_input_format=request.model_input_format,
-        max_grad_norm=request.max_grad_norm,
+        max_grad_norm=job.max_grad_norm,
         num_micro_batches=job.num_micro_batches,
     )
 

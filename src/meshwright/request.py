@@ -203,6 +203,7 @@ class Request:
             ddp_options=self.ddp_options or {},
             optim_func=self.build_optimizer,
             optim_param_func=self.optim_param_func if self._built is None else self._built.groups,
+            max_grad_norm=self.max_grad_norm,
             sample=SampleRun(lambda samples: self._sample_inputs(device, samples), self._forward),
         )
 

@@ -46,7 +46,8 @@ def resumed(folder):
     llz = LowLevelZeroPlugin(stage=2, precision="bf16")
     fp32 = HybridParallelPlugin(tp_size=1, pp_size=1, precision="fp32", zero_stage=1)
     fp16 = HybridParallelPlugin(tp_size=1, pp_size=1, precision="fp16", initial_scale=64.0)
-    same = [(hybrid, "sgd", True), (llz, "own", True), (fp32, "adagrad", False)]
+    host = LowLevelZeroPlugin(stage=1, precision="bf16", cpu_offload=True)
+    same = [(hybrid, "sgd", True), (llz, "own", True), (fp32, "adagrad", False), (host, "adamw", True)]
     for number, (plugin, optimizer, shard) in enumerate([*same, (fp16, "adamw", False)]):
         on, loaded = go_on(plugin, plugin, optimizer, shard, folder / f"same{number}")
         assert on == loaded, plugin

@@ -63,6 +63,26 @@ BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             ],
         ),
         (TorchFSDPPlugin(sharding_strategy="NO_SHARD"), [("parallel_mode", {"data": 4})]),
+        (
+            LowLevelZeroPlugin(precision="fp32", cpu_offload=True),
+            [("parallel_mode", {"zero": 4}), "zero1", ("offload", "optimizer")],
+        ),
+        (
+            HybridParallelPlugin(1, 1, None, "fp32", cpu_offload=True),
+            [("parallel_mode", {"data": 4}), ("offload", "optimizer")],
+        ),
+        (
+            GeminiPlugin(precision="fp32", offload_param_frac=0.5, pin_memory=True),
+            [("parallel_mode", {"zero": 4}), "fsdp", ("offload", {"parameters": 0.5})],
+        ),
+        (
+            TorchFSDPPlugin(cpu_offload=CPUOffload(offload_params=True)),
+            [
+                ("parallel_mode", {"data": 4}),
+                ("fsdp", {"sync_module_states": False}),
+                ("offload", {"parameters": 1.0}),
+            ],
+        ),
     ],
     ids=lambda value: repr(value) if isinstance(value, Plugin) else "",
 )
@@ -140,7 +160,6 @@ TOKENS = {"enable_sequence_parallelism": True}
     ("make", "text"),
     [
         (lambda: LowLevelZeroPlugin(stage=3), "stage is none of its values.*1 or 2"),
-        (lambda: LowLevelZeroPlugin(cpu_offload=True), "AdamOffloadOptimizer"),
         (lambda: LowLevelZeroPlugin(cast_inputs=False), "cast_inputs"),
         (lambda: LowLevelZeroPlugin(precision="bf61"), "did you mean 'bf16'"),
         (lambda: LowLevelZeroPlugin(max_norm=-1.0), "no norm to clip by"),
@@ -168,11 +187,11 @@ TOKENS = {"enable_sequence_parallelism": True}
         (lambda: MoeHybridParallelPlugin(tp_size=2, pp_size=1, ep_size=2), "other model parallelism"),
         (lambda: MoeHybridParallelPlugin(**HYBRID, ep_size=3).strategy(4), "expert 3 = 3"),
         (lambda: MoeHybridParallelPlugin(**HYBRID, moe_tp_size=2), "tensor parallelism of its own"),
-        (lambda: GeminiPlugin(offload_optim_frac=0.5), "host memory"),
-        (lambda: GeminiPlugin(placement_policy="auto"), "placement_policy"),
+        (lambda: GeminiPlugin(offload_optim_frac=1.5), "offload: config key 'optimizer'"),
+        (lambda: GeminiPlugin(placement_policy="auto"), "placement_policy.*offload_optim_frac"),
         (lambda: GeminiPlugin(shard_param_frac=0.5), "shard_param_frac"),
         (lambda: TorchFSDPPlugin(sharding_strategy="FULL"), "did you mean 'FULL_SHARD'"),
-        (lambda: TorchFSDPPlugin(cpu_offload=CPUOffload(True)), "cpu_offload"),
+        (lambda: TorchFSDPPlugin(sharding_strategy="NO_SHARD", cpu_offload=CPUOffload(True)), "cpu_offload"),
         (lambda: TorchFSDPPlugin(sharding_strategy="NO_SHARD", mixed_precision=BF16), "TorchDDPPlugin"),
         (lambda: TorchFSDPPlugin(mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16)), "buffer_dtype"),
         (lambda: Booster(plugin="ddp"), "not a plugin"),
@@ -192,6 +211,7 @@ def test_an_unknown_argument_is_refused():
 
 def misuse():
     booster = Booster(plugin=TorchDDPPlugin())
+    two_norms = Booster(plugin=LowLevelZeroPlugin(max_norm=1.0, methods=[("grad_clip", 2.0)]))
     model, optim, schedule = helpers.build()
     stepped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 7)).sum().backward()
@@ -205,6 +225,8 @@ def misuse():
         (lambda: booster.boost(model, optim, None, None, other), "another optimizer"),
         (lambda: booster.boost(model, None, None, None, schedule), "no optimizer"),
         (lambda: booster.boost(print), "not a module"),
+        (lambda: Booster(plugin=TorchDDPPlugin(methods=[("gradient_accumulation", 2)])).boost(model), "calls backward"),
+        (lambda: two_norms.boost(helpers.build()[0]), "name different norms"),
         (lambda: Booster(device="cuda", plugin=TorchDDPPlugin()).boost(model), "another device"),
         (lambda: booster.no_sync(model).__enter__(), "not one that this Booster"),
         (lambda: booster.execute_pipeline(iter([1]), model, None), "not one that this Booster"),

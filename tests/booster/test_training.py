@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffload
 
 from meshwright.booster import (
     Booster,
@@ -13,6 +14,7 @@ from meshwright.booster import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
+from meshwright.optim import average_of
 from tests import tiny
 from tests.booster import helpers
 
@@ -32,12 +34,18 @@ FP32 = [
     (GeminiPlugin(precision="fp32", shard_param_frac=0.0), "adamw", 1),
     (TorchFSDPPlugin(sharding_strategy="SHARD_GRAD_OP"), "sgd", 1),
 ]
+FP32 += [
+    (LowLevelZeroPlugin(stage=2, precision="fp32", cpu_offload=True), "adamw", 2),
+    (GeminiPlugin(precision="fp32", offload_optim_frac=0.6, offload_param_frac=0.3), "sgd", 1),
+]
 # Layouts that those have, under another plugin's name or with another optimizer.
 MORE_FP32 = [
     (TorchDDPPlugin(), "adamw", 1),
     (hybrid(1), "adagrad", 1),
     (hybrid(2), "own", 1),
     (TorchFSDPPlugin(sync_module_states=True), "adamw", 1),
+    (TorchFSDPPlugin(cpu_offload=CPUOffload(offload_params=True)), "adamw", 1),
+    (hybrid(cpu_offload=True), "sgd", 1),
 ]
 
 
@@ -90,6 +98,9 @@ def other_ways():
     assert isinstance(model.unwrap(), tiny.Mlp)
     assert isinstance(criterion, nn.MSELoss), "fp32 needs no wrapper"
     assert loader is clipped[4]
+    by_methods = helpers.boosted(TorchDDPPlugin(methods=[("grad_clip", 0.5), "ema"]))
+    assert helpers.train(*by_methods) == pytest.approx(losses, rel=1e-5)
+    assert average_of(by_methods[2]).num_updates == helpers.STEPS
     amp = helpers.boosted(TorchDDPPlugin(), mixed_precision="bf16")
     assert amp[0].strategy().names == ("parallel_mode", "amp_native")
     assert helpers.train(*amp) == pytest.approx(helpers.plain_run()[0], rel=3e-2)

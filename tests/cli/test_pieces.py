@@ -12,11 +12,12 @@ from meshwright.cli.models import model_source
 from meshwright.cli.progress import duration, readable_count, status_line
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.report import sparkline
-from meshwright.cli.request import Options, prepare
+from meshwright.cli.request import Options, prepare, unless_said
 from meshwright.cli.run_dir import MetricsFile, check_run_dir, default_run_dir
 from meshwright.cost.device import half_peak_flops_per_s
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, ModelError, StrategyError
 from meshwright.runtime import measured_flops_per_s
+from meshwright.strategy import Strategy
 from tests.cli.helpers import project
 
 
@@ -48,12 +49,21 @@ def test_a_request_finds_everything_relative_to_its_file(tmp_path):
         ("strategy.file=absent.json", StrategyError, "absent.json"),
         ("run.batch_size=5", DataError, "use 4 or 6"),
         ("run.num_micro_batches=4", DataError, "multiple of 8 (2 replicas x 4 micro-batches)"),
+        ("strategy.methods=gradient_accumulation(num_micro_batches=4)", DataError, "2 replicas x 4 micro-batches"),
     ],
 )
 def test_a_wrong_request_is_refused_before_anything_starts(tmp_path, change, kind, word):
     with pytest.raises(kind) as caught:
         _prepare(tmp_path, change)
     assert word in str(caught.value)
+
+
+def test_what_a_strategy_says_comes_before_defaults_and_beside_what_is_written(tmp_path):
+    said = Strategy(["grad_clip"])
+    for change, expected in (("run.steps=3", None), ("optimizer.max_grad_norm=1.0", 1.0)):
+        optimizer = _prepare(tmp_path, change).config.optimizer
+        assert unless_said(said, "grad_clip", optimizer, "max_grad_norm") == expected
+        assert unless_said(None, "grad_clip", optimizer, "max_grad_norm") == 1.0
 
 
 def test_a_model_function_that_fails_says_where(tmp_path):

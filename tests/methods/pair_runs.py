@@ -39,6 +39,8 @@ class Row:
 
 
 BF16 = {"dtype": "bf16"}
+MAX_NORM = 0.5
+"""Below the norms of all steps, so that every one is clipped."""
 ROWS = {
     "parallel_mode": Row(axes={"data": 2}),
     "module_replace": Row(["rms_norm"]),
@@ -60,6 +62,10 @@ ROWS = {
     "fsdp": Row(axes={"zero": 2}),
     # Averaging weights after every step of SGD is averaging gradients.
     "outer": Row({"rule": "local_sgd", "sync_every": 1}, axes={"replica": 2}),
+    "grad_clip": Row(MAX_NORM),
+    "gradient_accumulation": Row(2),
+    "skip_nonfinite": Row(),
+    "ema": Row(),
 }
 PAIRS = [*((name, name) for name in ROWS), *itertools.combinations(ROWS, 2)]
 
@@ -86,8 +92,18 @@ class Case:
     @property
     def strategy(self) -> list[Any]:
         """As a user writes it."""
-        others = [(name, ROWS[name].config) for name in self.methods if name != "parallel_mode"]
+        others = [(name, self._config(name)) for name in self.methods if name != "parallel_mode"]
         return [("parallel_mode", self.axes), *others]
+
+    def _config(self, name: str) -> Any:
+        # Every replica clips by its own norm: no bound is the only one that is the same in one process.
+        return 1e9 if name == "grad_clip" and "outer" in self.methods else ROWS[name].config
+
+    @property
+    def max_norm(self) -> float:
+        """That of the reference."""
+        clips = "grad_clip" in self.methods and "outer" not in self.methods
+        return MAX_NORM if clips else float("inf")
 
     @property
     def model(self) -> str:
@@ -105,7 +121,8 @@ class Case:
     @property
     def on_one_rank(self) -> Case:
         """The same precision on the same model, and nothing else."""
-        return Case(self.rounding, 1, self.model)
+        clips = tuple(name for name in self.methods if name == "grad_clip")
+        return Case((*self.rounding, *clips), 1, self.model)
 
     def limit(self, one_rank: Callable[[Case], Any]) -> float:
         """The largest difference allowed.
@@ -181,7 +198,7 @@ SGD = {"lr": 0.1, "momentum": 0.9}
 
 
 @functools.cache
-def reference(kind: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def reference(kind: str, max_norm: float) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Losses, initial and final weights of a plain loop in one process, in fp32."""
     model = build(kind)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -191,6 +208,8 @@ def reference(kind: str) -> tuple[list[float], dict[str, torch.Tensor], dict[str
         loss = tiny.loss_func(ids, model(ids))
         optim.zero_grad()
         loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        assert norm > max_norm or max_norm == float("inf"), "nothing is clipped"
         optim.step()
         losses.append(loss.item())
     return losses, before, {name: value.detach() for name, value in model.named_parameters()}
@@ -221,7 +240,7 @@ def worst_difference(case: Case, outcomes: list[tuple[list[float], dict[str, tor
         case: What was trained.
         outcomes: Of every rank; stages of a pipeline have parts of the weights.
     """
-    losses, before, after = reference(case.model)
+    losses, before, after = reference(case.model, case.max_norm)
     mean = torch.tensor([own for own, _ in outcomes], dtype=torch.float64).mean(0)  # over replicas of outer
     apart = (mean / torch.tensor(losses, dtype=torch.float64) - 1).abs().max().item()
     weights: dict[str, torch.Tensor] = {}

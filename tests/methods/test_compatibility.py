@@ -40,6 +40,14 @@ UNDER_KEYS = [
     [("compile", {**EAGER, "activation_budget": 0.5}), "checkpoint"],
     *([("compile", {**EAGER, "whole": True, "fullgraph": True}), name] for name in ("zero1", "zero2", "fsdp")),
 ]
+UNDER_KEYS += [
+    [("pipeline_parallel", {"num_micro_batches": 4}), ("gradient_accumulation", 2)],
+    [("amp_native", "fp16"), ("skip_nonfinite", "stop")],
+    [("half", "fp16"), ("skip_nonfinite", "stop")],
+    ["outer", ("skip_nonfinite", "stop")],
+    [GATHERED, "ema", "fsdp"],
+    [GATHERED, ("comm", {"all_gather": "int8"}), "fsdp"],
+]
 AXIS_OF = {method.method_name: method.axis for method in known_methods() if method.axis}
 
 

@@ -112,6 +112,20 @@ CONFIGS = {
             "quantise": st.sampled_from(["int8", "none"]),
         },
     ),
+    "grad_clip": st.fixed_dictionaries(
+        {}, optional={"max_norm": st.floats(0.01, 10), "norm_type": st.sampled_from(["inf", 1.0, 2.0])}
+    ),
+    "gradient_accumulation": st.fixed_dictionaries({"num_micro_batches": st.integers(1, 64)}),
+    "skip_nonfinite": st.sampled_from([None, "skip", "stop"]),
+    "ema": st.fixed_dictionaries(
+        {},
+        optional={
+            "decay": st.floats(0.5, 0.9999),
+            "warmup": st.booleans(),
+            "every": st.integers(1, 100),
+            "dtype": st.sampled_from(["fp32", "bf16"]),
+        },
+    ),
     "parallel_mode": st.fixed_dictionaries(
         {}, optional={"zero": st.integers(1, 64), "data": st.integers(1, 64), "tensor": st.integers(1, 64)}
     ),

@@ -112,6 +112,7 @@ class Booster(CheckpointVerbs):
         with same_on_every_rank():
             checks.check_world(self.plugin, self.device, device)
             strategy = self.strategy()
+            checks.check_accumulation(strategy)
             checks.check_scheduler(lr_scheduler, optimizer, strategy)
         ddp_options = self.plugin.ddp_options if self.plugin is not None else {}
         notices = self._prepare(model, device)
@@ -122,6 +123,7 @@ class Booster(CheckpointVerbs):
             loss_func=loss_of(criterion),
             strategy=strategy,
             ddp_options=ddp_options,
+            max_grad_norm=self._clipping[0] or None,
             sample_batch=sample,
             model_input_format=input_format(sample),
         )
@@ -158,12 +160,20 @@ class Booster(CheckpointVerbs):
     def _finish_optimizer(self, accelerated: Accelerated) -> BoostedOptimizer | None:
         if accelerated.optim is None:
             return None
-        max_norm, norm_type = self.plugin.clipping if self.plugin is not None else (0.0, 2.0)
+        max_norm, norm_type = self._clipping
         boosted = BoostedOptimizer(
-            accelerated.optim, accelerated.model, max_norm=max_norm, norm_type=norm_type, stages=accelerated.stages
+            accelerated.optim,
+            accelerated.model,
+            max_norm=accelerated.max_grad_norm or 0.0,
+            norm_type=norm_type if max_norm else accelerated.grad_norm_type,
+            stages=accelerated.stages,
         )
         self._optimizers[accelerated.model] = boosted
         return boosted
+
+    @property
+    def _clipping(self) -> tuple[float, float]:
+        return self.plugin.clipping if self.plugin is not None else (0.0, 2.0)
 
     def backward(self, loss: torch.Tensor, optimizer: BoostedOptimizer) -> None:
         """``optimizer.backward(loss)``."""

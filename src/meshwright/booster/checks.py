@@ -92,6 +92,17 @@ def check_scheduler(scheduler: LRScheduler | None, optimizer: Optimizer | None, 
         )
 
 
+def check_accumulation(strategy: Strategy) -> None:
+    """Refuses micro-batches of a step where the user's own loop calls backward."""
+    if "gradient_accumulation" in strategy:
+        raise ConfigError(
+            "gradient_accumulation cuts the batches of Accelerated.step, and a Booster's loop calls backward itself",
+            expected="a strategy without it",
+            got=str(strategy),
+            fix="call backward several times before a step, all but the last inside booster.no_sync",
+        )
+
+
 def check_lora(is_boosted: bool, is_quantized: bool) -> None:
     """Refuses adapters around a boosted model, and quantised weights."""
     if is_boosted:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError
-from meshwright.optim import GuardedOptimizer, Stages, local_tensor
+from meshwright.optim import GuardedOptimizer, Stages, inner_optimizer, local_tensor
 
 
 class BoostedOptimizer(GuardedOptimizer):
@@ -38,6 +38,7 @@ class BoostedOptimizer(GuardedOptimizer):
                 "scaler": optimizer.scaler,
                 "master": optimizer.master,
                 "skip_nonfinite": optimizer.skip_nonfinite,
+                "stop_nonfinite": optimizer.stop_nonfinite,
             }
             super().__init__(optimizer.inner, **guards, stages=stages)  # type: ignore[arg-type]
         else:
@@ -113,4 +114,4 @@ class BoostedOptimizer(GuardedOptimizer):
 
     def unwrap(self) -> Optimizer:
         """The optimizer that was boosted."""
-        return self.inner
+        return inner_optimizer(self)

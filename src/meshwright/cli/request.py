@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from meshwright.cli.config import StrategyTable, TrainConfig
+from meshwright.cli.config import StrategyTable, Table, TrainConfig
 from meshwright.cli.config_file import read_config
 from meshwright.cli.corpus import Corpus, find_corpus
 from meshwright.cli.models import ModelSource, model_source
@@ -16,7 +17,7 @@ from meshwright.cli.optimizers import OptimizerChoice, optimizer_of
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_dir import check_run_dir
 from meshwright.errors import ConfigError, DataError
-from meshwright.methods import resolve
+from meshwright.methods import GradientAccumulation, resolve
 from meshwright.strategy import Strategy
 
 
@@ -116,16 +117,24 @@ def _strategy(table: StrategyTable, folder: Path) -> Strategy | None:
 def _check_batch(config: TrainConfig, strategy: Strategy | None, world: int) -> None:
     axes = dict(resolve(strategy or Strategy(), world).axes)
     replicas = axes.get("data", 1) * axes.get("zero", 1)
-    parts = replicas * config.run.num_micro_batches
+    said = strategy.get("gradient_accumulation") if strategy is not None else None
+    micro_batches = said.num_micro_batches if isinstance(said, GradientAccumulation) else config.run.num_micro_batches
+    parts = replicas * micro_batches
     if config.run.batch_size % parts:
         below = config.run.batch_size // parts * parts
         nearest = f"{below} or {below + parts}" if below else str(parts)
         raise DataError(
             "run.batch_size does not divide: it counts sequences over all ranks",
-            expected=f"a multiple of {parts} ({replicas} replicas x {config.run.num_micro_batches} micro-batches)",
+            expected=f"a multiple of {parts} ({replicas} replicas x {micro_batches} micro-batches)",
             got=str(config.run.batch_size),
             fix=f"use {nearest}, or another number of processes",
         )
+
+
+def unless_said(strategy: Strategy | None, method: str, table: Table, key: str) -> Any:
+    """A value of the configuration; None where it is a default and a method of the strategy says the same thing."""
+    is_default = key not in table.model_fields_set
+    return None if strategy is not None and method in strategy and is_default else getattr(table, key)
 
 
 def number_of_processes(config: TrainConfig) -> int:

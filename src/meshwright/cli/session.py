@@ -13,7 +13,7 @@ import torch
 from meshwright.accelerated import Accelerated
 from meshwright.auto import accelerate
 from meshwright.cli.corpus import tokenized
-from meshwright.cli.request import Options, Prepared, prepare
+from meshwright.cli.request import Options, Prepared, prepare, unless_said
 from meshwright.cli.run_dir import CHECKPOINTS, CONFIG, STRATEGY, default_run_dir, write_text
 from meshwright.cost.device import half_peak_flops_per_s
 from meshwright.data import GlobalOrder, TokenDataset
@@ -126,8 +126,8 @@ def _accelerate(prepared: Prepared, dataset: TokenDataset, order: GlobalOrder) -
         },
         excluded=prepared.config.strategy.excluded,
         included=prepared.config.strategy.included,
-        max_grad_norm=optimizer.max_grad_norm,
-        num_micro_batches=run.num_micro_batches,
+        max_grad_norm=unless_said(prepared.strategy, "grad_clip", optimizer, "max_grad_norm"),
+        num_micro_batches=unless_said(prepared.strategy, "gradient_accumulation", run, "num_micro_batches"),
         memory_limit=int(run.memory_limit_gb * 1e9) if run.memory_limit_gb is not None else None,
     )
 

@@ -22,7 +22,6 @@ from meshwright.cost.step import (
     Hosted,
     Moment,
     Op,
-    OuterState,
     Parameter,
     Placement,
     Stages,
@@ -32,11 +31,13 @@ from meshwright.cost.step import (
 )
 from meshwright.cost.timeline import Event
 from meshwright.cost.traffic import inline_traffic, send_boundaries
+from meshwright.cost.weight_copies import Average, OuterState
 from meshwright.cost.wire import Encoding, Wire
 
 __all__ = [
     "DEVICES",
     "Activations",
+    "Average",
     "Block",
     "BlockSaves",
     "Boundary",

@@ -83,5 +83,6 @@ def _reserved(whole: Memory, weights: int, moments: dict[Moment, Memory]) -> int
     def computing(each: Memory) -> int:
         return (each.activations or 0) + each.recomputation + max(each.gathered - weights, 0)
 
-    lasting = whole.parameters + whole.master + whole.optimizer + whole.buffers + whole.outer + whole.gradients
+    lasting = whole.parameters + whole.master + whole.optimizer + whole.buffers + whole.gradients
+    lasting += whole.outer + whole.average
     return lasting + weights + max(computing(each) for each in moments.values())

@@ -26,6 +26,7 @@ class Memory:
     gathered: int  # whole copies of sharded parameters and gradients while a step runs
     activations: int | None  # saved by forward for backward, for one micro-batch; None: unknown
     outer: int = 0  # global weights and outer momentum of replicas that synchronise rarely
+    average: int = 0  # a moving average of the weights
     recomputation: int = 0  # saved again while the largest recomputed part runs backward
     returned: int = 0  # offloaded activations that are back on the device at once
     host_parameters: int = 0  # in host memory beside a device, or apart from the model where the host is the device
@@ -33,6 +34,7 @@ class Memory:
     host_gradients: int = 0
     host_optimizer: int = 0
     host_activations: int = 0
+    host_average: int = 0
     disk_master: int = 0
     disk_optimizer: int = 0
 
@@ -87,6 +89,7 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
         gathered=_gathered_bytes(step),
         activations=known.saved_bytes if known is not None else None,
         outer=_outer_bytes(step, where),
+        average=total(lambda p: average_bytes(step, p, where), lambda home: home.on_device),
         recomputation=known.working_bytes if known is not None else 0,
         returned=known.returned_bytes if known is not None else 0,
         host_parameters=total(lambda p: held_bytes(step, p, where), lambda home: home.parameters),
@@ -94,6 +97,7 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
         host_gradients=total(copied, lambda home: home.copied) + total(gradient, lambda home: home.parameters),
         host_optimizer=host_scalars,
         host_activations=known.hosted_bytes if known is not None else 0,
+        host_average=total(lambda p: average_bytes(step, p, where), lambda home: home.count - home.on_device),
         disk_master=host_master if on_disk else 0,
         disk_optimizer=host_states - host_scalars,
     )
@@ -109,6 +113,14 @@ def copy_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None
     itemsize = element_bytes(parameter, step.parameters.itemsize)
     if step.master is not None and parameter.floating:
         itemsize = max(itemsize, _FP32_BYTES)
+    return math.prod(shape_on(step, parameter, step.parameters.axis, where)) * itemsize
+
+
+def average_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
+    """Bytes of the moving average of one rank's part of a parameter; 0 where none is kept."""
+    if step.average is None or not parameter.trainable:
+        return 0
+    itemsize = step.average.itemsize or max(parameter.itemsize, _FP32_BYTES)
     return math.prod(shape_on(step, parameter, step.parameters.axis, where)) * itemsize
 
 

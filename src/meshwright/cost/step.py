@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.cost.activations import Activations, Placed
+from meshwright.cost.weight_copies import Average, OuterState
 from meshwright.cost.wire import Wire
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
@@ -165,15 +166,6 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class OuterState:
-    """What replicas keep to synchronise: tensors in fp32 (fp64 beside fp64) as large as what trains."""
-
-    num_tensors: int  # global weights, and the outer momentum
-    split_axis: str | None = None  # dealt out over this axis, parameter by parameter; None: all on every rank
-    on_host: bool = False  # in host memory, beside a device with memory of its own
-
-
-@dataclass(frozen=True)
 class Hosted:
     """What host memory or a disk holds in place of the device, as fractions from 0 to 1 of elements; see ``homes``."""
 
@@ -233,6 +225,7 @@ class Step:
     optimizer: Placement = Placement()
     master: Placement | None = None  # fp32 copies beside half parameters
     outer: OuterState | None = None
+    average: Average | None = None
     hosted: Hosted | None = None
     on_cpu: bool = False  # the device's memory is host memory
     compute_itemsize: int | None = None  # bytes per element of gathered parameters; None: as given

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from meshwright.cost.kernels import Machine
-from meshwright.cost.memory import element_bytes, shape_on
+from meshwright.cost.memory import average_bytes, element_bytes, shape_on
 from meshwright.cost.step import Step
 
 _FP32_BYTES = 4
@@ -28,4 +28,6 @@ def update_s(step: Step, machine: Machine) -> float:
         master = _FP32_BYTES if step.master is not None else 0
         gradient = element_bytes(parameter, step.gradients.itemsize)
         moved += count * (2 * state + numel * (2 * (weight + master) + 3 * gradient))
+        if step.average is not None:  # reads what was updated, reads and writes the average
+            moved += count * (numel * (master or weight) + 2 * average_bytes(step, parameter)) // step.average.every
     return moved / machine.bytes_per_s

@@ -9,10 +9,13 @@ from meshwright.methods.compile import Compile
 from meshwright.methods.composition import Resolved, apply_strategy, cost_of, in_phase_order, resolve
 from meshwright.methods.context.trace import TracedContext
 from meshwright.methods.context_parallel import ContextParallel
+from meshwright.methods.ema import Ema
 from meshwright.methods.expert.trace import ExpertTrace
 from meshwright.methods.expert_parallel import ExpertParallel
 from meshwright.methods.fp8 import Fp8
 from meshwright.methods.fsdp import Fsdp
+from meshwright.methods.grad_clip import GradClip
+from meshwright.methods.gradient_accumulation import GradientAccumulation
 from meshwright.methods.half import Half
 from meshwright.methods.job import SAMPLED, Job
 from meshwright.methods.law import Conflict, Need
@@ -27,6 +30,7 @@ from meshwright.methods.pipeline_parallel import PipelineParallel
 from meshwright.methods.replace.pairs import register_replace_pair
 from meshwright.methods.sequence.trace import TokensTrace, TracedSequence
 from meshwright.methods.sequence_parallel import SequenceParallel
+from meshwright.methods.skip_nonfinite import SkipNonfinite
 from meshwright.methods.tensor.calls import SampleRun
 from meshwright.methods.tensor_parallel import TensorParallel
 from meshwright.methods.zero1 import Zero1
@@ -41,10 +45,13 @@ __all__ = [
     "Conflict",
     "ContextParallel",
     "Cut",
+    "Ema",
     "ExpertParallel",
     "ExpertTrace",
     "Fp8",
     "Fsdp",
+    "GradClip",
+    "GradientAccumulation",
     "Half",
     "Job",
     "Method",
@@ -60,6 +67,7 @@ __all__ = [
     "Rule",
     "SampleRun",
     "SequenceParallel",
+    "SkipNonfinite",
     "StageOutput",
     "TensorParallel",
     "TokensTrace",

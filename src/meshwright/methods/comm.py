@@ -12,6 +12,7 @@ from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.law import SHARDING, Conflict, Need
+from meshwright.methods.parallel_mode import AVERAGING, averaging_axis
 from meshwright.runtime import settings
 
 _SCALE_BYTES = {"fp32": 4, "bf16": 2}
@@ -46,6 +47,14 @@ class Comm(Method):
     )
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
+            other="fp8",
+            reason="both say in which bits weights are gathered",
+            fix="leave one of them out; reduce and hierarchical go together with fp8's all_gather",
+            when=lambda own, other: bool(own.all_gather is not None and other.all_gather),
+            own_keys="all_gather",
+            other_keys="all_gather=True",
+        ),
+        Conflict(
             other="pipeline_parallel",
             reason="it reduces gradients and holds weights whole in a way of its own",
             fix="leave comm out",
@@ -54,11 +63,6 @@ class Comm(Method):
             other="expert_parallel",
             reason="it averages the gradients of experts apart from all others",
             fix="leave comm out",
-        ),
-        Conflict(
-            other="context_parallel",
-            reason="it averages gradients over one axis more than comm knows",
-            fix="use sequence_parallel, or leave comm out",
         ),
     )
 
@@ -134,11 +138,12 @@ class Comm(Method):
                 got=f"rank_order={list(order)}",
                 fix="leave rank_order or hierarchical out",
             )
-        if job.shard_axis is None and job.size("sequence") > 1 and job.size("data") > 1:
+        averaging = [axis for axis in AVERAGING if job.size(axis) > 1]
+        if job.shard_axis is None and len(averaging) > 1:
             raise StrategyError(
                 "comm: hierarchical goes along one axis",
-                expected="a data or a sequence axis, or a sharding method",
-                got=f"data={job.size('data')}, sequence={job.size('sequence')}",
+                expected="a data, a sequence or a context axis, or a sharding method",
+                got=", ".join(f"{axis}={job.size(axis)}" for axis in averaging),
                 fix="add zero1, zero2 or fsdp, or leave hierarchical out",
             )
         self._wire.neighbours(job.axes, _axis(job))
@@ -166,4 +171,4 @@ class Comm(Method):
 
 def _axis(job: Job) -> str:
     """The axis whose collectives change: the one that is sharded over, else that of data parallelism."""
-    return job.shard_axis or ("data" if job.size("data") > 1 or job.size("sequence") == 1 else "sequence")
+    return job.shard_axis or averaging_axis(job)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,7 +33,7 @@ from meshwright.optim import (
     inner_optimizer,
     separate_layouts,
 )
-from meshwright.optim.wrapped import WrappedOptimizer
+from meshwright.optim.wrapped import call_around
 from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -103,6 +102,9 @@ class Job:
     loss_scaling: bool = False  # fp16: gradients would underflow
     loss_scale: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of LossScaler
     skip_nonfinite: bool = False
+    stop_nonfinite: bool = False  # an error instead of a skipped step
+    max_grad_norm: float | None = None  # of every step; None measures without clipping
+    grad_norm_type: float = 2.0  # p of that norm
     master_weights: bool = False
     finish_optimizer: Callable[[Optimizer], Optimizer] = _as_it_is  # last change of the optimizer; may communicate
     before_update: list[Callable[[], None]] = field(default_factory=list)  # called before each step of the optimizer
@@ -167,7 +169,7 @@ class Job:
         params = self.model.parameters() if self.optim_param_func is None else self.optim_param_func(self.model)
         master = self._make_master()
         inner = optim_func(params) if master is None else master.optimizer(optim_func, params)
-        _call_around(inner, self.before_update, self.after_update)
+        call_around(inner, self.before_update, self.after_update)
         if self.stages is not None and master is not None:
             self.stages = self.stages.with_masters(master.of)
         if self.is_split:
@@ -177,33 +179,18 @@ class Job:
             return inner
         scaler = LossScaler(self.device.type, **self.loss_scale) if self.loss_scaling else None
         return GuardedOptimizer(
-            inner, scaler=scaler, master=master, skip_nonfinite=self.skip_nonfinite, stages=self.stages
+            inner,
+            scaler=scaler,
+            master=master,
+            skip_nonfinite=self.skip_nonfinite,
+            stop_nonfinite=self.stop_nonfinite,
+            stages=self.stages,
         )
 
     def _make_master(self) -> MasterWeights | None:
         if self.make_host_weights is not None:
             return self.make_host_weights()
         return MasterWeights(self.model.parameters()) if self.master_weights else None
-
-
-def _call_around(optimizer: Optimizer, before: list[Callable[[], None]], after: list[Callable[[], None]]) -> None:
-    """Calls these around every step of an optimizer."""
-    if isinstance(optimizer, WrappedOptimizer) and (before or after):  # has no hooks, and its inner one several steps
-        step = optimizer.step
-
-        def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> None:
-            for call in before:
-                call()
-            step(*args, **kwargs)
-            for call in after:
-                call()
-
-        optimizer.step = types.MethodType(stepped, optimizer)  # type: ignore[method-assign]
-        return
-    for call in before:
-        optimizer.register_step_pre_hook(lambda *_, call=call: call())
-    for call in after:
-        optimizer.register_step_post_hook(lambda *_, call=call: call())
 
 
 def _check_fused(model: nn.Module, optimizer: Optimizer) -> None:

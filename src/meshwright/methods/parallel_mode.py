@@ -21,6 +21,8 @@ from meshwright.methods.wire.replicated import quantise_averages
 from meshwright.runtime import AXES, build_mesh, check_axes
 
 _SPELLINGS = {"pipe": "pipeline"}
+AVERAGING = ("data", "sequence", "context")
+"""The axes over which plain data parallelism averages gradients, that of the name of its traffic first."""
 
 
 class ParallelMode(Method):
@@ -109,11 +111,15 @@ def replicate(job: Job) -> None:
         **options,
     )
     if job.wire is not None:
-        axis = "data" if job.size("data") > 1 else "sequence"
-        way = route(group, job.wire.neighbours(job.axes, axis))
+        way = route(group, job.wire.neighbours(job.axes, averaging_axis(job)))
         quantise_averages(replicas, job.wire, way, job.device)
     job.model = replicas
     job.micro_batch = lambda is_last: contextlib.nullcontext() if is_last else _without_reduction(replicas)
+
+
+def averaging_axis(job: Job) -> str:
+    """The axis over which gradients are averaged where no method shards: the first of several."""
+    return next((axis for axis in AVERAGING if job.size(axis) > 1), AVERAGING[0])
 
 
 def _with_experts(job: Job, experts: set[nn.Parameter], group: dist.ProcessGroup) -> MicroBatchContext:
@@ -144,8 +150,7 @@ def replicate_cost(step: Step) -> Step:
     """Twin of :func:`replicate`: one mean of every gradient per step."""
     if step.shard_axis is not None:
         return step
-    # Over all axes at once, where there are several.
-    axes = ("data", "sequence", "context", "expert")
+    axes = (*AVERAGING, "expert")  # over all of them at once, where there are several
     axis = next((axis for axis in axes if step.size(axis) > 1), "data")
     experts = [(count, p) for count, p in step.every_parameter() if p.trainable and p.expert is not None]
     # With a word for each expert's parameter: whether it has a gradient.

@@ -6,6 +6,7 @@ from meshwright.optim.came import CAME, DistributedCAME
 from meshwright.optim.clip import Stages, clip_grad_norm_, local_tensor, total_norm
 from meshwright.optim.distributed_names import cast_to_distributed
 from meshwright.optim.eight_bit import AdamW8bit
+from meshwright.optim.ema import EmaPolicy, WeightAverage, average_of
 from meshwright.optim.galore import (
     DistGaloreAdamW,
     DistGaloreAwamW,
@@ -50,6 +51,7 @@ __all__ = [
     "DistributedAdaFactor",
     "DistributedCAME",
     "DistributedLamb",
+    "EmaPolicy",
     "GaLoreAdafactor",
     "GaLoreAdamW",
     "GaLoreAdamW8bit",
@@ -70,6 +72,8 @@ __all__ = [
     "SlowMo",
     "Stages",
     "StreamingDiLoCo",
+    "WeightAverage",
+    "average_of",
     "cast_to_distributed",
     "clip_grad_norm_",
     "clip_gradients",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, NonFiniteError
 from meshwright.optim.clip import Stages, clip_grad_norm_
 from meshwright.optim.master import MasterWeights
 from meshwright.optim.wrapped import WrappedOptimizer
@@ -38,6 +38,7 @@ class GuardedOptimizer(WrappedOptimizer):
         scaler: Dynamic loss scale for fp16; None scales nothing.
         master: fp32 master weights; None when the parameters are updated directly.
         skip_nonfinite: Skip a step whose gradients hold inf or nan (a ``scaler`` does so anyway).
+        stop_nonfinite: Raise an error instead of skipping it.
         stages: Where the parameters are those of one rank of a pipeline: norms are those of all of them.
     """
 
@@ -48,15 +49,18 @@ class GuardedOptimizer(WrappedOptimizer):
         scaler: torch.amp.GradScaler | None = None,
         master: MasterWeights | None = None,
         skip_nonfinite: bool = False,
+        stop_nonfinite: bool = False,
         stages: Stages | None = None,
     ) -> None:
         super().__init__(inner)
         self.scaler = scaler
         self.master = master
-        self.skip_nonfinite = skip_nonfinite
+        self.skip_nonfinite, self.stop_nonfinite = skip_nonfinite, stop_nonfinite
         self.stages = stages
         self.step_was_skipped = False
         """Whether the last ``step`` left the weights as they were."""
+        self.num_skipped_steps = 0
+        """Steps that did, since this optimizer was built."""
         self._scaled = False  # a loss went through ``scaled`` since the last step
         self._prepared = False  # gradients collected and unscaled since the last step or zero_grad
         self._norm: torch.Tensor | None = None  # of the prepared gradients, when somebody has asked for it
@@ -98,7 +102,11 @@ class GuardedOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Updates the weights, or leaves them when the gradients are not finite (see ``step_was_skipped``)."""
+        """Updates the weights, or leaves them when the gradients are not finite (see ``step_was_skipped``).
+
+        Raises:
+            NonFiniteError: With ``stop_nonfinite``, on every rank; nothing is changed then.
+        """
         if closure is not None:
             raise ValueError(
                 "A guarded optimizer takes no closure: it could not unscale and check what the closure computes. "
@@ -106,6 +114,7 @@ class GuardedOptimizer(WrappedOptimizer):
             )
         self.prepare_gradients()
         self.step_was_skipped = self._step_unless_nonfinite()
+        self.num_skipped_steps += self.step_was_skipped
         if self.master is not None and not self.step_was_skipped:
             self.master.write_back()
         self._prepared, self._scaled, self._norm = False, False, None
@@ -123,9 +132,19 @@ class GuardedOptimizer(WrappedOptimizer):
             if norm is None:
                 norm = clip_grad_norm_(self._parameters(), float("inf"), stages=self.stages)
             if not bool(torch.isfinite(norm)):
+                self._stop(norm)
                 return True
         self.inner.step()
         return False
+
+    def _stop(self, norm: torch.Tensor) -> None:
+        if self.stop_nonfinite:
+            raise NonFiniteError(
+                "The gradients of a step hold inf or nan",
+                expected="a finite norm",
+                got=f"a norm of {float(norm)}; the weights are as they were",
+                fix='look for the cause in this batch, or skip such steps: ("skip_nonfinite", "skip")',
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the model (and of the master weights)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -34,3 +36,25 @@ class WrappedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients."""
         self.inner.zero_grad(set_to_none)
+
+
+def call_around(
+    optimizer: Optimizer, before: Sequence[Callable[[], None]] = (), after: Sequence[Callable[[], None]] = ()
+) -> None:
+    """Calls these around every step of an optimizer."""
+    if isinstance(optimizer, WrappedOptimizer) and (before or after):  # has no hooks, and its inner one several steps
+        step = optimizer.step
+
+        def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> None:
+            for call in before:
+                call()
+            step(*args, **kwargs)
+            for call in after:
+                call()
+
+        optimizer.step = types.MethodType(stepped, optimizer)  # type: ignore[method-assign]
+        return
+    for call in before:
+        optimizer.register_step_pre_hook(lambda *_, call=call: call())
+    for call in after:
+        optimizer.register_step_post_hook(lambda *_, call=call: call())

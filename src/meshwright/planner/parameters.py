@@ -13,7 +13,7 @@ from meshwright.cost import Block, Buffer, Parameter
 from meshwright.methods import Cut
 from meshwright.methods.pipeline.cut import Outside
 from meshwright.nn import class_name, class_names, find_blocks
-from meshwright.optim import OuterOptimizer, local_tensor
+from meshwright.optim import OuterOptimizer, average_of, local_tensor
 from meshwright.planner.offloaded import OffloadedBytes
 from meshwright.planner.states import StatesOf
 
@@ -128,6 +128,8 @@ def measured_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, i
     masters = [parameter for parameter in updated if parameter not in own]
     gradients = {p.grad for p in (*parameters, *masters) if p.grad is not None}
     offloaded = OffloadedBytes(model, optimizer)
+    average, on_host = average_of(optimizer), offloaded.copies | offloaded.parameters
+    averages = average.of if average is not None else {}
     return {
         "parameters": _bytes(p for p in parameters if p not in offloaded.parameters),
         "master": _bytes(master for master in masters if master not in offloaded.copies),
@@ -135,10 +137,12 @@ def measured_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, i
         "optimizer": _bytes(offloaded.states("device")),
         "buffers": _bytes(model.buffers()),
         "outer": _outer_bytes(optimizer),
+        "average": _bytes(averages[p] for p in averages.keys() - on_host),
         "host_parameters": _bytes(offloaded.parameters),
         "host_master": 0 if offloaded.on_disk else _bytes(offloaded.copies),
         "host_gradients": _bytes(offloaded.gradients),
         "host_optimizer": _bytes(offloaded.states("host")),
+        "host_average": _bytes(averages[p] for p in averages.keys() & on_host),
         "disk_master": _bytes(offloaded.copies) if offloaded.on_disk else 0,
         "disk_optimizer": _bytes(offloaded.states("disk")),
     }

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.cost import Block, Boundary, Stages, Step
 from meshwright.errors import MeshwrightError, StrategyError
-from meshwright.methods import Checkpoint, Cut, PipelineParallel, Resolved, cost_of
+from meshwright.methods import Checkpoint, Cut, GradientAccumulation, PipelineParallel, Resolved, cost_of
 from meshwright.methods.pipeline.balance import Balancer, balanced_bounds
 from meshwright.methods.pipeline.cut import block_list
 from meshwright.methods.pipeline.parts import parameter_costs, place_stages
@@ -210,7 +210,21 @@ def _ranks_sending(boundary: Boundary, cut: Cut) -> tuple[int, ...]:
 
 
 def num_micro_batches(resolved: Resolved, given: int | None) -> int:
-    """The pipeline's own number, what ``accelerate`` was given, or the fewest that keep every rank busy."""
+    """The strategy's own number, what ``accelerate`` was given, or the fewest that keep every rank busy.
+
+    Raises:
+        StrategyError: When ``gradient_accumulation`` has another number than was given.
+    """
+    accumulation = resolved.strategy.get("gradient_accumulation")
+    if isinstance(accumulation, GradientAccumulation):
+        if given not in (None, accumulation.num_micro_batches):
+            raise StrategyError(
+                "gradient_accumulation and num_micro_batches name different numbers",
+                expected="one of the two, or the same number",
+                got=f"{accumulation} and num_micro_batches={given}",
+                fix="leave num_micro_batches out: the strategy says it",
+            )
+        given = accumulation.num_micro_batches
     method, ranks = resolved.strategy.get("pipeline_parallel"), dict(resolved.axes).get("pipeline", 1)
     if not isinstance(method, PipelineParallel):
         return given or 1

@@ -17,6 +17,7 @@ _ROWS = (
     ("gradients", "gradients"),
     ("optimizer", "optimizer state"),
     ("outer", "global weights and outer state"),
+    ("average", "averaged weights"),
     ("buffers", "buffers"),
     ("activations", "activations"),
     ("recomputation", "activations recomputed"),
@@ -27,6 +28,7 @@ _ROWS = (
     ("host_gradients", "on the host: gradients"),
     ("host_optimizer", "on the host: optimizer state"),
     ("host_activations", "on the host: activations"),
+    ("host_average", "on the host: averaged weights"),
     ("disk_master", "on disk: copies to update"),
     ("disk_optimizer", "on disk: optimizer state"),
 )

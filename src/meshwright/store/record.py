@@ -88,6 +88,8 @@ class Record:
     lr_scheduler: Any
     scaler: Any
     outer: OuterRecord | None = None
+    average: dict[str, int] | None = None
+    """Counts of the moving average of the weights, whose tensors are ``average.NAME``."""
 
     def replaced(self, **changes: Any) -> Record:
         """The same record with some fields changed."""
@@ -139,10 +141,12 @@ def read_record(directory: Path) -> Record:
 
 
 def _parsed(found: dict[str, Any]) -> Record:
-    fields = {field.name: found[field.name] for field in dataclasses.fields(Record) if field.name != "outer"}
+    later = ("outer", "average")  # absent in what earlier versions wrote
+    fields = {field.name: found[field.name] for field in dataclasses.fields(Record) if field.name not in later}
+    fields["average"] = found.get("average")
     fields["tensors"] = _parsed_tensors(found["tensors"])
     fields["optimizer"] = _parsed_optimizer(found["optimizer"])
-    outer = found.get("outer")  # absent in what earlier versions wrote
+    outer = found.get("outer")
     if outer is not None:
         replicas = [
             ReplicaRecord(

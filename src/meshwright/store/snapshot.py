@@ -10,7 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.nn.fp8 import is_scaling_state
-from meshwright.optim import OuterOptimizer, guard_of, inner_optimizer
+from meshwright.optim import OuterOptimizer, average_of, guard_of, inner_optimizer
+from meshwright.store.average import AveragePlan, average_counts, average_tensors, plan_average
 from meshwright.store.entries import ModelEntries, model_entries
 from meshwright.store.optimizer import (
     OptimizerPlan,
@@ -50,6 +51,8 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
     if state.optim is not None:
         states, optimizer = capture_optimizer(inner_optimizer(state.optim), weights)
         tensors |= states
+    average = average_of(state.optim)
+    tensors |= average_tensors(average, weights)
     scheduler, scaler = state.lr_scheduler, _scaler(state)
     record = Record(
         step=state.step,
@@ -62,6 +65,7 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
         optimizer=optimizer,
         lr_scheduler=_scheduler_record(scheduler) if scheduler is not None else None,
         scaler=to_plain(scaler.state_dict(), "The loss scaler's state") if scaler is not None else None,
+        average=average_counts(average),
     )
     if not isinstance(state.optim, OuterOptimizer):
         return Snapshot(in_model_order(entries, tensors), record)
@@ -91,6 +95,7 @@ class Restoration:
     targets: dict[str, torch.Tensor]
     """Tensors to fill before :meth:`commit`, by stored name."""
     optimizer: OptimizerPlan | None
+    average: AveragePlan
     view: ReplicaView
     outer: OuterPlan | None
     averaged: dict[str, torch.Tensor]
@@ -106,6 +111,7 @@ class Restoration:
         self.entries.load(record.model_values)
         if self.optimizer is not None:
             self.optimizer.commit()
+        self.average.commit()
         if self.outer is not None:
             self.outer.commit()
         if state.lr_scheduler is not None:
@@ -152,12 +158,14 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
     if state.optim is not None and view.optimizer is not None:
         optimizer = plan_optimizer(inner_optimizer(state.optim), weights, view.optimizer, view.tensors, others.updated)
         targets |= optimizer.targets
+    average = plan_average(average_of(state.optim), weights, record)
+    targets |= average.targets
     averaged = {name: tensor for name, tensor in targets.items() if view.is_averaged(name)}
     own = {view.stored_name(name): tensor for name, tensor in targets.items() if name not in averaged}
     if outer_optimizer is not None:
         outer = plan_outer(outer_optimizer, weights, view)
         own |= outer.targets  # in place of weights that are the global ones: these are taken over from there
-    return Restoration(state, record, entries, own, optimizer, view, outer, averaged)
+    return Restoration(state, record, entries, own, optimizer, average, view, outer, averaged)
 
 
 def _check_model(entries: ModelEntries, record: Record, others: Others) -> None:

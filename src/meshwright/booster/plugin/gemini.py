@@ -10,7 +10,7 @@ from meshwright.booster.plugin.options import KernelArguments, LossScaleArgument
 from meshwright.strategy import Strategy
 
 _NO_CHUNKS = "there are no chunks: FSDP2 gathers one block of the model at a time"
-_OFFLOAD = "use meshwright.optim.AdamOffloadOptimizer for states in host memory, or more ranks"
+_OFFLOAD = "use 'static', and say with offload_optim_frac and offload_param_frac what lives on the host"
 _METHOD_OF_FRACTION = {1.0: "fsdp", 0.0: "zero2"}
 
 
@@ -18,8 +18,9 @@ _METHOD_OF_FRACTION = {1.0: "fsdp", 0.0: "zero2"}
 class GeminiPlugin(KernelArguments, LossScaleArguments):
     """Weights, gradients and optimizer states sharded over the ranks: the method fsdp. Seed: ColossalAI.
 
-    ``shard_param_frac=0`` keeps gathered weights through a step (zero2); ``strict_ddp_mode`` shards nothing. Weights
-    and states stay on the device: arguments that move them to host memory are refused.
+    ``shard_param_frac=0`` keeps gathered weights through a step (zero2); ``strict_ddp_mode`` shards nothing.
+    ``offload_optim_frac`` of the elements have their states and master weights in host memory and are updated there,
+    ``offload_param_frac`` live there themselves: the method offload. Nothing moves between the two on its own.
     """
 
     chunk_config_dict: dict[Any, Any] | None = inert(None, _NO_CHUNKS)
@@ -28,20 +29,20 @@ class GeminiPlugin(KernelArguments, LossScaleArguments):
     enable_gradient_accumulation: bool = inert(False, "gradients accumulate always, with no_sync")
     max_prefetch: int = inert(0, "the next block is always gathered ahead")
     shard_param_frac: float = 1.0
-    offload_optim_frac: float = only(0.0, "optimizer states in host memory", _OFFLOAD)
-    offload_param_frac: float = only(0.0, "weights in host memory", _OFFLOAD)
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
     warmup_non_model_data_ratio: float = inert(0.8, _NO_CHUNKS)
     steady_cuda_cap_ratio: float = inert(0.9, _NO_CHUNKS)
     precision: str = "fp16"
     master_weights: bool = True
-    pin_memory: bool = inert(False, "nothing is offloaded")
+    pin_memory: bool = False
     force_outputs_fp32: bool = False
     strict_ddp_mode: bool = False
     search_range_m: int = inert(32, _NO_CHUNKS)
     hidden_dim: int | None = inert(None, _NO_CHUNKS)
     min_chunk_size_m: float = inert(32, _NO_CHUNKS)
     memstats: Any = inert(None, _NO_CHUNKS)
-    gpu_margin_mem_ratio: float = inert(0.0, "nothing is offloaded")
+    gpu_margin_mem_ratio: float = inert(0.0, "offload_optim_frac says what is updated on the device")
     max_norm: float = 0.0
     norm_type: float = 2.0
     tp_size: int = 1
@@ -54,6 +55,7 @@ class GeminiPlugin(KernelArguments, LossScaleArguments):
         super().__post_init__()
         check_choice(self, "shard_param_frac", self.shard_param_frac, tuple(_METHOD_OF_FRACTION))
         self.check_precision(self.precision)
+        Strategy(self._offloaded())  # refuses fractions that are none
 
     def strategy(self, world: int) -> Strategy:
         """fsdp over the ranks of each replica; tensor parallelism inside."""
@@ -63,7 +65,19 @@ class GeminiPlugin(KernelArguments, LossScaleArguments):
         methods += ["tensor_parallel"] if self.tp_size > 1 else []
         methods += [] if self.strict_ddp_mode else [_METHOD_OF_FRACTION[self.shard_param_frac]]
         precision = self.precision_methods(self.precision, master_weights=self.master_weights)
-        return self.with_methods([*methods, *precision])
+        return self.with_methods([*methods, *precision, *self._offloaded()])
+
+    def _offloaded(self) -> list[Any]:
+        if not (self.offload_optim_frac or self.offload_param_frac):
+            return []
+        states = max(self.offload_optim_frac, self.offload_param_frac)  # of weights on the host they are there
+        keys = {"optimizer": states, "parameters": self.offload_param_frac, "pin_memory": self.pin_memory}
+        return [("offload", keys)]
+
+    def notices(self) -> list[str]:
+        """Also of memory that nothing is pinned in."""
+        alone = self.pin_memory and not self._offloaded()
+        return super().notices() + (["GeminiPlugin: pin_memory changes nothing; nothing is offloaded"] if alone else [])
 
     @property
     def clipping(self) -> tuple[float, float]:

@@ -11,7 +11,7 @@ import torch
 from meshwright.booster.plugin.axes import AxisArguments, axis_methods, axis_notices, axis_sizes, check_axes
 from meshwright.booster.plugin.base import inert, only
 from meshwright.booster.plugin.low_level_zero import zero_keys
-from meshwright.booster.plugin.options import KernelArguments, LossScaleArguments, check_choice, mesh_of
+from meshwright.booster.plugin.options import KernelArguments, LossScaleArguments, check_choice, mesh_of, offloaded
 from meshwright.booster.plugin.torch_ddp import ddp_options
 from meshwright.errors import ConfigError
 from meshwright.strategy import Strategy
@@ -32,7 +32,8 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments, AxisArguments):
 
     Parameters are replicated over the data ranks (``zero_stage`` 0), or sharded with zero1, zero2 or fsdp (1, 2, 3).
     Half precision keeps fp32 master weights; unlike in ColossalAI, ZeRO works with fp32 as well. Unlike there, 3 is a
-    stage, and ``no_sync`` works with all of them.
+    stage, and ``no_sync`` works with all of them. ``cpu_offload`` keeps optimizer states in host memory (the method
+    offload), also without a stage.
     """
 
     tp_size: int = 1
@@ -53,9 +54,7 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments, AxisArguments):
     gradient_as_bucket_view: bool = inert(False, "gradients are always views of the buckets, which saves a copy")
     static_graph: bool = False
     zero_bucket_size_in_m: int = inert(12, "FSDP2 gathers and reduces one block of the model at a time")
-    cpu_offload: bool = only(
-        False, "optimizer states in host memory", "use meshwright.optim.AdamOffloadOptimizer as the optimizer"
-    )
+    cpu_offload: bool = False
     communication_dtype: torch.dtype | None = None
     overlap_communication: bool = inert(True, "communication overlaps with computation on CUDA")
     custom_policy: Any = only(None, "a policy of Shardformer", "give the plan to methods=[('tensor_parallel', …)]")
@@ -99,7 +98,8 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments, AxisArguments):
         methods: list[Any] = [("parallel_mode", mesh), *axis_methods(self)]
         if self.zero_stage:
             methods.append((_ZERO[self.zero_stage], zero_keys(self.communication_dtype)))
-        return self.with_methods([*methods, *self.precision_methods(self.precision)])
+        precision = self.precision_methods(self.precision)
+        return self.with_methods([*methods, *precision, *offloaded(self.cpu_offload)])
 
     def notices(self) -> list[str]:
         """Also of what means something for other styles only."""

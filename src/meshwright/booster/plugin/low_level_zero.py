@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.booster.plugin.base import inert, only
-from meshwright.booster.plugin.options import LossScaleArguments, check_choice, mesh_of
+from meshwright.booster.plugin.options import LossScaleArguments, check_choice, mesh_of, offloaded
 from meshwright.strategy import Strategy
 
 _OWN_BUCKETS = "FSDP2 gathers and reduces one block of the model at a time"
@@ -19,6 +19,7 @@ class LowLevelZeroPlugin(LossScaleArguments):
     """Sharded optimizer states (stage 1), and gradients (stage 2), with fp32 master weights. Seed: ColossalAI.
 
     Stage 1 is the method zero1, stage 2 is zero2; ``extra_dp_size`` replicates over that many groups of ranks.
+    ``cpu_offload`` keeps states and fp32 master weights in host memory and updates there: the method offload.
     """
 
     stage: int = 1
@@ -30,9 +31,7 @@ class LowLevelZeroPlugin(LossScaleArguments):
     communication_dtype: torch.dtype | None = None
     overlap_communication: bool = inert(True, "communication overlaps with computation on CUDA")
     overlap_allgather: bool = inert(False, "weights of the next block are gathered while one computes")
-    cpu_offload: bool = only(
-        False, "optimizer states in host memory", "use meshwright.optim.AdamOffloadOptimizer as the optimizer"
-    )
+    cpu_offload: bool = False
     master_weights: bool = True
     verbose: bool = inert(False, "there is nothing to tell; Meshwright's plan table is accelerate(verbose=True)")
     cast_inputs: bool = only(True, "inputs that are not cast to the model's precision", "cast inside the model instead")
@@ -50,7 +49,7 @@ class LowLevelZeroPlugin(LossScaleArguments):
         mesh = mesh_of(self, world, {"data": self.extra_dp_size}, rest="zero")
         zero = (f"zero{self.stage}", zero_keys(self.communication_dtype))
         precision = self.precision_methods(self.precision, master_weights=self.master_weights)
-        return self.with_methods([("parallel_mode", mesh), zero, *precision])
+        return self.with_methods([("parallel_mode", mesh), zero, *precision, *offloaded(self.cpu_offload)])
 
     @property
     def clipping(self) -> tuple[float, float]:

@@ -80,6 +80,11 @@ def check_choice(plugin: Plugin, name: str, value: object, choices: tuple[Any, .
         )
 
 
+def offloaded(cpu_offload: bool) -> list[Any]:
+    """The method that ``cpu_offload`` means: master weights and states on the host, where they are updated."""
+    return [("offload", "optimizer")] if cpu_offload else []
+
+
 def mesh_of(plugin: Plugin, world: int, sizes: Mapping[str, int], rest: str) -> dict[str, Any]:
     """The ``parallel_mode`` config of a mesh whose ``rest`` axis takes what the other sizes leave of the world.
 

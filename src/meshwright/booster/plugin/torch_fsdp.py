@@ -10,7 +10,7 @@ from meshwright.booster.plugin.options import check_choice
 from meshwright.errors import ConfigError, join_names
 from meshwright.strategy import Strategy
 
-_FSDP1 = ("process_group", "cpu_offload", "auto_wrap_policy", "backward_prefetch", "ignored_modules", "param_init_fn")
+_FSDP1 = ("process_group", "auto_wrap_policy", "backward_prefetch", "ignored_modules", "param_init_fn")
 _METHODS = {None: "fsdp", "FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "zero2", "NO_SHARD": None}
 
 
@@ -21,6 +21,7 @@ class TorchFSDPPlugin(Plugin):
     Args:
         sharding_strategy: A ``ShardingStrategy`` or its name: FULL_SHARD, SHARD_GRAD_OP or NO_SHARD.
         mixed_precision: With ``param_dtype`` and ``reduce_dtype``; there is no loss scaling, so use bf16.
+        cpu_offload: With ``offload_params=True``: parameters, gradients and states live in host memory (offload).
         sync_module_states: Take parameters over from rank 0 before sharding.
 
     The others are the ones that FSDP2 does not have: the error of each says what to do instead.
@@ -47,7 +48,7 @@ class TorchFSDPPlugin(Plugin):
                 got=f"buffer_dtype={self.mixed_precision.buffer_dtype}",
                 fix="leave it out, and cast the model's buffers yourself",
             )
-        keys = self._keys()
+        keys = [*self._keys(), *(["cpu_offload"] if self._offloaded() else [])]
         if _METHODS[self._sharding()] is None and keys:
             raise ConfigError(
                 f"{type(self).__name__}: NO_SHARD has no arguments",
@@ -72,4 +73,8 @@ class TorchFSDPPlugin(Plugin):
         """fsdp, zero2 or data parallelism over all ranks."""
         method = _METHODS[self._sharding()]
         methods = [] if method is None else [(method, {"sync_module_states": self.sync_module_states, **self._keys()})]
-        return self.with_methods([("parallel_mode", {"data": world}), *methods])
+        return self.with_methods([("parallel_mode", {"data": world}), *methods, *self._offloaded()])
+
+    def _offloaded(self) -> list[Any]:
+        asked = getattr(self.cpu_offload, "offload_params", bool(self.cpu_offload))
+        return [("offload", {"parameters": 1.0})] if asked else []

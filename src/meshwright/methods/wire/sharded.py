@@ -53,8 +53,10 @@ class _Unit:
         self._parameters, self._wire, self.way = parameters, wire, way
         self._warned = False
 
-    def gathered(self) -> Packing:
-        """A rank's shards, rows that only fill up among them."""
+    def gathered(self, num_elements: int) -> Packing:
+        """A rank's shards, rows that only fill up among them; as they are, they may be packed bytes (fp8)."""
+        if self._wire.gather is None:
+            return Packing((num_elements,), (False,), None)
         return self._packing(self._parameters, self._wire.gather)
 
     def reduced(self, num_elements: int) -> Packing:
@@ -110,7 +112,7 @@ class _AllGather(_Comm):
         if group.size() != way.size:
             work: dist.Work | None = all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
-        packing = self._unit.gathered()
+        packing = self._unit.gathered(input_tensor.numel())
         messages = gathered_messages(packing.pack(input_tensor.view(1, -1)).view(-1), way)
         packing.unpack(messages, input_tensor.dtype, output_tensor.view(way.size, -1))
         return None  # done, in the order of the stream

@@ -1,0 +1,170 @@
+"""An exponential moving average of the weights, kept beside the optimizer that moves them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from meshwright.errors import ConfigError
+from meshwright.optim.clip import local_tensor
+from meshwright.optim.guarded import GuardedOptimizer
+from meshwright.optim.layouts import wrapped_like
+from meshwright.optim.outer.weights import InnerWeights
+from meshwright.optim.sharded.rounding import round_stochastically_, shard_generator
+from meshwright.optim.wrapped import call_around
+from meshwright.optim.wrappers import inner_optimizer
+
+_ATTRIBUTE = "_weight_average"
+AverageType = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class EmaPolicy:
+    """How the average follows the weights."""
+
+    decay: float = 0.999
+    """Of the old average in one step; an update every n steps uses ``decay ** n``, which has the same half-life."""
+    warmup: bool = True
+    """Use the smaller of that and (1 + t) / (10 + t) in update t, so that first weights are soon forgotten
+    (TensorFlow's ``ExponentialMovingAverage(num_updates=)``)."""
+    every: int = 1
+    """Steps from one update to the next."""
+    dtype: AverageType = "fp32"
+    """fp64 beside fp64 weights. bf16 is rounded at random (Gupta et al. 2015): to the nearest, updates would vanish."""
+
+    def weight_of_old(self, num_updates: int) -> float:
+        """The share of the old average in the next update, after so many."""
+        decay = self.decay**self.every
+        return min(decay, (1 + num_updates) / (10 + num_updates)) if self.warmup else decay
+
+    def type_of(self, weights: torch.dtype) -> torch.dtype:
+        """In which type the average of such weights is kept."""
+        wide = torch.float64 if weights == torch.float64 else torch.float32
+        return torch.bfloat16 if self.dtype == "bf16" else wide
+
+
+class WeightAverage:
+    """average ← d average + (1 - d) weights, after steps of the optimizer (Polyak & Juditsky 1992; Tarvainen 2017).
+
+    It averages what the optimizer updates, parameters or their fp32 copies, shard by shard and where these live: on the
+    host under ``offload``. It does not communicate. The first update takes the weights as they are.
+
+    Args:
+        optimizer: With its guards; its steps are counted, and :func:`average_of` finds the average by it, from now on.
+        policy: How the average follows.
+        model: Whose gathered weights are freed when the average comes and goes; None where nothing gathers.
+
+    Raises:
+        ConfigError: When the policy's numbers cannot be used.
+    """
+
+    def __init__(self, optimizer: Optimizer, policy: EmaPolicy, model: nn.Module | None = None) -> None:
+        _check(policy)
+        self.policy, self._model = policy, model
+        self._weights = InnerWeights(optimizer)
+        self.of: dict[torch.Tensor, torch.Tensor] = {p: self._like(p) for p in self._weights.parameters}
+        """The average of each parameter that trains, laid out as it is; meaningless before the first update."""
+        self.num_steps = 0
+        """Steps of the optimizer, without skipped ones."""
+        self.num_updates = 0
+        """Of the average."""
+        setattr(inner_optimizer(optimizer), _ATTRIBUTE, self)
+        # Inside the guards: a skipped step does not come by.
+        stepped = optimizer.inner if isinstance(optimizer, GuardedOptimizer) else optimizer
+        call_around(stepped, after=[self.count_step])
+
+    def _like(self, parameter: torch.Tensor) -> torch.Tensor:
+        local = self._weights.read(parameter)
+        return wrapped_like(parameter, torch.zeros_like(local, dtype=self.policy.type_of(local.dtype)))
+
+    def count_step(self) -> None:
+        """Counts a step that has been taken, and updates the average where one is due."""
+        self.num_steps += 1
+        if self.num_steps % self.policy.every == 0:
+            self.update()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Moves the average towards the weights as they are now."""
+        groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
+        for parameter in self.of:
+            local = self._weights.read(parameter)
+            groups[local.device, local.dtype].append(parameter)
+        for parameters in groups.values():
+            self._update(parameters)
+        self.num_updates += 1
+
+    def _update(self, parameters: list[torch.Tensor]) -> None:
+        averages = [local_tensor(self.of[parameter]) for parameter in parameters]
+        weights = [self._weights.read(parameter) for parameter in parameters]
+        keep = self.policy.weight_of_old(self.num_updates - 1)
+        if self.num_updates == 0:
+            for average, weight in zip(averages, weights, strict=True):
+                average.copy_(weight)
+        elif self.policy.dtype == "bf16":
+            for parameter, average, weight in zip(parameters, averages, weights, strict=True):
+                self._round(parameter, average, torch.lerp(average.float(), weight.float(), 1 - keep))
+        else:
+            wide = [weight.to(average.dtype) for average, weight in zip(averages, weights, strict=True)]
+            get_ema_multi_avg_fn(keep)(averages, wide, self.num_updates)  # type: ignore[no-untyped-call]
+
+    def _round(self, parameter: torch.Tensor, average: torch.Tensor, value: torch.Tensor) -> None:
+        # Seeded by nothing that differs between ranks with the same shard, also where pipeline ranks share weights.
+        generator = shard_generator(value.device, self.num_updates, parameter.numel(), 0)
+        round_stochastically_(average, value, generator)
+
+    @contextlib.contextmanager
+    def weights(self) -> Iterator[None]:
+        """Lends the model the average, for instance to evaluate or export it; before the first update nothing changes.
+
+        Every rank enters and leaves it alike. It holds a second copy of the weights meanwhile. Do not train inside.
+        """
+        if self.num_updates == 0:
+            yield
+            return
+        kept = {parameter: self._weights.read(parameter).clone() for parameter in self.of}
+        self._put({parameter: local_tensor(average) for parameter, average in self.of.items()})
+        try:
+            yield
+        finally:
+            self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, values: dict[torch.Tensor, torch.Tensor]) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # weights on the host may be on their way to the device still
+        for parameter, value in values.items():
+            self._weights.write(parameter, value)
+        self._weights.finish()
+        for module in self._model.modules() if self._model is not None else ():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # what is gathered would outlive the change of the shards
+
+    def restart(self) -> None:
+        """Forgets the average: the next update takes the weights as they are. For weights that were loaded by hand."""
+        self.num_steps = self.num_updates = 0
+
+
+def average_of(optimizer: Optimizer | None) -> WeightAverage | None:
+    """The average of the weights that an optimizer moves, through all its wrappers; None where none is kept."""
+    found: WeightAverage | None = None if optimizer is None else getattr(inner_optimizer(optimizer), _ATTRIBUTE, None)
+    return found
+
+
+def _check(policy: EmaPolicy) -> None:
+    if not 0 < policy.decay < 1 or policy.every < 1:
+        raise ConfigError(
+            "These numbers make no moving average",
+            expected="decay above 0 and below 1, and every of 1 or more",
+            got=f"decay={policy.decay}, every={policy.every}",
+            fix="0.999 is a usual decay; closer to 1 averages over more steps",
+        )
