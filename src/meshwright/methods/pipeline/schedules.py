@@ -7,8 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineSchedule, get_schedule_class
+from torch.distributed.pipelining.stage import PipelineStage
 
 from meshwright.errors import StrategyError
 
@@ -75,14 +77,30 @@ def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) 
 
 
 @functools.cache
+def _any_stage() -> Any:
+    """What torch's schedules take for a stage; made once, since it takes longer than all they do with it."""
+    return mock.create_autospec(PipelineStage, instance=True)
+
+
+def _torch_order(
+    schedule: type[_PipelineSchedule], ranks: int, stages_per_rank: int, micro_batches: int
+) -> list[list[Any]]:
+    """What torch's ``get_schedule_ops`` returns."""
+    stage = _any_stage()
+    stage.group_rank, stage.group_size, stage.submod = 0, ranks, None
+    stage.num_stages = ranks * stages_per_rank
+    several = issubclass(schedule, PipelineScheduleMulti)
+    made: Any = schedule([stage] * stages_per_rank if several else stage, micro_batches)  # type: ignore[arg-type]
+    return [made.pipeline_order[rank] for rank in range(ranks)]
+
+
+@functools.cache
 def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
     """What every rank computes, in order: ``(kind, stage, micro-batch)``.
 
     Kinds: F forward, B backward, I and W the backward of inputs and of weights. The answer is kept: do not change it.
     """
-    every = get_schedule_ops(
-        SCHEDULES[name].torch_name, ranks, micro_batches, stages_per_rank if stages_per_rank > 1 else None
-    )
+    every = _torch_order(get_schedule_class(SCHEDULES[name].torch_name), ranks, stages_per_rank, micro_batches)
     # torch prints an action as 2F0, and two that overlap as (2F0;1B3)…
     printed = [" ".join(str(action) for action in row if action is not None) for row in every]
     return [[(kind, int(stage), int(part)) for stage, kind, part in _ACTION.findall(row)] for row in printed]

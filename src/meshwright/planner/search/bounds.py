@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.cost import Block, Calibration, Cluster, Link, Stages, Step, fitted, memory, peak
@@ -24,7 +25,7 @@ from meshwright.methods import cost_of
 from meshwright.methods.law import SHARD_AXES
 from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.search.candidates import Branch, Mesh, mesh_of
-from meshwright.planner.search.scaled import scaled
+from meshwright.planner.search.scaled import bare_blocks, scaled
 from meshwright.planner.search.space import Choice
 from meshwright.strategy import Strategy
 
@@ -127,18 +128,46 @@ class Bounds:
         """The probe of a branch's inner axes."""
         return self.probe(branch.mesh, _probing(branch))
 
-    def roughly_s(self, branch: Branch, samples: int) -> float:
-        """Seconds of computing on one rank, as if every axis divided all work equally.
+    def mesh_s(self, mesh: Mesh, samples: int, options: Sequence[Choice], *, probed: bool) -> float:
+        """Seconds of computing on one rank of a mesh, whatever else is done on it.
 
         Args:
-            branch: The candidate.
+            mesh: With or without inner axes.
             samples: Of one replica in a step.
+            options: Methods that a probe can have; the quickest counts.
+            probed: Whether the inner axes are probed; else they divide all work equally, and send nothing.
+
+        Raises:
+            MeshwrightError: When the subject refuses these axes.
         """
-        inside, outside, _ = self._seconds(self.undivided(branch), _MANY, ideal=True)
-        parts = math.prod(size for _, size in branch.mesh.inner) // dict(branch.mesh.inner).get("expert", 1)
-        whole = (inside + outside) * samples / _MANY / parts
-        ranks, _ = branch.shape
-        return max(whole / ranks, self.state(branch).link_s[1] if ranks == 1 else 0.0)
+        if probed:
+            found = [self._ideal_s(self.probe(mesh, methods), samples) for methods in options]
+        else:
+            whole = dataclasses.replace(mesh, inner=(), inner_methods=())
+            found = [self._ideal_s(self.probe(whole, methods), samples) / _shares(mesh) for methods in options]
+        return min(found) / mesh.pipeline
+
+    def roughly_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
+        """The same for a branch, with what its schedule waits at least and its link is busy at least."""
+        (ranks, per_rank), parts = branch.shape, self._parts(branch)
+        probed = self.known_probe(branch)
+        probe = self.divided(branch) if probed else self.undivided(branch)
+        whole = self._ideal_s(probe, samples) / (1 if probed else _shares(branch.mesh)) / ranks
+        if branch.schedule is None:
+            return max(whole, self.state(branch).link_s[1] / parts)
+        blocks = probe.num_blocks
+        even = (blocks // (ranks * per_rank)) * ranks * per_rank / max(blocks, 1)
+        waits = _bubble(branch.schedule.schedule, ranks, per_rank, micro_batches)
+        inside = self._inside_share(probe)
+        return whole * (1 + inside * even * waits / micro_batches)
+
+    def _ideal_s(self, probe: Probe, samples: int) -> float:
+        inside, outside, _ = self._seconds(probe, _MANY, ideal=True)
+        return (inside + outside) * samples / _MANY
+
+    def _inside_share(self, probe: Probe) -> float:
+        inside, outside, _ = self._seconds(probe, _MANY, ideal=True)
+        return inside / max(inside + outside, 1e-30)
 
     def step_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
         """Seconds of a step, from the probe of the branch's inner axes.
@@ -187,14 +216,15 @@ class Bounds:
 
     def state(self, branch: Branch) -> State:
         """Of a branch's sharding, as if no inner axis divided the parameters."""
-        axes = tuple(axis for axis in branch.axes if axis[0] not in ("tensor", "pipeline"))
+        axes = tuple(axis for axis in branch.axes if axis[0] in ("data", "zero", "replica"))
+        axes = axes or tuple(axis for axis in branch.axes if axis[0] in SHARD_AXES)
         key = axes, branch.sharding, branch.precision, branch.rest, branch.mesh.pipeline > 1
         if key not in self._states:
             self._states[key] = self._state(branch, axes)
         return self._states[key]
 
     def _state(self, branch: Branch, axes: tuple[tuple[str, int], ...]) -> State:
-        blocks = tuple(dataclasses.replace(block, ops=()) for block in self.undivided(branch).step.blocks)
+        blocks = bare_blocks(self.undivided(branch).step)
         methods = Strategy([*branch.sharding, *branch.precision, *branch.rest])
         once, twice = (cost_of(methods, self._bare(branch, axes, blocks, number)) for number in (1, 2))
         seconds = [self._link_s(step) for step in (once, twice)]
@@ -226,9 +256,19 @@ class Bounds:
 
 
 def _probing(branch: Branch) -> Choice:
+    return probing(branch.precision, branch.recompute, branch.rest)
+
+
+def _shares(mesh: Mesh) -> int:
+    """Into how many parts the inner axes divide a replica's work; ranks of experts have samples of their own."""
+    inner = dict(mesh.inner)
+    return math.prod(inner.values()) // inner.get("expert", 1)
+
+
+def probing(precision: Choice, recompute: Choice, rest: Choice) -> Choice:
     """What a probe has: all but what needs other axes, or a sharding method."""
-    rest = tuple(each for each in branch.rest if getattr(each, "axis", None) is None and not getattr(each, "needs", ()))
-    return (*branch.precision, *branch.recompute, *rest)
+    alone = (each for each in rest if getattr(each, "axis", None) is None and not getattr(each, "needs", ()))
+    return (*precision, *recompute, *alone)
 
 
 def _slack(plan: Plan) -> float:
