@@ -120,11 +120,24 @@ def live_peaks(
     )
 
 
+def most_in_flight(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> int:
+    """The largest of :func:`live_peaks` for stages that keep one unit each."""
+    if SCHEDULES[name].v_shaped:
+        return 2 * min(micro_batches, ranks)
+    if stages_per_rank == 1:
+        return micro_batches if name == "gpipe" else min(micro_batches, ranks)
+    per_round = micro_batches // max(1, micro_batches // ranks)
+    return min(stages_per_rank * micro_batches, 2 * (ranks - 1) + (stages_per_rank - 1) * per_round + 1)
+
+
 @functools.cache
 def _held_at_most(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
     """How many micro-batches of each of its stages a rank keeps at once, ``(stage, count)``; the largest such only."""
+    if stages_per_rank == 1:  # torch's tables say the same, and take long to make for many ranks
+        counts = (micro_batches if name == "gpipe" else min(micro_batches, ranks - rank) for rank in range(ranks))
+        return tuple((((rank, count),),) for rank, count in enumerate(counts))
     found = []
     for row in actions(name, ranks, stages_per_rank, micro_batches):
         held = dict.fromkeys(sorted({stage for _, stage, _ in row}), 0)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.cost import Block, Calibration, Cluster, Link, Stages, Step, fitted, memory, peak
@@ -45,6 +44,12 @@ class Probe:
     step: Step
     kept_bytes: int
     slack: float
+
+    @property
+    def kept_inside_bytes(self) -> int:
+        """Of ``kept_bytes``, what does not lie behind the last block."""
+        known = self.step.activations
+        return max(self.kept_bytes - (known.outside_bytes if known is not None else 0), 0)
 
     @functools.cached_property
     def num_blocks(self) -> int:
@@ -128,24 +133,22 @@ class Bounds:
         """The probe of a branch's inner axes."""
         return self.probe(branch.mesh, _probing(branch))
 
-    def mesh_s(self, mesh: Mesh, samples: int, options: Sequence[Choice], *, probed: bool) -> float:
+    def mesh_s(self, mesh: Mesh, samples: int, methods: Choice, *, probed: bool) -> float:
         """Seconds of computing on one rank of a mesh, whatever else is done on it.
 
         Args:
             mesh: With or without inner axes.
             samples: Of one replica in a step.
-            options: Methods that a probe can have; the quickest counts.
+            methods: With which ranks compute fastest.
             probed: Whether the inner axes are probed; else they divide all work equally, and send nothing.
 
         Raises:
             MeshwrightError: When the subject refuses these axes.
         """
         if probed:
-            found = [self._ideal_s(self.probe(mesh, methods), samples) for methods in options]
-        else:
-            whole = dataclasses.replace(mesh, inner=(), inner_methods=())
-            found = [self._ideal_s(self.probe(whole, methods), samples) / _shares(mesh) for methods in options]
-        return min(found) / mesh.pipeline
+            return self._ideal_s(self.probe(mesh, methods), samples) / mesh.pipeline
+        whole = self.probe(dataclasses.replace(mesh, inner=(), inner_methods=()), methods)
+        return self._ideal_s(whole, samples) / _shares(mesh) / mesh.pipeline
 
     def roughly_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
         """The same for a branch, with what its schedule waits at least and its link is busy at least."""
@@ -204,10 +207,12 @@ class Bounds:
         probe = self.divided(branch) if self.known_probe(branch) else None
         if probe is None:
             return state * self.undivided(branch).slack
-        in_flight = 1.0
+        kept: float = probe.kept_bytes
         if branch.schedule is not None:
-            in_flight = branch.schedule.in_flight(branch.mesh.pipeline, micro_batches) / branch.mesh.pipeline
-        return (state + probe.kept_bytes * micro_batch * in_flight) * probe.slack
+            ranks, per_rank = branch.shape
+            each = probe.num_blocks // (ranks * per_rank) * per_rank / max(probe.num_blocks, 1)
+            kept = probe.kept_inside_bytes * each * branch.schedule.in_flight(ranks, micro_batches)
+        return (state + kept * micro_batch) * probe.slack
 
     def _parts(self, branch: Branch) -> int:
         """Into how many parts the parameters are divided before they are sharded."""
@@ -278,9 +283,15 @@ def _slack(plan: Plan) -> float:
     return plan.taken_bytes / max(peak(plan.step).reserved_bytes + on_host, 1)
 
 
-@functools.lru_cache(maxsize=4096)
 def _bubble(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
     """Waiting, in units of what a rank computes for a micro-batch."""
+    # More than these only go on as the last ones did.
+    few = min(micro_batches, 2 * ranks + micro_batches % ranks)
+    return _played_bubble(schedule, ranks, stages_per_rank, few)
+
+
+@functools.lru_cache(maxsize=4096)
+def _played_bubble(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
     times = [StageTimes(1 / 3, 2 / 3)] * ranks
     try:
         return max(pipeline_s(schedule, times, 0.0, stages_per_rank, micro_batches) - micro_batches, 0.0)

@@ -80,6 +80,8 @@ class Engine:
         self._order = itertools.count()
         self._least_too_large: dict[Branch, int] = {}
         self._first: dict[object, Branch] = {}
+        # A subject may have something quicker that says the same where plans are compared.
+        self._outline = getattr(subject, "outline", subject.plan)
 
     def run(self) -> Looked:
         """Looks at candidates, the most promising first.
@@ -131,8 +133,8 @@ class Engine:
         if self.bounds is None or self.objective == "memory":
             return 0.0, int(probed), item
         space, samples = self.candidates.space, self._samples(mesh)
-        options = [probing(each, space.recompute[0], (*space.offload[0], *space.extra)) for each in space.precision]
-        seconds = self.bounds.mesh_s(mesh, samples, options, probed=probed)
+        quickest = probing(space.precision[0], space.recompute[0], (*space.offload[0], *space.extra))
+        seconds = self.bounds.mesh_s(mesh, samples, quickest, probed=probed)
         return self._per_sample(seconds, mesh, samples), int(probed), item
 
     def _probe_mesh(self, mesh: Mesh) -> None:
@@ -148,13 +150,20 @@ class Engine:
                 self._push(0.0, 2, branch)
                 continue
             try:
-                if self._is_twin(branch) or self._cannot_fit(branch, 0, 1):
+                if not self._has_blocks(branch) or self._is_twin(branch) or self._cannot_fit(branch, 0, 1):
                     continue
                 bound = self._roughly(branch)
             except MeshwrightError as error:
                 self.candidates.refuse(error.what, branch.strategy())
                 continue
             self._push(bound, 2, branch)
+
+    def _has_blocks(self, branch: Branch) -> bool:
+        assert self.bounds is not None
+        enough = branch.schedule is None or self.bounds.undivided(branch).num_blocks >= math.prod(branch.shape)
+        if not enough:
+            self.candidates.refuse("a pipeline has more stages than the model has blocks", branch.strategy())
+        return enough
 
     def _is_twin(self, branch: Branch) -> bool:
         """Whether another method does the very same here, as all levels of ZeRO do in a pipeline."""
@@ -197,10 +206,6 @@ class Engine:
         try:
             if branch.schedule is not None:
                 branch.schedule.in_flight(branch.mesh.pipeline, micro_batches)
-                stages = math.prod(branch.shape)
-                if self.bounds.divided(branch).num_blocks < stages:
-                    self.candidates.refuse("a pipeline has more stages than the model has blocks", branch.strategy())
-                    return
             seconds = self.bounds.step_s(branch, samples, micro_batches)
             if self._cannot_fit(branch, samples // micro_batches, micro_batches):
                 return
@@ -224,7 +229,7 @@ class Engine:
             return  # a smaller one of the same was too large already
         self.looked.num_predicted += 1
         try:
-            plan = self.subject.plan(branch.strategy(), leaf.micro_batches)
+            plan = self._outline(branch.strategy(), leaf.micro_batches)
         except MeshwrightError as error:
             self.candidates.refuse(error.what, branch.strategy())
             return
