@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.cost import Calibration, Cluster, Peak, Step, memory
+from meshwright.cost import Calibration, Cluster, Peak, Step, memory, peak
 from meshwright.errors import ConfigError
 from meshwright.methods import SAMPLED, PipelineParallel, Resolved, TensorParallel, cost_of, resolve
+from meshwright.methods.pipeline.schedules import live_peaks
 from meshwright.planner.allocator import taken_bytes, usable_bytes
 from meshwright.planner.families import family_step
 from meshwright.planner.family_checks import check_family, gaps_of
@@ -94,6 +95,18 @@ class FamilyWorkload:
         """
         return self._plan(strategy, num_micro_batches, alike=True)
 
+    def least_taken_bytes(self, strategy: Strategy, num_micro_batches: int | None = None) -> int:
+        """What the first rank takes of the limit, which the others may exceed: soon known, and often too much.
+
+        Raises:
+            StrategyError, ModelError: As ``plan`` does.
+        """
+        resolved = self._resolved(strategy)
+        run = self._run(resolved, num_micro_batches or self.num_micro_batches)
+        check_family(self.shape, self.cluster.device, resolved, run)
+        step = self._cost(resolved, run, self._before(resolved, run)[0])
+        return self._taken(step, peak(step))
+
     def on(self, num_devices: int) -> FamilyWorkload:
         """The same on more of the same devices, or fewer."""
         return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, num_devices=num_devices))
@@ -106,7 +119,7 @@ class FamilyWorkload:
         forecasted = forecast(
             steps, self.cluster, samples=self.batch_size, tokens_per_sample=self.shape.seq, calibration=self.calibration
         )
-        taken = [self._taken(step, peak) for step, peak in zip(steps, forecasted.peaks, strict=True)]
+        taken = [self._taken(step, most) for step, most in zip(steps, forecasted.peaks, strict=True)]
         most = steps[taken.index(max(taken))]
         return Plan(
             strategy=resolved.strategy,
@@ -144,14 +157,21 @@ class FamilyWorkload:
         )
 
     def _steps(self, resolved: Resolved, run: FamilyRun, *, alike: bool) -> list[Step]:
-        ranks, method = dict(resolved.axes).get("pipeline", 1), resolved.strategy.get("pipeline_parallel")
-        stages = method.ranks_of_stages(ranks) if isinstance(method, PipelineParallel) and ranks > 1 else (0,)
-        steps = family_step(
-            self.shape, run, resolved.axes, shard_axis=resolved.shard_axis, stage_ranks=stages, exchanges_heads=True
-        )
-        shown = _shown_by(steps, stages) if alike else range(ranks)
+        steps = self._before(resolved, run)
+        method = resolved.strategy.get("pipeline_parallel")
+        shown: Sequence[int] = range(len(steps))
+        if alike and isinstance(method, PipelineParallel):
+            shown = _shown_by(steps, method.schedule)
         made = {rank: self._cost(resolved, run, steps[rank]) for rank in dict.fromkeys(shown)}
         return [made[rank] for rank in shown]
+
+    def _before(self, resolved: Resolved, run: FamilyRun) -> list[Step]:
+        """Of every rank of a pipeline, before any method."""
+        ranks, method = dict(resolved.axes).get("pipeline", 1), resolved.strategy.get("pipeline_parallel")
+        stages = method.ranks_of_stages(ranks) if isinstance(method, PipelineParallel) and ranks > 1 else (0,)
+        return family_step(
+            self.shape, run, resolved.axes, shard_axis=resolved.shard_axis, stage_ranks=stages, exchanges_heads=True
+        )
 
     def _cost(self, resolved: Resolved, run: FamilyRun, step: Step) -> Step:
         step = step.replace(on_cpu=self.cluster.device.is_host)
@@ -159,9 +179,9 @@ class FamilyWorkload:
             step = with_experts(step, self.shape, run)
         return cost_of(resolved.strategy, step)
 
-    def _taken(self, step: Step, peak: Peak) -> int:
-        on_host = peak.memory.host_total if step.on_cpu else 0
-        return taken_bytes(peak.reserved_bytes, self.cluster.device) + on_host
+    def _taken(self, step: Step, most: Peak) -> int:
+        on_host = most.memory.host_total if step.on_cpu else 0
+        return taken_bytes(most.reserved_bytes, self.cluster.device) + on_host
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,14 +190,22 @@ def _resolve(strategy: Strategy, world: int, zero_level: int) -> Resolved:
     return resolve(strategy, world, zero_level)
 
 
-def _shown_by(steps: Sequence[Step], stages: tuple[int, ...]) -> Sequence[int]:
-    """For every rank the one whose step stands for it: of those with as many blocks, the first keeps most micro-batches.
+def _shown_by(steps: Sequence[Step], schedule: str) -> Sequence[int]:
+    """For every rank the one whose step stands for it: of those with equal stages, the one that keeps most.
 
-    The first and the last rank, which have more than blocks, stand for themselves; so do all where stages go back.
+    Ranks with what is outside of the blocks stand for themselves.
     """
-    ranks = len(steps)
-    if stages[-1] != ranks - 1:
-        return range(ranks)
-    first: dict[int, int] = {}
-    counts = steps[0].blocks[0].on_ranks
-    return [rank if rank in (0, ranks - 1) else first.setdefault(counts[rank], rank) for rank in range(ranks)]
+    stages = steps[0].stages
+    if stages is None:
+        return range(len(steps))
+    ranks, sizes = len(steps), [end - first for first, end in stages.ranges]
+    micro_batches = steps[0].num_micro_batches
+    few = micro_batches if schedule == "gpipe" else min(micro_batches, 2 * ranks)  # no more are in flight after it
+    kept = live_peaks(schedule, ranks, len(sizes) // ranks, few, sizes)
+    alike: dict[object, list[int]] = {}
+    for rank in range(ranks):
+        own = tuple(size for size, owner in zip(sizes, stages.ranks, strict=True) if owner == rank)
+        ends = rank if rank in (stages.ranks[0], stages.ranks[-1]) else None
+        alike.setdefault((own, ends), []).append(rank)
+    most = {rank: max(group, key=lambda each: kept[each]) for group in alike.values() for rank in group}
+    return [most[rank] for rank in range(ranks)]

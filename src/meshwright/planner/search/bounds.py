@@ -20,13 +20,13 @@ from meshwright.cost.pipeline import StageTimes, pipeline_s
 from meshwright.cost.rank import one_s, rank_of
 from meshwright.cost.update import update_s
 from meshwright.errors import MeshwrightError
-from meshwright.methods import cost_of
+from meshwright.methods import Method, cost_of
 from meshwright.methods.law import SHARD_AXES
 from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.search.candidates import Branch, Mesh, mesh_of
 from meshwright.planner.search.scaled import bare_blocks, scaled
 from meshwright.planner.search.space import Choice
-from meshwright.strategy import Strategy
+from meshwright.strategy import MethodConfig, Strategy
 
 _MANY = 64  # samples of a micro-batch beyond which kernels get no better
 
@@ -63,13 +63,13 @@ class State:
 
     Args:
         twin: Equal numbers cost the very same.
-        held_bytes: Parameters, gradients, the optimizer's state and what is gathered.
+        held_bytes: Parameters, gradients, the optimizer's state and what is gathered; with one micro-batch, with more.
         update_s: The update.
         link_s: Gathers and reductions of one micro-batch, and of every further one.
     """
 
     twin: int
-    held_bytes: int
+    held_bytes: tuple[int, int]
     update_s: float
     link_s: tuple[float, float]
 
@@ -81,9 +81,9 @@ class Bounds:
         known: Calibration = getattr(subject, "calibration", None) or fitted()
         self.subject, self.cluster, self.known = subject, cluster, known
         ideal = Constants(**{**dataclasses.asdict(known.constants), "gap_s": 0.0, "call_s": 0.0, "hop": 0.0})
-        wires = {name: Link(getattr(cluster, name).bytes_per_s, 0.0) for name in ("intra", "inter")}
         self._ideal = Calibration(known.devices, ideal)
-        self._wires = dataclasses.replace(cluster, **wires)
+        intra, inter = (Link(link.bytes_per_s, 0.0) for link in (cluster.intra, cluster.inter))
+        self._wires = dataclasses.replace(cluster, intra=intra, inter=inter)
         efficiency = known.of(cluster.device.efficiency)
         self._machine = Machine(cluster.device, efficiency, ideal)
         self._network = Network(self._wires, efficiency, ideal)
@@ -203,7 +203,7 @@ class Bounds:
 
     def held_bytes(self, branch: Branch, micro_batch: int, micro_batches: int) -> float:
         """Bytes that are taken of a rank's limit, from the probe of its inner axes where there is one."""
-        state = self.state(branch).held_bytes / self._parts(branch)
+        state = self.state(branch).held_bytes[micro_batches > 1] / self._parts(branch)
         probe = self.divided(branch) if self.known_probe(branch) else None
         if probe is None:
             return state * self.undivided(branch).slack
@@ -233,10 +233,10 @@ class Bounds:
         methods = Strategy([*branch.sharding, *branch.precision, *branch.rest])
         once, twice = (cost_of(methods, self._bare(branch, axes, blocks, number)) for number in (1, 2))
         seconds = [self._link_s(step) for step in (once, twice)]
-        held = memory(once).host_total if once.on_cpu else 0
+        on_host = memory(once).host_total if once.on_cpu else 0
         return State(
             self._twins.setdefault((once, twice), len(self._twins)),
-            peak(once).reserved_bytes + held,
+            (peak(once).reserved_bytes + on_host, peak(twice).reserved_bytes + on_host),
             update_s(once, self._machine),
             (seconds[0], max(seconds[1] - seconds[0], 0.0)),
         )
@@ -272,8 +272,13 @@ def _shares(mesh: Mesh) -> int:
 
 def probing(precision: Choice, recompute: Choice, rest: Choice) -> Choice:
     """What a probe has: all but what needs other axes, or a sharding method."""
-    alone = (each for each in rest if getattr(each, "axis", None) is None and not getattr(each, "needs", ()))
+    alone = (each for each in rest if getattr(each, "axis", None) is None and not _lacks(each))
     return (*precision, *recompute, *alone)
+
+
+def _lacks(method: MethodConfig) -> bool:
+    """Whether it needs another method beside it."""
+    return isinstance(method, Method) and any(need.when(method) for need in method.needs)
 
 
 def _slack(plan: Plan) -> float:

@@ -166,5 +166,3 @@ def replicas_of(mesh: Mesh) -> int:
 
 def _without_ones(*axes: tuple[str, int]) -> tuple[tuple[str, int], ...]:
     return tuple(axis for axis in axes if axis[1] > 1) or (("data", 1),)
-
-

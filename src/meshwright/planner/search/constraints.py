@@ -71,7 +71,8 @@ def constrained(space: Space, excluded: Sequence[str], included: Sequence[str], 
         raise StrategyError(
             "No strategy is left to choose from",
             expected="at least one candidate",
-            got=f"excluded={list(excluded)}, included={list(included)}" + (f": no {join_names(empty)}" if empty else ""),
+            got=f"excluded={list(excluded)}, included={list(included)}"
+            + (f": no {join_names(empty)}" if empty else ""),
             fix="exclude or include fewer methods, or name a strategy yourself",
         )
     return space
@@ -110,7 +111,8 @@ def _excluding(space: Space, name: str) -> Space:
 
     axis_methods = {axis: without(options) for axis, options in space.axis_methods.items()}
     sizes = {
-        axis: tuple(size for size in every if size == 1 or axis_methods.get(axis)) for axis, every in space.sizes.items()
+        axis: tuple(size for size in every if size == 1 or axis_methods.get(axis))
+        for axis, every in space.sizes.items()
     }
     return space.replace(
         sizes=sizes,

@@ -78,10 +78,11 @@ class Engine:
         self.looked = Looked()
         self._heap: list[tuple[float, int, int, Item]] = []
         self._order = itertools.count()
-        self._least_too_large: dict[Branch, int] = {}
+        self._too_large: dict[object, list[tuple[int, int]]] = {}
         self._first: dict[object, Branch] = {}
         # A subject may have something quicker that says the same where plans are compared.
         self._outline = getattr(subject, "outline", subject.plan)
+        self._least = getattr(subject, "least_taken_bytes", None)
 
     def run(self) -> Looked:
         """Looks at candidates, the most promising first.
@@ -89,23 +90,22 @@ class Engine:
         Layers and samples that stay whole come first: what they reach rules out most ways to divide them, which take a
         probe each.
         """
-        meshes = list(self.candidates.meshes())
-        for inner in (False, True):
-            for mesh in meshes:
-                if bool(mesh.inner) == inner:
-                    self._push(*self._of_mesh(mesh, probed=False))
+        meshes = sorted(self.candidates.meshes(), key=lambda mesh: len(mesh.inner))
+        for _, alike in itertools.groupby(meshes, key=lambda mesh: len(mesh.inner)):
+            for mesh in alike:
+                self._bound_mesh(mesh, probed=False)
             self._look()
         return self.looked
 
     def _look(self) -> None:
         while self._heap and not self.looked.stopped:
-            bound, depth, _, item = heapq.heappop(self._heap)
+            bound, _, _, item = heapq.heappop(self._heap)
             if self._is_settled(bound):
                 self._heap.clear()
             elif self.looked.num_predicted + self._num_probes >= self.max_predictions:
                 self.looked.stopped = True
             elif isinstance(item, Mesh):
-                self._probe_mesh(item)
+                self._bound_mesh(item, probed=True)
             elif isinstance(item, Probed):
                 self._unfold_mesh(item.mesh)
             elif isinstance(item, Branch):
@@ -137,9 +137,9 @@ class Engine:
         seconds = self.bounds.mesh_s(mesh, samples, quickest, probed=probed)
         return self._per_sample(seconds, mesh, samples), int(probed), item
 
-    def _probe_mesh(self, mesh: Mesh) -> None:
+    def _bound_mesh(self, mesh: Mesh, *, probed: bool) -> None:
         try:
-            self._push(*self._of_mesh(mesh, probed=True))
+            self._push(*self._of_mesh(mesh, probed=probed))
         except MeshwrightError as error:
             self.candidates.refuse(error.what, str(dict(mesh.inner)))
 
@@ -178,7 +178,7 @@ class Engine:
         if self.objective == "memory":
             return self.bounds.held_bytes(branch, 0, 1)
         if micro_batches is None:
-            micro_batches = self.candidates.micro_batches(branch.mesh)[-1] or samples
+            micro_batches = self.candidates.micro_batches(branch.mesh)[-1] or self._number(branch, None)
         return self._per_sample(self.bounds.roughly_s(branch, samples, micro_batches), branch.mesh, samples)
 
     def _samples(self, mesh: Mesh) -> int:
@@ -192,17 +192,36 @@ class Engine:
 
     def _unfold_branch(self, branch: Branch) -> None:
         for micro_batches in self.candidates.micro_batches(branch.mesh):
-            leaf = Leaf(branch, micro_batches, close=self.bounds is None or micro_batches is None)
+            leaf = Leaf(branch, micro_batches, close=self.bounds is None)
             self.looked.num_considered += 1
-            bound = 0.0
-            if self.bounds is not None and not leaf.close:
-                bound = self._roughly(branch, micro_batches)
-            self._push(bound, 3, leaf)
+            try:
+                bound = 0.0 if leaf.close else self._bound_of_leaf(branch, self._number(branch, micro_batches))
+            except MeshwrightError as error:
+                self.candidates.refuse(error.what, branch.strategy())
+                continue
+            if bound is not None:
+                self._push(bound, 3, leaf)
+
+    def _number(self, branch: Branch, micro_batches: int | None) -> int:
+        """How many micro-batches a leaf has where it leaves that to the subject."""
+        if micro_batches is not None:
+            return micro_batches
+        given = getattr(self.subject, "num_micro_batches", None)
+        return given or (1 if branch.schedule is None else branch.schedule.fewest_micro_batches(branch.mesh.pipeline))
+
+    def _bound_of_leaf(self, branch: Branch, micro_batches: int) -> float | None:
+        """None: it cannot fit."""
+        micro_batch = self._samples(branch.mesh) // micro_batches
+        if self._is_known_too_large(branch, micro_batch) or self._cannot_fit(branch, micro_batch, micro_batches):
+            return None
+        return self._roughly(branch, micro_batches)
 
     def _bound_closely(self, leaf: Leaf) -> None:
-        branch, micro_batches = leaf.branch, leaf.micro_batches or 1
+        branch, micro_batches = leaf.branch, self._number(leaf.branch, leaf.micro_batches)
         assert self.bounds is not None
         samples = self._samples(branch.mesh)
+        if self._is_known_too_large(branch, samples // micro_batches):
+            return
         try:
             if branch.schedule is not None:
                 branch.schedule.in_flight(branch.mesh.pipeline, micro_batches)
@@ -224,17 +243,19 @@ class Engine:
 
     def _predict(self, leaf: Leaf) -> None:
         branch, samples = leaf.branch, self._samples(leaf.branch.mesh)
-        micro_batch = samples // (leaf.micro_batches or 1)
-        if self._least_too_large.get(branch, math.inf) <= micro_batch:
-            return  # a smaller one of the same was too large already
-        self.looked.num_predicted += 1
+        micro_batch = samples // self._number(branch, leaf.micro_batches)
+        if self._is_known_too_large(branch, micro_batch):
+            return
         try:
+            if self._is_too_large(branch, leaf.micro_batches, micro_batch):
+                return
+            self.looked.num_predicted += 1
             plan = self._outline(branch.strategy(), leaf.micro_batches)
         except MeshwrightError as error:
             self.candidates.refuse(error.what, branch.strategy())
             return
         if self.limited and not plan.fits:
-            self._least_too_large[branch] = micro_batch
+            self._note_too_large(branch, micro_batch)
             self.looked.too_large = sorted([*self.looked.too_large, plan], key=_by_size)[:_SMALLEST_KEPT]
         else:
             self.looked.plans.append((rank_of_plan(plan, self.objective), plan))
@@ -242,6 +263,31 @@ class Engine:
             del self.looked.plans[self.top :]
         if self.progress is not None:
             self.progress(self.looked.num_predicted, self.looked.num_considered)
+
+    def _is_too_large(self, branch: Branch, micro_batches: int | None, micro_batch: int) -> bool:
+        """Whether one rank alone shows that it cannot fit."""
+        if self._least is None or self.bounds is None or self.bounds.limit_bytes is None or not self.limited:
+            return False
+        if self._least(branch.strategy(), micro_batches) <= self.bounds.limit_bytes:
+            return False
+        self._note_too_large(branch, micro_batch)
+        return True
+
+    def _is_known_too_large(self, branch: Branch, micro_batch: int) -> bool:
+        """Whether the same was too large with micro-batches as small, sharded over as many ranks."""
+        known = self._too_large.get(_but_for_groups(branch), ())
+        return any(group >= _group(branch) and size <= micro_batch for group, size in known)
+
+    def _note_too_large(self, branch: Branch, micro_batch: int) -> None:
+        self._too_large.setdefault(_but_for_groups(branch), []).append((_group(branch), micro_batch))
+
+
+def _group(branch: Branch) -> int:
+    return dict(branch.axes).get("zero", 1)
+
+
+def _but_for_groups(branch: Branch) -> object:
+    return branch.mesh, branch.sharding, branch.precision, branch.recompute, branch.rest, branch.schedule
 
 
 def _by_size(plan: Plan) -> tuple[int, str]:

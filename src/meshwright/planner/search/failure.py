@@ -41,12 +41,24 @@ def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> Strat
 
 def nothing_works(world: int, refused: Mapping[str, str], included: Sequence[str]) -> StrategyError:
     """The error for wishes and models that leave nothing that could train."""
-    reasons = "; ".join(list(refused)[-3:]) or "no mesh was left"
+    # That methods exclude each other is no news to one who gets nothing: what the model or the devices lack is.
+    telling = [reason for reason in refused if "does not go together" not in reason] or list(refused)
+    reasons = "; ".join(telling[:3]) or "no mesh was left"
     return StrategyError(
         "No strategy can train this model" + (f" with {join_names(included)}" if included else ""),
         expected=f"a strategy for {world} devices",
         got=reasons,
         fix="include fewer methods, or change what the reasons name",
+    )
+
+
+def ended_early(max_predictions: int) -> StrategyError:
+    """The error for a search that had too few predictions to find anything."""
+    return StrategyError(
+        "The search ended before it found a strategy that fits",
+        expected=f"a strategy within {max_predictions} predictions",
+        got="none",
+        fix="allow more with max_predictions, or include methods that are known to be needed",
     )
 
 

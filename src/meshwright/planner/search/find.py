@@ -11,7 +11,7 @@ from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.candidates import Candidates
 from meshwright.planner.search.constraints import check_names, constrained
 from meshwright.planner.search.engine import Engine, Looked
-from meshwright.planner.search.failure import nothing_fits, nothing_works
+from meshwright.planner.search.failure import ended_early, nothing_fits, nothing_works
 from meshwright.planner.search.found import Found
 from meshwright.planner.search.objective import Objective, check_objective
 from meshwright.planner.search.space import Space, default_space, offloads
@@ -20,6 +20,7 @@ Progress = Callable[[int, int], None]
 """Called with the number of predictions made, and of candidates considered."""
 
 MAX_PREDICTIONS = 1500
+_MOST_GROWTH = 1024
 
 
 def search(
@@ -65,6 +66,8 @@ def search(
     if not looked.plans and "offload" not in (*excluded, *included) and given.offload == ((),):
         before, looked = looked, looking.through(given.replace(offload=offloads()))
         looked.too_large = sorted([*before.too_large, *looked.too_large], key=lambda plan: plan.needed_bytes)
+    if looked.stopped and not looked.plans:
+        raise ended_early(max_predictions)
     if not looked.plans:
         smallest = looking.smallest(given, looked.too_large)
         if smallest is None:
@@ -122,7 +125,22 @@ class _Search:
         return min(plans, key=lambda plan: (plan.needed_bytes, str(plan.strategy)), default=None)
 
     def fewest_devices(self, space: Space) -> int | None:
-        """Twice as many devices as often as it takes until something fits; None: more than can be told."""
+        """As many devices as it takes until something fits, doubled again and again.
+
+        None: it cannot be told, or a thousand times as many are too few.
+        """
+        grow = getattr(self.subject, "on", None)
+        number, most = self.subject.world, self.subject.world * _MOST_GROWTH
+        while grow is not None and self.cluster is not None and number < most:
+            number *= 2
+            larger: Subject = grow(number)
+            wider = default_space(larger).sizes
+            sizes = {axis: wider.get(axis, every) if len(every) > 1 else every for axis, every in space.sizes.items()}
+            bounds = Bounds(larger, self.cluster)
+            candidates = Candidates(_smallest_of(space.replace(sizes=sizes)), number, self.node, larger.batch_size)
+            looked = Engine(larger, candidates, bounds, "memory", 1, self.max_predictions, None).run()
+            if looked.plans:
+                return number
         return None
 
 

@@ -70,7 +70,7 @@ def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
     cluster: Cluster | None = getattr(subject, "cluster", None)
     world, node = subject.world, cluster.devices_per_node if cluster is not None else subject.world
     divisors = divisors_of(world)
-    within = tuple(size for size in divisors if node % size == 0 or size % node == 0 and size <= node)
+    within = tuple(size for size in divisors if node % size == 0 or (size % node == 0 and size <= node))
     tokens = tuple(size for size in divisors if size <= _MOST_TOKEN_RANKS)
     return Space(
         sizes={
