@@ -30,7 +30,7 @@ from meshwright.built_optimizer import BuiltOptimizer
 from meshwright.data import GlobalBatchLoader, global_batch_loader
 from meshwright.errors import ConfigError, ModelError, did_you_mean
 from meshwright.methods import Job, SampleRun
-from meshwright.planner import Plan, Workload, choose
+from meshwright.planner import Plan, Workload, choose, cluster_at_hand
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
 from meshwright.strategy import Strategy
 
@@ -152,6 +152,7 @@ class Request:
             world=world_size(),
             zero_level=settings.zero_level,
             limit_bytes=limit_bytes,
+            cluster=cluster_at_hand(settings.device, world_size(), settings.local_world_size),
         )
         if self.strategy is None:
             plan, reason = choose(workload, excluded=self.excluded, included=self.included)

@@ -1,6 +1,6 @@
 """The simulated step: pure functions on plain data. Never imports torch."""
 
-from meshwright.cost.activations import Activations, BlockSaves, Placed, Recomputed, SavedTensor, TracedModule, Work
+from meshwright.cost.activations import Activations, BlockSaves, Recomputed, SavedTensor, TracedModule, Work
 from meshwright.cost.cluster import Cluster, Link, find_cluster, make_cluster, read_cluster
 from meshwright.cost.copies import copies
 from meshwright.cost.device import DEVICES, Device, find_device
@@ -10,6 +10,7 @@ from meshwright.cost.liveness import Peak, peak
 from meshwright.cost.memory import Memory, element_bytes, gathered_itemsize, local_shape, memory, padded_bytes, shape_on
 from meshwright.cost.names import names_class
 from meshwright.cost.owners import balanced_owners
+from meshwright.cost.placed import Placed
 from meshwright.cost.sharding_traffic import gather_traffic, gathered_bytes, mean_traffic, reduce_traffic, reduced_bytes
 from meshwright.cost.simulate import StepTime, simulate, timeline
 from meshwright.cost.step import (

@@ -6,9 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-Placed = tuple[tuple[tuple[int, ...], int], ...]
-"""Amounts, each with the places it belongs to: blocks of the list that a pipeline cuts, by their numbers; -1 is before
-the list, and the number of its blocks is behind it. What belongs to several places is once in a stage with any."""
+from meshwright.cost.placed import Placed
 
 Running = tuple[int, ...]
 """The modules that run at some moment, by their numbers, outermost first; the model itself is left out."""

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.cost.activations import Activations, Placed
+from meshwright.cost.activations import Activations
+from meshwright.cost.placed import Placed, sums_of
 from meshwright.cost.weight_copies import Average, OuterState
 from meshwright.cost.wire import Wire
 
@@ -126,9 +127,9 @@ class Stages:
     boundary_bytes: int | None = None  # what one block hands to the next in one micro-batch; None: unknown
     schedule: str = "1f1b"  # in which order ranks compute
 
-    def sums(self, amounts: Placed) -> list[int]:
+    def sums(self, amounts: Placed) -> tuple[int, ...]:
         """What of some amounts every stage has."""
-        return [sum(size for places, size in amounts if self.has(one, places)) for one in range(len(self.ranges))]
+        return sums_of(self.ranges, self.num_blocks, amounts)
 
     def has(self, stage: int, places: tuple[int, ...]) -> bool:
         """The stage of the first block has also what is before the list, that of the last what is behind it."""

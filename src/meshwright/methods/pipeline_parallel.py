@@ -24,6 +24,7 @@ from meshwright.methods.pipeline.schedules import (
     SCHEDULES,
     ScheduleName,
     check_micro_batches,
+    most_in_flight,
     schedule_name,
     stage_ranks,
 )
@@ -164,6 +165,16 @@ class PipelineParallel(Method):
     def fewest_micro_batches(self, ranks: int) -> int:
         """One for every rank of the axis; for every stage where the schedule needs as many."""
         return ranks * (self.stages_per_rank if SCHEDULES[self.schedule].needs_full else 1)
+
+    def in_flight(self, ranks: int, micro_batches: int) -> float:
+        """Micro-batches whose activations are kept at once by the rank that keeps most, of all its stages.
+
+        Raises:
+            StrategyError: When the schedule cannot run with this number of micro-batches.
+        """
+        stages = ranks * self.stages_per_rank
+        check_micro_batches(self.schedule, ranks, stages, micro_batches)
+        return most_in_flight(self.schedule, ranks, self.stages_per_rank, micro_batches) / self.stages_per_rank
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         """The blocks that are cut."""

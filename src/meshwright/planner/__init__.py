@@ -1,26 +1,41 @@
 """WHICH strategy: profile the model, predict strategies, choose one, show it."""
 
 from meshwright.planner.choose import choose
+from meshwright.planner.family_shape import Shape
+from meshwright.planner.family_workload import FamilyWorkload
 from meshwright.planner.forecast import Forecast, forecast
+from meshwright.planner.known_models import known_models, parse_family
 from meshwright.planner.parameters import describe_blocks, measured_state
 from meshwright.planner.plan import Plan, Subject
+from meshwright.planner.real_world import cluster_at_hand
 from meshwright.planner.saved import record_saved
+from meshwright.planner.search import Found, Space, choices, default_space, search
 from meshwright.planner.sizes import readable_bytes
 from meshwright.planner.states import probe_optimizer
 from meshwright.planner.table import plan_table
 from meshwright.planner.workload import Workload
 
 __all__ = [
+    "FamilyWorkload",
     "Forecast",
+    "Found",
     "Plan",
+    "Shape",
+    "Space",
     "Subject",
     "Workload",
+    "choices",
     "choose",
+    "cluster_at_hand",
+    "default_space",
     "describe_blocks",
     "forecast",
+    "known_models",
     "measured_state",
+    "parse_family",
     "plan_table",
     "probe_optimizer",
     "readable_bytes",
     "record_saved",
+    "search",
 ]

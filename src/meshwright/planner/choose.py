@@ -1,14 +1,20 @@
-"""Choosing a strategy without being told: the first of a short list, least communication first, that fits memory."""
+"""Choosing a strategy without being told: by a search where the cluster is known.
+
+Where it is not, seconds cannot be told: the first of a short list that fits, least communication first, is chosen.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.errors import StrategyError, did_you_mean, join_names
+from meshwright.errors import StrategyError
 from meshwright.planner.plan import Plan, Subject
+from meshwright.planner.search import default_space, search
+from meshwright.planner.search.constraints import check_names
 from meshwright.planner.sizes import readable_bytes
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 
+_SHOWN, _MAX_PREDICTIONS = 3, 60
 _CANDIDATES = (
     Strategy(["parallel_mode"]),
     Strategy(["parallel_mode", "zero2"]),
@@ -18,7 +24,9 @@ _CANDIDATES = (
 
 
 def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[str] = ()) -> tuple[Plan, str]:
-    """Chooses the first of data, zero2, fsdp and fsdp with checkpoint that fits into a rank's memory.
+    """Chooses the fastest strategy that fits into a rank's memory.
+
+    Without a cluster: the first of data, zero2, fsdp and fsdp with checkpoint that fits.
 
     Args:
         workload: The model and how it is trained.
@@ -31,6 +39,8 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
     Raises:
         StrategyError: When no candidate is left, or none fits.
     """
+    if getattr(workload, "cluster", None) is not None:
+        return _searched(workload, excluded, included)
     candidates = _candidates(excluded, included)
     tried: list[Plan] = []
     for candidate in candidates:
@@ -47,16 +57,25 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
     )
 
 
+def _searched(workload: Subject, excluded: Sequence[str], included: Sequence[str]) -> tuple[Plan, str]:
+    """The caller's precision and number of micro-batches stay: both change what is computed."""
+    space = default_space(workload, lower_precision=False).replace(micro_batches=(None,))
+    found = search(
+        workload, excluded=excluded, included=included, space=space, top=_SHOWN, max_predictions=_MAX_PREDICTIONS
+    )
+    best, *others = found.plans
+    passed = "".join(f"; {_names(each)} would take {_step_time(each)}" for each in others)
+    needs = f"{readable_bytes(best.needed_bytes)} of {readable_bytes(best.limit_bytes or 0)} per rank"
+    return best, f"chose {best.strategy}: the fastest that fits, {_step_time(best)}, {needs}{passed}"
+
+
+def _step_time(plan: Plan) -> str:
+    assert plan.forecast is not None, "the cluster is known"
+    return f"{plan.forecast.time.step_time_s:.3g} s a step"
+
+
 def _candidates(excluded: Sequence[str], included: Sequence[str]) -> list[Strategy]:
-    for option, names in (("excluded", excluded), ("included", included)):
-        for name in names:
-            if name not in METHOD_CONFIGS:
-                raise StrategyError(
-                    f"{option} names an unknown method {name!r}{did_you_mean(name, METHOD_CONFIGS)}",
-                    expected=f"names from {join_names(METHOD_CONFIGS)}",
-                    got=repr(name),
-                    fix="correct the name; meshwright methods lists them",
-                )
+    check_names(excluded, included)
     kept = []
     sharding = {name for name, config in METHOD_CONFIGS.items() if getattr(config, "shards", False)}
     for candidate in _CANDIDATES:

@@ -1,0 +1,294 @@
+"""Branch and bound: what may be best is looked at first, until nothing that is left can be better than what was found.
+
+Meshes, what can be done on each, and numbers of micro-batches are unfolded only where their bound is the least of all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from meshwright.errors import MeshwrightError
+from meshwright.planner.plan import Plan, Subject
+from meshwright.planner.search.bounds import Bounds, probing
+from meshwright.planner.search.candidates import Branch, Candidates, Mesh, replicas_of
+from meshwright.planner.search.objective import Objective, Rank, rank_of_plan, rounded
+
+_SMALLEST_KEPT = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A candidate with its number of micro-batches; bounded closely once its probe is there."""
+
+    branch: Branch
+    micro_batches: int | None
+    close: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A mesh whose inner axes have been probed."""
+
+    mesh: Mesh
+
+
+Item = Mesh | Probed | Branch | Leaf
+
+
+@dataclass
+class Looked:
+    """What has been looked at.
+
+    Args:
+        plans: Those that fit, with their ranks.
+        too_large: Those that do not, the smallest first.
+        num_considered: Candidates unfolded.
+        num_predicted: Those that were simulated.
+        stopped: Whether the search ended at its most predictions, before nothing better could be left.
+    """
+
+    plans: list[tuple[Rank, Plan]] = field(default_factory=list)
+    too_large: list[Plan] = field(default_factory=list)
+    num_considered: int = 0
+    num_predicted: int = 0
+    stopped: bool = False
+
+
+class Engine:
+    """One search through one space."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        candidates: Candidates,
+        bounds: Bounds | None,
+        objective: Objective,
+        top: int,
+        max_predictions: int,
+        progress: Callable[[int, int], None] | None,
+        *,
+        limited: bool = True,
+    ) -> None:
+        self.subject, self.candidates, self.bounds, self.objective = subject, candidates, bounds, objective
+        self.top, self.max_predictions, self.progress, self.limited = top, max_predictions, progress, limited
+        self.looked = Looked()
+        self._heap: list[tuple[float, int, int, Item]] = []
+        self._order = itertools.count()
+        self._too_large: dict[object, list[tuple[int, int]]] = {}
+        self._first: dict[object, Branch] = {}
+        # A subject may have something quicker that says the same where plans are compared.
+        self._outline = getattr(subject, "outline", subject.plan)
+        self._least = getattr(subject, "least_taken_bytes", None)
+
+    def run(self) -> Looked:
+        """Looks at candidates, the most promising first.
+
+        Layers and samples that stay whole come first: what they reach rules out most ways to divide them, which take a
+        probe each.
+        """
+        meshes = sorted(self.candidates.meshes(), key=lambda mesh: len(mesh.inner))
+        for _, alike in itertools.groupby(meshes, key=lambda mesh: len(mesh.inner)):
+            for mesh in alike:
+                self._bound_mesh(mesh, probed=False)
+            self._look()
+        return self.looked
+
+    def _look(self) -> None:
+        while self._heap and not self.looked.stopped:
+            bound, _, _, item = heapq.heappop(self._heap)
+            if self._is_settled(bound):
+                self._heap.clear()
+            elif self.looked.num_predicted + self._num_probes >= self.max_predictions:
+                self.looked.stopped = True
+            elif isinstance(item, Mesh):
+                self._bound_mesh(item, probed=True)
+            elif isinstance(item, Probed):
+                self._unfold_mesh(item.mesh)
+            elif isinstance(item, Branch):
+                self._unfold_branch(item)
+            elif not item.close:
+                self._bound_closely(item)
+            else:
+                self._predict(item)
+
+    @property
+    def _num_probes(self) -> int:
+        return self.bounds.num_probes if self.bounds is not None else 0
+
+    def _is_settled(self, bound: float) -> bool:
+        plans = self.looked.plans
+        return len(plans) >= self.top and rounded(bound) > plans[self.top - 1][0][0]
+
+    def _push(self, bound: float, depth: int, item: Item) -> None:
+        # Of equal bounds the deepest first: it ends in a plan soonest.
+        heapq.heappush(self._heap, (bound, -depth, next(self._order), item))
+
+    def _of_mesh(self, mesh: Mesh, *, probed: bool) -> tuple[float, int, Item]:
+        """A bound for all that can be done on a mesh."""
+        item: Item = Probed(mesh) if probed else mesh
+        if self.bounds is None or self.objective == "memory":
+            return 0.0, int(probed), item
+        space, samples = self.candidates.space, self._samples(mesh)
+        quickest = probing(space.precision[0], space.recompute[0], (*space.offload[0], *space.extra))
+        seconds = self.bounds.mesh_s(mesh, samples, quickest, probed=probed)
+        return self._per_sample(seconds, mesh, samples), int(probed), item
+
+    def _bound_mesh(self, mesh: Mesh, *, probed: bool) -> None:
+        try:
+            self._push(*self._of_mesh(mesh, probed=probed))
+        except MeshwrightError as error:
+            self.candidates.refuse(error.what, str(dict(mesh.inner)))
+
+    def _unfold_mesh(self, mesh: Mesh) -> None:
+        for branch in self.candidates.branches(mesh):
+            self.looked.num_considered += 1
+            if self.bounds is None:
+                self._push(0.0, 2, branch)
+                continue
+            try:
+                if not self._has_blocks(branch) or self._is_twin(branch) or self._cannot_fit(branch, 0, 1):
+                    continue
+                bound = self._roughly(branch)
+            except MeshwrightError as error:
+                self.candidates.refuse(error.what, branch.strategy())
+                continue
+            self._push(bound, 2, branch)
+
+    def _has_blocks(self, branch: Branch) -> bool:
+        assert self.bounds is not None
+        enough = branch.schedule is None or self.bounds.undivided(branch).num_blocks >= math.prod(branch.shape)
+        if not enough:
+            self.candidates.refuse("a pipeline has more stages than the model has blocks", branch.strategy())
+        return enough
+
+    def _is_twin(self, branch: Branch) -> bool:
+        """Whether another method does the very same here, as all levels of ZeRO do in a pipeline."""
+        assert self.bounds is not None
+        others = (branch.mesh, branch.axes, branch.precision, branch.recompute, branch.rest, branch.schedule)
+        return self._first.setdefault((others, self.bounds.state(branch).twin), branch) is not branch
+
+    def _roughly(self, branch: Branch, micro_batches: int | None = None) -> float:
+        """A bound for a branch, with its most micro-batches where none are given: they wait least for each other."""
+        assert self.bounds is not None
+        samples = self._samples(branch.mesh)
+        if self.objective == "memory":
+            return self.bounds.held_bytes(branch, 0, 1)
+        if micro_batches is None:
+            micro_batches = self.candidates.micro_batches(branch.mesh)[-1] or self._number(branch, None)
+        return self._per_sample(self.bounds.roughly_s(branch, samples, micro_batches), branch.mesh, samples)
+
+    def _samples(self, mesh: Mesh) -> int:
+        return (self.subject.batch_size or replicas_of(mesh)) // replicas_of(mesh)
+
+    def _per_sample(self, seconds: float, mesh: Mesh, samples: int) -> float:
+        each = seconds / (samples * replicas_of(mesh))
+        if self.objective != "price" or self.bounds is None:
+            return each
+        return each * (self.bounds.cluster.price_per_hour or 0.0) / 3600
+
+    def _unfold_branch(self, branch: Branch) -> None:
+        for micro_batches in self.candidates.micro_batches(branch.mesh):
+            leaf = Leaf(branch, micro_batches, close=self.bounds is None)
+            self.looked.num_considered += 1
+            try:
+                bound = 0.0 if leaf.close else self._bound_of_leaf(branch, self._number(branch, micro_batches))
+            except MeshwrightError as error:
+                self.candidates.refuse(error.what, branch.strategy())
+                continue
+            if bound is not None:
+                self._push(bound, 3, leaf)
+
+    def _number(self, branch: Branch, micro_batches: int | None) -> int:
+        """How many micro-batches a leaf has where it leaves that to the subject."""
+        if micro_batches is not None:
+            return micro_batches
+        given = getattr(self.subject, "num_micro_batches", None)
+        return given or (1 if branch.schedule is None else branch.schedule.fewest_micro_batches(branch.mesh.pipeline))
+
+    def _bound_of_leaf(self, branch: Branch, micro_batches: int) -> float | None:
+        """None: it cannot fit."""
+        micro_batch = self._samples(branch.mesh) // micro_batches
+        if self._is_known_too_large(branch, micro_batch) or self._cannot_fit(branch, micro_batch, micro_batches):
+            return None
+        return self._roughly(branch, micro_batches)
+
+    def _bound_closely(self, leaf: Leaf) -> None:
+        branch, micro_batches = leaf.branch, self._number(leaf.branch, leaf.micro_batches)
+        assert self.bounds is not None
+        samples = self._samples(branch.mesh)
+        if self._is_known_too_large(branch, samples // micro_batches):
+            return
+        try:
+            if branch.schedule is not None:
+                branch.schedule.in_flight(branch.mesh.pipeline, micro_batches)
+            seconds = self.bounds.step_s(branch, samples, micro_batches)
+            if self._cannot_fit(branch, samples // micro_batches, micro_batches):
+                return
+            held = self.bounds.held_bytes(branch, samples // micro_batches, micro_batches)
+        except MeshwrightError as error:
+            self.candidates.refuse(error.what, branch.strategy())
+            return
+        bound = held if self.objective == "memory" else self._per_sample(seconds, branch.mesh, samples)
+        self._push(bound, 4, Leaf(branch, leaf.micro_batches, close=True))
+
+    def _cannot_fit(self, branch: Branch, micro_batch: int, micro_batches: int) -> bool:
+        if not self.limited or self.bounds is None:
+            return False
+        held = self.bounds.held_bytes(branch, micro_batch, micro_batches)
+        return self.bounds.limit_bytes is not None and held > self.bounds.limit_bytes
+
+    def _predict(self, leaf: Leaf) -> None:
+        branch, samples = leaf.branch, self._samples(leaf.branch.mesh)
+        micro_batch = samples // self._number(branch, leaf.micro_batches)
+        if self._is_known_too_large(branch, micro_batch):
+            return
+        try:
+            if self._is_too_large(branch, leaf.micro_batches, micro_batch):
+                return
+            self.looked.num_predicted += 1
+            plan = self._outline(branch.strategy(), leaf.micro_batches)
+        except MeshwrightError as error:
+            self.candidates.refuse(error.what, branch.strategy())
+            return
+        if self.limited and not plan.fits:
+            self._note_too_large(branch, micro_batch)
+            self.looked.too_large = sorted([*self.looked.too_large, plan], key=_by_size)[:_SMALLEST_KEPT]
+        else:
+            self.looked.plans.append((rank_of_plan(plan, self.objective), plan))
+            self.looked.plans.sort(key=lambda each: each[0])
+            del self.looked.plans[self.top :]
+        if self.progress is not None:
+            self.progress(self.looked.num_predicted, self.looked.num_considered)
+
+    def _is_too_large(self, branch: Branch, micro_batches: int | None, micro_batch: int) -> bool:
+        """Whether one rank alone shows that it cannot fit."""
+        if self._least is None or self.bounds is None or self.bounds.limit_bytes is None or not self.limited:
+            return False
+        if self._least(branch.strategy(), micro_batches) <= self.bounds.limit_bytes:
+            return False
+        self._note_too_large(branch, micro_batch)
+        return True
+
+    def _is_known_too_large(self, branch: Branch, micro_batch: int) -> bool:
+        """Whether the same was too large with micro-batches as small, sharded over as many ranks."""
+        known = self._too_large.get(_but_for_groups(branch), ())
+        return any(group >= _group(branch) and size <= micro_batch for group, size in known)
+
+    def _note_too_large(self, branch: Branch, micro_batch: int) -> None:
+        self._too_large.setdefault(_but_for_groups(branch), []).append((_group(branch), micro_batch))
+
+
+def _group(branch: Branch) -> int:
+    return dict(branch.axes).get("zero", 1)
+
+
+def _but_for_groups(branch: Branch) -> object:
+    return branch.mesh, branch.sharding, branch.precision, branch.recompute, branch.rest, branch.schedule
+
+
+def _by_size(plan: Plan) -> tuple[int, str]:
+    return plan.needed_bytes, str(plan.strategy)

@@ -1,0 +1,170 @@
+import itertools
+
+import pytest
+
+from meshwright.cost import find_cluster
+from meshwright.errors import ConfigError, MeshwrightError, StrategyError
+from meshwright.planner.family_shape import Shape
+from meshwright.planner.family_workload import FamilyWorkload
+from meshwright.planner.search import choices, default_space, search
+from meshwright.planner.search.candidates import Candidates
+from meshwright.planner.search.objective import rank_of_plan
+from meshwright.planner.search.space import divisors_of, zero_sizes
+from meshwright.strategy import Strategy
+
+SMALL = Shape("gpt", 8, 1024, 16, 50304, 1024)
+
+
+def workload(cluster="a100-80x4", batch=16, shape=SMALL, **options):
+    return FamilyWorkload(shape, find_cluster(cluster), batch, **options)
+
+
+def few(subject):
+    """A small space, for what does not depend on its size."""
+    space = default_space(subject)
+    return space.replace(
+        sizes={"tensor": space.sizes["tensor"]},
+        sharding=choices(None, "fsdp"),
+        hybrid=False,
+        precision=space.precision[:1],
+    )
+
+
+def quick(subject, **options):
+    return search(subject, space=few(subject), **options)
+
+
+def everything(subject, space, objective="tokens_per_s"):
+    """Every candidate of a space, each predicted: what a search must find without looking at all of them."""
+    candidates = Candidates(space, subject.world, subject.cluster.devices_per_node, subject.batch_size)
+    found = []
+    for mesh in candidates.meshes():
+        for branch, number in itertools.product(candidates.branches(mesh), candidates.micro_batches(mesh)):
+            try:
+                plan = subject.plan(branch.strategy(), number)
+            except MeshwrightError:
+                continue
+            if plan.fits:
+                found.append(rank_of_plan(plan, objective))
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("limit", "objective"), [(None, "tokens_per_s"), (4 * 2**30, "tokens_per_s"), (None, "memory")]
+)
+def test_a_search_finds_what_looking_at_everything_finds(limit, objective):
+    subject = workload(limit_bytes=limit, batch=8)
+    space = default_space(subject).replace(
+        precision=choices(("amp_native", "bf16")), sharding=choices(None, "zero1", "fsdp"), hybrid=objective == "memory"
+    )
+    space = space.replace(sizes={axis: space.sizes[axis] for axis in ("tensor", "pipeline")})
+    found = search(subject, space=space, top=5, objective=objective)
+    best = everything(subject, space, objective)
+    assert found.is_complete
+    assert found.num_predicted < len(best) / 2
+    assert [rank_of_plan(plan, objective)[0] for plan in found.plans] == [rank[0] for rank in best[:5]]
+    assert rank_of_plan(found.plans[0], objective)[1] == best[0][1]
+
+
+def test_the_same_search_finds_the_same_and_says_what_it_passed_over():
+    first, again = (search(workload(), top=4) for _ in range(2))
+    assert [str(plan.strategy) for plan in first.plans] == [str(plan.strategy) for plan in again.plans]
+    assert first.refused == again.refused
+    reasons = [reason for _, reason in first.refused]
+    assert len(reasons) == len(set(reasons)) > 0
+    assert all(plan.fits for plan in first.plans)
+    assert not any(plan.fits for plan in first.too_large)
+    times = [plan.forecast.time.step_time_s for plan in first.plans]
+    assert times == pytest.approx(sorted(times), rel=2e-3)
+
+
+def test_predictions_can_be_few_and_are_told_of():
+    with pytest.raises(StrategyError, match="ended before it found"):
+        search(workload(), max_predictions=2)
+    told = []
+    found = search(workload(), max_predictions=12, progress=lambda *numbers: told.append(numbers))
+    assert not found.is_complete
+    assert found.num_predicted <= 12
+    assert found.plans
+    assert [predicted for predicted, _ in told] == list(range(1, len(told) + 1))
+
+
+@pytest.mark.parametrize(
+    ("included", "excluded"),
+    [(["zero1"], ["pipeline_parallel"]), (["checkpoint"], []), (["tensor_parallel"], ["zero1", "zero2", "fsdp"]),
+     (["outer"], []), (["fsdp"], ["amp_native"]), (["offload"], []), (["pipeline_parallel", "half"], [])],
+)  # fmt: skip
+def test_wishes_are_kept(included, excluded):
+    found = search(workload("a100-80x16"), included=included, excluded=excluded, top=3, max_predictions=40)
+    assert found.plans
+    for plan in found.plans:
+        assert set(included) <= set(plan.strategy.names)
+        assert not set(excluded) & set(plan.strategy.names)
+
+
+def test_fp8_is_used_where_it_is_asked_for_and_the_device_has_it():
+    plain, eight = (quick(workload("h100x4"), included=names, top=1).plans[0] for names in ([], ["fp8"]))
+    assert "fp8" not in plain.strategy
+    assert eight.forecast.time.compute_s < plain.forecast.time.compute_s
+    with pytest.raises(StrategyError, match="no 8-bit products"):
+        quick(workload(), included=["fp8"], top=1)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"excluded": ["zero"]}, "did you mean 'zero"),
+        ({"included": ["zero1"], "excluded": ["zero1"]}, r"included and excluded.*zero1"),
+        ({"included": ["zero1", "fsdp"]}, "included methods cannot be together: .*zero1"),
+        ({"included": ["pipeline_parallel", "outer"]}, "cannot be together"),
+        ({"excluded": ["parallel_mode"]}, "No strategy is left"),
+        ({"included": ["expert_parallel"]}, "(?s)No strategy can train this model with expert_parallel.*experts"),
+    ],
+)
+def test_wishes_that_contradict_each_other_are_refused(wishes, message):
+    with pytest.raises(StrategyError, match=message):
+        search(workload(), **wishes)
+
+
+def test_objectives_are_known_and_have_what_they_need():
+    with pytest.raises(ConfigError, match="did you mean 'memory'"):
+        search(workload(), objective="memroy")
+    cheap, soon, small = (quick(workload(), objective=name, top=1) for name in ("price", "tokens_per_s", "memory"))
+    assert cheap.plans[0].strategy == soon.plans[0].strategy
+    assert small.plans[0].needed_bytes < soon.plans[0].needed_bytes
+    assert cheap.plans[0].forecast.price_per_step > 0
+
+
+def test_offloading_is_tried_where_nothing_fits_without():
+    found = quick(workload(limit_bytes=600 * 2**20), top=1)
+    assert "offload" in found.plans[0].strategy
+
+
+def test_a_cluster_that_is_too_small_is_told_what_binds_and_how_many_would_do():
+    subject = workload(limit_bytes=480 * 2**20, cluster="a100x2")
+    with pytest.raises(
+        StrategyError, match=r"(?s)No strategy fits.*Expected at most 480.*smallest.*holds.*of .*take \d+ of these"
+    ):
+        quick(subject, top=1)
+
+
+def test_a_long_pipeline_has_an_outline_that_says_the_same():
+    subject = workload("h100x16", 64, Shape("gpt", 30, 1024, 16, 50304, 1024))
+    for schedule in ("1f1b", "gpipe", "zbv", ("interleaved", 3)):
+        keys = (
+            {"schedule": schedule}
+            if isinstance(schedule, str)
+            else {"schedule": "interleaved", "num_stages_per_rank": 3}
+        )
+        strategy = Strategy([("parallel_mode", {"pipeline": 8, "data": 2}), ("pipeline_parallel", keys)])
+        for number in (16, 32):
+            whole, outline = subject.plan(strategy, number), subject.outline(strategy, number)
+            assert outline.forecast.time == whole.forecast.time
+            assert outline.needed_bytes == whole.needed_bytes
+            assert subject.least_taken_bytes(strategy, number) <= whole.needed_bytes
+
+
+def test_sizes_to_try():
+    assert divisors_of(12) == (1, 2, 3, 4, 6, 12)
+    assert zero_sizes(8, 1, 8) == (2, 4, 8)
+    assert zero_sizes(512, 2, 8) == (4, 16, 64, 256, 512)
