@@ -4,8 +4,9 @@ from meshwright.cost.cluster import Cluster, Link, find_cluster, make_cluster, r
 from meshwright.cost.copies import copies
 from meshwright.cost.device import DEVICES, Device, find_device
 from meshwright.cost.efficiency import Calibration, Constants, Efficiency, fitted, read_calibration, write_calibration
+from meshwright.cost.events import StepEvent, coalesced, step_events
 from meshwright.cost.homes import Home, homes_of, pick_largest
-from meshwright.cost.liveness import Peak, peak
+from meshwright.cost.liveness import Peak, moments, peak
 from meshwright.cost.memory import Memory, element_bytes, gathered_itemsize, local_shape, memory, padded_bytes, shape_on
 from meshwright.cost.names import names_class
 from meshwright.cost.owners import balanced_owners
@@ -69,10 +70,12 @@ __all__ = [
     "Stages",
     "StateTensor",
     "Step",
+    "StepEvent",
     "StepTime",
     "Traffic",
     "Wire",
     "balanced_owners",
+    "coalesced",
     "copies",
     "element_bytes",
     "find_cluster",
@@ -87,6 +90,7 @@ __all__ = [
     "make_cluster",
     "mean_traffic",
     "memory",
+    "moments",
     "names_class",
     "padded_bytes",
     "peak",
@@ -98,6 +102,7 @@ __all__ = [
     "send_boundaries",
     "shape_on",
     "simulate",
+    "step_events",
     "timeline",
     "write_calibration",
 ]
