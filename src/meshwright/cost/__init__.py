@@ -10,6 +10,7 @@ from meshwright.cost.liveness import Peak, moments, peak
 from meshwright.cost.memory import Memory, element_bytes, gathered_itemsize, local_shape, memory, padded_bytes, shape_on
 from meshwright.cost.names import names_class
 from meshwright.cost.owners import balanced_owners
+from meshwright.cost.rank import seconds_of
 from meshwright.cost.sharding_traffic import gather_traffic, gathered_bytes, mean_traffic, reduce_traffic, reduced_bytes
 from meshwright.cost.simulate import StepTime, simulate, timeline
 from meshwright.cost.step import (
@@ -99,6 +100,7 @@ __all__ = [
     "read_cluster",
     "reduce_traffic",
     "reduced_bytes",
+    "seconds_of",
     "send_boundaries",
     "shape_on",
     "simulate",

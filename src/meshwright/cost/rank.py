@@ -156,3 +156,8 @@ def _outside_share(step: Step) -> float:
     whole = sum(size for _, size in sizes)
     inside = sum(size for name, size in sizes if name != "outside")
     return 1 - inside / whole if whole and inside else 1.0
+
+
+def seconds_of(step: Step, traffic: Traffic, cluster: Cluster, known: Calibration) -> float:
+    """Seconds of a step's collectives of one kind on a cluster, were they alone."""
+    return one_s(step, traffic, Network(cluster, known.of(cluster.device.efficiency), known.constants))

@@ -11,7 +11,7 @@ from meshwright.cost import copies
 from meshwright.planner.plan import Plan
 from meshwright.planner.sizes import readable_bytes
 
-_ROWS = (
+MEMORY_CLASSES = (  # fields of Memory, and what people call them
     ("parameters", "parameters"),
     ("master", "fp32 master weights"),
     ("gradients", "gradients"),
@@ -48,7 +48,7 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
     table.add_column("predicted", justify="right")
     if measured is not None:
         table.add_column("measured", justify="right")
-    for field, label in _ROWS:
+    for field, label in MEMORY_CLASSES:
         size = getattr(plan.memory, field)
         if size or field in _ALWAYS:
             table.add_row(label, _cell(size), *_measured_cell(measured, field))

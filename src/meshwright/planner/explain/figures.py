@@ -1,0 +1,143 @@
+"""Figures of a plan that people compare: speed, use of the hardware, price, in words and numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from meshwright.cost import Step, StepTime
+from meshwright.planner.plan import Plan
+from meshwright.strategy import MethodConfig, Strategy
+
+TIME_PARTS = {
+    "compute_s": "computing",
+    "inline_s": "collectives that blocks wait for",
+    "exposed_s": "gathers and reductions that do not hide",
+    "bubble_s": "pipeline bubble",
+    "update_s": "update",
+    "overhead_s": "launch, batch and loss",
+}
+MOMENTS = {
+    "loss": "as the loss runs backward",
+    "recomputation": "as the last block runs backward",
+    "reduction": "as the last gradients are reduced",
+    "update": "at the update",
+}
+_BILLION = 1e9
+
+
+def short(plan: Plan) -> str:
+    """A strategy in one line: its axes, and the methods with what is not their default."""
+    axes = " x ".join(f"{name} {size}" for name, size in plan.step.axes if size > 1)
+    named = [_method(method) for method in plan.strategy.methods if method.method_name != "parallel_mode"]
+    # The methods of axes go without saying where nothing else is said of them.
+    own = [text for text in named if text not in _SAID_BY_AXES]
+    return ": ".join(part for part in (axes or "one rank", ", ".join(own)) if part)
+
+
+_SAID_BY_AXES = {"tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel", "expert_parallel"}
+
+
+def _method(method: MethodConfig) -> str:
+    keys = method.model_dump(exclude_defaults=True, mode="json")
+    said = [str(value).rsplit(".", 1)[-1] if isinstance(value, str) else f"{key}={value}" for key, value in keys.items()]
+    return " ".join([method.method_name, *said])
+
+
+def with_micro_batches(plan: Plan) -> str:
+    """:func:`short`, and how a batch is cut."""
+    return f"{short(plan)}; {plan.step.num_micro_batches} x {plan.micro_batch} samples"
+
+
+def time_parts(time: StepTime) -> dict[str, float]:
+    """Seconds by part; they add up to the step."""
+    names = (field.name for field in dataclasses.fields(time) if field.name != "step_time_s")
+    return {name: getattr(time, name) for name in names}
+
+
+def part_name(part: str) -> str:
+    """A part of the step in words."""
+    return TIME_PARTS.get(part, part.removesuffix("_s").replace("_", " "))
+
+
+def every_step(plan: Plan) -> tuple[Step, ...]:
+    """The step of every rank of the pipeline, or the one step of all."""
+    return plan.steps or (plan.step,)
+
+
+def per_gpu(plan: Plan) -> float | None:
+    """Tokens per second and device; None where a sample has no number of tokens, or nothing is known of time."""
+    whole = plan.forecast.tokens_per_s if plan.forecast is not None else None
+    return whole / plan.forecast.cluster.num_devices if whole is not None and plan.forecast is not None else None
+
+
+def model_flops_per_s(plan: Plan) -> float | None:
+    """FLOP/s per device that the model needs: forward and backward, recomputation not counted.
+
+    Of attention's scores under a causal mask only the half that is needed counts. None where FLOPs or time are unknown.
+    """
+    steps = every_step(plan)
+    if plan.forecast is None or any(step.flops is None for step in steps):
+        return None
+    flops = sum((step.flops or 0) * step.num_micro_batches for step in steps) / len(steps)
+    return flops / plan.forecast.time.step_time_s
+
+
+def mfu(plan: Plan) -> float | None:
+    """Model FLOPs utilisation (Chowdhery et al. 2022): of the dense peak of the precision that products run in."""
+    rate = model_flops_per_s(plan)
+    if rate is None or plan.forecast is None:
+        return None
+    return rate / plan.forecast.cluster.device.peak_flops_per_s(_precision(plan))
+
+
+def _precision(plan: Plan) -> str:
+    ops = [op.dtype for step in every_step(plan) for block in step.blocks for op in block.ops if op.kind == "matmul"]
+    if ops:
+        return max(sorted(set(ops)), key=ops.count)
+    halves = {"amp_native", "half"} & set(plan.strategy.names)
+    return "half" if halves or plan.step.compute_itemsize == 2 else "fp32"
+
+
+def price_per_billion_tokens(plan: Plan) -> float | None:
+    """US dollars for 1e9 tokens; None where the device has no price, or a sample no number of tokens."""
+    known = plan.forecast
+    if known is None or known.price_per_step is None or known.tokens_per_sample is None:
+        return None
+    return known.price_per_step / (known.samples * known.tokens_per_sample) * _BILLION
+
+
+def memory_classes(plan: Plan) -> dict[str, int]:
+    """Bytes by class on the device at the peak of the rank that holds most, without what is empty."""
+    held = plan.forecast.peak.memory if plan.forecast is not None else plan.memory
+    every = ((field.name, getattr(held, field.name)) for field in dataclasses.fields(held))
+    return {name: size for name, size in every if size and not name.startswith(("host_", "disk_"))}
+
+
+def fewest_words(strategies: Iterable[Strategy]) -> list[str]:
+    """What each of some strategies has that not all of them have."""
+    every = [set(map(str, strategy.methods)) for strategy in strategies]
+    common = set.intersection(*every) if every else set()
+    return [" + ".join(sorted(own - common)) or "as the others" for own in every]
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """A share as people read it."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def seconds(value: float) -> str:
+    """A duration as people read it."""
+    if abs(value) >= 100:
+        return f"{value:.0f} s"
+    if abs(value) >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-4 else f"{value * 1e6:.0f} us"
+
+
+def number(value: float) -> str:
+    """A rate as people read it: ``1.23 M``."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit if limit > 1e4 else value / 1e3:.{2 if limit > 1e4 else 1}f} {unit}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
