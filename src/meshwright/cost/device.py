@@ -26,6 +26,8 @@ class Device:
         efficiency: Whose fitted efficiencies it takes (a key of ``efficiencies.json``).
         power_fraction: Sustained power over the power the peak is stated for.
         price_per_hour: In US dollars; None: unknown. Prices differ by vendor and month: set your own.
+        bf16: Whether it multiplies in bf16; without, half precision is fp16.
+        is_host: Whether its memory is the host's.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Device:
     efficiency: str = "default"
     power_fraction: float = 1.0
     price_per_hour: float | None = None
+    bf16: bool = True
+    is_host: bool = False
     aliases: tuple[str, ...] = field(default=(), compare=False)
 
     def peak_flops_per_s(self, dtype: str) -> float:
@@ -48,7 +52,7 @@ class Device:
 
 # Vendors' datasheets, dense figures; memory as the driver reports it. ``aliases`` are what drivers call a device; the
 # first that matches counts, so narrower names stand first.
-_TABLE = (
+_BARE = (
     Device("B200", 183_359 * _MIB, 2.25e15, 75e12, 8.0e12, 4.5e15, "B200", aliases=("B200", "GB200")),
     Device("H200", 143_771 * _MIB, 989.4e12, 67e12, 4.8e12, 1978.9e12, "H100", aliases=("H200", "GH200")),
     Device("H100-NVL", 95_830 * _MIB, 835.5e12, 60e12, 3.9e12, 1671e12, "H100", aliases=("H100 NVL", "H100-NVL")),
@@ -63,11 +67,20 @@ _TABLE = (
     Device("L40S", 48 * _GIB, 362e12, 91.6e12, 864e9, 733e12, "A100", aliases=("L40S",)),
     Device("L40", 48 * _GIB, 181e12, 90.5e12, 864e9, 362e12, "A100", aliases=("L40",)),
     Device("L4", 24 * _GIB, 121e12, 30.3e12, 300e9, 242e12, "A100", aliases=("L4",)),
-    Device("V100-32", 32_510 * _MIB, 125e12, 15.7e12, 900e9, None, "V100", aliases=("V100-32", "V100")),
-    Device("V100-16", 16_160 * _MIB, 125e12, 15.7e12, 900e9, None, "V100", aliases=("V100-16",)),
+    Device("V100-32", 32_510 * _MIB, 125e12, 15.7e12, 900e9, None, "V100", bf16=False, aliases=("V100-32", "V100")),
+    Device("V100-16", 16_160 * _MIB, 125e12, 15.7e12, 900e9, None, "V100", bf16=False, aliases=("V100-16",)),
     # One core of a server at 2.8 GHz with AVX-512: a placeholder until ``calibrate`` has measured the machine.
-    Device("CPU", 16 * _GIB, 200e9, 100e9, 20e9, None, "CPU", aliases=("CPU", "gloo")),
+    Device("CPU", 16 * _GIB, 200e9, 100e9, 20e9, None, "CPU", is_host=True, aliases=("CPU", "gloo")),
 )
+# US dollars per device and hour on demand, as listed early in 2026 by RunPod (secure cloud), else by Lambda (A10,
+# A100-40, V100-16) or AWS (A10G: g5.xlarge, V100-32: an eighth of p3dn.24xlarge, CPU: a vCPU of compute-optimised
+# instances). Large clouds ask for two to four times as much; one who owns devices pays less.
+_PRICES = {
+    "B200": 5.98, "H200": 3.59, "H100-NVL": 2.59, "H100-PCIe": 1.99, "H100-SXM": 2.69, "A100-80": 1.39, "A100-40": 1.29,
+    "MI300X": 2.49, "A10G": 1.01, "A10": 0.75, "L40S": 0.79, "L40": 0.69, "L4": 0.44, "V100-32": 3.90, "V100-16": 0.55,
+    "CPU": 0.05,
+}  # fmt: skip
+_TABLE = tuple(dataclasses.replace(device, price_per_hour=_PRICES.get(device.name)) for device in _BARE)
 DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 """Presets by name."""
 

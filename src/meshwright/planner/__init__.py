@@ -1,7 +1,10 @@
 """WHICH strategy: profile the model, predict strategies, choose one, show it."""
 
 from meshwright.planner.choose import choose
+from meshwright.planner.family_shape import Shape
+from meshwright.planner.family_workload import FamilyWorkload
 from meshwright.planner.forecast import Forecast, forecast
+from meshwright.planner.known_models import known_models, parse_family
 from meshwright.planner.parameters import describe_blocks, measured_state
 from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.saved import record_saved
@@ -11,14 +14,18 @@ from meshwright.planner.table import plan_table
 from meshwright.planner.workload import Workload
 
 __all__ = [
+    "FamilyWorkload",
     "Forecast",
     "Plan",
+    "Shape",
     "Subject",
     "Workload",
     "choose",
     "describe_blocks",
     "forecast",
+    "known_models",
     "measured_state",
+    "parse_family",
     "plan_table",
     "probe_optimizer",
     "readable_bytes",

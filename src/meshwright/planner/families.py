@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from meshwright.cost import Activations, Block, Boundary, Placed, RecomputePart, Stages, Step
 from meshwright.errors import ModelError
@@ -19,6 +19,8 @@ def family_step(
     *,
     shard_axis: str | None = None,
     stages_per_rank: int = 1,
+    stage_ranks: tuple[int, ...] | None = None,
+    exchanges_heads: bool = False,
 ) -> list[Step]:
     """The simulated step of a family before any method: one, or one for each rank of a pipeline axis.
 
@@ -28,18 +30,25 @@ def family_step(
         axes: The mesh, innermost first.
         shard_axis: What a ZeRO method will shard over.
         stages_per_rank: Of a pipeline.
+        stage_ranks: The pipeline rank of every stage; None: they go around.
+        exchanges_heads: Whether ranks of a sequence axis exchange tokens for heads in attention (Jacobs et al. 2023),
+            instead of passing on keys and values, as those of a context axis do.
 
     Raises:
         ModelError: When an axis divides what cannot be divided.
     """
     sizes = dict(axes)
-    tensor, pipeline, stages = sizes.get("tensor", 1), sizes.get("pipeline", 1), stages_per_rank
-    _check(shape, tensor, pipeline * stages, run)
-    run = dataclasses.replace(run, tensor=tensor, sequence=sizes.get("sequence", run.sequence))
-    counts = _stage_sizes(shape, pipeline * stages, balanced=run.balances_head)
-    on_ranks = tuple(sum(counts[rank::pipeline]) for rank in range(pipeline)) if pipeline > 1 else ()
+    tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
+    ranks = stage_ranks or tuple(range(pipeline)) * stages_per_rank
+    _check(shape, tensor, len(ranks), run)
+    divided = sizes.get("sequence", run.sequence) * sizes.get("context", 1)
+    run = dataclasses.replace(run, tensor=tensor, sequence=divided)
+    counts = _stage_sizes(shape, len(ranks), balanced=run.balances_head)
+    on_ranks = tuple(sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in range(pipeline))
+    on_ranks = on_ranks if pipeline > 1 else ()
     inside = Block(BLOCK, shape.layers, inside_parameters(shape), on_ranks, block_ops(shape, run))
     outside = Block("outside", 1, outside_parameters(shape, pipeline), (), outside_ops(shape, run, pipeline))
+    outside = _ending_on(ranks[-1], pipeline - 1, outside)
     saved, behind = block_saved(shape, run), outside_saved(shape, run)
     step = Step(
         blocks=(inside, outside),
@@ -56,11 +65,11 @@ def family_step(
             flops_at=_placed(shape, 3 * sum(op.flops for op in inside.ops), 3 * sum(op.flops for op in outside.ops)),
         ),
         flops=3 * (shape.layers * sum(op.flops for op in inside.ops) + sum(op.flops for op in outside.ops)),
-        boundaries=_boundaries(shape, run, pipeline),
+        boundaries=_boundaries(shape, run, sizes, exchanges_heads=exchanges_heads),
     )
     if pipeline == 1:
         return [step]
-    ranks, bounds = tuple(range(pipeline)) * stages, (0, *itertools.accumulate(counts))
+    bounds = (0, *itertools.accumulate(counts))
     ranges, hidden = tuple(itertools.pairwise(bounds)), run.token_bytes(shape.hidden)
     return [step.replace(stages=Stages(ranks, ranges, shape.layers, rank, hidden)) for rank in range(pipeline)]
 
@@ -95,23 +104,48 @@ def _equal(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(base + (first <= stage < first + rest) for stage in range(stages))
 
 
-def _boundaries(shape: Shape, run: FamilyRun, pipeline: int) -> tuple[Boundary, ...]:
+def _ending_on(rank: int, last: int, outside: Block) -> Block:
+    """What is outside of the blocks, with the head on a rank that may not be the last."""
+    if rank == last:
+        return outside
+    ops = [dataclasses.replace(op, on_rank=rank if op.on_rank == last else op.on_rank) for op in outside.ops]
+    parameters = [
+        dataclasses.replace(p, trained_on=tuple(sorted({rank if each == last else each for each in p.trained_on})))
+        if p.trained_on is not None
+        else p
+        for p in outside.parameters
+    ]
+    return dataclasses.replace(outside, ops=tuple(ops), parameters=tuple(parameters))
+
+
+def _boundaries(
+    shape: Shape, run: FamilyRun, sizes: Mapping[str, int], *, exchanges_heads: bool
+) -> tuple[Boundary, ...]:
     """Two pairs of collectives a block over the tensor axis (Korthikanti et al. 2022); exchanges for long sequences."""
-    whole = run.tokens * shape.hidden * run.itemsize
+    pipeline, sequence, context = (sizes.get(axis, 1) for axis in ("pipeline", "sequence", "context"))
+    whole, calls = run.tokens * shape.hidden * run.itemsize, shape.layers // pipeline
     found: list[Boundary] = []
+
+    def add(kind: str, moment: str, size: int, axis: str, number: int) -> None:
+        found.append(Boundary(kind, moment, size, (BLOCK,), (BLOCK,), axis=axis, count=number))  # type: ignore[arg-type]
+
     if run.tensor > 1:
         kinds = ("all_gather", "reduce_scatter") if run.split_tokens else ("all_reduce",)
+        for moment, kind in itertools.product(("forward", "backward"), kinds):
+            number = 2 * shape.layers // pipeline
+            add(kind, moment, whole * number, "tensor", number)
+    if exchanges_heads and sequence > 1:
+        # Queries, keys and values go out, attention's output comes back; their gradients do in backward.
+        sent = run.tokens * 2 * (shape.hidden + shape.kv_width) // run.tensor * run.itemsize
         for moment in ("forward", "backward"):
-            for kind in kinds:
-                calls = 2 * shape.layers // pipeline
-                found.append(Boundary(kind, moment, whole * calls, (BLOCK,), (BLOCK,), count=calls))  # type: ignore[arg-type]
-    if run.sequence > 1:
-        # Keys and values of every other rank pass by (Liu et al. 2023); their gradients do in backward.
-        passed = 2 * run.tokens * run.sequence * shape.kv_width // run.tensor * run.itemsize
-        for moment, times in (("forward", 1), ("backward", 2)):
-            calls = shape.layers // pipeline
-            size = times * passed * calls
-            found.append(Boundary("all_gather", moment, size, (BLOCK,), (BLOCK,), axis="sequence", count=calls))  # type: ignore[arg-type]
+            add("all_to_all", moment, sent * calls, "sequence", 4 * calls)
+    rings = {"context": context, "sequence": 1 if exchanges_heads else run.sequence // context}
+    for axis, ranks in rings.items():
+        if ranks > 1:
+            # Keys and values of every other rank pass by (Liu et al. 2023); their gradients do in backward.
+            passed = 2 * run.tokens * ranks * shape.kv_width // run.tensor * run.itemsize
+            for moment, times in (("forward", 1), ("backward", 2)):
+                add("all_gather", moment, times * passed * calls, axis, calls)
     return tuple(found)
 
 

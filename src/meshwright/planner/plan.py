@@ -25,6 +25,7 @@ class Plan:
     steps: tuple[Step, ...] = ()  # then: the step of each of its ranks; ``step`` is that of the one that holds most
     micro_batch: int = 1  # samples of one micro-batch on one replica
     forecast: Forecast | None = None  # seconds, where the cluster is known
+    taken_bytes: int | None = None  # of the limit, where an allocator's peak is simulated; None: the sum of all classes
 
     @property
     def fits(self) -> bool:
@@ -34,7 +35,7 @@ class Plan:
     @property
     def needed_bytes(self) -> int:
         """Bytes of the memory that is limited: the device's, with the host's where they are one."""
-        return needed_bytes(self.step, self.memory)
+        return self.taken_bytes if self.taken_bytes is not None else needed_bytes(self.step, self.memory)
 
 
 class Subject(Protocol):

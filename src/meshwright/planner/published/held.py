@@ -6,13 +6,9 @@ from dataclasses import dataclass
 
 from meshwright.cost import Peak, Step, memory, peak
 from meshwright.cost.memory import whole_gradients
+from meshwright.planner.allocator import CONTEXT_BYTES, FRAGMENTED, FRAGMENTED_BY_LAYERS
 from meshwright.planner.published.described import Case
 
-# What no tensor of a job can use: the driver's context, collectives' buffers, kernels' workspaces.
-CONTEXT_BYTES = round(1.5 * 2**30)
-# What an allocator that cannot join its segments leaves unused between tensors of mixed sizes; more where whole layers
-# come and go between activations. Both are set on the runs of BMTrain's table that did and did not fit.
-FRAGMENTED, FRAGMENTED_BY_LAYERS = 0.05, 0.12
 _HALF_BYTES = 2
 
 

@@ -5,34 +5,10 @@ from __future__ import annotations
 import re
 
 from meshwright.planner.family_shape import Family, Shape
+from meshwright.planner.known_models import GPT, LLAMA, MIXTRAL, Dims
 from meshwright.planner.published.conventions import Convention
 from meshwright.planner.published.rows import Row
 
-# (layers, hidden, heads, kv_heads, ffn, vocab, seq), from the models' papers and configurations.
-_Dims = tuple[int, int, int, int, int, int, int]
-_LLAMA: dict[tuple[str, float], _Dims] = {
-    ("3", 1): (16, 2048, 32, 8, 8192, 128256, 8192),
-    ("3", 3): (28, 3072, 24, 8, 8192, 128256, 8192),
-    ("3", 8): (32, 4096, 32, 8, 14336, 128256, 8192),
-    ("3", 70): (80, 8192, 64, 8, 28672, 128256, 8192),
-    ("3", 405): (126, 16384, 128, 8, 53248, 128256, 8192),
-    ("2", 7): (32, 4096, 32, 32, 11008, 32000, 4096),
-    ("2", 13): (40, 5120, 40, 40, 13824, 32000, 4096),
-    ("2", 34): (48, 8192, 64, 8, 22016, 32000, 4096),
-    ("2", 70): (80, 8192, 64, 8, 28672, 32000, 4096),
-    ("1", 30): (60, 6656, 52, 52, 17920, 32000, 2048),
-    ("1", 65): (80, 8192, 64, 64, 22016, 32000, 2048),
-}
-# Brown et al. 2020, Table 2.1, and those of Megatron-LM beyond.
-_GPT: dict[float, tuple[int, int, int]] = {
-    0.125: (12, 768, 12), 0.35: (24, 1024, 16), 0.76: (24, 1536, 16), 1.3: (24, 2048, 16), 1.5: (48, 1600, 25),
-    2.7: (32, 2560, 32), 6.7: (32, 4096, 32), 13: (40, 5120, 40), 20: (44, 6144, 64), 22: (48, 6144, 64),
-    30: (48, 7168, 56), 66: (64, 9216, 72), 175: (96, 12288, 96), 530: (105, 20480, 128), 1000: (128, 25600, 160),
-}  # fmt: skip
-_MIXTRAL: dict[str, tuple[_Dims, int, int]] = {
-    "8x7b": ((32, 4096, 32, 8, 14336, 32000, 4096), 8, 2),
-    "8x22b": ((56, 6144, 48, 8, 16384, 32768, 4096), 8, 2),
-}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])(?![a-z])", re.IGNORECASE)
 _GPT_WORDS = ("gpt", "mpt", "megatron", "opt", "bloom", "bert", "turing", "mt-nlg", "pythia", "falcon")
 _LLAMA_WORDS = ("llama", "mistral", "qwen", "granite", "yi-", "gemma", "baichuan", "internlm", "nemotron", "olmo")
@@ -50,7 +26,7 @@ def shape_of(row: Row, convention: Convention, assumed: list[str]) -> Shape | No
     heads = row.count("heads") or known.get("heads") or _usual_heads(hidden, assumed)
     vocab = row.count("vocab") or known.get("vocab") or _usual_vocab(family, convention, assumed)
     seq = row.count("seq") or known.get("seq") or _usual_seq(family, assumed)
-    experts = _MIXTRAL.get(_mixtral_size(row), ((), 1, 1))
+    experts = MIXTRAL.get(_mixtral_size(row), ((), 1, 1))
     return Shape(
         family=family,
         layers=layers,
@@ -101,24 +77,24 @@ def _known(row: Row, family: Family, assumed: list[str]) -> dict[str, int]:
         return {}
     names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
     if family == "mixtral":
-        found = _MIXTRAL.get(_mixtral_size(row))
+        found = MIXTRAL.get(_mixtral_size(row))
         return dict(zip(names, found[0], strict=True)) if found else {}
     if family == "llama":
         llama = _nearest_llama(row, size)
         if llama is None:
             return {}
         return _those_absent(row, dict(zip(names, llama, strict=True)), assumed)
-    near = min(_GPT, key=lambda each: abs(each - size) / size)
+    near = min(GPT, key=lambda each: abs(each - size) / size)
     if abs(near - size) / size > _CLOSE:
         return {}
-    return _those_absent(row, dict(zip(names, _GPT[near], strict=False)), assumed)
+    return _those_absent(row, dict(zip(names, GPT[near], strict=False)), assumed)
 
 
-def _nearest_llama(row: Row, size: float) -> _Dims | None:
+def _nearest_llama(row: Row, size: float) -> Dims | None:
     name = row.text("model").lower()
     version = next((v for v in ("3", "2", "1") if re.search(rf"llama-?\s?v?{v}(?!\d*b)", name)), None)
-    near = [key for key in _LLAMA if abs(key[1] - size) / size <= _CLOSE and (version is None or key[0] == version)]
-    return _LLAMA[min(near, key=lambda key: (abs(key[1] - size), -int(key[0])))] if near else None
+    near = [key for key in LLAMA if abs(key[1] - size) / size <= _CLOSE and (version is None or key[0] == version)]
+    return LLAMA[min(near, key=lambda key: (abs(key[1] - size), -int(key[0])))] if near else None
 
 
 def _those_absent(row: Row, known: dict[str, int], assumed: list[str]) -> dict[str, int]:

@@ -1,0 +1,149 @@
+import dataclasses
+
+import pytest
+
+from meshwright.cost import find_cluster
+from meshwright.errors import ConfigError, ModelError, StrategyError
+from meshwright.planner.allocator import CONTEXT_BYTES
+from meshwright.planner.family_shape import Shape
+from meshwright.planner.family_workload import FamilyWorkload
+from meshwright.planner.known_models import known_models, parse_family
+from meshwright.strategy import Strategy
+
+SMALL = Shape("llama", 8, 1024, 16, 32000, 2048, kv_heads=8)
+MOE = Shape("mixtral", 4, 1024, 16, 32000, 2048, kv_heads=8, experts=8, experts_per_token=2)
+
+
+def planned(methods, micro_batches=None, *, shape=SMALL, cluster="a100-80x8", batch=64, **options):
+    return FamilyWorkload(shape, find_cluster(cluster), batch, **options).plan(Strategy(methods), micro_batches)
+
+
+def mesh(**axes):
+    return ("parallel_mode", axes)
+
+
+def test_a_plan_of_a_family_has_seconds_tokens_and_the_memory_of_its_fullest_rank():
+    plan = planned(["fsdp"], 2, dtype="bf16")
+    assert plan.strategy == Strategy([mesh(data=8), "fsdp", ("amp_native", "bf16")])
+    assert plan.micro_batch == 4
+    assert plan.forecast.samples == 64
+    assert plan.forecast.tokens_per_s == pytest.approx(64 * 2048 / plan.forecast.time.step_time_s)
+    assert plan.limit_bytes == find_cluster("a100-80x8").device.memory_bytes - CONTEXT_BYTES
+    reserved = plan.forecast.peak.reserved_bytes
+    assert reserved < plan.needed_bytes == plan.taken_bytes == round(reserved * 1.05)
+    assert plan.fits
+    tight = planned(["fsdp"], 2, dtype="bf16", limit_bytes=plan.needed_bytes - 1)
+    assert not tight.fits
+
+
+def test_precision_comes_from_the_strategy_or_from_the_workload():
+    products = {
+        name: next(op.dtype for op in planned(methods, **options).step.blocks[0].ops if op.kind == "matmul")
+        for name, methods, options in (
+            ("fp32", ["fsdp"], {}),
+            ("half", ["fsdp"], {"dtype": "bf16"}),
+            ("given", [("half", "bf16")], {"dtype": "fp16"}),
+            ("fp8", ["fsdp", ("fp8", "rowwise"), ("amp_native", "bf16")], {"cluster": "h100x8"}),
+        )
+    }
+    assert products == {"fp32": "fp32", "half": "half", "given": "half", "fp8": "fp8"}
+    assert "half(dtype='bf16')" in str(planned([("half", "bf16")], dtype="fp16").strategy)
+    slow, fast = planned(["fsdp"]), planned(["fsdp"], dtype="bf16")
+    assert fast.forecast.time.step_time_s < slow.forecast.time.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("methods", "axis", "kind"),
+    [
+        ([mesh(tensor=2, zero=4), ("tensor_parallel", {"sequence": True}), "zero2"], "tensor", "reduce_scatter"),
+        ([mesh(tensor=2, zero=4), "tensor_parallel", "zero2"], "tensor", "all_reduce"),
+        ([mesh(sequence=2, zero=4), "sequence_parallel", "zero2"], "sequence", "all_to_all"),
+        ([mesh(context=2, zero=4), "context_parallel", "zero2"], "context", "all_gather"),
+    ],
+    ids=["tokens_split", "tensor", "sequence", "context"],
+)
+def test_axes_divide_work_and_send_what_they_divide(methods, axis, kind):
+    plan, alone = planned(methods, 1), planned(["zero2"], 1)
+    assert kind in {each.kind for each in plan.step.traffic if each.axis == axis}
+    assert plan.forecast.time.inline_s > 0 == alone.forecast.time.inline_s
+    assert plan.micro_batch == 2 * alone.micro_batch
+    # Twice the samples on half of the layers or tokens are the same work.
+    assert plan.forecast.time.compute_s == pytest.approx(alone.forecast.time.compute_s, rel=0.25)
+
+
+def test_a_pipeline_has_a_step_for_every_rank_and_its_head_where_its_last_stage_is():
+    methods = [mesh(pipeline=2, data=4), ("half", "bf16")]
+    once, v_shaped = (
+        planned([*methods, ("pipeline_parallel", {"schedule": schedule})], 4) for schedule in ("1f1b", "zbv")
+    )
+    assert len(once.steps) == len(v_shaped.steps) == len(once.forecast.peaks) == 2
+    held = [[sum(p.name == "head" for b in step.blocks for p in b.parameters) for step in plan.steps]
+            for plan in (once, v_shaped)]  # fmt: skip
+    assert held == [[0, 1], [1, 0]]
+    assert once.forecast.time.bubble_s > v_shaped.forecast.time.bubble_s > 0
+    assert v_shaped.step.stages.ranks == (0, 1, 1, 0)
+
+
+def test_experts_are_divided_and_tokens_travel_to_them():
+    plan, whole = planned([mesh(expert=4, data=2), "expert_parallel"], 1, shape=MOE), planned([], 1, shape=MOE)
+    assert {each.kind for each in plan.step.traffic if each.axis == "expert"} >= {"all_to_all"}
+    experts = MOE.layers * 8 * 3 * MOE.hidden * MOE.ffn_width * 4
+    assert whole.memory.parameters - plan.memory.parameters == experts * 3 // 4
+    with pytest.raises(ModelError, match=r"expert axis.*8 experts"):
+        planned([mesh(expert=16), "expert_parallel"], shape=MOE, cluster="h100x16")
+
+
+@pytest.mark.parametrize(
+    ("methods", "message", "options"),
+    [
+        ([mesh(tensor=16), "tensor_parallel"], "heads of keys and values", {"cluster": "a100x16"}),
+        ([mesh(sequence=16), "sequence_parallel"], "heads", {"cluster": "a100x16"}),
+        ([mesh(context=3), "context_parallel"], "tokens of a sample", {"cluster": "a100x3"}),
+        ([mesh(pipeline=16), "pipeline_parallel"], "blocks|layers", {"cluster": "a100x16"}),
+        ([mesh(tensor=2, data=4)], "no method works on it", {}),
+        (["fp8"], "no 8-bit products", {}),
+        ([("half", "bf16")], "cannot compute in bf16", {"cluster": "v100x8"}),
+        ([("checkpoint", "Blok")], "does not have", {}),
+    ],
+)
+def test_what_cannot_train_is_refused_with_the_reason(methods, message, options):
+    with pytest.raises((ModelError, StrategyError), match=message):
+        planned(methods, **options)
+
+
+def test_a_workload_needs_a_batch_and_a_known_precision():
+    for options in ({"batch": 0}, {"dtype": "int8"}):
+        with pytest.raises(ConfigError, match="A workload"):
+            planned([], **options)
+
+
+def test_a_host_counts_what_it_offloads_to_itself():
+    plain, offloaded = planned(["fsdp"], cluster="cpux4"), planned(["fsdp", "offload"], cluster="cpux4")
+    assert plain.step.on_cpu
+    assert offloaded.needed_bytes >= plain.needed_bytes - plain.memory.optimizer
+    assert "offload" in offloaded.gaps[0]
+
+
+def test_families_are_read_from_text():
+    shape = parse_family("gpt:layers=24,hidden=1024,heads=16,vocab=50304")
+    assert shape == Shape("gpt", 24, 1024, 16, 50304, 1024)
+    assert parse_family("llama-3-8b:seq=4096") == dataclasses.replace(known_models()["llama-3-8b"], seq=4096)
+    assert parse_family("Meta-Llama-3.1-405B").num_parameters == pytest.approx(405.9e9, rel=2e-3)
+    assert parse_family("gpt-3-175b").num_parameters == pytest.approx(175e9, rel=1e-2)
+    assert parse_family("mixtral:layers=2,hidden=64,heads=4,vocab=99,experts=4,tied=true").is_tied
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lama-3-8b", "did you mean 'llama-3-8b'"),
+        ("gpt:layers=2", "no hidden, heads, vocab"),
+        ("gpt:layrs=2", "did you mean 'layers'"),
+        ("gpt:layers=two", "no number"),
+        ("gpt:tied=maybe", "true or false"),
+        ("gpt:layers=2,hidden=10,heads=3,vocab=9", "do not fit together"),
+    ],
+)
+def test_what_names_no_model_is_refused(text, message):
+    with pytest.raises(ModelError, match=message):
+        parse_family(text)
