@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 from meshwright.cost import Step, StepTime
 from meshwright.planner.plan import Plan
-from meshwright.strategy import MethodConfig, Strategy
+from meshwright.strategy import MethodConfig
 
 TIME_PARTS = {
     "compute_s": "computing",
     "inline_s": "collectives that blocks wait for",
-    "exposed_s": "gathers and reductions that do not hide",
+    "exposed_s": "gathers and reductions that do not hide or slow computing down",
     "bubble_s": "pipeline bubble",
     "update_s": "update",
     "overhead_s": "launch, batch and loss",
@@ -40,13 +39,22 @@ _SAID_BY_AXES = {"tensor_parallel", "pipeline_parallel", "sequence_parallel", "c
 
 def _method(method: MethodConfig) -> str:
     keys = method.model_dump(exclude_defaults=True, mode="json")
-    said = [str(value).rsplit(".", 1)[-1] if isinstance(value, str) else f"{key}={value}" for key, value in keys.items()]
+    said = [_value(key, value) for key, value in keys.items()]
     return " ".join([method.method_name, *said])
+
+
+def _value(key: str, value: object) -> str:
+    """Words speak for themselves, numbers need the name of their key."""
+    if isinstance(value, str):
+        return value.rsplit(".", 1)[-1]
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return "/".join(_value(key, each) for each in value)
+    return f"{key}={value}"
 
 
 def with_micro_batches(plan: Plan) -> str:
     """:func:`short`, and how a batch is cut."""
-    return f"{short(plan)}; {plan.step.num_micro_batches} x {plan.micro_batch} samples"
+    return f"{short(plan)}; {plan.step.num_micro_batches} x {plan.micro_batch}"
 
 
 def time_parts(time: StepTime) -> dict[str, float]:
@@ -112,13 +120,6 @@ def memory_classes(plan: Plan) -> dict[str, int]:
     held = plan.forecast.peak.memory if plan.forecast is not None else plan.memory
     every = ((field.name, getattr(held, field.name)) for field in dataclasses.fields(held))
     return {name: size for name, size in every if size and not name.startswith(("host_", "disk_"))}
-
-
-def fewest_words(strategies: Iterable[Strategy]) -> list[str]:
-    """What each of some strategies has that not all of them have."""
-    every = [set(map(str, strategy.methods)) for strategy in strategies]
-    common = set.intersection(*every) if every else set()
-    return [" + ".join(sorted(own - common)) or "as the others" for own in every]
 
 
 def percent(share: float, digits: int = 0) -> str:
