@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.methods import Method
-from meshwright.planner.explain.figures import memory_classes, time_parts, with_micro_batches
+from meshwright.planner.explain.entry import plan_entry
 from meshwright.planner.plan import Plan, Subject
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 
@@ -60,55 +63,70 @@ def diff(first: Plan, second: Plan, subject: Subject | None = None) -> Differenc
         subject: What both are for; given it, the changes are made one after the other and each is predicted. Changes
             that cannot be made alone are made together.
     """
+    found = entries_diff(plan_entry(first), plan_entry(second))
+    return dataclasses.replace(found, effects=_effects(first, second, subject)) if subject is not None else found
+
+
+def entries_diff(first: Mapping[str, Any], second: Mapping[str, Any]) -> Difference:
+    """The same of two plans as ``--json`` has them, without the effect of each change."""
     times: dict[str, float] = {}
-    if first.forecast is not None and second.forecast is not None:
-        ours, theirs = time_parts(first.forecast.time), time_parts(second.forecast.time)
-        times = {part: theirs[part] - ours[part] for part in ours}
-    held, other = memory_classes(first), memory_classes(second)
+    if first["time"] is not None and second["time"] is not None:
+        ours, theirs = first["time"]["parts_s"], second["time"]["parts_s"]
+        times = {part: theirs.get(part, 0.0) - ours.get(part, 0.0) for part in dict.fromkeys((*ours, *theirs))}
+    held, other = _classes(first), _classes(second)
     sizes = {name: other.get(name, 0) - held.get(name, 0) for name in dict.fromkeys((*held, *other))}
     return Difference(
-        first=with_micro_batches(first),
-        second=with_micro_batches(second),
+        first=f"{first['summary']}; {_cut(first)}",
+        second=f"{second['summary']}; {_cut(second)}",
         changes=_changes(first, second),
         seconds=times,
         num_bytes={name: size for name, size in sizes.items() if size},
-        effects=_effects(first, second, subject) if subject is not None else (),
     )
 
 
-def _changes(first: Plan, second: Plan) -> tuple[str, ...]:
-    ours, theirs = dict(first.step.axes), dict(second.step.axes)
+def _classes(entry: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes on the device at the peak of the rank that holds most."""
+    every = [
+        (held, sum(_on_device(held).values())) for rank in entry["memory"]["ranks"] for held in rank["moments"].values()
+    ]
+    return _on_device(max(every, key=lambda each: each[1])[0])
+
+
+def _on_device(held: Mapping[str, int]) -> dict[str, int]:
+    return {name: size for name, size in held.items() if not name.startswith(("host_", "disk_"))}
+
+
+def _changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[str, ...]:
+    ours, theirs = first["axes"], second["axes"]
     lines = [
         f"~ axis {name} {ours.get(name, 1)} -> {theirs.get(name, 1)}"
         for name in dict.fromkeys((*ours, *theirs))
         if ours.get(name, 1) != theirs.get(name, 1)
     ]
-    without = [plan.strategy.without("parallel_mode") for plan in (first, second)]
+    without = [Strategy(json.dumps(entry["strategy"])).without("parallel_mode") for entry in (first, second)]
     lines += without[0].diff(without[1]).splitlines()
     if _cut(first) != _cut(second):
         lines.append(f"~ {_cut(first)} -> {_cut(second)}")
     return tuple(lines)
 
 
-def _cut(plan: Plan) -> str:
-    count = plan.step.num_micro_batches
-    return f"{count} micro-batch{'' if count == 1 else 'es'} of {plan.micro_batch}"
+def _cut(entry: Mapping[str, Any]) -> str:
+    count = entry["num_micro_batches"]
+    return f"{count} micro-batch{'' if count == 1 else 'es'} of {entry['micro_batch']}"
 
 
 def _effects(first: Plan, second: Plan, subject: Subject) -> tuple[Effect, ...]:
     """Walks from the first to the second, one group of changes after the other."""
     found: list[Effect] = []
-    here, pending = first, list[str]()
+    here = first
     strategy, parts = first.strategy, first.step.num_micro_batches
     for names in _groups(first.strategy, second.strategy):
         strategy = functools.reduce(functools.partial(_taken_over, second.strategy), names, strategy)
-        pending += names
         there = _planned(subject, strategy, parts)
         if there is not None:
             found.append(_effect(here, there))
-            here, pending = there, []
-    if pending or _cut(here) != _cut(second) or here.strategy != second.strategy:
-        found.append(_effect(here, second))
+            here = there
+    found.append(_effect(here, second))  # what could not be made alone, and how the batch is cut
     return tuple(effect for effect in found if effect.change)
 
 
@@ -129,7 +147,9 @@ def _effect(here: Plan, there: Plan) -> Effect:
     time = None
     if here.forecast is not None and there.forecast is not None:
         time = there.forecast.time.step_time_s - here.forecast.time.step_time_s
-    return Effect("\n".join(_changes(here, there)), time, there.needed_bytes - here.needed_bytes)
+    return Effect(
+        "\n".join(_changes(plan_entry(here), plan_entry(there))), time, there.needed_bytes - here.needed_bytes
+    )
 
 
 def _groups(first: Strategy, second: Strategy) -> Sequence[list[str]]:

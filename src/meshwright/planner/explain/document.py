@@ -7,25 +7,18 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.cost import Cluster, coalesced, moments, step_events
+from meshwright.cost import Cluster, coalesced, step_events
+from meshwright.errors import ConfigError
 from meshwright.planner.explain.difference import Difference, diff
-from meshwright.planner.explain.figures import (
-    every_step,
-    mfu,
-    model_flops_per_s,
-    per_gpu,
-    price_per_billion_tokens,
-    short,
-    time_parts,
-)
-from meshwright.planner.explain.links import links
+from meshwright.planner.explain.entry import plan_entry, time_entry
+from meshwright.planner.explain.figures import every_step, short
 from meshwright.planner.explain.what_if import WhatIf
 from meshwright.planner.explain.why import against, too_large, why
 from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.search import Found
-from meshwright.strategy import Strategy
 
 FORMAT = "meshwright.plans"
+COMPARISON_FORMAT = "meshwright.comparison"
 SCHEMA_VERSION = 1
 _DRAWN_EVENTS = 3000
 
@@ -61,10 +54,10 @@ def found_document(
             "refused": [{"strategy": strategy, "reason": reason} for strategy, reason in found.refused],
         },
         "plans": [
-            _plan(plan) | {"against_first": against(plan, best) if number else None}
+            plan_entry(plan) | {"against_first": against(plan, best) if number else None}
             for number, plan in enumerate(found.plans)
         ],
-        "too_large": [_plan(plan) | {"against_limit": too_large(plan)} for plan in found.too_large],
+        "too_large": [plan_entry(plan) | {"against_limit": too_large(plan)} for plan in found.too_large],
         "why": list(reasons.chosen),
         "what_if": [_what_if(each) for each in what_ifs],
         "differences": [_difference(diff(best, plan, subject)) for plan in found.plans[1:2]],
@@ -84,72 +77,8 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _plan(plan: Plan) -> dict[str, Any]:
-    return {
-        "summary": short(plan),
-        "strategy": json.loads(plan.strategy.to_json()),
-        "axes": dict(plan.step.axes),
-        "num_micro_batches": plan.step.num_micro_batches,
-        "micro_batch": plan.micro_batch,
-        "fits": plan.fits,
-        "time": _time(plan),
-        "memory": _memory(plan),
-        "traffic": [
-            {**{name: getattr(link, name) for name in ("kind", "axis", "moment", "between_nodes", "hidden")}}
-            | {"seconds_alone": link.seconds}
-            for link in links(plan)
-        ],
-        "notices": list(plan.notices),
-        "gaps": list(plan.gaps),
-    }
-
-
-def _time(plan: Plan) -> dict[str, Any] | None:
-    known = plan.forecast
-    if known is None:
-        return None
-    return {
-        "step_time_s": known.time.step_time_s,
-        "parts_s": time_parts(known.time),
-        "binds": known.time.binds,
-        "samples": known.samples,
-        "tokens_per_sample": known.tokens_per_sample,
-        "samples_per_s": known.samples_per_s,
-        "tokens_per_s": known.tokens_per_s,
-        "tokens_per_s_per_device": per_gpu(plan),
-        "model_flops_per_s_per_device": model_flops_per_s(plan),
-        "mfu": mfu(plan),
-        "price_per_step_usd": known.price_per_step,
-        "price_per_billion_tokens_usd": price_per_billion_tokens(plan),
-    }
-
-
-def _memory(plan: Plan) -> dict[str, Any]:
-    steps = every_step(plan)
-    peaks = plan.forecast.peaks if plan.forecast is not None else ()
-    return {
-        "limit_bytes": plan.limit_bytes,
-        "needed_bytes": plan.needed_bytes,
-        "ranks": [
-            {
-                "rank": rank,
-                "moment": peaks[rank].moment if peaks else None,
-                "allocated_bytes": peaks[rank].allocated_bytes if peaks else None,
-                "reserved_bytes": peaks[rank].reserved_bytes if peaks else None,
-                "moments": {name: _classes(held) for name, held in moments(step).items()},
-            }
-            for rank, step in enumerate(steps)
-        ],
-    }
-
-
-def _classes(held: Any) -> dict[str, int]:
-    """Without what is empty."""
-    return {name: size for name, size in dataclasses.asdict(held).items() if size}
-
-
 def _what_if(each: WhatIf) -> dict[str, Any]:
-    time = _time(each.plan) if each.plan is not None else None
+    time = time_entry(each.plan) if each.plan is not None else None
     return {
         "change": each.change,
         "outcome": each.outcome,
@@ -188,6 +117,37 @@ def timeline_document(plan: Plan) -> dict[str, Any] | None:
     }
 
 
-def strategies_of(document: Mapping[str, Any]) -> list[Strategy]:
-    """The strategies of a document, in their order."""
-    return [Strategy(json.dumps(plan["strategy"])) for plan in document["plans"]]
+def comparison_document(entries: Sequence[Mapping[str, Any]], differences: Sequence[Difference]) -> dict[str, Any]:
+    """Plans beside each other, with the difference of each to the first."""
+    return {
+        "format": COMPARISON_FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "plans": [dict(entry) for entry in entries],
+        "differences": [_difference(each) for each in differences],
+    }
+
+
+def read_document(text: str, name: str) -> dict[str, Any] | None:
+    """Reads what ``--json`` has written; None where the text is something else, such as a strategy.
+
+    Args:
+        text: Of the file.
+        name: Of the file, for errors.
+
+    Raises:
+        ConfigError: When it is such a document, of a version that is not known.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        return None
+    if found.get("schema_version") != SCHEMA_VERSION or not found.get("plans"):
+        raise ConfigError(
+            f"The plans in {name} cannot be read",
+            expected=f"schema_version {SCHEMA_VERSION}, and at least one plan",
+            got=f"schema_version {found.get('schema_version')!r}, {len(found.get('plans', ()))} plans",
+            fix="write the file anew with meshwright plan --json",
+        )
+    return found

@@ -6,7 +6,7 @@ import dataclasses
 
 from meshwright.cost import Step, StepTime
 from meshwright.planner.plan import Plan
-from meshwright.strategy import MethodConfig
+from meshwright.planner.words import short_strategy
 
 TIME_PARTS = {
     "compute_s": "computing",
@@ -27,29 +27,7 @@ _BILLION = 1e9
 
 def short(plan: Plan) -> str:
     """A strategy in one line: its axes, and the methods with what is not their default."""
-    axes = " x ".join(f"{name} {size}" for name, size in plan.step.axes if size > 1)
-    named = [_method(method) for method in plan.strategy.methods if method.method_name != "parallel_mode"]
-    # The methods of axes go without saying where nothing else is said of them.
-    own = [text for text in named if text not in _SAID_BY_AXES]
-    return ": ".join(part for part in (axes or "one rank", ", ".join(own)) if part)
-
-
-_SAID_BY_AXES = {"tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel", "expert_parallel"}
-
-
-def _method(method: MethodConfig) -> str:
-    keys = method.model_dump(exclude_defaults=True, mode="json")
-    said = [_value(key, value) for key, value in keys.items()]
-    return " ".join([method.method_name, *said])
-
-
-def _value(key: str, value: object) -> str:
-    """Words speak for themselves, numbers need the name of their key."""
-    if isinstance(value, str):
-        return value.rsplit(".", 1)[-1]
-    if isinstance(value, list) and all(isinstance(each, str) for each in value):
-        return "/".join(_value(key, each) for each in value)
-    return f"{key}={value}"
+    return short_strategy(plan.strategy, plan.step.axes)
 
 
 def with_micro_batches(plan: Plan) -> str:
@@ -120,25 +98,3 @@ def memory_classes(plan: Plan) -> dict[str, int]:
     held = plan.forecast.peak.memory if plan.forecast is not None else plan.memory
     every = ((field.name, getattr(held, field.name)) for field in dataclasses.fields(held))
     return {name: size for name, size in every if size and not name.startswith(("host_", "disk_"))}
-
-
-def percent(share: float, digits: int = 0) -> str:
-    """A share as people read it."""
-    return f"{100 * share:.{digits}f} %"
-
-
-def seconds(value: float) -> str:
-    """A duration as people read it."""
-    if abs(value) >= 100:
-        return f"{value:.0f} s"
-    if abs(value) >= 1:
-        return f"{value:.2f} s"
-    return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-4 else f"{value * 1e6:.0f} us"
-
-
-def number(value: float) -> str:
-    """A rate as people read it: ``1.23 M``."""
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= limit:
-            return f"{value / limit if limit > 1e4 else value / 1e3:.{2 if limit > 1e4 else 1}f} {unit}"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"

@@ -102,9 +102,20 @@ function ranking() {
       known(plan.time?.mfu) ? percent(plan.time.mfu) : "", plan.time ? gib(allocated(plan)) : gib(plan.memory.needed_bytes),
       plan.time ? gib(reserved(plan)) : "",
       ...(priced ? [known(plan.time?.price_per_billion_tokens_usd) ? number(plan.time.price_per_billion_tokens_usd) : ""] : []),
-      plan.fits ? plan.against_first ?? plan.time?.binds ?? "" : plan.against_limit],
+      plan.fits ? plan.time?.binds ?? "" : `memory: ${gib(plan.memory.needed_bytes - plan.memory.limit_bytes)} too much`],
   });
   table(byId("ranking"), columns, [...data.plans, ...data.too_large].map(row));
+}
+
+function whyNot() {
+  const lines = [...data.plans.slice(1).map((plan, index) => [`${index + 2}. ${plan.summary}: `, plan.against_first]),
+    ...data.too_large.map((plan) => [plan.summary + ": ", plan.against_limit])];
+  if (!lines.length) return byId("why-not").closest("div").remove();
+  byId("why-not").replaceChildren(...lines.map(([name, text]) => {
+    const line = element("li");
+    line.append(element("b", name), text);
+    return line;
+  }));
 }
 
 const layout = (changes) => ({
@@ -157,7 +168,7 @@ function parts() {
       marker: { color: color(`--c${place}`) }, customdata: plans.map((plan) => wrapped(plan.summary, 60)),
       hovertemplate: `${name}: %{x:.4f} s<br>%{customdata}<extra></extra>` };
   }), { height: 360, yaxis: axis({ autorange: "reversed", type: "category", title: { text: "plan" } }),
-    xaxis: axis({ title: { text: "seconds" } }) });
+    xaxis: axis({ title: { text: "seconds" } }), legend: { orientation: "h", y: -0.32, x: 0 } });
 }
 
 /** Ranks of a pipeline that hold the same become one. */
@@ -266,6 +277,7 @@ about();
 cards();
 byId("why").replaceChildren(...data.why.map((line) => element("li", line)));
 ranking();
+whyNot();
 difference();
 whatIf();
 remarks();

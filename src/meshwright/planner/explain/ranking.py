@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -11,21 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.planner.explain.difference import Difference
-from meshwright.planner.explain.figures import (
-    mfu,
-    number,
-    part_name,
-    per_gpu,
-    percent,
-    price_per_billion_tokens,
-    seconds,
-    short,
-)
+from meshwright.planner.explain.entry import plan_entry
+from meshwright.planner.explain.figures import part_name
 from meshwright.planner.explain.what_if import WhatIf
 from meshwright.planner.explain.why import Why, sentences
 from meshwright.planner.plan import Plan
 from meshwright.planner.sizes import readable_bytes
 from meshwright.planner.table import MEMORY_CLASSES
+from meshwright.planner.words import number, percent, seconds
 
 _BINDS = {"tensor or sequence collectives": "blocks' collectives", "pipeline bubble": "bubble"}
 _LABELS = dict(MEMORY_CLASSES)
@@ -33,42 +27,60 @@ _LABELS = dict(MEMORY_CLASSES)
 
 def ranked_table(plans: Sequence[Plan], title: str = "Plans") -> Table:
     """One row for each plan, in the order given."""
-    priced = any(price_per_billion_tokens(plan) is not None for plan in plans)
-    tokens = any(per_gpu(plan) is not None for plan in plans)
+    return entries_table([plan_entry(plan) for plan in plans], title)
+
+
+def entries_table(entries: Sequence[Mapping[str, Any]], title: str = "Plans") -> Table:
+    """The same of plans as ``--json`` has them."""
+    priced = any(_of(entry, "price_per_billion_tokens_usd") is not None for entry in entries)
+    tokens = any(_of(entry, "tokens_per_s") is not None for entry in entries)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("#", justify="right")
     table.add_column("strategy", overflow="fold", min_width=24)
     names = ("batch", "step", "tokens/s" if tokens else "samples/s", "per GPU", "MFU", "allocated", "reserved")
-    for name in (*names, *(("USD/1e9 tokens",) if priced else ())):
-        table.add_column(name, justify="right", no_wrap=name != "USD/1e9 tokens")
+    for name in (*names, *(("$/1e9 tokens",) if priced else ())):
+        table.add_column(name, justify="right", no_wrap=name != "$/1e9 tokens")
     table.add_column("binds", overflow="fold")
-    for rank, plan in enumerate(plans, 1):
-        table.add_row(str(rank), short(plan), *_cells(plan, priced=priced), style="bold" if rank == 1 else "")
-    limits = {plan.limit_bytes for plan in plans}
+    for rank, entry in enumerate(entries, 1):
+        cells = (*_figures(entry), *((_price(entry),) if priced else ()), _binds(entry))
+        table.add_row(str(rank), entry["summary"], *cells, style="bold" if rank == 1 else "")
+    limits = {entry["memory"]["limit_bytes"] for entry in entries}
     if len(limits) == 1 and None not in limits:
-        table.caption = (
-            f"batch: micro-batches x samples; tensors can have {readable_bytes(limits.pop() or 0)} of a device"
-        )
+        limit = readable_bytes(limits.pop())
+        table.caption = f"batch: micro-batches x samples of each; tensors can have {limit} of a device"
         table.caption_justify = "left"
     return table
 
 
-def _cells(plan: Plan, *, priced: bool) -> Iterable[str]:
-    known, rate, used, price = plan.forecast, per_gpu(plan), mfu(plan), price_per_billion_tokens(plan)
-    yield f"{plan.step.num_micro_batches} x {plan.micro_batch}"
-    if known is None:
-        yield from ("", "", "", "", readable_bytes(plan.needed_bytes), "", *(("",) if priced else ()), "")
+def _of(entry: Mapping[str, Any], figure: str) -> Any:
+    return entry["time"][figure] if entry["time"] is not None else None
+
+
+def _figures(entry: Mapping[str, Any]) -> Iterable[str]:
+    time, memory = entry["time"], entry["memory"]
+    yield f"{entry['num_micro_batches']} x {entry['micro_batch']}"
+    if time is None:
+        yield from ("", "", "", "", readable_bytes(memory["needed_bytes"]), "")
         return
-    whole = known.tokens_per_s if known.tokens_per_s is not None else known.samples_per_s
-    yield seconds(known.time.step_time_s)
-    yield number(whole)
-    yield number(rate if rate is not None else whole / known.cluster.num_devices)
-    yield percent(used, 1) if used is not None else ""
-    yield readable_bytes(known.peak.allocated_bytes)
-    yield readable_bytes(max(peak.reserved_bytes for peak in known.peaks))
-    if priced:
-        yield f"{price:,.0f}" if price is not None else ""
-    yield _BINDS.get(known.time.binds, known.time.binds) if plan.fits else "memory"
+    tokens = time["tokens_per_s"] is not None
+    yield seconds(time["step_time_s"])
+    yield number(time["tokens_per_s" if tokens else "samples_per_s"])
+    yield number(time["tokens_per_s_per_device"]) if tokens else ""
+    yield percent(time["mfu"], 1) if time["mfu"] is not None else ""
+    for kind in ("allocated_bytes", "reserved_bytes"):
+        yield readable_bytes(max(rank[kind] for rank in memory["ranks"]))
+
+
+def _price(entry: Mapping[str, Any]) -> str:
+    price = _of(entry, "price_per_billion_tokens_usd")
+    return "" if price is None else number(price)
+
+
+def _binds(entry: Mapping[str, Any]) -> str:
+    if not entry["fits"]:
+        return "memory"
+    binds = _of(entry, "binds")
+    return "" if binds is None else _BINDS.get(binds, binds)
 
 
 def reasons(why: Why, what_ifs: Sequence[WhatIf] = (), most: int = 5) -> Group:

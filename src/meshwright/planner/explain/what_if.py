@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from meshwright.cost import Cluster, Link
 from meshwright.errors import MeshwrightError
 from meshwright.methods import SAMPLED
-from meshwright.planner.explain.figures import number, percent, price_per_billion_tokens, seconds, short
+from meshwright.planner.explain.figures import price_per_billion_tokens, short
 from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.search import Found
+from meshwright.planner.words import number, percent, seconds
 from meshwright.strategy import Strategy
 
 SubjectOf = Callable[[Cluster, int], Subject]

@@ -9,11 +9,8 @@ from meshwright.planner.explain.figures import (
     MOMENTS,
     memory_classes,
     mfu,
-    number,
     part_name,
     per_gpu,
-    percent,
-    seconds,
     short,
     time_parts,
     with_micro_batches,
@@ -23,6 +20,7 @@ from meshwright.planner.plan import Plan
 from meshwright.planner.search import Found
 from meshwright.planner.sizes import readable_bytes
 from meshwright.planner.table import MEMORY_CLASSES
+from meshwright.planner.words import number, percent, seconds
 
 _TOLD = 0.02  # of the step: smaller parts are not worth a word
 _REFUSALS = 8
