@@ -10,6 +10,7 @@ from meshwright.cost.liveness import Peak, moments, peak
 from meshwright.cost.memory import Memory, element_bytes, gathered_itemsize, local_shape, memory, padded_bytes, shape_on
 from meshwright.cost.names import names_class
 from meshwright.cost.owners import balanced_owners
+from meshwright.cost.placed import Placed
 from meshwright.cost.rank import seconds_of
 from meshwright.cost.sharding_traffic import gather_traffic, gathered_bytes, mean_traffic, reduce_traffic, reduced_bytes
 from meshwright.cost.simulate import StepTime, simulate, timeline
@@ -27,7 +28,6 @@ from meshwright.cost.step import (
     Op,
     OuterState,
     Parameter,
-    Placed,
     Placement,
     RecomputePart,
     Stages,

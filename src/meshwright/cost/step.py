@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.cost.placed import Placed, sums_of
 from meshwright.cost.wire import Wire
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
@@ -112,11 +113,6 @@ class Block:
     ops: tuple[Op, ...] = ()  # what one of them computes; empty: only the step's ``flops`` are known
 
 
-Placed = tuple[tuple[tuple[int, ...], int], ...]
-"""Amounts, each with the places it belongs to: blocks of the list that a pipeline cuts, by their numbers; -1 is before
-the list, and the number of its blocks is behind it. What belongs to several places is once in a stage with any."""
-
-
 @dataclass(frozen=True)
 class Stages:
     """A pipeline as one of its ranks sees it."""
@@ -128,15 +124,9 @@ class Stages:
     boundary_bytes: int | None = None  # what one block hands to the next in one micro-batch; None: unknown
     schedule: str = "1f1b"  # in which order ranks compute
 
-    def sums(self, amounts: Placed) -> list[int]:
+    def sums(self, amounts: Placed) -> tuple[int, ...]:
         """What of some amounts every stage has."""
-        return [sum(size for places, size in amounts if self._has(one, places)) for one in self.ranges]
-
-    def _has(self, blocks: tuple[int, int], places: tuple[int, ...]) -> bool:
-        """The stage of the first block has also what is before the list, that of the last what is behind it."""
-        first, end = blocks
-        behind = end + 1 if end == self.num_blocks else end
-        return any(first <= place < behind or (place == -1 and first == 0 < end) for place in places)
+        return sums_of(self.ranges, self.num_blocks, amounts)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from meshwright.methods.pipeline.schedules import (
     SCHEDULES,
     ScheduleName,
     check_micro_batches,
+    live_peaks,
     schedule_name,
     stage_ranks,
 )
@@ -164,6 +165,19 @@ class PipelineParallel(Method):
     def fewest_micro_batches(self, ranks: int) -> int:
         """One for every rank of the axis; for every stage where the schedule needs as many."""
         return ranks * (self.stages_per_rank if SCHEDULES[self.schedule].needs_full else 1)
+
+    def in_flight(self, ranks: int, micro_batches: int) -> float:
+        """Micro-batches whose activations are kept at once by the rank that keeps most, of all its stages.
+
+        Raises:
+            StrategyError: When the schedule cannot run with this number of micro-batches.
+        """
+        stages = ranks * self.stages_per_rank
+        check_micro_batches(self.schedule, ranks, stages, micro_batches)
+        if self.schedule == "gpipe":
+            return micro_batches
+        few = min(micro_batches, 2 * ranks)  # no more are in flight after it
+        return max(live_peaks(self.schedule, ranks, self.stages_per_rank, few, (1,) * stages)) / self.stages_per_rank
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         """The blocks that are cut."""

@@ -88,9 +88,7 @@ class PlanRequest:
     def document(self, found: Found, what_ifs: Sequence[WhatIf] = ()) -> dict[str, Any]:
         """All of it as plain values: what ``--json`` prints."""
         described = self.model.describe() | {"global_batch": self.global_batch}
-        return found_document(
-            found, model=described, objective=self.objective, what_ifs=what_ifs, subject=self.subject
-        )
+        return found_document(found, model=described, objective=self.objective, what_ifs=what_ifs, subject=self.subject)
 
 
 def _check_count(name: str, value: int) -> None:
@@ -99,7 +97,9 @@ def _check_count(name: str, value: int) -> None:
 
 
 def _contradiction(what: str, why: str) -> ConfigError:
-    return ConfigError("The options contradict each other", got=what, expected=f"one or the other: {why}", fix="drop one")
+    return ConfigError(
+        "The options contradict each other", got=what, expected=f"one or the other: {why}", fix="drop one"
+    )
 
 
 def _check_traced(plan: Plan) -> None:
@@ -111,5 +111,5 @@ def _check_traced(plan: Plan) -> None:
         "The model cannot be traced, so its memory cannot be predicted",
         expected="a forward pass and a loss that run without data",
         got=gap or "no sample to trace it with",
-        fix="give a sample batch that the model takes, and keep operations on values (.item(), if tensor:) out of forward",
+        fix="give a sample that the model takes, and keep what needs values (.item(), if tensor:) out of forward",
     )

@@ -1,5 +1,8 @@
-"""WHICH strategy: candidates, predicted one by one and ranked."""
+"""WHICH strategy: candidates, bounded, predicted where they may be best, and ranked."""
 
+from meshwright.planner.search.find import search
 from meshwright.planner.search.found import Found
+from meshwright.planner.search.objective import Objective
+from meshwright.planner.search.space import Space, choices, default_space
 
-__all__ = ["Found"]
+__all__ = ["Found", "Objective", "Space", "choices", "default_space", "search"]

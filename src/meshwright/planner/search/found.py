@@ -18,6 +18,7 @@ class Found:
         num_considered: Candidates looked at, those included that a bound or a twin ruled out.
         num_predicted: Those that were simulated.
         seconds: How long it took.
+        is_complete: Whether no other candidate of the space can be among the best; False: the predictions ran out.
     """
 
     plans: tuple[Plan, ...]
@@ -26,3 +27,4 @@ class Found:
     num_considered: int = 0
     num_predicted: int = 0
     seconds: float = 0.0
+    is_complete: bool = True

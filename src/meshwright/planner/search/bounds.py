@@ -1,0 +1,248 @@
+"""What no candidate can be better than: seconds and bytes that a few probes and the state alone already say.
+
+A probe is one plan of the subject, without pipeline and sharding, with micro-batches of one sample: it tells what a
+rank computes and keeps for a sample. Everything else follows from the methods' ``cost`` twins on bare parameters. So
+bounds know no method, and hold as far as a stage is as large as the mean one and a link is used to its full bandwidth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+
+from meshwright.cost import Block, Calibration, Cluster, Link, Stages, Step, fitted, memory, peak
+from meshwright.cost.collectives import Network
+from meshwright.cost.efficiency import Constants
+from meshwright.cost.kernels import Machine
+from meshwright.cost.pipeline import StageTimes, pipeline_s
+from meshwright.cost.rank import one_s, rank_of
+from meshwright.cost.update import update_s
+from meshwright.errors import MeshwrightError
+from meshwright.methods import cost_of
+from meshwright.methods.law import SHARD_AXES
+from meshwright.planner.plan import Plan, Subject
+from meshwright.planner.search.candidates import Branch, Mesh, mesh_of
+from meshwright.planner.search.scaled import scaled
+from meshwright.planner.search.space import Choice
+from meshwright.strategy import Strategy
+
+_MANY = 64  # samples of a micro-batch beyond which kernels get no better
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one rank computes and keeps for a micro-batch of one sample.
+
+    Args:
+        step: After the twins of its axes, precision and recomputation.
+        kept_bytes: From forward to backward.
+        slack: By how much more is taken of the limit than tensors need.
+    """
+
+    step: Step
+    kept_bytes: int
+    slack: float
+
+    @functools.cached_property
+    def num_blocks(self) -> int:
+        """Blocks that a pipeline can deal out."""
+        return sum(block.count for block in self.step.blocks if block.name != "outside")
+
+
+@dataclass(frozen=True)
+class State:
+    """What parameters alone cost: bytes on a rank, and seconds of an update and of gathers and reductions.
+
+    Args:
+        twin: Equal numbers cost the very same.
+        held_bytes: Parameters, gradients, the optimizer's state and what is gathered.
+        update_s: The update.
+        link_s: Gathers and reductions of one micro-batch, and of every further one.
+    """
+
+    twin: int
+    held_bytes: int
+    update_s: float
+    link_s: tuple[float, float]
+
+
+class Bounds:
+    """Bounds for the candidates of one subject on one cluster."""
+
+    def __init__(self, subject: Subject, cluster: Cluster) -> None:
+        known: Calibration = getattr(subject, "calibration", None) or fitted()
+        self.subject, self.cluster, self.known = subject, cluster, known
+        ideal = Constants(**{**dataclasses.asdict(known.constants), "gap_s": 0.0, "call_s": 0.0, "hop": 0.0})
+        wires = {name: Link(getattr(cluster, name).bytes_per_s, 0.0) for name in ("intra", "inter")}
+        self._ideal = Calibration(known.devices, ideal)
+        self._wires = dataclasses.replace(cluster, **wires)
+        efficiency = known.of(cluster.device.efficiency)
+        self._machine = Machine(cluster.device, efficiency, ideal)
+        self._network = Network(self._wires, efficiency, ideal)
+        self.num_probes = 0
+        self.limit_bytes: int | None = None  # known when anything has been probed
+        self._probes: dict[object, Probe | MeshwrightError] = {}
+        self._computed: dict[object, tuple[float, float, float]] = {}
+        self._states: dict[object, State] = {}
+        self._twins: dict[tuple[Step, Step], int] = {}
+
+    def probe(self, mesh: Mesh, methods: Choice) -> Probe:
+        """Of the inner axes of a mesh, with methods for precision, recomputation and others.
+
+        Raises:
+            MeshwrightError: When the subject refuses these axes.
+        """
+        key = mesh.inner, mesh.inner_methods, methods
+        if key not in self._probes:
+            try:
+                self._probes[key] = self._probed(mesh, methods)
+            except MeshwrightError as error:
+                self._probes[key] = error
+        found = self._probes[key]
+        if isinstance(found, MeshwrightError):
+            raise found
+        return found
+
+    def _probed(self, mesh: Mesh, methods: Choice) -> Probe:
+        ranks = self.subject.world // math.prod(size for _, size in mesh.inner)
+        replicas = ranks * dict(mesh.inner).get("expert", 1)
+        strategy = Strategy([mesh_of((*mesh.inner, ("data", ranks))), *mesh.inner_methods, *methods])
+        self.num_probes += 1
+        plan = self.subject.plan(strategy, math.ceil((self.subject.batch_size or 1) / replicas))
+        self.limit_bytes = plan.limit_bytes
+        return Probe(plan.step, plan.memory.activations or 0, _slack(plan))
+
+    def known_probe(self, branch: Branch) -> bool:
+        """Whether the probe of a branch has been made."""
+        return (branch.mesh.inner, branch.mesh.inner_methods, _probing(branch)) in self._probes
+
+    def undivided(self, branch: Branch) -> Probe:
+        """The probe without inner axes."""
+        mesh = dataclasses.replace(branch.mesh, inner=(), inner_methods=())
+        return self.probe(mesh, _probing(branch))
+
+    def divided(self, branch: Branch) -> Probe:
+        """The probe of a branch's inner axes."""
+        return self.probe(branch.mesh, _probing(branch))
+
+    def roughly_s(self, branch: Branch, samples: int) -> float:
+        """Seconds of computing on one rank, as if every axis divided all work equally.
+
+        Args:
+            branch: The candidate.
+            samples: Of one replica in a step.
+        """
+        inside, outside, _ = self._seconds(self.undivided(branch), _MANY, ideal=True)
+        parts = math.prod(size for _, size in branch.mesh.inner) // dict(branch.mesh.inner).get("expert", 1)
+        whole = (inside + outside) * samples / _MANY / parts
+        ranks, _ = branch.shape
+        return max(whole / ranks, self.state(branch).link_s[1] if ranks == 1 else 0.0)
+
+    def step_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
+        """Seconds of a step, from the probe of the branch's inner axes.
+
+        Raises:
+            MeshwrightError: When the subject refuses these axes.
+        """
+        probe = self.divided(branch)
+        inside, outside, least = self._seconds(probe, max(samples // micro_batches, 1), ideal=False)
+        (ranks, per_rank), state = branch.shape, self.state(branch)
+        update = state.update_s / self._parts(branch) + self.known.constants.step_s
+        if ranks == 1:
+            link = state.link_s[0] + (micro_batches - 1) * state.link_s[1]
+            return max((inside + outside) * micro_batches, link / self._parts(branch)) + update
+        assert branch.schedule is not None
+        mine = least * (probe.num_blocks // (ranks * per_rank)) * per_rank
+        bubble = mine * _bubble(branch.schedule.schedule, ranks, per_rank, micro_batches)
+        return max((inside + outside) / ranks, mine) * micro_batches + bubble + update
+
+    def _seconds(self, probe: Probe, samples: int, *, ideal: bool) -> tuple[float, float, float]:
+        """Of a micro-batch: all blocks, what is outside of them, and the quickest block."""
+        key = id(probe), samples, ideal
+        if key not in self._computed:
+            cluster, known = (self._wires, self._ideal) if ideal else (self.cluster, self.known)
+            passes = rank_of(scaled(probe.step, samples), cluster, known).passes
+            blocks = [f + b for f, b in zip(passes.forward_s, passes.backward_s, strict=True)]
+            outside = passes.outside_forward_s + passes.outside_backward_s
+            self._computed[key] = sum(blocks), outside, min(blocks, default=0.0)
+        return self._computed[key]
+
+    def held_bytes(self, branch: Branch, micro_batch: int, micro_batches: int) -> float:
+        """Bytes that are taken of a rank's limit, from the probe of its inner axes where there is one."""
+        state = self.state(branch).held_bytes / self._parts(branch)
+        probe = self.divided(branch) if self.known_probe(branch) else None
+        if probe is None:
+            return state * self.undivided(branch).slack
+        in_flight = 1.0
+        if branch.schedule is not None:
+            in_flight = branch.schedule.in_flight(branch.mesh.pipeline, micro_batches) / branch.mesh.pipeline
+        return (state + probe.kept_bytes * micro_batch * in_flight) * probe.slack
+
+    def _parts(self, branch: Branch) -> int:
+        """Into how many parts the parameters are divided before they are sharded."""
+        inner = dict(branch.mesh.inner)
+        return inner.get("tensor", 1) * inner.get("expert", 1) * branch.mesh.pipeline
+
+    def state(self, branch: Branch) -> State:
+        """Of a branch's sharding, as if no inner axis divided the parameters."""
+        axes = tuple(axis for axis in branch.axes if axis[0] not in ("tensor", "pipeline"))
+        key = axes, branch.sharding, branch.precision, branch.rest, branch.mesh.pipeline > 1
+        if key not in self._states:
+            self._states[key] = self._state(branch, axes)
+        return self._states[key]
+
+    def _state(self, branch: Branch, axes: tuple[tuple[str, int], ...]) -> State:
+        blocks = tuple(dataclasses.replace(block, ops=()) for block in self.undivided(branch).step.blocks)
+        methods = Strategy([*branch.sharding, *branch.precision, *branch.rest])
+        once, twice = (cost_of(methods, self._bare(branch, axes, blocks, number)) for number in (1, 2))
+        seconds = [self._link_s(step) for step in (once, twice)]
+        held = memory(once).host_total if once.on_cpu else 0
+        return State(
+            self._twins.setdefault((once, twice), len(self._twins)),
+            peak(once).reserved_bytes + held,
+            update_s(once, self._machine),
+            (seconds[0], max(seconds[1] - seconds[0], 0.0)),
+        )
+
+    def _bare(
+        self, branch: Branch, axes: tuple[tuple[str, int], ...], blocks: tuple[Block, ...], micro_batches: int
+    ) -> Step:
+        sizes = dict(axes)
+        first = next((axis for axis in SHARD_AXES if sizes.get(axis, 1) > 1), "data")
+        return Step(
+            blocks=blocks,
+            axes=axes,
+            shard_axis=first if branch.sharding else None,
+            num_micro_batches=micro_batches,
+            stages=Stages((0,), ((0, 1),), 1, 0) if branch.mesh.pipeline > 1 else None,
+            on_cpu=self.cluster.device.is_host,
+        )
+
+    def _link_s(self, step: Step) -> float:
+        hidden = (each for each in step.traffic if each.hidden and each.moment != "update" and each.kind != "send")
+        return sum(one_s(step, each, self._network) for each in hidden)
+
+
+def _probing(branch: Branch) -> Choice:
+    """What a probe has: all but what needs other axes, or a sharding method."""
+    rest = tuple(each for each in branch.rest if getattr(each, "axis", None) is None and not getattr(each, "needs", ()))
+    return (*branch.precision, *branch.recompute, *rest)
+
+
+def _slack(plan: Plan) -> float:
+    if plan.taken_bytes is None:
+        return 1.0
+    on_host = memory(plan.step).host_total if plan.step.on_cpu else 0
+    return plan.taken_bytes / max(peak(plan.step).reserved_bytes + on_host, 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bubble(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
+    """Waiting, in units of what a rank computes for a micro-batch."""
+    times = [StageTimes(1 / 3, 2 / 3)] * ranks
+    try:
+        return max(pipeline_s(schedule, times, 0.0, stages_per_rank, micro_batches) - micro_batches, 0.0)
+    except ValueError:  # numbers that the schedule does not run with
+        return math.inf

@@ -1,0 +1,166 @@
+"""The combinations of a space: meshes, then what works on them, then how a batch goes through."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshwright.errors import StrategyError
+from meshwright.methods import PipelineParallel
+from meshwright.methods.compatibility import check_law
+from meshwright.planner.search.space import Choice, Space, divisors_of, zero_sizes
+from meshwright.strategy import Strategy
+
+INNER = ("tensor", "sequence", "context", "expert")
+"""Axes that divide a sample's work or a layer's weights, innermost first; data parallelism lies around them."""
+
+Refusals = dict[str, str]
+"""Reasons why strategies cannot train, and the first strategy of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Sizes of axes, the innermost first, and the methods that work on them."""
+
+    inner: tuple[tuple[str, int], ...]
+    ranks: int  # data-parallel ranks: those of the axes data and zero
+    pipeline: int
+    replica: int
+    inner_methods: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A mesh with what shards on it, and precision, recomputation, offloading and a schedule."""
+
+    mesh: Mesh
+    axes: tuple[tuple[str, int], ...]
+    sharding: Choice
+    precision: Choice
+    recompute: Choice
+    rest: Choice  # of offloading, outer steps and whatever was asked for
+    schedule: PipelineParallel | None
+
+    @property
+    def methods(self) -> Choice:
+        """All but the mesh."""
+        pipeline = () if self.schedule is None else (self.schedule,)
+        return (
+            *self.mesh.inner_methods, *pipeline, *self.sharding, *self.precision, *self.recompute, *self.rest,
+        )  # fmt: skip
+
+    def strategy(self) -> Strategy:
+        """As a user would write it."""
+        return Strategy([mesh_of(self.axes), *self.methods])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Ranks of a pipeline, and stages on each."""
+        return self.mesh.pipeline, self.schedule.stages_per_rank if self.schedule is not None else 1
+
+
+def mesh_of(axes: tuple[tuple[str, int], ...]) -> tuple[str, dict[str, object]]:
+    """The method that names a mesh."""
+    return "parallel_mode", {"axes": axes}
+
+
+class Candidates:
+    """All branches of a space for a world; what cannot be is refused with a reason, each reason once."""
+
+    def __init__(self, space: Space, world: int, node: int, batch_size: int | None) -> None:
+        self.space, self.world, self.node, self.batch_size = space, world, node, batch_size
+        self.refused: Refusals = {}
+        self._lawful: dict[tuple[Choice, frozenset[str]], bool] = {}
+
+    def refuse(self, reason: str, strategy: Strategy | str) -> None:
+        """Notes why a strategy cannot train."""
+        self.refused.setdefault(reason, str(strategy))
+
+    def meshes(self) -> Iterator[Mesh]:
+        """Factorisations of the world whose replicas share the batch equally; the least divided first."""
+        for sizes in sorted(self._sizes(), key=lambda sizes: (math.prod(sizes.values()), tuple(sizes.items()))):
+            ranks = self.world // math.prod(sizes.values())
+            replicas = ranks * sizes.get("replica", 1) * sizes.get("expert", 1)
+            if self.batch_size is not None and self.batch_size % replicas:
+                self.refuse(
+                    f"a batch of {self.batch_size} samples does not divide between {replicas} replicas", str(sizes)
+                )
+                continue
+            inner = tuple((axis, sizes[axis]) for axis in INNER if sizes.get(axis, 1) > 1)
+            for methods in itertools.product(*(self.space.axis_methods[axis] for axis, _ in inner)):
+                chosen = tuple(itertools.chain.from_iterable(methods))
+                yield Mesh(inner, ranks, sizes.get("pipeline", 1), sizes.get("replica", 1), chosen)
+
+    def _sizes(self) -> Iterator[dict[str, int]]:
+        names = list(self.space.sizes)
+        for sizes in itertools.product(*self.space.sizes.values()):
+            if self.world % math.prod(sizes) == 0:
+                yield dict(zip(names, sizes, strict=True))
+
+    def branches(self, mesh: Mesh) -> Iterator[Branch]:
+        """All that can be done on a mesh, as far as the law allows."""
+        space = self.space
+        outer = space.axis_methods["replica"][0] if mesh.replica > 1 else ()
+        for sharding, axes in self._sharded(mesh):
+            sizes = dict(axes)
+            for precision, recompute, offload, schedule in itertools.product(
+                space.precision, space.recompute, space.offload, self._schedules(mesh)
+            ):
+                rest = (*outer, *offload, *space.extra)
+                branch = Branch(mesh, axes, sharding, precision, recompute, rest, schedule)
+                if self._allowed(branch, sizes):
+                    yield branch
+
+    def _schedules(self, mesh: Mesh) -> list[PipelineParallel | None]:
+        if mesh.pipeline == 1:
+            return [None]
+        chosen = itertools.chain.from_iterable(self.space.axis_methods["pipeline"])
+        return [method for method in chosen if isinstance(method, PipelineParallel)]
+
+    def _sharded(self, mesh: Mesh) -> Iterator[tuple[Choice, tuple[tuple[str, int], ...]]]:
+        """What shards, with the whole mesh: nothing over ``data``, or over ``zero``, with ``data`` around it."""
+        around = [("pipeline", mesh.pipeline)] if mesh.pipeline > 1 else []
+        around += [("replica", mesh.replica)] if mesh.replica > 1 else []
+        closer = math.prod(size for _, size in mesh.inner)
+        for choice in self.space.sharding:
+            if not choice:
+                yield choice, _without_ones(*mesh.inner, ("data", mesh.ranks), *around)
+                continue
+            groups = zero_sizes(mesh.ranks, closer, self.node) if self.space.hybrid else (mesh.ranks,)
+            for group in groups if mesh.ranks > 1 else ():
+                yield choice, _without_ones(*mesh.inner, ("zero", group), ("data", mesh.ranks // group), *around)
+            # Ranks that divide a sample or hold other experts hold equal weights: they can be sharded over, too.
+            alone = {"sequence", "context", "expert"} & set(dict(mesh.inner))
+            if mesh.ranks == 1 and (alone or () not in self.space.sharding):
+                yield choice, _without_ones(*mesh.inner, *around) if alone else (*mesh.inner, ("data", 1), *around)
+
+    def _allowed(self, branch: Branch, sizes: dict[str, int]) -> bool:
+        key = branch.methods, frozenset(axis for axis, size in sizes.items() if size > 1)
+        if key not in self._lawful:
+            strategy = branch.strategy()
+            try:
+                check_law(strategy, sizes)
+                self._lawful[key] = True
+            except StrategyError as error:
+                self.refuse(error.what, strategy)
+                self._lawful[key] = False
+        return self._lawful[key]
+
+    def micro_batches(self, mesh: Mesh) -> tuple[int | None, ...]:
+        """Numbers of micro-batches of a step, the fewest first."""
+        if self.space.micro_batches is not None:
+            return self.space.micro_batches
+        if self.batch_size is None:
+            return (None,)
+        return divisors_of(self.batch_size // replicas_of(mesh))
+
+
+def replicas_of(mesh: Mesh) -> int:
+    """How many different micro-batches are computed at once."""
+    return mesh.ranks * mesh.replica * dict(mesh.inner).get("expert", 1)
+
+
+def _without_ones(*axes: tuple[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(axis for axis in axes if axis[1] > 1) or (("data", 1),)

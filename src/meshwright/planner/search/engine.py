@@ -1,0 +1,203 @@
+"""Branch and bound: what may be best is looked at first, until nothing that is left can be better than what was found.
+
+Meshes, what can be done on each, and numbers of micro-batches are unfolded only where their bound is the least of all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from meshwright.errors import MeshwrightError
+from meshwright.planner.plan import Plan, Subject
+from meshwright.planner.search.bounds import Bounds
+from meshwright.planner.search.candidates import Branch, Candidates, Mesh, replicas_of
+from meshwright.planner.search.objective import Objective, Rank, rank_of_plan, rounded
+
+_SMALLEST_KEPT = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A candidate with its number of micro-batches; bounded closely once its probe is there."""
+
+    branch: Branch
+    micro_batches: int | None
+    close: bool = False
+
+
+@dataclass
+class Looked:
+    """What has been looked at.
+
+    Args:
+        plans: Those that fit, with their ranks.
+        too_large: Those that do not, the smallest first.
+        num_considered: Candidates unfolded.
+        num_predicted: Those that were simulated.
+        stopped: Whether the search ended at its most predictions, before nothing better could be left.
+    """
+
+    plans: list[tuple[Rank, Plan]] = field(default_factory=list)
+    too_large: list[Plan] = field(default_factory=list)
+    num_considered: int = 0
+    num_predicted: int = 0
+    stopped: bool = False
+
+
+class Engine:
+    """One search through one space."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        candidates: Candidates,
+        bounds: Bounds | None,
+        objective: Objective,
+        top: int,
+        max_predictions: int,
+        progress: Callable[[int, int], None] | None,
+        *,
+        limited: bool = True,
+    ) -> None:
+        self.subject, self.candidates, self.bounds, self.objective = subject, candidates, bounds, objective
+        self.top, self.max_predictions, self.progress, self.limited = top, max_predictions, progress, limited
+        self.looked = Looked()
+        self._heap: list[tuple[float, int, int, Mesh | Branch | Leaf]] = []
+        self._order = itertools.count()
+        self._least_too_large: dict[Branch, int] = {}
+        self._first: dict[object, Branch] = {}
+
+    def run(self) -> Looked:
+        """Looks at candidates, the most promising first."""
+        for mesh in self.candidates.meshes():
+            self._push(0.0, 0, mesh)
+        while self._heap:
+            bound, depth, _, item = heapq.heappop(self._heap)
+            if self._is_settled(bound):
+                break
+            if self.looked.num_predicted + self._num_probes >= self.max_predictions:
+                self.looked.stopped = True
+                break
+            if isinstance(item, Mesh):
+                self._unfold_mesh(item)
+            elif isinstance(item, Branch):
+                self._unfold_branch(item)
+            elif not item.close:
+                self._bound_closely(item)
+            else:
+                self._predict(item)
+        return self.looked
+
+    @property
+    def _num_probes(self) -> int:
+        return self.bounds.num_probes if self.bounds is not None else 0
+
+    def _is_settled(self, bound: float) -> bool:
+        plans = self.looked.plans
+        return len(plans) >= self.top and rounded(bound) > plans[self.top - 1][0][0]
+
+    def _push(self, bound: float, depth: int, item: Mesh | Branch | Leaf) -> None:
+        # Of equal bounds the deepest first: it ends in a plan soonest.
+        heapq.heappush(self._heap, (bound, -depth, next(self._order), item))
+
+    def _unfold_mesh(self, mesh: Mesh) -> None:
+        for branch in self.candidates.branches(mesh):
+            self.looked.num_considered += 1
+            if self.bounds is None:
+                self._push(0.0, 1, branch)
+                continue
+            try:
+                if self._is_twin(branch) or self._cannot_fit(branch, 0, 1):
+                    continue
+                bound = self._roughly(branch)
+            except MeshwrightError as error:
+                self.candidates.refuse(error.what, branch.strategy())
+                continue
+            self._push(bound, 1, branch)
+
+    def _is_twin(self, branch: Branch) -> bool:
+        """Whether another method does the very same here, as all levels of ZeRO do in a pipeline."""
+        assert self.bounds is not None
+        others = (branch.mesh, branch.axes, branch.precision, branch.recompute, branch.rest, branch.schedule)
+        return self._first.setdefault((others, self.bounds.state(branch).twin), branch) is not branch
+
+    def _roughly(self, branch: Branch) -> float:
+        assert self.bounds is not None
+        samples = self._samples(branch.mesh)
+        if self.objective == "memory":
+            return self.bounds.held_bytes(branch, 0, 1)
+        return self._per_sample(self.bounds.roughly_s(branch, samples), branch.mesh, samples)
+
+    def _samples(self, mesh: Mesh) -> int:
+        return (self.subject.batch_size or replicas_of(mesh)) // replicas_of(mesh)
+
+    def _per_sample(self, seconds: float, mesh: Mesh, samples: int) -> float:
+        each = seconds / (samples * replicas_of(mesh))
+        if self.objective != "price" or self.bounds is None:
+            return each
+        return each * (self.bounds.cluster.price_per_hour or 0.0) / 3600
+
+    def _unfold_branch(self, branch: Branch) -> None:
+        for micro_batches in self.candidates.micro_batches(branch.mesh):
+            leaf = Leaf(branch, micro_batches, close=self.bounds is None or micro_batches is None)
+            self.looked.num_considered += 1
+            bound = 0.0
+            if self.bounds is not None and not leaf.close:
+                bound = self._roughly(branch)
+            self._push(bound, 2, leaf)
+
+    def _bound_closely(self, leaf: Leaf) -> None:
+        branch, micro_batches = leaf.branch, leaf.micro_batches or 1
+        assert self.bounds is not None
+        samples = self._samples(branch.mesh)
+        try:
+            if branch.schedule is not None:
+                branch.schedule.in_flight(branch.mesh.pipeline, micro_batches)
+                stages = math.prod(branch.shape)
+                if self.bounds.divided(branch).num_blocks < stages:
+                    self.candidates.refuse("a pipeline has more stages than the model has blocks", branch.strategy())
+                    return
+            seconds = self.bounds.step_s(branch, samples, micro_batches)
+            if self._cannot_fit(branch, samples // micro_batches, micro_batches):
+                return
+            held = self.bounds.held_bytes(branch, samples // micro_batches, micro_batches)
+        except MeshwrightError as error:
+            self.candidates.refuse(error.what, branch.strategy())
+            return
+        bound = held if self.objective == "memory" else self._per_sample(seconds, branch.mesh, samples)
+        self._push(bound, 3, Leaf(branch, leaf.micro_batches, close=True))
+
+    def _cannot_fit(self, branch: Branch, micro_batch: int, micro_batches: int) -> bool:
+        if not self.limited or self.bounds is None:
+            return False
+        held = self.bounds.held_bytes(branch, micro_batch, micro_batches)
+        return self.bounds.limit_bytes is not None and held > self.bounds.limit_bytes
+
+    def _predict(self, leaf: Leaf) -> None:
+        branch, samples = leaf.branch, self._samples(leaf.branch.mesh)
+        micro_batch = samples // (leaf.micro_batches or 1)
+        if self._least_too_large.get(branch, math.inf) <= micro_batch:
+            return  # a smaller one of the same was too large already
+        self.looked.num_predicted += 1
+        try:
+            plan = self.subject.plan(branch.strategy(), leaf.micro_batches)
+        except MeshwrightError as error:
+            self.candidates.refuse(error.what, branch.strategy())
+            return
+        if self.limited and not plan.fits:
+            self._least_too_large[branch] = micro_batch
+            self.looked.too_large = sorted([*self.looked.too_large, plan], key=_by_size)[:_SMALLEST_KEPT]
+        else:
+            self.looked.plans.append((rank_of_plan(plan, self.objective), plan))
+            self.looked.plans.sort(key=lambda each: each[0])
+            del self.looked.plans[self.top :]
+        if self.progress is not None:
+            self.progress(self.looked.num_predicted, self.looked.num_considered)
+
+
+def _by_size(plan: Plan) -> tuple[int, str]:
+    return plan.needed_bytes, str(plan.strategy)

@@ -1,0 +1,60 @@
+"""What is said when a search finds nothing: what would be smallest, what binds, and what would do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+from meshwright.cost import Memory, peak
+from meshwright.errors import StrategyError, join_names
+from meshwright.planner.plan import Plan, Subject
+from meshwright.planner.sizes import readable_bytes
+
+_MOMENTS = {
+    "loss": "as the loss runs backward",
+    "recomputation": "as the last block runs backward",
+    "reduction": "as the last gradients are reduced",
+    "update": "at the update",
+}
+_REMEDIES = {
+    "activations": "shorter samples or a smaller batch",
+    "recomputation": "shorter samples",
+    "gathered": "smaller blocks",
+    "optimizer": "an optimizer with less state",
+}
+
+
+def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> StrategyError:
+    """The error for a cluster that is too small."""
+    most = smallest.forecast.peak if smallest.forecast is not None else peak(smallest.step)
+    name, size = _largest_class(most.memory)
+    said = f"{_MOMENTS[most.moment]} it holds {readable_bytes(size)} of {name.replace('_', ' ')}"
+    enough = f"take {devices} of these devices" if devices is not None else "take more devices"
+    remedies = [f"{enough}, or devices with more memory", *([_REMEDIES[name]] if name in _REMEDIES else [])]
+    return StrategyError(
+        "No strategy fits into the memory of a rank",
+        expected=f"at most {readable_bytes(smallest.limit_bytes or 0)} on each of {subject.world}",
+        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {_named(smallest)}; {said}",
+        fix="; or ".join(remedies) + "; or name a strategy yourself to try it all the same",
+    )
+
+
+def nothing_works(world: int, refused: Mapping[str, str], included: Sequence[str]) -> StrategyError:
+    """The error for wishes and models that leave nothing that could train."""
+    reasons = "; ".join(list(refused)[-3:]) or "no mesh was left"
+    return StrategyError(
+        "No strategy can train this model" + (f" with {join_names(included)}" if included else ""),
+        expected=f"a strategy for {world} devices",
+        got=reasons,
+        fix="include fewer methods, or change what the reasons name",
+    )
+
+
+def _largest_class(held: Memory) -> tuple[str, int]:
+    sizes = {each.name: getattr(held, each.name) or 0 for each in fields(held) if not each.name.startswith("disk_")}
+    name = max(sizes, key=sizes.__getitem__)
+    return name, sizes[name]
+
+
+def _named(plan: Plan) -> str:
+    return "+".join(name for name in plan.strategy.names if name != "parallel_mode") or "data"

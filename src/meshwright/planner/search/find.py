@@ -1,0 +1,130 @@
+"""Searching for the best strategies of a subject."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from meshwright.cost import Cluster
+from meshwright.planner.plan import Plan, Subject
+from meshwright.planner.search.bounds import Bounds
+from meshwright.planner.search.candidates import Candidates
+from meshwright.planner.search.constraints import check_names, constrained
+from meshwright.planner.search.engine import Engine, Looked
+from meshwright.planner.search.failure import nothing_fits, nothing_works
+from meshwright.planner.search.found import Found
+from meshwright.planner.search.objective import Objective, check_objective
+from meshwright.planner.search.space import Space, default_space, offloads
+
+Progress = Callable[[int, int], None]
+"""Called with the number of predictions made, and of candidates considered."""
+
+MAX_PREDICTIONS = 1500
+
+
+def search(
+    subject: Subject,
+    *,
+    objective: Objective = "tokens_per_s",
+    excluded: Sequence[str] = (),
+    included: Sequence[str] = (),
+    top: int = 10,
+    space: Space | None = None,
+    max_predictions: int = MAX_PREDICTIONS,
+    progress: Progress | None = None,
+) -> Found:
+    """Finds the strategies that do best among those that fit into memory.
+
+    Candidates are looked at in the order of bounds that they cannot beat, until no other can be among the best: what is
+    found is what looking at all of them would find, as long as ``max_predictions`` last. The same call finds the same.
+
+    Args:
+        subject: A model and how it is trained, on a world; with a cluster, for objectives that need seconds.
+        objective: ``tokens_per_s`` (samples, where these have no tokens), ``price`` (of a sample) or ``memory`` (of the
+            rank that holds most). Numbers that are equal to four digits are ties: fewer methods win, then the text.
+        excluded: Methods that must not be used.
+        included: Methods that every candidate has.
+        top: How many to find.
+        space: What is tried; None: see :func:`default_space`. Offloading is tried where nothing fits without.
+        max_predictions: Most plans that are asked of the subject.
+        progress: Told of every prediction.
+
+    Raises:
+        StrategyError: When nothing fits, with the smallest, what binds, and how many devices would do; when nothing can
+            train; when what is included and excluded contradicts itself.
+        ConfigError: When the subject does not know what the objective needs.
+    """
+    start = time.perf_counter()
+    check_objective(objective)
+    check_names(excluded, included)
+    cluster: Cluster | None = getattr(subject, "cluster", None)
+    node = cluster.devices_per_node if cluster is not None else subject.world
+    given = constrained(space or default_space(subject), excluded, included, subject.world, node)
+    looking = _Search(subject, cluster, node, objective, top, max_predictions, progress)
+    looked = looking.through(given)
+    if not looked.plans and "offload" not in (*excluded, *included) and given.offload == ((),):
+        before, looked = looked, looking.through(given.replace(offload=offloads()))
+        looked.too_large = sorted([*before.too_large, *looked.too_large], key=lambda plan: plan.needed_bytes)
+    if not looked.plans:
+        smallest = looking.smallest(given, looked.too_large)
+        if smallest is None:
+            raise nothing_works(subject.world, looking.refused, included)
+        raise nothing_fits(subject, smallest, looking.fewest_devices(given))
+    return Found(
+        plans=tuple(plan for _, plan in looked.plans),
+        too_large=tuple(looked.too_large),
+        refused=tuple((text, reason) for reason, text in looking.refused.items()),
+        num_considered=looking.num_considered,
+        num_predicted=looking.num_predicted,
+        seconds=time.perf_counter() - start,
+        is_complete=not looked.stopped,
+    )
+
+
+class _Search:
+    """What several passes through spaces share."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        cluster: Cluster | None,
+        node: int,
+        objective: Objective,
+        top: int,
+        max_predictions: int,
+        progress: Progress | None,
+    ) -> None:
+        self.subject, self.cluster, self.node, self.objective = subject, cluster, node, objective
+        self.top, self.max_predictions, self.progress = top, max_predictions, progress
+        self.bounds = None if cluster is None else Bounds(subject, cluster)
+        self.refused: dict[str, str] = {}
+        self.num_considered = self.num_predicted = 0
+
+    def through(self, space: Space) -> Looked:
+        """One pass."""
+        return self._pass(space, self.objective, self.top, limited=True)
+
+    def _pass(self, space: Space, objective: Objective, top: int, *, limited: bool) -> Looked:
+        candidates = Candidates(space, self.subject.world, self.node, self.subject.batch_size)
+        engine = Engine(
+            self.subject, candidates, self.bounds, objective, top, self.max_predictions, self.progress, limited=limited
+        )
+        looked = engine.run()
+        self.refused |= candidates.refused
+        self.num_considered += looked.num_considered
+        self.num_predicted = looked.num_predicted + self.num_predicted
+        return looked
+
+    def smallest(self, space: Space, known: Sequence[Plan]) -> Plan | None:
+        """The strategy that takes least, though it is too much: of those that divide all that can be divided."""
+        looked = self._pass(_smallest_of(space), "memory", 1, limited=False)
+        plans = [*known, *(plan for _, plan in looked.plans)]
+        return min(plans, key=lambda plan: (plan.needed_bytes, str(plan.strategy)), default=None)
+
+    def fewest_devices(self, space: Space) -> int | None:
+        """Twice as many devices as often as it takes until something fits; None: more than can be told."""
+        return None
+
+
+def _smallest_of(space: Space) -> Space:
+    return space.replace(hybrid=False, recompute=space.recompute[-1:], offload=(*space.offload, *offloads()))
