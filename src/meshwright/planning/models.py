@@ -87,7 +87,18 @@ class ModuleModel:
         return found | ({"seq": self.seq} if self.seq is not None else {})
 
     def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
-        """See :class:`PlannedModel`."""
+        """See :class:`PlannedModel`; the module is traced once for all of them."""
+        limit_bytes = limit_bytes if limit_bytes is not None else usable_bytes(cluster.device)
+        if cluster.device.is_host not in self._traced:
+            self._traced[cluster.device.is_host] = self._workload(cluster, samples, limit_bytes)
+        return self._traced[cluster.device.is_host].elsewhere(cluster, samples, limit_bytes)
+
+    @functools.cached_property
+    def _traced(self) -> dict[bool, Workload]:
+        """By whether it trains on the host."""
+        return {}
+
+    def _workload(self, cluster: Cluster, samples: int, limit_bytes: int) -> Workload:
         return Workload(
             model=self.module,
             device=torch.device("cpu" if cluster.device.is_host else "cuda"),
@@ -98,7 +109,7 @@ class ModuleModel:
             num_micro_batches=None,
             world=cluster.num_devices,
             zero_level=_ZERO_LEVEL,
-            limit_bytes=limit_bytes if limit_bytes is not None else usable_bytes(cluster.device),
+            limit_bytes=limit_bytes,
             cluster=cluster,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,16 +46,16 @@ class PlanRequest:
         """What plans are made for, on some cluster and for so many samples per step."""
         return self.model.subject(cluster, samples, self.memory_limit)
 
-    @property
+    @functools.cached_property
     def subject(self) -> Subject:
         """What these plans are made for."""
         return self.subject_of(self.cluster, self.global_batch)
 
-    def found(self, progress: Callable[..., None] | None = None) -> Found:
+    def found(self, progress: Callable[[int, int], None] | None = None) -> Found:
         """The plans: of the strategy given, else of a search.
 
         Args:
-            progress: Called while a search goes on.
+            progress: Called while a search goes on, with what it counts: simulated plans, and candidates.
 
         Raises:
             StrategyError: When no strategy fits, or the one given cannot be.

@@ -113,4 +113,4 @@ def _checked_seq(config: Any, seq: int | None) -> int:
             got=str(seq),
             fix="shorten seq, or change the config",
         )
-    return seq or int(positions)
+    return seq if seq is not None else int(positions or 0)

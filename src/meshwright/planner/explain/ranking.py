@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -22,58 +23,80 @@ from meshwright.planner.table import MEMORY_CLASSES
 from meshwright.planner.words import number, percent, seconds
 
 _BINDS = {"tensor or sequence collectives": "blocks' collectives", "pipeline bubble": "bubble"}
+_WIDE = 120  # characters from which on all columns can be read
+_WIDE_ONLY = ("batch", "per GPU", "allocated", "$/1e9 tokens")
 _LABELS = dict(MEMORY_CLASSES)
 
 
-def ranked_table(plans: Sequence[Plan], title: str = "Plans") -> Table:
-    """One row for each plan, in the order given."""
-    return entries_table([plan_entry(plan) for plan in plans], title)
+def ranked_table(plans: Sequence[Plan], title: str = "Plans", width: int = _WIDE) -> Table:
+    """One row for each plan, in the order given.
+
+    Args:
+        plans: The plans.
+        title: Above them.
+        width: Characters of a line; on narrow ones some columns are left out.
+    """
+    return entries_table([plan_entry(plan) for plan in plans], title, width)
 
 
-def entries_table(entries: Sequence[Mapping[str, Any]], title: str = "Plans") -> Table:
+def entries_table(entries: Sequence[Mapping[str, Any]], title: str = "Plans", width: int = _WIDE) -> Table:
     """The same of plans as ``--json`` has them."""
-    priced = any(_of(entry, "price_per_billion_tokens_usd") is not None for entry in entries)
-    tokens = any(_of(entry, "tokens_per_s") is not None for entry in entries)
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("#", justify="right")
-    table.add_column("strategy", overflow="fold", min_width=24)
-    names = ("batch", "step", "tokens/s" if tokens else "samples/s", "per GPU", "MFU", "allocated", "reserved")
-    for name in (*names, *(("$/1e9 tokens",) if priced else ())):
-        table.add_column(name, justify="right", no_wrap=name != "$/1e9 tokens")
+    table.add_column("strategy", overflow="fold", min_width=18)
+    columns = {name: cells for name, cells in _columns(entries, wide=width >= _WIDE).items() if any(cells)}
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("binds", overflow="fold")
-    for rank, entry in enumerate(entries, 1):
-        cells = (*_figures(entry), *((_price(entry),) if priced else ()), _binds(entry))
-        table.add_row(str(rank), entry["summary"], *cells, style="bold" if rank == 1 else "")
+    for number_of_row, entry in enumerate(entries):
+        cells = (column[number_of_row] for column in columns.values())
+        style = "bold" if number_of_row == 0 else ""
+        cut = "" if width >= _WIDE else f"; {_cut(entry)}"
+        table.add_row(str(number_of_row + 1), entry["summary"] + cut, *cells, _binds(entry), style=style)
     limits = {entry["memory"]["limit_bytes"] for entry in entries}
     if len(limits) == 1 and None not in limits:
         limit = readable_bytes(limits.pop())
-        table.caption = f"batch: micro-batches x samples of each; tensors can have {limit} of a device"
+        table.caption = f"a x b: a micro-batches of b samples; tensors can have {limit} of a device"
         table.caption_justify = "left"
     return table
 
 
+def _columns(entries: Sequence[Mapping[str, Any]], *, wide: bool) -> dict[str, list[str]]:
+    """Cells by column; a column without any is not shown."""
+    tokens = any(_of(entry, "tokens_per_s") is not None for entry in entries)
+    rate = "tokens/s" if tokens else "samples/s"
+    figures: dict[str, tuple[str, Callable[[float], str]]] = {
+        "step": ("step_time_s", seconds),
+        rate: (rate.replace("/", "_per_"), number),
+        "per GPU": ("tokens_per_s_per_device", number),
+        "MFU": ("mfu", functools.partial(percent, digits=1)),
+        "$/1e9 tokens": ("price_per_billion_tokens_usd", number),
+    }
+    found = {"batch": [_cut(entry) for entry in entries]}
+    for name, (figure, text) in figures.items():
+        values = [_of(entry, figure) for entry in entries]
+        found[name] = ["" if value is None else text(value) for value in values]
+    for kind in ("allocated", "reserved"):
+        found[kind] = [_most(entry, f"{kind}_bytes") for entry in entries]
+    found["memory"] = [] if any(found["reserved"]) else [_needed(entry) for entry in entries]
+    return found if wide else {name: cells for name, cells in found.items() if name not in _WIDE_ONLY}
+
+
+def _cut(entry: Mapping[str, Any]) -> str:
+    return f"{entry['num_micro_batches']} x {entry['micro_batch']}"
+
+
+def _most(entry: Mapping[str, Any], kind: str) -> str:
+    sizes = [rank[kind] for rank in entry["memory"]["ranks"] if rank[kind] is not None]
+    return readable_bytes(max(sizes)) if sizes else ""
+
+
+def _needed(entry: Mapping[str, Any]) -> str:
+    return readable_bytes(entry["memory"]["needed_bytes"])
+
+
 def _of(entry: Mapping[str, Any], figure: str) -> Any:
     return entry["time"][figure] if entry["time"] is not None else None
-
-
-def _figures(entry: Mapping[str, Any]) -> Iterable[str]:
-    time, memory = entry["time"], entry["memory"]
-    yield f"{entry['num_micro_batches']} x {entry['micro_batch']}"
-    if time is None:
-        yield from ("", "", "", "", readable_bytes(memory["needed_bytes"]), "")
-        return
-    tokens = time["tokens_per_s"] is not None
-    yield seconds(time["step_time_s"])
-    yield number(time["tokens_per_s" if tokens else "samples_per_s"])
-    yield number(time["tokens_per_s_per_device"]) if tokens else ""
-    yield percent(time["mfu"], 1) if time["mfu"] is not None else ""
-    for kind in ("allocated_bytes", "reserved_bytes"):
-        yield readable_bytes(max(rank[kind] for rank in memory["ranks"]))
-
-
-def _price(entry: Mapping[str, Any]) -> str:
-    price = _of(entry, "price_per_billion_tokens_usd")
-    return "" if price is None else number(price)
 
 
 def _binds(entry: Mapping[str, Any]) -> str:

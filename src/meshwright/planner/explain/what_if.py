@@ -18,6 +18,7 @@ from meshwright.strategy import Strategy
 SubjectOf = Callable[[Cluster, int], Subject]
 """Makes what plans are made for, on a cluster and for so many samples per step."""
 
+_NOTHING = 5e-4  # of the speed
 _FARTHEST = 2  # times as many devices: a step beyond need not be called the next
 
 
@@ -160,6 +161,8 @@ def _told(change: str, before: Plan, after: Plan | None) -> WhatIf:
     rate, now = after.forecast.tokens_per_s, before.forecast.tokens_per_s
     unit = "tokens/s" if rate is not None else "samples/s"
     pair = (now, rate) if now is not None and rate is not None else (_samples_per_s(before), _samples_per_s(after))
+    if abs(faster - 1) < _NOTHING and after.strategy == before.strategy:
+        return WhatIf(change, "no difference", after, faster)
     words = f"{number(pair[1])} {unit} instead of {number(pair[0])} ({_signed(faster - 1)})"
     words += f", {seconds(after.forecast.time.step_time_s)} a step"
     price, earlier = price_per_billion_tokens(after), price_per_billion_tokens(before)
@@ -170,4 +173,4 @@ def _told(change: str, before: Plan, after: Plan | None) -> WhatIf:
 
 
 def _signed(share: float) -> str:
-    return "no difference" if abs(share) < 5e-4 else f"{'+' if share > 0 else '-'}{percent(abs(share), 1)}"
+    return f"{'+' if share >= 0 else '-'}{percent(abs(share), 1)}"

@@ -134,11 +134,13 @@ def _deltas(plan: Plan, deltas: dict[str, float], step_time_s: float) -> str:
         f"{'+' if delta > 0 else '-'}{seconds(abs(delta))} {part_name(part)}{_link(plan, part) if delta > 0 else ''}"
         for part, delta in told[:3]
     ]
-    return ", ".join(words) or "no part of the step differs by a thousandth"
+    return ", ".join(words) or "no part of the step differs by more than a thousandth"
 
 
 def _memory_against(plan: Plan, best: Plan) -> str:
     delta = plan.needed_bytes - best.needed_bytes
+    if not delta:
+        return "the same memory"
     return f"{readable_bytes(abs(delta))} {'more' if delta >= 0 else 'less'} memory"
 
 
