@@ -53,3 +53,9 @@ def found():
         tuple(plan for plan in plans if not plan.fits),
         tuple(refused), 120, len(plans), 0.25,
     )  # fmt: skip
+
+
+def plan_of(index):
+    """The plan of one of the strategies above, wherever it ranks."""
+    methods, parts = STRATEGIES[index]
+    return subject().plan(Strategy(methods), parts)

@@ -23,8 +23,9 @@ from meshwright.planner.table import MEMORY_CLASSES
 from meshwright.planner.words import number, percent, seconds
 
 _BINDS = {"tensor or sequence collectives": "blocks' collectives", "pipeline bubble": "bubble"}
+_TOLD_S = 1e-6
 _WIDE = 120  # characters from which on all columns can be read
-_WIDE_ONLY = ("batch", "per GPU", "allocated", "$/1e9 tokens")
+_WIDE_ONLY = ("batch", "per device", "allocated", "$/1e9 tokens")
 _LABELS = dict(MEMORY_CLASSES)
 
 
@@ -68,7 +69,7 @@ def _columns(entries: Sequence[Mapping[str, Any]], *, wide: bool) -> dict[str, l
     figures: dict[str, tuple[str, Callable[[float], str]]] = {
         "step": ("step_time_s", seconds),
         rate: (rate.replace("/", "_per_"), number),
-        "per GPU": ("tokens_per_s_per_device", number),
+        "per device": ("tokens_per_s_per_device", number),
         "MFU": ("mfu", functools.partial(percent, digits=1)),
         "$/1e9 tokens": ("price_per_billion_tokens_usd", number),
     }
@@ -135,23 +136,25 @@ def _section(heading: str, lines: Iterable[str]) -> list[RenderableType]:
 
 def difference_table(difference: Difference) -> Group:
     """The changes from one plan to another, with what each does, and the sums by part and by class."""
-    table = Table(box=box.SIMPLE_HEAD, title=f"{difference.first}  ->  {difference.second}", title_justify="left")
+    title = Text(f"From {difference.first}\n  to {difference.second}", style="italic")
+    if not difference.changes:
+        return Group(title, Text("no difference"))
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("change", overflow="fold")
-    table.add_column("step", justify="right")
-    table.add_column("memory", justify="right")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("memory", justify="right", no_wrap=True)
     for effect in difference.effects:
         table.add_row(Text(effect.change), _more_s(effect.step_time_s), _more_bytes(effect.needed_bytes))
     if not difference.effects:
-        table.add_row(Text("\n".join(difference.changes) or "nothing"), "", "")
-    if difference.seconds:
-        table.add_section()
+        table.add_row(Text("\n".join(difference.changes)), "", "")
+    table.add_section()
     for part, delta in difference.seconds.items():
-        if abs(delta) > 1e-6:
+        if abs(delta) > _TOLD_S:
             table.add_row(part_name(part), _more_s(delta), "")
     table.add_section()
-    for name, delta in difference.num_bytes.items():
-        table.add_row(_LABELS.get(name, name), "", _more_bytes(delta))
-    return Group(table)
+    for name, size in difference.num_bytes.items():
+        table.add_row(_LABELS.get(name, name), "", _more_bytes(size))
+    return Group(title, table)
 
 
 def _more_s(delta: float | None) -> str:
