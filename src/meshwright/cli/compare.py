@@ -47,12 +47,12 @@ def compare(options: CompareOptions) -> int:
             got=str(len(options.files)),
             fix="name another strategy, or another file of meshwright plan --json",
         )
-    texts = {path: _read(path) for path in options.files}
-    documents = {path: read_document(text, str(path)) for path, text in texts.items()}
+    texts = [_read(path) for path in options.files]
+    documents = [read_document(text, str(path)) for path, text in zip(options.files, texts, strict=True)]
     if options.subjects is None:
-        entries, differences = _written(documents)
+        entries, differences = _written(options.files, documents)
     else:
-        strategies = [_strategy(path, texts[path], documents[path]) for path in options.files]
+        strategies = [_strategy(text, document) for text, document in zip(texts, documents, strict=True)]
         entries, differences = _planned(strategies, options.subjects)
     if options.as_json:
         print(json.dumps(comparison_document(entries, differences), indent=2))
@@ -76,7 +76,7 @@ def _read(path: Path) -> str:
         ) from None
 
 
-def _strategy(path: Path, text: str, document: Mapping[str, Any] | None) -> Strategy:
+def _strategy(text: str, document: Mapping[str, Any] | None) -> Strategy:
     return Strategy(text if document is None else json.dumps(document["plans"][0]["strategy"]))
 
 
@@ -88,10 +88,10 @@ def _planned(strategies: Sequence[Strategy], subjects: Subjects) -> tuple[list[d
 
 
 def _written(
-    documents: Mapping[Path, Mapping[str, Any] | None],
+    files: Sequence[Path], documents: Sequence[Mapping[str, Any] | None]
 ) -> tuple[list[dict[str, Any]], list[Difference]]:
     """The first plan of every document, as it was predicted then."""
-    strategies = [str(path) for path, document in documents.items() if document is None]
+    strategies = [str(path) for path, document in zip(files, documents, strict=True) if document is None]
     if strategies:
         raise ConfigError(
             "Strategies can be compared for a model on a cluster",
@@ -99,10 +99,10 @@ def _written(
             got=f"neither, and the strategies {', '.join(strategies)}",
             fix="say what they are for",
         )
-    known = [document for document in documents.values() if document is not None]
-    about = [(each["model"], each["cluster"] and each["cluster"]["device"]) for each in known]
-    if any(model != about[0][0] for model, _ in about):
-        names = ", ".join(f"{model.get('name')}, batch {model.get('global_batch')}" for model, _ in about)
+    known = [document for document in documents if document is not None]
+    models = [each["model"] for each in known]
+    if any(model != models[0] for model in models):
+        names = "; ".join(f"{model.get('name')}, batch {model.get('global_batch')}" for model in models)
         raise ConfigError(
             "The plans are for different models or batches",
             expected="one model, with one batch and length of samples",

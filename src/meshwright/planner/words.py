@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+from meshwright.cost import StepTime
 from meshwright.strategy import MethodConfig, Strategy
 
+_TIME_PARTS = {
+    "compute_s": "computing",
+    "inline_s": "collectives that blocks wait for",
+    "exposed_s": "gathers and reductions that do not hide or slow computing down",
+    "bubble_s": "pipeline bubble",
+    "update_s": "update",
+    "overhead_s": "launch, batch and loss",
+}
 # The methods of axes go without saying where nothing else is said of them.
 _SAID_BY_AXES = {"tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel", "expert_parallel"}
 
@@ -30,6 +40,17 @@ def _value(key: str, value: object) -> str:
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
         return "/".join(_value(key, each) for each in value)
     return f"{key}={value}"
+
+
+def time_parts(time: StepTime) -> dict[str, float]:
+    """Seconds by part; they add up to the step."""
+    names = (field.name for field in dataclasses.fields(time) if field.name != "step_time_s")
+    return {name: getattr(time, name) for name in names}
+
+
+def part_name(part: str) -> str:
+    """A part of the step in words."""
+    return _TIME_PARTS.get(part, part.removesuffix("_s").replace("_", " "))
 
 
 def percent(share: float, digits: int = 0) -> str:

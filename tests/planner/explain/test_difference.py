@@ -19,13 +19,13 @@ def test_effects_add_up(other):
 
 
 def test_changes_are_named_once():
-    difference = diff(plan_of(0), plan_of(2), subject())
+    difference = diff(plan_of(1), plan_of(2), subject())
     assert len(difference.changes) == 1
     assert difference.changes[0].startswith("+ checkpoint")
     assert [effect.change for effect in difference.effects] == list(difference.changes)
     (effect,) = difference.effects
     assert effect.step_time_s > 0 > effect.needed_bytes
-    lines = diff(plan_of(0), plan_of(3)).changes
+    lines = diff(plan_of(1), plan_of(3)).changes
     assert {"~ axis zero 16 -> 2", "~ axis tensor 1 -> 8", "+ tensor_parallel"} <= set(lines)
 
 

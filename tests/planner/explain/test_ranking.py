@@ -5,7 +5,7 @@ import io
 
 from rich.console import Console
 
-from meshwright.planner import readable_bytes
+from meshwright.planner import plan_table, readable_bytes
 from meshwright.planner.explain import diff, difference_table, mfu, ranked_table, reasons, what_if, why
 from tests.planner.explain.found import found, plan_of, subject, subject_of
 
@@ -25,7 +25,13 @@ def test_a_wide_table_has_all_figures_and_a_narrow_one_what_fits():
     assert "per device" not in narrow
     assert max(map(len, narrow.splitlines())) <= 80
     assert all(word in narrow for word in ("#", "strategy", "step", "tokens/s", "reserved", "binds"))
-    assert "1 x 4" in narrow
+    assert "1 x" in narrow  # how the batch is cut stands with the strategy
+
+
+def test_the_table_of_one_plan_has_its_time():
+    text = printed(plan_table(found().plans[0]), 120)
+    assert "computing" in text
+    assert f"{found().plans[0].forecast.time.step_time_s:.2f} s" in text
 
 
 def test_what_does_not_fit_is_bound_by_memory_and_without_a_cluster_there_is_no_time():
@@ -44,7 +50,7 @@ def test_reasons_are_cut_with_a_word():
 
 
 def test_a_difference_is_a_table():
-    text = printed(difference_table(diff(plan_of(0), plan_of(1), subject())), 100)
+    text = printed(difference_table(diff(plan_of(1), plan_of(0), subject())), 100)
     assert "~ 1 micro-batch of 4 -> 2 micro-batches of 2" in text
     assert "activations" in text
     assert "no difference" in printed(difference_table(diff(found().plans[0], found().plans[0])), 100)

@@ -6,8 +6,9 @@ import re
 from meshwright.cost import fitted, seconds_of
 from meshwright.planner import readable_bytes
 from meshwright.planner.explain import links, mfu, per_gpu, price_per_billion_tokens, short, why
-from meshwright.planner.explain.figures import every_step, time_parts
+from meshwright.planner.explain.figures import every_step
 from meshwright.planner.search import Found
+from meshwright.planner.words import time_parts
 from tests.planner.explain.found import found, subject
 
 

@@ -14,10 +14,10 @@ from meshwright.planner.explain.figures import (
     per_gpu,
     price_per_billion_tokens,
     short,
-    time_parts,
 )
 from meshwright.planner.explain.links import links
 from meshwright.planner.plan import Plan
+from meshwright.planner.words import time_parts
 
 
 def plan_entry(plan: Plan) -> dict[str, Any]:

@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshwright.cost import Step, StepTime
+from meshwright.cost import Step
 from meshwright.planner.plan import Plan
 from meshwright.planner.words import short_strategy
 
-TIME_PARTS = {
-    "compute_s": "computing",
-    "inline_s": "collectives that blocks wait for",
-    "exposed_s": "gathers and reductions that do not hide or slow computing down",
-    "bubble_s": "pipeline bubble",
-    "update_s": "update",
-    "overhead_s": "launch, batch and loss",
-}
 MOMENTS = {
     "loss": "as the loss runs backward",
     "recomputation": "as the last block runs backward",
@@ -33,17 +25,6 @@ def short(plan: Plan) -> str:
 def with_micro_batches(plan: Plan) -> str:
     """:func:`short`, and how a batch is cut."""
     return f"{short(plan)}; {plan.step.num_micro_batches} x {plan.micro_batch}"
-
-
-def time_parts(time: StepTime) -> dict[str, float]:
-    """Seconds by part; they add up to the step."""
-    names = (field.name for field in dataclasses.fields(time) if field.name != "step_time_s")
-    return {name: getattr(time, name) for name in names}
-
-
-def part_name(part: str) -> str:
-    """A part of the step in words."""
-    return TIME_PARTS.get(part, part.removesuffix("_s").replace("_", " "))
 
 
 def every_step(plan: Plan) -> tuple[Step, ...]:

@@ -66,7 +66,7 @@ function about() {
   const search = data.search;
   const said = [Object.entries(data.model).filter(([key]) => key !== "name" && key !== "dimensions").map(([key, value]) =>
     key === "num_parameters" ? number(value) + " parameters" : `${key.replaceAll("_", " ")} ${value}`).join(", ")];
-  if (search.num_considered) said.push(`${search.num_considered.toLocaleString("en")} strategies considered, ` +
+  if (search.num_considered > 1) said.push(`${search.num_considered.toLocaleString("en")} strategies considered, ` +
     `${search.num_predicted.toLocaleString("en")} simulated in ${search.seconds.toFixed(1)} s`);
   byId("about").textContent = said.filter(Boolean).join("; ");
 }
@@ -150,7 +150,7 @@ function pareto() {
     points(fits.slice(0, 1), "first", { color: color("--c3"), size: 14, symbol: "star" }),
     ...(data.too_large.length ? [points(timed(data.too_large), "too large", { color: color("--bad"), symbol: "x-thin-open", line: { width: 2 } })] : []),
   ], {
-    height: 360, xaxis: axis({ title: { text: "memory needed, GiB" } }), yaxis: axis({ title: { text: unit }, rangemode: "tozero" }),
+    height: 360, xaxis: axis({ title: { text: "memory needed, GiB" }, rangemode: "tozero" }), yaxis: axis({ title: { text: unit }, rangemode: "tozero" }),
     shapes: known(best.memory.limit_bytes) ? [{ type: "line", x0: limit, x1: limit, yref: "paper", y0: 0, y1: 1,
       line: { color: color("--bad"), width: 1, dash: "dash" } }] : [],
   });
@@ -205,7 +205,9 @@ function timeline() {
   const drawn = data.timeline;
   if (!drawn) return byId("timeline").closest("section").remove();
   const several = new Set(drawn.events.map((event) => event.rank)).size > 1;
-  const row = (event) => (several ? `rank ${event.rank} ` : "") + event.lane;
+  // What a rank does one after the other is one row; what runs beside it has rows of its own.
+  const beside = { gather: "gathers", reduce: "reductions", send: "sends", copy: "copies" };
+  const row = (event) => (several ? `rank ${event.rank} ` : "") + (beside[event.lane] ?? "computing");
   const order = Object.keys(LANES);
   const rows = [...new Set([...drawn.events].sort((a, b) => a.rank - b.rank || order.indexOf(a.lane) - order.indexOf(b.lane)).map(row))];
   const bars = (events, name, marker, extra = {}) => ({

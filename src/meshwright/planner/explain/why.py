@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.explain.figures import (
-    MOMENTS,
-    memory_classes,
-    mfu,
-    part_name,
-    per_gpu,
-    short,
-    time_parts,
-    with_micro_batches,
-)
+from meshwright.planner.explain.figures import MOMENTS, memory_classes, mfu, per_gpu, short, with_micro_batches
 from meshwright.planner.explain.links import slowest_link
 from meshwright.planner.plan import Plan
 from meshwright.planner.search import Found
 from meshwright.planner.sizes import readable_bytes
 from meshwright.planner.table import MEMORY_CLASSES
-from meshwright.planner.words import number, percent, seconds
+from meshwright.planner.words import number, part_name, percent, seconds, time_parts
 
 _TOLD = 0.02  # of the step: smaller parts are not worth a word
 _REFUSALS = 8
@@ -51,8 +42,11 @@ def why(found: Found) -> Why:
         found: With at least one plan, in the order of its objective.
     """
     best = found.plans[0]
-    looked = f" ({found.num_considered:,} strategies considered, {found.num_predicted:,} simulated)"
-    intro = f"{short(best)} comes first{looked if found.num_considered else ''}."
+    intro = f"{short(best)} is the strategy given."
+    if found.num_considered > 1 or len(found.plans) > 1:
+        looked = f" ({found.num_considered:,} strategies considered, {found.num_predicted:,} simulated)"
+        more = "" if found.is_complete else "; there are more that could be better"
+        intro = f"{short(best)} comes first{looked if found.num_considered else ''}{more}."
     return Why(
         chosen=(intro, *time_sentences(best), memory_sentence(best)),
         others=tuple(f"{with_micro_batches(plan)}: {against(plan, best)}" for plan in found.plans[1:]),
