@@ -24,7 +24,7 @@ from meshwright.methods.pipeline.schedules import (
     SCHEDULES,
     ScheduleName,
     check_micro_batches,
-    live_peaks,
+    most_in_flight,
     schedule_name,
     stage_ranks,
 )
@@ -174,10 +174,7 @@ class PipelineParallel(Method):
         """
         stages = ranks * self.stages_per_rank
         check_micro_batches(self.schedule, ranks, stages, micro_batches)
-        if self.schedule == "gpipe":
-            return micro_batches
-        few = min(micro_batches, 2 * ranks)  # no more are in flight after it
-        return max(live_peaks(self.schedule, ranks, self.stages_per_rank, few, (1,) * stages)) / self.stages_per_rank
+        return most_in_flight(self.schedule, ranks, self.stages_per_rank, micro_batches) / self.stages_per_rank
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
         """The blocks that are cut."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,10 +78,31 @@ class FamilyWorkload:
             StrategyError: When its methods do not fit together or do not fit the cluster.
             ModelError: When the mesh cannot divide the model.
         """
+        return self._plan(strategy, num_micro_batches, alike=False)
+
+    def outline(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
+        """The same with the same seconds and bytes, sooner for long pipelines.
+
+        Ranks that compute as much as each other have the step of the one among them that holds most.
+
+        Args:
+            strategy: As for ``plan``.
+            num_micro_batches: As for ``plan``.
+
+        Raises:
+            StrategyError, ModelError: As ``plan`` does.
+        """
+        return self._plan(strategy, num_micro_batches, alike=True)
+
+    def on(self, num_devices: int) -> FamilyWorkload:
+        """The same on more of the same devices, or fewer."""
+        return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, num_devices=num_devices))
+
+    def _plan(self, strategy: Strategy, wanted_micro_batches: int | None, *, alike: bool) -> Plan:
         resolved = self._resolved(strategy)
-        run = self._run(resolved, num_micro_batches or self.num_micro_batches)
+        run = self._run(resolved, wanted_micro_batches or self.num_micro_batches)
         check_family(self.shape, self.cluster.device, resolved, run)
-        steps = tuple(self._steps(resolved, run))
+        steps = tuple(self._steps(resolved, run, alike=alike))
         forecasted = forecast(
             steps, self.cluster, samples=self.batch_size, tokens_per_sample=self.shape.seq, calibration=self.calibration
         )
@@ -120,16 +143,21 @@ class FamilyWorkload:
             seq=self.shape.seq,
         )
 
-    def _steps(self, resolved: Resolved, run: FamilyRun) -> list[Step]:
+    def _steps(self, resolved: Resolved, run: FamilyRun, *, alike: bool) -> list[Step]:
         ranks, method = dict(resolved.axes).get("pipeline", 1), resolved.strategy.get("pipeline_parallel")
         stages = method.ranks_of_stages(ranks) if isinstance(method, PipelineParallel) and ranks > 1 else (0,)
         steps = family_step(
             self.shape, run, resolved.axes, shard_axis=resolved.shard_axis, stage_ranks=stages, exchanges_heads=True
         )
-        steps = [step.replace(on_cpu=self.cluster.device.is_host) for step in steps]
+        shown = _shown_by(steps, stages) if alike else range(ranks)
+        made = {rank: self._cost(resolved, run, steps[rank]) for rank in dict.fromkeys(shown)}
+        return [made[rank] for rank in shown]
+
+    def _cost(self, resolved: Resolved, run: FamilyRun, step: Step) -> Step:
+        step = step.replace(on_cpu=self.cluster.device.is_host)
         if dict(resolved.axes).get("expert", 1) > 1:
-            steps = [with_experts(step, self.shape, run) for step in steps]
-        return [cost_of(resolved.strategy, step) for step in steps]
+            step = with_experts(step, self.shape, run)
+        return cost_of(resolved.strategy, step)
 
     def _taken(self, step: Step, peak: Peak) -> int:
         on_host = peak.memory.host_total if step.on_cpu else 0
@@ -140,3 +168,16 @@ class FamilyWorkload:
 def _resolve(strategy: Strategy, world: int, zero_level: int) -> Resolved:
     # Without a device no method is left out: a cluster on paper is not what this process runs on.
     return resolve(strategy, world, zero_level)
+
+
+def _shown_by(steps: Sequence[Step], stages: tuple[int, ...]) -> Sequence[int]:
+    """For every rank the one whose step stands for it: of those with as many blocks, the first keeps most micro-batches.
+
+    The first and the last rank, which have more than blocks, stand for themselves; so do all where stages go back.
+    """
+    ranks = len(steps)
+    if stages[-1] != ranks - 1:
+        return range(ranks)
+    first: dict[int, int] = {}
+    counts = steps[0].blocks[0].on_ranks
+    return [rank if rank in (0, ranks - 1) else first.setdefault(counts[rank], rank) for rank in range(ranks)]

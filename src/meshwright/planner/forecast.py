@@ -72,6 +72,6 @@ def forecast(
         tokens_per_sample: None where a sample has no number of tokens.
         calibration: What kernels and links reach; None: the fitted presets.
     """
-    peaks = {step: peak(step) for step in steps}
-    every = tuple(peaks[step] for step in steps)
+    peaks = {number: peak(step) for number, step in {id(step): step for step in steps}.items()}
+    every = tuple(peaks[id(step)] for step in steps)
     return Forecast(cluster, simulate(steps, cluster, calibration), every, samples, tokens_per_sample, calibration)

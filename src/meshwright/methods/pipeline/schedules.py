@@ -7,8 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest import mock
 
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineSchedule, get_schedule_class
+from torch.distributed.pipelining.stage import PipelineStage
 
 from meshwright.errors import StrategyError
 
@@ -75,14 +77,30 @@ def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) 
 
 
 @functools.cache
+def _any_stage() -> Any:
+    """What torch's schedules take for a stage; made once, since it takes longer than all they do with it."""
+    return mock.create_autospec(PipelineStage, instance=True)
+
+
+def _torch_order(
+    schedule: type[_PipelineSchedule], ranks: int, stages_per_rank: int, micro_batches: int
+) -> list[list[Any]]:
+    """What torch's ``get_schedule_ops`` returns."""
+    stage = _any_stage()
+    stage.group_rank, stage.group_size, stage.submod = 0, ranks, None
+    stage.num_stages = ranks * stages_per_rank
+    several = issubclass(schedule, PipelineScheduleMulti)
+    made: Any = schedule([stage] * stages_per_rank if several else stage, micro_batches)  # type: ignore[arg-type]
+    return [made.pipeline_order[rank] for rank in range(ranks)]
+
+
+@functools.cache
 def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
     """What every rank computes, in order: ``(kind, stage, micro-batch)``.
 
     Kinds: F forward, B backward, I and W the backward of inputs and of weights. The answer is kept: do not change it.
     """
-    every = get_schedule_ops(
-        SCHEDULES[name].torch_name, ranks, micro_batches, stages_per_rank if stages_per_rank > 1 else None
-    )
+    every = _torch_order(get_schedule_class(SCHEDULES[name].torch_name), ranks, stages_per_rank, micro_batches)
     # torch prints an action as 2F0, and two that overlap as (2F0;1B3)…
     printed = [" ".join(str(action) for action in row if action is not None) for row in every]
     return [[(kind, int(stage), int(part)) for stage, kind, part in _ACTION.findall(row)] for row in printed]
@@ -102,11 +120,24 @@ def live_peaks(
     )
 
 
+def most_in_flight(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> int:
+    """The largest of :func:`live_peaks` for stages that keep one unit each."""
+    if SCHEDULES[name].v_shaped:
+        return 2 * min(micro_batches, ranks)
+    if stages_per_rank == 1:
+        return micro_batches if name == "gpipe" else min(micro_batches, ranks)
+    per_round = micro_batches // max(1, micro_batches // ranks)
+    return min(stages_per_rank * micro_batches, 2 * (ranks - 1) + (stages_per_rank - 1) * per_round + 1)
+
+
 @functools.cache
 def _held_at_most(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
     """How many micro-batches of each of its stages a rank keeps at once, ``(stage, count)``; the largest such only."""
+    if stages_per_rank == 1:  # torch's tables say the same, and take long to make for many ranks
+        counts = (micro_batches if name == "gpipe" else min(micro_batches, ranks - rank) for rank in range(ranks))
+        return tuple((((rank, count),),) for rank, count in enumerate(counts))
     found = []
     for row in actions(name, ranks, stages_per_rank, micro_batches):
         held = dict.fromkeys(sorted({stage for _, stage, _ in row}), 0)

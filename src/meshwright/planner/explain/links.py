@@ -40,7 +40,7 @@ def links(plan: Plan) -> tuple[LinkTime, ...]:
         return ()
     known = plan.forecast.calibration or fitted()
     found: dict[LinkTime, float] = {}
-    for step in dict.fromkeys(every_step(plan)):
+    for step in {id(step): step for step in every_step(plan)}.values():
         own: dict[LinkTime, float] = {}
         for traffic in step.traffic:
             duration = seconds_of(step, traffic, plan.forecast.cluster, known)

@@ -24,7 +24,7 @@ from meshwright.methods import cost_of
 from meshwright.methods.law import SHARD_AXES
 from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.search.candidates import Branch, Mesh, mesh_of
-from meshwright.planner.search.scaled import scaled
+from meshwright.planner.search.scaled import bare_blocks, scaled
 from meshwright.planner.search.space import Choice
 from meshwright.strategy import Strategy
 
@@ -44,6 +44,12 @@ class Probe:
     step: Step
     kept_bytes: int
     slack: float
+
+    @property
+    def kept_inside_bytes(self) -> int:
+        """Of ``kept_bytes``, what does not lie behind the last block."""
+        known = self.step.activations
+        return max(self.kept_bytes - (known.outside_bytes if known is not None else 0), 0)
 
     @functools.cached_property
     def num_blocks(self) -> int:
@@ -127,18 +133,44 @@ class Bounds:
         """The probe of a branch's inner axes."""
         return self.probe(branch.mesh, _probing(branch))
 
-    def roughly_s(self, branch: Branch, samples: int) -> float:
-        """Seconds of computing on one rank, as if every axis divided all work equally.
+    def mesh_s(self, mesh: Mesh, samples: int, methods: Choice, *, probed: bool) -> float:
+        """Seconds of computing on one rank of a mesh, whatever else is done on it.
 
         Args:
-            branch: The candidate.
+            mesh: With or without inner axes.
             samples: Of one replica in a step.
+            methods: With which ranks compute fastest.
+            probed: Whether the inner axes are probed; else they divide all work equally, and send nothing.
+
+        Raises:
+            MeshwrightError: When the subject refuses these axes.
         """
-        inside, outside, _ = self._seconds(self.undivided(branch), _MANY, ideal=True)
-        parts = math.prod(size for _, size in branch.mesh.inner) // dict(branch.mesh.inner).get("expert", 1)
-        whole = (inside + outside) * samples / _MANY / parts
-        ranks, _ = branch.shape
-        return max(whole / ranks, self.state(branch).link_s[1] if ranks == 1 else 0.0)
+        if probed:
+            return self._ideal_s(self.probe(mesh, methods), samples) / mesh.pipeline
+        whole = self.probe(dataclasses.replace(mesh, inner=(), inner_methods=()), methods)
+        return self._ideal_s(whole, samples) / _shares(mesh) / mesh.pipeline
+
+    def roughly_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
+        """The same for a branch, with what its schedule waits at least and its link is busy at least."""
+        (ranks, per_rank), parts = branch.shape, self._parts(branch)
+        probed = self.known_probe(branch)
+        probe = self.divided(branch) if probed else self.undivided(branch)
+        whole = self._ideal_s(probe, samples) / (1 if probed else _shares(branch.mesh)) / ranks
+        if branch.schedule is None:
+            return max(whole, self.state(branch).link_s[1] / parts)
+        blocks = probe.num_blocks
+        even = (blocks // (ranks * per_rank)) * ranks * per_rank / max(blocks, 1)
+        waits = _bubble(branch.schedule.schedule, ranks, per_rank, micro_batches)
+        inside = self._inside_share(probe)
+        return whole * (1 + inside * even * waits / micro_batches)
+
+    def _ideal_s(self, probe: Probe, samples: int) -> float:
+        inside, outside, _ = self._seconds(probe, _MANY, ideal=True)
+        return (inside + outside) * samples / _MANY
+
+    def _inside_share(self, probe: Probe) -> float:
+        inside, outside, _ = self._seconds(probe, _MANY, ideal=True)
+        return inside / max(inside + outside, 1e-30)
 
     def step_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
         """Seconds of a step, from the probe of the branch's inner axes.
@@ -175,10 +207,12 @@ class Bounds:
         probe = self.divided(branch) if self.known_probe(branch) else None
         if probe is None:
             return state * self.undivided(branch).slack
-        in_flight = 1.0
+        kept: float = probe.kept_bytes
         if branch.schedule is not None:
-            in_flight = branch.schedule.in_flight(branch.mesh.pipeline, micro_batches) / branch.mesh.pipeline
-        return (state + probe.kept_bytes * micro_batch * in_flight) * probe.slack
+            ranks, per_rank = branch.shape
+            each = probe.num_blocks // (ranks * per_rank) * per_rank / max(probe.num_blocks, 1)
+            kept = probe.kept_inside_bytes * each * branch.schedule.in_flight(ranks, micro_batches)
+        return (state + kept * micro_batch) * probe.slack
 
     def _parts(self, branch: Branch) -> int:
         """Into how many parts the parameters are divided before they are sharded."""
@@ -187,14 +221,15 @@ class Bounds:
 
     def state(self, branch: Branch) -> State:
         """Of a branch's sharding, as if no inner axis divided the parameters."""
-        axes = tuple(axis for axis in branch.axes if axis[0] not in ("tensor", "pipeline"))
+        axes = tuple(axis for axis in branch.axes if axis[0] in ("data", "zero", "replica"))
+        axes = axes or tuple(axis for axis in branch.axes if axis[0] in SHARD_AXES)
         key = axes, branch.sharding, branch.precision, branch.rest, branch.mesh.pipeline > 1
         if key not in self._states:
             self._states[key] = self._state(branch, axes)
         return self._states[key]
 
     def _state(self, branch: Branch, axes: tuple[tuple[str, int], ...]) -> State:
-        blocks = tuple(dataclasses.replace(block, ops=()) for block in self.undivided(branch).step.blocks)
+        blocks = bare_blocks(self.undivided(branch).step)
         methods = Strategy([*branch.sharding, *branch.precision, *branch.rest])
         once, twice = (cost_of(methods, self._bare(branch, axes, blocks, number)) for number in (1, 2))
         seconds = [self._link_s(step) for step in (once, twice)]
@@ -226,9 +261,19 @@ class Bounds:
 
 
 def _probing(branch: Branch) -> Choice:
+    return probing(branch.precision, branch.recompute, branch.rest)
+
+
+def _shares(mesh: Mesh) -> int:
+    """Into how many parts the inner axes divide a replica's work; ranks of experts have samples of their own."""
+    inner = dict(mesh.inner)
+    return math.prod(inner.values()) // inner.get("expert", 1)
+
+
+def probing(precision: Choice, recompute: Choice, rest: Choice) -> Choice:
     """What a probe has: all but what needs other axes, or a sharding method."""
-    rest = tuple(each for each in branch.rest if getattr(each, "axis", None) is None and not getattr(each, "needs", ()))
-    return (*branch.precision, *branch.recompute, *rest)
+    alone = (each for each in rest if getattr(each, "axis", None) is None and not getattr(each, "needs", ()))
+    return (*precision, *recompute, *alone)
 
 
 def _slack(plan: Plan) -> float:
@@ -238,9 +283,15 @@ def _slack(plan: Plan) -> float:
     return plan.taken_bytes / max(peak(plan.step).reserved_bytes + on_host, 1)
 
 
-@functools.lru_cache(maxsize=4096)
 def _bubble(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
     """Waiting, in units of what a rank computes for a micro-batch."""
+    # More than these only go on as the last ones did.
+    few = min(micro_batches, 2 * ranks + micro_batches % ranks)
+    return _played_bubble(schedule, ranks, stages_per_rank, few)
+
+
+@functools.lru_cache(maxsize=4096)
+def _played_bubble(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
     times = [StageTimes(1 / 3, 2 / 3)] * ranks
     try:
         return max(pipeline_s(schedule, times, 0.0, stages_per_rank, micro_batches) - micro_batches, 0.0)

@@ -96,8 +96,10 @@ class Candidates:
     def _sizes(self) -> Iterator[dict[str, int]]:
         names = list(self.space.sizes)
         for sizes in itertools.product(*self.space.sizes.values()):
-            if self.world % math.prod(sizes) == 0:
-                yield dict(zip(names, sizes, strict=True))
+            found = dict(zip(names, sizes, strict=True))
+            inner = sum(found.get(axis, 1) > 1 for axis in INNER)
+            if self.world % math.prod(sizes) == 0 and inner <= self.space.inner_axes:
+                yield found
 
     def branches(self, mesh: Mesh) -> Iterator[Branch]:
         """All that can be done on a mesh, as far as the law allows."""

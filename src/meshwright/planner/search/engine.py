@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from meshwright.errors import MeshwrightError
 from meshwright.planner.plan import Plan, Subject
-from meshwright.planner.search.bounds import Bounds
+from meshwright.planner.search.bounds import Bounds, probing
 from meshwright.planner.search.candidates import Branch, Candidates, Mesh, replicas_of
 from meshwright.planner.search.objective import Objective, Rank, rank_of_plan, rounded
 
@@ -27,6 +27,16 @@ class Leaf:
     branch: Branch
     micro_batches: int | None
     close: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A mesh whose inner axes have been probed."""
+
+    mesh: Mesh
+
+
+Item = Mesh | Probed | Branch | Leaf
 
 
 @dataclass
@@ -66,31 +76,44 @@ class Engine:
         self.subject, self.candidates, self.bounds, self.objective = subject, candidates, bounds, objective
         self.top, self.max_predictions, self.progress, self.limited = top, max_predictions, progress, limited
         self.looked = Looked()
-        self._heap: list[tuple[float, int, int, Mesh | Branch | Leaf]] = []
+        self._heap: list[tuple[float, int, int, Item]] = []
         self._order = itertools.count()
         self._least_too_large: dict[Branch, int] = {}
         self._first: dict[object, Branch] = {}
+        # A subject may have something quicker that says the same where plans are compared.
+        self._outline = getattr(subject, "outline", subject.plan)
 
     def run(self) -> Looked:
-        """Looks at candidates, the most promising first."""
-        for mesh in self.candidates.meshes():
-            self._push(0.0, 0, mesh)
-        while self._heap:
+        """Looks at candidates, the most promising first.
+
+        Layers and samples that stay whole come first: what they reach rules out most ways to divide them, which take a
+        probe each.
+        """
+        meshes = list(self.candidates.meshes())
+        for inner in (False, True):
+            for mesh in meshes:
+                if bool(mesh.inner) == inner:
+                    self._push(*self._of_mesh(mesh, probed=False))
+            self._look()
+        return self.looked
+
+    def _look(self) -> None:
+        while self._heap and not self.looked.stopped:
             bound, depth, _, item = heapq.heappop(self._heap)
             if self._is_settled(bound):
-                break
-            if self.looked.num_predicted + self._num_probes >= self.max_predictions:
+                self._heap.clear()
+            elif self.looked.num_predicted + self._num_probes >= self.max_predictions:
                 self.looked.stopped = True
-                break
-            if isinstance(item, Mesh):
-                self._unfold_mesh(item)
+            elif isinstance(item, Mesh):
+                self._probe_mesh(item)
+            elif isinstance(item, Probed):
+                self._unfold_mesh(item.mesh)
             elif isinstance(item, Branch):
                 self._unfold_branch(item)
             elif not item.close:
                 self._bound_closely(item)
             else:
                 self._predict(item)
-        return self.looked
 
     @property
     def _num_probes(self) -> int:
@@ -100,24 +123,47 @@ class Engine:
         plans = self.looked.plans
         return len(plans) >= self.top and rounded(bound) > plans[self.top - 1][0][0]
 
-    def _push(self, bound: float, depth: int, item: Mesh | Branch | Leaf) -> None:
+    def _push(self, bound: float, depth: int, item: Item) -> None:
         # Of equal bounds the deepest first: it ends in a plan soonest.
         heapq.heappush(self._heap, (bound, -depth, next(self._order), item))
+
+    def _of_mesh(self, mesh: Mesh, *, probed: bool) -> tuple[float, int, Item]:
+        """A bound for all that can be done on a mesh."""
+        item: Item = Probed(mesh) if probed else mesh
+        if self.bounds is None or self.objective == "memory":
+            return 0.0, int(probed), item
+        space, samples = self.candidates.space, self._samples(mesh)
+        quickest = probing(space.precision[0], space.recompute[0], (*space.offload[0], *space.extra))
+        seconds = self.bounds.mesh_s(mesh, samples, quickest, probed=probed)
+        return self._per_sample(seconds, mesh, samples), int(probed), item
+
+    def _probe_mesh(self, mesh: Mesh) -> None:
+        try:
+            self._push(*self._of_mesh(mesh, probed=True))
+        except MeshwrightError as error:
+            self.candidates.refuse(error.what, str(dict(mesh.inner)))
 
     def _unfold_mesh(self, mesh: Mesh) -> None:
         for branch in self.candidates.branches(mesh):
             self.looked.num_considered += 1
             if self.bounds is None:
-                self._push(0.0, 1, branch)
+                self._push(0.0, 2, branch)
                 continue
             try:
-                if self._is_twin(branch) or self._cannot_fit(branch, 0, 1):
+                if not self._has_blocks(branch) or self._is_twin(branch) or self._cannot_fit(branch, 0, 1):
                     continue
                 bound = self._roughly(branch)
             except MeshwrightError as error:
                 self.candidates.refuse(error.what, branch.strategy())
                 continue
-            self._push(bound, 1, branch)
+            self._push(bound, 2, branch)
+
+    def _has_blocks(self, branch: Branch) -> bool:
+        assert self.bounds is not None
+        enough = branch.schedule is None or self.bounds.undivided(branch).num_blocks >= math.prod(branch.shape)
+        if not enough:
+            self.candidates.refuse("a pipeline has more stages than the model has blocks", branch.strategy())
+        return enough
 
     def _is_twin(self, branch: Branch) -> bool:
         """Whether another method does the very same here, as all levels of ZeRO do in a pipeline."""
@@ -125,12 +171,15 @@ class Engine:
         others = (branch.mesh, branch.axes, branch.precision, branch.recompute, branch.rest, branch.schedule)
         return self._first.setdefault((others, self.bounds.state(branch).twin), branch) is not branch
 
-    def _roughly(self, branch: Branch) -> float:
+    def _roughly(self, branch: Branch, micro_batches: int | None = None) -> float:
+        """A bound for a branch, with its most micro-batches where none are given: they wait least for each other."""
         assert self.bounds is not None
         samples = self._samples(branch.mesh)
         if self.objective == "memory":
             return self.bounds.held_bytes(branch, 0, 1)
-        return self._per_sample(self.bounds.roughly_s(branch, samples), branch.mesh, samples)
+        if micro_batches is None:
+            micro_batches = self.candidates.micro_batches(branch.mesh)[-1] or samples
+        return self._per_sample(self.bounds.roughly_s(branch, samples, micro_batches), branch.mesh, samples)
 
     def _samples(self, mesh: Mesh) -> int:
         return (self.subject.batch_size or replicas_of(mesh)) // replicas_of(mesh)
@@ -147,8 +196,8 @@ class Engine:
             self.looked.num_considered += 1
             bound = 0.0
             if self.bounds is not None and not leaf.close:
-                bound = self._roughly(branch)
-            self._push(bound, 2, leaf)
+                bound = self._roughly(branch, micro_batches)
+            self._push(bound, 3, leaf)
 
     def _bound_closely(self, leaf: Leaf) -> None:
         branch, micro_batches = leaf.branch, leaf.micro_batches or 1
@@ -157,10 +206,6 @@ class Engine:
         try:
             if branch.schedule is not None:
                 branch.schedule.in_flight(branch.mesh.pipeline, micro_batches)
-                stages = math.prod(branch.shape)
-                if self.bounds.divided(branch).num_blocks < stages:
-                    self.candidates.refuse("a pipeline has more stages than the model has blocks", branch.strategy())
-                    return
             seconds = self.bounds.step_s(branch, samples, micro_batches)
             if self._cannot_fit(branch, samples // micro_batches, micro_batches):
                 return
@@ -169,7 +214,7 @@ class Engine:
             self.candidates.refuse(error.what, branch.strategy())
             return
         bound = held if self.objective == "memory" else self._per_sample(seconds, branch.mesh, samples)
-        self._push(bound, 3, Leaf(branch, leaf.micro_batches, close=True))
+        self._push(bound, 4, Leaf(branch, leaf.micro_batches, close=True))
 
     def _cannot_fit(self, branch: Branch, micro_batch: int, micro_batches: int) -> bool:
         if not self.limited or self.bounds is None:
@@ -184,7 +229,7 @@ class Engine:
             return  # a smaller one of the same was too large already
         self.looked.num_predicted += 1
         try:
-            plan = self.subject.plan(branch.strategy(), leaf.micro_batches)
+            plan = self._outline(branch.strategy(), leaf.micro_batches)
         except MeshwrightError as error:
             self.candidates.refuse(error.what, branch.strategy())
             return

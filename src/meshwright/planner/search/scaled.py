@@ -1,10 +1,13 @@
-"""A step of one sample as one of several: what is computed and exchanged grows with the samples, parameters do not."""
+"""A step of one sample as one of several, and its parameters alone.
+
+What is computed and exchanged grows with the samples, parameters do not.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-from meshwright.cost import Op, Step, Traffic
+from meshwright.cost import Block, Op, Parameter, Step, Traffic
 
 
 def scaled(step: Step, samples: int) -> Step:
@@ -40,3 +43,25 @@ def _one(traffic: Traffic, samples: int, micro_batches: int) -> Traffic:
         bytes_per_step=traffic.bytes_per_step * samples // micro_batches,
         calls=max(traffic.calls // micro_batches, 1),
     )
+
+
+def bare_blocks(step: Step) -> tuple[Block, ...]:
+    """The blocks without what they compute; parameters that are treated alike are one."""
+    return tuple(dataclasses.replace(b, ops=(), parameters=_merged(b.parameters)) for b in step.blocks)
+
+
+def _merged(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+    alike: dict[Parameter, int] = {}
+    for parameter in parameters:
+        key = _as_vector(parameter)
+        alike[key] = alike.get(key, 0) + parameter.numel
+    return tuple(dataclasses.replace(p, shape=(numel,)) if len(p.shape) == 1 else p for p, numel in alike.items())
+
+
+def _as_vector(parameter: Parameter) -> Parameter:
+    """What is left of a parameter when its size is not looked at; states of only some of its dims keep its shape."""
+    every = tuple(range(len(parameter.shape)))
+    if not parameter.shape or any(state.dims not in (every, ()) for state in parameter.states):
+        return parameter
+    states = tuple(dataclasses.replace(s, dims=(0,)) if s.dims else s for s in parameter.states)
+    return dataclasses.replace(parameter, name="", shape=(1,), states=states, tensor_dim=None, trained_on=None)

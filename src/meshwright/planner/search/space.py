@@ -15,8 +15,8 @@ from meshwright.strategy import METHOD_CONFIGS, MethodConfig, Strategy
 Choice = tuple[MethodConfig, ...]
 """Methods that are taken together; none: the decision is to do nothing."""
 
-_MOST_TOKEN_RANKS = 64  # beyond, a rank's part of a sample is too short to be worth dividing
-_MOST_STAGES = 128
+_MOST_TOKEN_RANKS = 16  # beyond, a rank's part of a sample is too short to be worth dividing
+_MOST_STAGES = 64
 _EVERY_ZERO_SIZE = 64  # of so many data-parallel ranks all divisors are tried for a group that shards
 _STAGES_PER_RANK = (2, 4)
 
@@ -31,8 +31,9 @@ class Space:
         axis_methods: The methods that may work on each of these axes.
         sharding: What may shard parameters, over an axis ``zero``; nothing: data parallelism.
         hybrid: Whether parameters may be sharded within groups that hold copies of each other (HSDP).
-        precision: What may lower the precision.
-        recompute: What may recompute activations.
+        inner_axes: Most of the axes ``tensor``, ``sequence``, ``context`` and ``expert`` that are used together.
+        precision: What may lower the precision, what computes fastest first.
+        recompute: What may recompute activations, the least first.
         offload: What may leave the device.
         extra: Methods that every candidate has.
         micro_batches: Numbers of micro-batches; None: all that divide a replica's samples.
@@ -42,6 +43,7 @@ class Space:
     axis_methods: dict[str, tuple[Choice, ...]]
     sharding: tuple[Choice, ...]
     hybrid: bool = True
+    inner_axes: int = 2
     precision: tuple[Choice, ...] = ((),)
     recompute: tuple[Choice, ...] = ((),)
     offload: tuple[Choice, ...] = ((),)
