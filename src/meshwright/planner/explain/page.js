@@ -20,7 +20,8 @@ const LANES = {
 const byId = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const known = (value) => value !== null && value !== undefined;
-const gib = (bytes) => (bytes / GIB).toFixed(bytes >= 10 * GIB ? 1 : bytes >= GIB / 10 ? 2 : 4) + " GiB";
+const gib = (bytes) => bytes >= GIB ? (bytes / GIB).toFixed(bytes >= 10 * GIB ? 1 : 2) + " GiB"
+  : bytes >= GIB / 1024 ? (bytes * 1024 / GIB).toFixed(1) + " MiB" : (bytes / 1024).toFixed(1) + " KiB";
 const percent = (share, digits = 1) => (100 * share).toFixed(digits) + " %";
 
 function seconds(value) {
@@ -110,7 +111,7 @@ function ranking() {
 function whyNot() {
   const lines = [...data.plans.slice(1).map((plan, index) => [`${index + 2}. ${plan.summary}: `, plan.against_first]),
     ...data.too_large.map((plan) => [plan.summary + ": ", plan.against_limit])];
-  if (!lines.length) return byId("why-not").closest("div").remove();
+  if (!lines.length) return byId("why-not").closest("section").remove();
   byId("why-not").replaceChildren(...lines.map(([name, text]) => {
     const line = element("li");
     line.append(element("b", name), text);
@@ -150,7 +151,7 @@ function pareto() {
     points(fits.slice(0, 1), "first", { color: color("--c3"), size: 14, symbol: "star" }),
     ...(data.too_large.length ? [points(timed(data.too_large), "too large", { color: color("--bad"), symbol: "x-thin-open", line: { width: 2 } })] : []),
   ], {
-    height: 360, xaxis: axis({ title: { text: "memory needed, GiB" }, rangemode: "tozero" }), yaxis: axis({ title: { text: unit }, rangemode: "tozero" }),
+    height: 360, xaxis: axis({ title: { text: "memory needed, GiB" } }), yaxis: axis({ title: { text: unit } }),
     shapes: known(best.memory.limit_bytes) ? [{ type: "line", x0: limit, x1: limit, yref: "paper", y0: 0, y1: 1,
       line: { color: color("--bad"), width: 1, dash: "dash" } }] : [],
   });
