@@ -11,7 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshwright.cli.plan_options import Subjects, writable, write
+from meshwright.cli.files import check_writable, write
+from meshwright.cli.plan_options import Subjects
 from meshwright.planner.explain import page, ranked_table, reasons, trace, why
 from meshwright.planner.search import Found
 from meshwright.planning import PlanRequest
@@ -41,7 +42,7 @@ class PlanOptions:
             MeshwrightError: Naming what is wrong.
         """
         for option, path in (("--html", self.html), ("--trace", self.trace), ("--save", self.save)):
-            writable(option, path)
+            check_writable(option, path)
         return self.subjects.request(
             strategy=None if self.strategy is None else Strategy(self.strategy),
             num_micro_batches=self.num_micro_batches,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from torch import nn
 
-from meshwright.cli.references import find_modules_beside, resolve_reference, where_raised
+from meshwright.cli.references import find_modules_beside, resolve_reference, takes, where_raised
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.planner import known_models
@@ -74,7 +72,7 @@ class Subjects:
         function = resolve_reference(self.model, "--model")
         on_meta = not cluster.device.is_host
         with torch.device("meta" if on_meta else "cpu"):
-            arguments = {"seq_len": self.seq} if self.seq is not None and _takes(function, "seq_len") else {}
+            arguments = {"seq_len": self.seq} if self.seq is not None and takes(function, "seq_len") else {}
             module = _called(self.model, "--model", functools.partial(function, **arguments))
         if not isinstance(module, nn.Module):
             raise ModelError(
@@ -112,13 +110,6 @@ def _called(reference: str, option: str, function: Callable[[], Any]) -> Any:
         ) from error
 
 
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin without a signature
-        return False
-
-
 def _format(batch: Any) -> str | None:
     """How a model takes a sample of such a kind."""
     if isinstance(batch, dict):
@@ -141,31 +132,3 @@ def _bytes(text: str | None) -> int | None:
             fix="correct the size",
         )
     return size
-
-
-def writable(option: str, path: Path | None) -> None:
-    """Refuses a file that cannot be written, before anything is worked out.
-
-    Raises:
-        ConfigError: Naming the option.
-    """
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-        raise ConfigError(
-            f"{option} names no file that can be written",
-            expected="a file in an existing directory",
-            got=f"{path}, {'a directory' if path.is_dir() else 'whose directory does not exist'}",
-            fix="name another file",
-        )
-
-
-def write(option: str, path: Path, text: str) -> None:
-    """Writes a file and says so on standard error.
-
-    Raises:
-        ConfigError: When that fails.
-    """
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"{option} {path} cannot be written", got=str(error), fix="name another file") from error
-    sys.stderr.write(f"meshwright: wrote {path}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -70,11 +71,22 @@ class PlanRequest:
                 top=self.top,
                 progress=progress,
             )
+            found = dataclasses.replace(
+                found,
+                plans=tuple(map(self._in_full, found.plans)),
+                too_large=tuple(map(self._in_full, found.too_large)),
+            )
         else:
             found = self.planned([Strategy(self.strategy)])
         for plan in found.plans[:1]:
             _check_traced(plan)
         return found
+
+    def _in_full(self, plan: Plan) -> Plan:
+        """A search lets one rank of a long pipeline stand for others; here each holds what it holds."""
+        if len({id(step) for step in plan.steps}) == len(plan.steps):
+            return plan
+        return self.subject.plan(plan.strategy, plan.step.num_micro_batches)
 
     def planned(self, strategies: Sequence[Strategy]) -> Found:
         """Plans of given strategies, in their order, whether they fit or not."""

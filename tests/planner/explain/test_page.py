@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +69,15 @@ def test_the_document_is_plain_and_says_what_the_plans_say():
     assert max(event["end_s"] for event in whole["timeline"]["events"]) == whole["plans"][0]["time"]["step_time_s"]
     assert len(whole["what_if"]) == 5
     assert whole["differences"][0]["effects"]
+
+
+def test_keys_are_those_that_the_guide_names():
+    guide = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
+    best = document()["plans"][0]
+    named = [*document(), *best, *best["time"], *best["memory"], *best["memory"]["ranks"][0], *best["traffic"][0]]
+    named += [*document()["cluster"], *document()["timeline"], *document()["what_if"][0], *document()["differences"][0]]
+    absent = [key for key in dict.fromkeys(named) if f"`{key}`" not in guide and f"`{key}[]`" not in guide]
+    assert set(absent) <= {"format", "schema_version", "parts_s", "rank", "first", "second", "seconds"}, absent
 
 
 def test_without_plotly_the_error_names_the_extra(monkeypatch):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from meshwright.cost import Cluster, Step, fitted, seconds_of
+from meshwright.cost import fitted, seconds_of
+from meshwright.cost.collectives import group_of
 from meshwright.planner.explain.figures import every_step
 from meshwright.planner.plan import Plan
 
@@ -44,22 +45,13 @@ def links(plan: Plan) -> tuple[LinkTime, ...]:
         own: dict[LinkTime, float] = {}
         for traffic in step.traffic:
             duration = seconds_of(step, traffic, plan.forecast.cluster, known)
-            between = _between_nodes(step, traffic.axis, plan.forecast.cluster)
-            key = LinkTime(traffic.kind, traffic.axis, traffic.moment, between, 0.0, traffic.hidden)
+            group = group_of(step.axes, (traffic.axis,), plan.forecast.cluster.devices_per_node)
+            key = LinkTime(traffic.kind, traffic.axis, traffic.moment, group.nodes > 1, 0.0, traffic.hidden)
             own[key] = own.get(key, 0.0) + duration
         for key, duration in own.items():
             found[key] = max(found.get(key, 0.0), duration)
     every = [LinkTime(k.kind, k.axis, k.moment, k.between_nodes, spent, k.hidden) for k, spent in found.items()]
     return tuple(sorted(every, key=lambda link: -link.seconds))
-
-
-def _between_nodes(step: Step, axis: str, cluster: Cluster) -> bool:
-    stride = 1
-    for name, size in step.axes:
-        stride *= size
-        if name == axis:
-            return stride > cluster.devices_per_node
-    return False
 
 
 def slowest_link(plan: Plan, *, hidden: bool) -> LinkTime | None:
