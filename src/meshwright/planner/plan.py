@@ -45,7 +45,8 @@ class Plan:
         said.append(f"{self.step.num_micro_batches} x {self.micro_batch} samples")
         if known is not None:
             said.append(f"{seconds(known.time.step_time_s)} a step")
-            said += [f"{number(known.tokens_per_s)} tokens/s"] if known.tokens_per_s is not None else []
+            tokens = known.tokens_per_s
+            said.append(f"{number(known.samples_per_s)} samples/s" if tokens is None else f"{number(tokens)} tokens/s")
         limit = "" if self.limit_bytes is None else f" of {readable_bytes(self.limit_bytes)}"
         said.append(f"{readable_bytes(self.needed_bytes)}{limit}{'' if self.fits else ', too much'}")
         return "; ".join(said)

@@ -61,7 +61,8 @@ def time_sentences(plan: Plan) -> tuple[str, ...]:
         return ()
     time, rate, used = plan.forecast.time, per_gpu(plan), mfu(plan)
     said = [f"A step takes {seconds(time.step_time_s)}"]
-    said += [f"{number(rate)} tokens/s per device"] if rate is not None else []
+    known = plan.forecast.samples_per_s
+    said.append(f"{number(known)} samples/s" if rate is None else f"{number(rate)} tokens/s per device")
     said += [f"MFU {percent(used, 1)}"] if used is not None else []
     parts = sorted(time_parts(time).items(), key=lambda part: -part[1])
     shares = [
