@@ -17,7 +17,7 @@ FLOORS = [
     {"planner"},
     {"batches", "benchmark", "built_optimizer"},
     {"request", "accelerated"},
-    {"auto"},
+    {"auto", "planning"},
     {"atorch", "booster"},
     {"__init__"},
     {"cli"},

@@ -32,6 +32,7 @@ from meshwright.nn import (
     no_sync,
 )
 from meshwright.planner import Plan, plan_table
+from meshwright.planning import plan
 from meshwright.runtime import (
     init_distributed,
     print_rank,
@@ -88,6 +89,7 @@ __all__ = [
     "nn",
     "no_sync",
     "optim",
+    "plan",
     "plan_table",
     "print_block",
     "print_dict",

@@ -1,4 +1,4 @@
-"""The command line: ``meshwright train``, ``meshwright bench-comm``, ``meshwright methods``."""
+"""The command line: ``meshwright train``, ``plan``, ``compare``, ``bench-comm`` and ``methods``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from meshwright.cli.bench_comm import DTYPES, BenchOptions, bench_comm
 from meshwright.cli.config_help import config_help
 from meshwright.cli.failures import INTERRUPTED, exit_status, leave
 from meshwright.cli.methods import print_methods
+from meshwright.cli.plan_commands import compare_command, plan_command
 from meshwright.cli.request import Options, number_of_processes, prepare
 from meshwright.cli.run_dir import default_run_dir
 from meshwright.cli.training import train
@@ -114,6 +115,10 @@ def _start_ranks(arguments: list[str], nproc: int) -> int:
     if status == INTERRUPTED:
         raise KeyboardInterrupt
     return status
+
+
+app.command("plan")(plan_command)
+app.command("compare")(compare_command)
 
 
 @app.command("bench-comm")

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meshwright.benchmark import benchmark_table
+from meshwright.cli.files import check_writable
 from meshwright.distributed import Measurement, benchmark_collectives, benchmark_sizes
 from meshwright.distributed.benchmark import check_benchmark, check_num_ranks, default_max_bytes
 from meshwright.distributed.members import members_of
@@ -62,7 +63,8 @@ class BenchOptions:
         _check_name("--device", self.device, _DEVICES)
         assert self.sizes
         if self.json not in (None, _STDOUT):
-            _check_file(Path(str(self.json)).expanduser())
+            fix = f"name another file, or write to standard output with --json {_STDOUT}"
+            check_writable("--json", Path(str(self.json)).expanduser(), fix)
 
     def num_processes(self) -> int:
         """Ranks to start on this machine: as asked, else one per CUDA device, else two.
@@ -94,16 +96,6 @@ class BenchOptions:
             *("--iterations", str(self.iterations), "--warmup", str(self.warmup)),
             *(("--json", self.json) if self.json is not None else ()),
         ]
-
-
-def _check_file(file: Path) -> None:
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        raise ConfigError(
-            "--json names no file that can be written",
-            expected="a file in an existing directory",
-            got=f"{file}, {'a directory' if file.is_dir() else 'whose directory does not exist'}",
-            fix=f"name another file, or write to standard output with --json {_STDOUT}",
-        )
 
 
 def _check_name(option: str, value: str, known: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.cli.config import ModelTable
-from meshwright.cli.references import resolve_reference, where_raised
+from meshwright.cli.references import resolve_reference, takes, where_raised
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.loss import next_token_loss
 
@@ -59,7 +58,7 @@ def _ids_by_name(batch: torch.Tensor, device: torch.device) -> dict[str, torch.T
 
 def _from_function(function: Callable[..., Any], table: ModelTable, vocab_size: int, seq_len: int) -> nn.Module:
     known = {"vocab_size": vocab_size, "seq_len": seq_len}
-    arguments = {**{name: value for name, value in known.items() if _takes(function, name)}, **table.args}
+    arguments = {**{name: value for name, value in known.items() if takes(function, name)}, **table.args}
     try:
         model = function(**arguments)
     except MeshwrightError:
@@ -79,14 +78,6 @@ def _from_function(function: Callable[..., Any], table: ModelTable, vocab_size: 
             fix="return the model",
         )
     return model
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function names an argument. ``**kwargs`` do not count: nobody knows what they are passed on to."""
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):  # a builtin without a signature
-        return False
 
 
 def _config_path(path: Path) -> Path:

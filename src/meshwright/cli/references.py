@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -42,6 +43,14 @@ def resolve_reference(reference: str, key: str) -> Callable[..., Any]:
             fix=f"correct {key}",
         )
     return found
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function names an argument. ``**kwargs`` do not count: nobody knows what they are passed on to."""
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
 
 
 def _not_imported(module_name: str, where: str, error: Exception) -> ConfigError:

@@ -5,12 +5,14 @@ from meshwright.cost.cluster import Cluster, Link, find_cluster, make_cluster, r
 from meshwright.cost.copies import copies
 from meshwright.cost.device import DEVICES, Device, find_device
 from meshwright.cost.efficiency import Calibration, Constants, Efficiency, fitted, read_calibration, write_calibration
+from meshwright.cost.events import StepEvent, coalesced, step_events
 from meshwright.cost.homes import Home, homes_of, pick_largest
-from meshwright.cost.liveness import Peak, peak
+from meshwright.cost.liveness import Peak, moments, peak
 from meshwright.cost.memory import Memory, element_bytes, gathered_itemsize, local_shape, memory, padded_bytes, shape_on
 from meshwright.cost.names import names_class
 from meshwright.cost.owners import balanced_owners
 from meshwright.cost.placed import Placed
+from meshwright.cost.rank import seconds_of
 from meshwright.cost.sharding_traffic import gather_traffic, gathered_bytes, mean_traffic, reduce_traffic, reduced_bytes
 from meshwright.cost.simulate import StepTime, simulate, timeline
 from meshwright.cost.step import (
@@ -69,12 +71,14 @@ __all__ = [
     "Stages",
     "StateTensor",
     "Step",
+    "StepEvent",
     "StepTime",
     "TracedModule",
     "Traffic",
     "Wire",
     "Work",
     "balanced_owners",
+    "coalesced",
     "copies",
     "element_bytes",
     "find_cluster",
@@ -89,6 +93,7 @@ __all__ = [
     "make_cluster",
     "mean_traffic",
     "memory",
+    "moments",
     "names_class",
     "padded_bytes",
     "peak",
@@ -97,9 +102,11 @@ __all__ = [
     "read_cluster",
     "reduce_traffic",
     "reduced_bytes",
+    "seconds_of",
     "send_boundaries",
     "shape_on",
     "simulate",
+    "step_events",
     "timeline",
     "write_calibration",
 ]

@@ -31,7 +31,14 @@ class Peak:
 
 
 def peak(step: Step) -> Peak:
-    """The moment at which a rank holds most, and how much.
+    """The moment at which a rank holds most, and how much."""
+    every = moments(step)
+    moment = max(every, key=lambda each: every[each].total)
+    return Peak(moment, every[moment], every[moment].total, _reserved(every, whole_weights_bytes(step)))
+
+
+def moments(step: Step) -> dict[Moment, Memory]:
+    """What a rank holds at each moment that competes for the peak.
 
     As the loss runs backward everything that forward saved is alive, and no gradient but those that accumulate. When
     the last block does (recomputed or not) what the loss kept is free. When the gradients outside the blocks are
@@ -50,14 +57,12 @@ def peak(step: Step) -> Peak:
             whole, gradients=gradients, gathered=gathered, activations=activations, recomputation=recomputation
         )
 
-    moments: dict[Moment, Memory] = {
+    return {
         "loss": at(lasting, weights + accumulated, at_loss),
         "recomputation": at(lasting, weights + accumulated + of_block, saved - behind, whole.recomputation),
         "reduction": at(whole.gradients, weights + accumulated + of_outside, 0),
         "update": at(whole.gradients, at_update, 0),
     }
-    moment = max(moments, key=lambda each: moments[each].total)
-    return Peak(moment, moments[moment], moments[moment].total, _reserved(whole, weights, moments))
 
 
 def _gradients(step: Step) -> tuple[int, int, int]:
@@ -74,7 +79,7 @@ def _gradients(step: Step) -> tuple[int, int, int]:
     return 0, 2 * inside, outside
 
 
-def _reserved(whole: Memory, weights: int, moments: dict[Moment, Memory]) -> int:
+def _reserved(every: dict[Moment, Memory], weights: int) -> int:
     """The allocator keeps blocks per stream: gathered weights, and gradients as shards, come from streams of their own.
 
     What computes allocates on one stream; what it holds there at its own peak stays reserved.
@@ -83,6 +88,7 @@ def _reserved(whole: Memory, weights: int, moments: dict[Moment, Memory]) -> int
     def computing(each: Memory) -> int:
         return (each.activations or 0) + each.recomputation + max(each.gathered - weights, 0)
 
+    whole = every["update"]
     lasting = whole.parameters + whole.master + whole.optimizer + whole.buffers + whole.gradients
     lasting += whole.outer + whole.average
-    return lasting + weights + max(computing(each) for each in moments.values())
+    return lasting + weights + max(computing(each) for each in every.values())

@@ -44,7 +44,7 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
     efficiency = known.of(cluster.device.efficiency)
     machine = Machine(cluster.device, efficiency, known.constants)
     network = Network(cluster, efficiency, known.constants)
-    inline = {moment: _inline_s(step, network, moment) for moment in _MOMENTS}
+    inline = {moment: inline_s(step, network, moment) for moment in _MOMENTS}
     hidden = [each for each in step.traffic if each.hidden and each.moment != "update" and each.kind != "send"]
     gathers_each = any(each.per_micro_batch for each in hidden if _gathers(each))
     reduces_each = any(each.per_micro_batch for each in hidden if not _gathers(each))
@@ -80,7 +80,8 @@ def _of_micro_batch(step: Step, traffic: Traffic, network: Network) -> float:
     return one_s(step, traffic, network) / (step.num_micro_batches if traffic.per_micro_batch else 1)
 
 
-def _inline_s(step: Step, network: Network, moment: str) -> float:
+def inline_s(step: Step, network: Network, moment: str) -> float:
+    """Seconds of the collectives that a micro-batch's blocks wait for, in forward or in backward."""
     waited_for = (each for each in step.traffic if each.moment == moment and not each.hidden and each.kind != "send")
     return sum(one_s(step, each, network) for each in waited_for) / step.num_micro_batches
 
@@ -155,3 +156,8 @@ def _outside_share(step: Step) -> float:
     whole = sum(size for _, size in sizes)
     inside = sum(size for name, size in sizes if name != "outside")
     return 1 - inside / whole if whole and inside else 1.0
+
+
+def seconds_of(step: Step, traffic: Traffic, cluster: Cluster, known: Calibration) -> float:
+    """Seconds of a step's collectives of one kind on a cluster, were they alone."""
+    return one_s(step, traffic, Network(cluster, known.of(cluster.device.efficiency), known.constants))

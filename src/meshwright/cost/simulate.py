@@ -108,26 +108,33 @@ def _pipelined(
     step = steps[0]
     stages = step.stages
     assert stages is not None
-    network = Network(cluster, known.of(cluster.device.efficiency), known.constants)
-    group = group_of(step.axes, ("pipeline",), cluster.devices_per_node)
-    hop = collective_s("send", stages.boundary_bytes or 0, group, network) + known.constants.p2p_s
+    hop = hop_s(step, cluster, known)
     per_rank = len(stages.ranks) // (max(stages.ranks) + 1)
-    times = [_stage_times(each) for each in ranks]
+    times = [stage_times(each) for each in ranks]
     micro_batches = step.num_micro_batches
     slowest = max(each.forward_s + each.backward_s for each in times) * micro_batches
     whole = pipeline_s(stages.schedule, times, hop, per_rank, micro_batches)
-    # Gradients are reduced when a rank's last backward runs; only that one can hide them.
-    once = 0.0
-    for each in ranks:
-        waits = each.last.all_reductions_s - (each.passes.all_reductions_s if each.reduces_each else 0.0)
-        waits += 0.0 if each.gathers_each else each.passes.all_gathers_s
-        hides = 0.0 if in_turn else each.passes.backward_total_s
-        once = max(once, waits - hides)
+    once = max(0.0, *(once_s(each) - (0.0 if in_turn else each.passes.backward_total_s) for each in ranks))
     compute = max(each.passes.compute_s for each in ranks) * micro_batches
     return whole + once, compute, once + slowest - compute, whole - slowest
 
 
-def _stage_times(rank: Rank) -> StageTimes:
+def hop_s(step: Step, cluster: Cluster, known: Calibration) -> float:
+    """Seconds from one stage of a pipeline to the next."""
+    network = Network(cluster, known.of(cluster.device.efficiency), known.constants)
+    group = group_of(step.axes, ("pipeline",), cluster.devices_per_node)
+    size = step.stages.boundary_bytes if step.stages is not None else None
+    return collective_s("send", size or 0, group, network) + known.constants.p2p_s
+
+
+def once_s(rank: Rank) -> float:
+    """Gathers and reductions of a pipeline's rank once a step: as its last backward runs, and only that hides them."""
+    reductions = rank.last.all_reductions_s - (rank.passes.all_reductions_s if rank.reduces_each else 0.0)
+    return reductions + (0.0 if rank.gathers_each else rank.passes.all_gathers_s)
+
+
+def stage_times(rank: Rank) -> StageTimes:
+    """What one micro-batch takes a rank of a pipeline, with the collectives that each one runs."""
     passes = rank.passes
     forward = passes.forward_total_s
     if rank.gathers_each:

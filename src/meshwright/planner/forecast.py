@@ -21,6 +21,7 @@ class Forecast:
         peaks: The most that each distinct rank holds, and when; one without a pipeline, else one for every rank of it.
         samples: Of a step, over all ranks.
         tokens_per_sample: None where a sample has no number of tokens.
+        calibration: What kernels and links were taken to reach; None: the fitted presets.
     """
 
     cluster: Cluster
@@ -28,6 +29,7 @@ class Forecast:
     peaks: tuple[Peak, ...]
     samples: int
     tokens_per_sample: int | None = None
+    calibration: Calibration | None = None
 
     @functools.cached_property
     def peak(self) -> Peak:
@@ -72,4 +74,4 @@ def forecast(
     """
     peaks = {number: peak(step) for number, step in {id(step): step for step in steps}.items()}
     every = tuple(peaks[id(step)] for step in steps)
-    return Forecast(cluster, simulate(steps, cluster, calibration), every, samples, tokens_per_sample)
+    return Forecast(cluster, simulate(steps, cluster, calibration), every, samples, tokens_per_sample, calibration)

@@ -8,6 +8,8 @@ from typing import Protocol
 from meshwright.cost import Memory, Step
 from meshwright.methods import Cut
 from meshwright.planner.forecast import Forecast
+from meshwright.planner.sizes import readable_bytes
+from meshwright.planner.words import number, seconds, short_strategy
 from meshwright.strategy import Strategy
 
 
@@ -36,6 +38,21 @@ class Plan:
     def needed_bytes(self) -> int:
         """Bytes of the memory that is limited: the device's, with the host's where they are one."""
         return self.taken_bytes if self.taken_bytes is not None else needed_bytes(self.step, self.memory)
+
+    def summary(self) -> str:
+        """One line: the strategy, how a batch is cut, how fast it is and what it holds."""
+        known, said = self.forecast, [short_strategy(self.strategy, self.step.axes)]
+        said.append(f"{self.step.num_micro_batches} x {self.micro_batch} samples")
+        if known is not None:
+            said.append(f"{seconds(known.time.step_time_s)} a step")
+            tokens = known.tokens_per_s
+            said.append(f"{number(known.samples_per_s)} samples/s" if tokens is None else f"{number(tokens)} tokens/s")
+        limit = "" if self.limit_bytes is None else f" of {readable_bytes(self.limit_bytes)}"
+        said.append(f"{readable_bytes(self.needed_bytes)}{limit}{'' if self.fits else ', too much'}")
+        return "; ".join(said)
+
+    def __str__(self) -> str:
+        return self.summary()
 
 
 class Subject(Protocol):

@@ -8,10 +8,12 @@ from rich import box
 from rich.table import Table
 
 from meshwright.cost import copies
+from meshwright.planner.forecast import Forecast
 from meshwright.planner.plan import Plan
 from meshwright.planner.sizes import readable_bytes
+from meshwright.planner.words import number, part_name, seconds, time_parts
 
-_ROWS = (
+MEMORY_CLASSES = (  # fields of Memory, and what people call them
     ("parameters", "parameters"),
     ("master", "fp32 master weights"),
     ("gradients", "gradients"),
@@ -50,7 +52,7 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
     table.add_column("predicted", justify="right")
     if measured is not None:
         table.add_column("measured", justify="right")
-    for field, label in _ROWS:
+    for field, label in MEMORY_CLASSES:
         size = getattr(plan.memory, field)
         if size or field in _ALWAYS:
             table.add_row(label, _cell(size), *_measured_cell(measured, field))
@@ -58,6 +60,8 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
     table.add_row("total", readable_bytes(plan.needed_bytes), *(() if measured is None else ("",)))
     if plan.limit_bytes is not None:
         table.add_row("limit", readable_bytes(plan.limit_bytes), *(() if measured is None else ("",)))
+    if plan.forecast is not None:
+        _add_time(table, plan.forecast, () if measured is None else ("",))
     for copy in copies(plan.step):
         what = f"copies from {copy.source} to {copy.target} in {copy.moment}, per step"
         table.add_row(what, readable_bytes(copy.bytes_per_step), *(() if measured is None else ("",)))
@@ -68,6 +72,18 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
             what = f"{traffic.kind} over {traffic.axis} in {traffic.moment}, {when}"
             table.add_row(what, readable_bytes(traffic.bytes_per_step), *(() if measured is None else ("",)))
     return table
+
+
+def _add_time(table: Table, forecast: Forecast, beside: tuple[str, ...]) -> None:
+    """Where a step's seconds go, and what it reaches."""
+    table.add_section()
+    for part, spent in time_parts(forecast.time).items():
+        if spent:
+            table.add_row(part_name(part), seconds(spent), *beside)
+    table.add_row("step", seconds(forecast.time.step_time_s), *beside)
+    if forecast.tokens_per_s is not None:
+        table.add_row("tokens/s", number(forecast.tokens_per_s), *beside)
+    table.add_section()
 
 
 def _cell(size: int | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -96,6 +96,17 @@ class Workload:
             return self._with(resolved.strategy.get("module_replace"))._plan(
                 resolved, num_micro_batches or self.num_micro_batches
             )
+
+    def elsewhere(self, cluster: Cluster, batch_size: int, limit_bytes: int | None) -> Workload:
+        """The same model on another cluster of the same kind of device; what was traced of it is taken over."""
+        other = replace(
+            self, cluster=cluster, world=cluster.num_devices, batch_size=batch_size, limit_bytes=limit_bytes
+        )
+        known = {field.name for field in fields(self)}
+        vars(other).update(
+            {name: value for name, value in vars(self).items() if name not in known and name != "_replaced"}
+        )
+        return other
 
     def _with(self, method: MethodConfig | None) -> Workload:
         """The workload of the model with its modules replaced, whose predictions are its own."""

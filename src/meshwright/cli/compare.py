@@ -1,0 +1,113 @@
+"""``meshwright compare``: strategies, or plans that were written before, beside each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshwright.cli.plan_options import Subjects
+from meshwright.errors import ConfigError
+from meshwright.planner.explain import (
+    Difference,
+    comparison_document,
+    diff,
+    difference_table,
+    entries_diff,
+    entries_table,
+    plan_entry,
+    read_document,
+)
+from meshwright.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """The command line; without subjects the figures of written plans are compared."""
+
+    files: tuple[Path, ...]
+    subjects: Subjects | None = None
+    as_json: bool = False
+
+
+def compare(options: CompareOptions) -> int:
+    """Shows plans beside each other, and what leads from the first to each other.
+
+    Raises:
+        MeshwrightError: When a file cannot be read, or a strategy cannot be.
+    """
+    if len(options.files) < 2:
+        raise ConfigError(
+            "There is nothing to compare with",
+            expected="two files or more",
+            got=str(len(options.files)),
+            fix="name another strategy, or another file of meshwright plan --json",
+        )
+    texts = [_read(path) for path in options.files]
+    documents = [read_document(text, str(path)) for path, text in zip(options.files, texts, strict=True)]
+    if options.subjects is None:
+        entries, differences = _written(options.files, documents)
+    else:
+        strategies = [_strategy(text, document) for text, document in zip(texts, documents, strict=True)]
+        entries, differences = _planned(strategies, options.subjects)
+    if options.as_json:
+        print(json.dumps(comparison_document(entries, differences), indent=2))
+        return 0
+    console = Console()
+    console.print(entries_table(entries, "Plans: " + ", ".join(path.name for path in options.files), console.width))
+    for difference in differences:
+        console.print(difference_table(difference))
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read",
+            expected="a strategy file, or a file of meshwright plan --json",
+            got=f"{type(error).__name__}: {error}",
+            fix="correct the path",
+        ) from None
+
+
+def _strategy(text: str, document: Mapping[str, Any] | None) -> Strategy:
+    return Strategy(text if document is None else json.dumps(document["plans"][0]["strategy"]))
+
+
+def _planned(strategies: Sequence[Strategy], subjects: Subjects) -> tuple[list[dict[str, Any]], list[Difference]]:
+    request = subjects.request()
+    plans = request.planned(strategies).plans
+    subject = request.subject
+    return [plan_entry(plan) for plan in plans], [diff(plans[0], plan, subject) for plan in plans[1:]]
+
+
+def _written(
+    files: Sequence[Path], documents: Sequence[Mapping[str, Any] | None]
+) -> tuple[list[dict[str, Any]], list[Difference]]:
+    """The first plan of every document, as it was predicted then."""
+    strategies = [str(path) for path, document in zip(files, documents, strict=True) if document is None]
+    if strategies:
+        raise ConfigError(
+            "Strategies can be compared for a model on a cluster",
+            expected="--model, --cluster and --global-batch, or files of meshwright plan --json",
+            got=f"neither, and the strategies {', '.join(strategies)}",
+            fix="say what they are for",
+        )
+    known = [document for document in documents if document is not None]
+    models = [each["model"] for each in known]
+    if any(model != models[0] for model in models):
+        names = "; ".join(f"{model.get('name')}, batch {model.get('global_batch')}" for model in models)
+        raise ConfigError(
+            "The plans are for different models or batches",
+            expected="one model, with one batch and length of samples",
+            got=names,
+            fix="plan them for the same, or compare their strategies with --model, --cluster and --global-batch",
+        )
+    entries = [dict(each["plans"][0]) for each in known]
+    return entries, [entries_diff(entries[0], entry) for entry in entries[1:]]

@@ -1,0 +1,128 @@
+"""What a caller of ``plan`` asks for, checked; and the plans that answer it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.cost import Cluster
+from meshwright.errors import ConfigError, ModelError
+from meshwright.planner import Plan, Subject
+from meshwright.planner.explain import WhatIf, found_document, what_if
+from meshwright.planner.search import Found, search
+from meshwright.planning.models import PlannedModel
+from meshwright.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A model on a cluster, and what is wanted of its plans; see :func:`~meshwright.planning.plan`."""
+
+    model: PlannedModel
+    cluster: Cluster
+    global_batch: int
+    strategy: Any = None
+    num_micro_batches: int | None = None
+    objective: str = "tokens_per_s"
+    excluded: Sequence[str] = ()
+    included: Sequence[str] = ()
+    top: int = 10
+    memory_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("global_batch", self.global_batch), ("top", self.top)):
+            _check_count(name, value)
+        if self.num_micro_batches is not None:
+            _check_count("num_micro_batches", self.num_micro_batches)
+            if self.strategy is None:
+                raise _contradiction("num_micro_batches without a strategy", "a search chooses how a batch is cut")
+        if self.strategy is not None and (self.excluded or self.included):
+            raise _contradiction("a strategy beside excluded or included methods", "nothing is searched then")
+
+    def subject_of(self, cluster: Cluster, samples: int) -> Subject:
+        """What plans are made for, on some cluster and for so many samples per step."""
+        return self.model.subject(cluster, samples, self.memory_limit)
+
+    @functools.cached_property
+    def subject(self) -> Subject:
+        """What these plans are made for."""
+        return self.subject_of(self.cluster, self.global_batch)
+
+    def found(self, progress: Callable[[int, int], None] | None = None) -> Found:
+        """The plans: of the strategy given, else of a search.
+
+        Args:
+            progress: Called while a search goes on, with what it counts: simulated plans, and candidates.
+
+        Raises:
+            StrategyError: When no strategy fits, or the one given cannot be.
+            ModelError: When the model cannot be traced.
+        """
+        if self.strategy is None:
+            found = search(
+                self.subject,
+                objective=self.objective,  # type: ignore[arg-type]
+                excluded=self.excluded,
+                included=self.included,
+                top=self.top,
+                progress=progress,
+            )
+            found = dataclasses.replace(
+                found,
+                plans=tuple(map(self._in_full, found.plans)),
+                too_large=tuple(map(self._in_full, found.too_large)),
+            )
+        else:
+            found = self.planned([Strategy(self.strategy)])
+        for plan in found.plans[:1]:
+            _check_traced(plan)
+        return found
+
+    def _in_full(self, plan: Plan) -> Plan:
+        """A search lets one rank of a long pipeline stand for others; here each holds what it holds."""
+        if len({id(step) for step in plan.steps}) == len(plan.steps):
+            return plan
+        return self.subject.plan(plan.strategy, plan.step.num_micro_batches)
+
+    def planned(self, strategies: Sequence[Strategy]) -> Found:
+        """Plans of given strategies, in their order, whether they fit or not."""
+        started, subject = time.perf_counter(), self.subject
+        plans = tuple(subject.plan(strategy, self.num_micro_batches) for strategy in strategies)
+        return Found(plans, num_considered=len(plans), num_predicted=len(plans), seconds=time.perf_counter() - started)
+
+    def what_ifs(self, found: Found) -> tuple[WhatIf, ...]:
+        """What would change the result."""
+        return what_if(self.subject_of, found)
+
+    def document(self, found: Found, what_ifs: Sequence[WhatIf] = ()) -> dict[str, Any]:
+        """All of it as plain values: what ``--json`` prints."""
+        described = self.model.describe() | {"global_batch": self.global_batch}
+        return found_document(found, model=described, objective=self.objective, what_ifs=what_ifs, subject=self.subject)
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} is not a count", expected="1 or more", got=repr(value), fix="correct the number")
+
+
+def _contradiction(what: str, why: str) -> ConfigError:
+    return ConfigError(
+        "The options contradict each other", got=what, expected=f"one or the other: {why}", fix="drop one"
+    )
+
+
+def _check_traced(plan: Plan) -> None:
+    """Without activations a plan's memory says nothing."""
+    if plan.step.activations is not None:
+        return
+    gap = next((gap for gap in plan.gaps if "activations" in gap), "; ".join(plan.gaps))
+    raise ModelError(
+        "The model cannot be traced, so its memory cannot be predicted",
+        expected="a forward pass and a loss that run without data",
+        got=gap or "no sample to trace it with",
+        fix="give a sample that the model takes, and keep what needs values (.item(), if tensor:) out of forward",
+    )

@@ -1,0 +1,114 @@
+"""The page is whole: its figures are those of ``--json``, nothing is loaded, and a browser draws it without a word."""
+
+import functools
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.planner.explain import found_document, page, what_if
+from tests.planner.explain.found import found, subject, subject_of
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@functools.cache
+def document():
+    asked = what_if(subject_of, found())
+    about = {"name": "llama-2-7b </script><b>", "num_parameters": 6_738_415_616, "global_batch": 64, "seq": 2048}
+    return found_document(found(), model=about, what_ifs=asked, subject=subject())
+
+
+class Elements(html.parser.HTMLParser):
+    """Elements by id with their text, and everything that would be loaded."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.texts, self.loaded, self.open = {}, [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        known = dict(attrs)
+        self.loaded += [value for name in ("src", "href") if (value := known.get(name))]
+        if tag not in ("meta", "link", "br"):
+            self.open.append(known.get("id"))
+
+    def handle_endtag(self, tag):
+        self.open.pop()
+
+    def handle_data(self, data):
+        for name in filter(None, self.open):
+            self.texts[name] = self.texts.get(name, "") + data
+
+
+def test_the_page_carries_the_document_and_loads_nothing():
+    pytest.importorskip("plotly")
+    parsed = Elements(page(document()))
+    assert json.loads(parsed.texts["plans"]) == json.loads(json.dumps(document()))
+    assert parsed.loaded == ["data:,"]
+    assert parsed.open == []
+
+
+def test_the_document_is_plain_and_says_what_the_plans_say():
+    whole = json.loads(json.dumps(document()))
+    assert (whole["format"], whole["schema_version"]) == ("meshwright.plans", 1)
+    for plan, entry in zip(found().plans, whole["plans"], strict=True):
+        assert entry["time"]["step_time_s"] == plan.forecast.time.step_time_s
+        assert entry["memory"]["needed_bytes"] == plan.needed_bytes
+        ranks = entry["memory"]["ranks"]
+        assert [rank["allocated_bytes"] for rank in ranks] == [each.allocated_bytes for each in plan.forecast.peaks]
+        for rank in ranks:
+            assert sum(rank["moments"][rank["moment"]].values()) == rank["allocated_bytes"]
+    assert [plan["fits"] for plan in whole["too_large"]] == [False]
+    assert max(event["end_s"] for event in whole["timeline"]["events"]) == whole["plans"][0]["time"]["step_time_s"]
+    assert len(whole["what_if"]) == 5
+    assert whole["differences"][0]["effects"]
+
+
+def test_keys_are_those_that_the_guide_names():
+    guide = (Path(__file__).parents[3] / "docs" / "planner.md").read_text()
+    best = document()["plans"][0]
+    named = [*document(), *best, *best["time"], *best["memory"], *best["memory"]["ranks"][0], *best["traffic"][0]]
+    named += [*document()["cluster"], *document()["timeline"], *document()["what_if"][0], *document()["differences"][0]]
+    absent = [key for key in dict.fromkeys(named) if f"`{key}`" not in guide and f"`{key}[]`" not in guide]
+    assert set(absent) <= {"format", "schema_version", "parts_s", "rank", "first", "second", "seconds"}, absent
+
+
+def test_without_plotly_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ConfigError, match=re.escape("meshwright[report]")):
+        page(document())
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
+def test_a_browser_draws_it_without_an_error(tmp_path):
+    pytest.importorskip("plotly")
+    file = tmp_path / "page.html"
+    file.write_text(page(document()))
+    drawn = subprocess.run(
+        [
+            BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
+            "--virtual-time-budget=20000", f"--user-data-dir={tmp_path}/profile", "--dump-dom", file.as_uri(),
+        ],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert [line for line in drawn.stderr.splitlines() if "CONSOLE" in line] == []
+    dom = drawn.stdout
+    assert 'data-ready="yes"' in dom
+    assert dom.count('class="main-svg"') >= 4
+    texts = {name: re.sub(r"\s+", " ", text) for name, text in Elements(dom).texts.items() if name != "plans"}
+    best = document()["plans"][0]
+    assert f"{best['time']['step_time_s']:.2f} s" in texts["cards"]
+    assert f"{100 * best['time']['mfu']:.1f} %" in texts["cards"]
+    for entry in (*document()["plans"], *document()["too_large"]):
+        assert entry["summary"] in texts["ranking"]
+        assert f"{entry['time']['tokens_per_s']:,.0f}" in texts["ranking"]
+    for entry in document()["what_if"]:
+        assert entry["outcome"] in texts["whatif"]
+    assert document()["differences"][0]["changes"][0] in texts["difference"]

@@ -1,0 +1,39 @@
+"""What-ifs are plans under changed circumstances, and obey the laws of the simulated step."""
+
+import dataclasses
+
+from meshwright.planner.explain import what_if
+from meshwright.planner.search import Found
+from tests.planner.explain.found import found, subject_of
+
+
+def test_more_never_hurts():
+    known = {each.change: each for each in what_if(subject_of, found())}
+    more, *others = known
+    assert more in ("24 devices instead of 16", "32 devices instead of 16")  # whole nodes, the batch spread evenly
+    assert others == [
+        "twice the batch, 128 samples",
+        "links between nodes twice as fast",
+        "links inside a node twice as fast",
+        "twice the memory on every device",
+    ]
+    for change, each in known.items():
+        assert each.plan.fits
+        assert each.speed_up > 1 - 1e-9, change
+    assert known[more].plan.forecast.cluster.num_devices > 16
+    assert known[more].plan.forecast.samples == 64
+    assert 1.2 < known[more].speed_up < 2.1
+
+
+def test_memory_lets_what_was_too_large_in():
+    large = found().too_large[0]
+    # Were it the only fast one, more memory would make it the answer.
+    slow = found().plans[-1]
+    known = {each.change: each for each in what_if(subject_of, Found((slow,), (large,)))}
+    roomier = known["twice the memory on every device"]
+    assert roomier.plan.strategy == large.strategy
+    assert "best then: data 16" in roomier.outcome
+
+
+def test_without_a_forecast_there_is_nothing_to_ask():
+    assert what_if(subject_of, Found((dataclasses.replace(found().plans[0], forecast=None),))) == ()

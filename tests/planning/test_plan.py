@@ -1,0 +1,118 @@
+"""``mw.plan``: ranked plans for models by name, by dimensions, by config and as modules; and what it refuses."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import meshwright as mw
+from meshwright.cost import make_cluster
+from meshwright.planning import PlanRequest
+from meshwright.planning.door import named_model
+from tests import tiny
+
+SMALL = "gpt:layers=4,hidden=64,heads=4,vocab=256,seq=32"
+
+
+def test_a_family_is_searched_and_ranked():
+    plans = mw.plan(SMALL, "cpu*2", global_batch=8, top=3)
+    assert len(plans) == 3
+    assert all(isinstance(plan, mw.Plan) and plan.fits for plan in plans)
+    rates = [plan.forecast.tokens_per_s for plan in plans]
+    assert rates[0] == pytest.approx(max(rates), rel=1e-3)
+    line = str(plans[0])
+    assert "samples; " in line
+    assert "tokens/s; " in line
+    assert "\n" not in line
+    assert line == plans[0].summary()
+
+
+def test_a_strategy_given_is_the_only_plan_even_if_it_does_not_fit():
+    (plan,) = mw.plan("llama-2-70b", "a100x8", global_batch=8, seq=1024, strategy=["fsdp"], num_micro_batches=1)
+    assert not plan.fits
+    assert "too much" in str(plan)
+    assert plan.forecast.tokens_per_sample == 1024
+    assert dict(plan.step.axes)["data"] == 8
+
+
+def test_a_module_is_traced_once_for_all_clusters():
+    cluster = make_cluster("CPU", 2)
+    model = tiny.plain(num_layers=2)
+    loss = lambda ids, logits: nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())  # noqa: E731
+    ids = torch.zeros(2, tiny.SEQ_LEN, dtype=torch.long)
+    (plan,) = mw.plan(model, cluster, global_batch=8, sample_batch=ids, loss_func=loss, strategy=["zero2"])
+    assert plan.step.activations is not None
+    assert plan.forecast.time.step_time_s > 0
+    planned = mw.planning.ModuleModel("tiny", model, ids, loss)
+    request = PlanRequest(planned, cluster, 8, strategy=["zero2"])
+    first, second = request.subject, request.subject_of(make_cluster("CPU", 4), 16)
+    first.plan(mw.Strategy(["zero2"]))
+    third = request.subject_of(make_cluster("CPU", 4), 16)
+    assert second.world == third.world == 4
+    assert third.model is first.model
+    assert planned.describe()["num_parameters"] == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "vit"])
+def test_a_transformers_config_is_built_without_weights(kind, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = {
+        "gpt2": lambda: transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=128, n_positions=64),
+        "vit": lambda: transformers.ViTConfig(**small, image_size=32, patch_size=8),
+    }[kind]()
+    config.save_pretrained(tmp_path)
+    planned = named_model(f"hf:{tmp_path}", 16 if kind == "gpt2" else None, make_cluster("H100", 2))
+    assert {parameter.device.type for parameter in planned.module.parameters()} == {"meta"}
+    (plan,) = mw.plan(f"hf:{tmp_path}", "cpu*2", global_batch=4, seq=16 if kind == "gpt2" else None, strategy=["fsdp"])
+    assert plan.step.activations.saved_bytes > 0
+    count = sum(count * parameter.numel for count, parameter in plan.step.every_parameter())
+    assert count == planned.describe()["num_parameters"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": "lama-3-8b"}, "did you mean 'llama-3-8b'"),
+        ({"cluster": "h1000x8"}, "Unknown device 'h1000'"),
+        ({"cluster": "h100"}, "names no cluster"),
+        ({"global_batch": 0}, "global_batch is not a count"),
+        ({"seq": 0}, "seq is not a length"),
+        ({"num_micro_batches": 2}, "num_micro_batches without a strategy"),
+        ({"strategy": ["fsdp"], "excluded": ["fsdp"]}, "contradict each other"),
+        ({"objective": "tokens"}, "Unknown objective 'tokens'"),
+        ({"included": ["fsdp"], "excluded": ["fsdp"]}, "fsdp"),
+        ({"strategy": ["fsdpp"]}, "did you mean 'fsdp'"),
+        ({"sample_batch": torch.zeros(1)}, "has its own samples and loss"),
+        ({"model": nn.Linear(2, 2)}, "A module needs a sample"),
+        ({"model": "hf:/nowhere"}, "names no transformers config"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_way_out(arguments, words):
+    with pytest.raises(mw.MeshwrightError) as refused:
+        mw.plan(**{"model": SMALL, "cluster": "cpu*2", "global_batch": 8, **arguments})
+    assert words in str(refused.value)
+    assert "What to do: " in str(refused.value)
+
+
+def test_a_model_that_cannot_be_traced_is_an_error_that_says_where():
+    class Looks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return y.sum() if y.sum().item() > 0 else y.mean()
+
+    with pytest.raises(mw.ModelError, match="cannot be traced") as refused:
+        mw.plan(Looks(), "cpu*2", global_batch=4, sample_batch=torch.zeros(2, 4), strategy=["zero1"])
+    assert "item" in str(refused.value)
+
+
+def test_a_config_that_is_none_is_told(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
+    with pytest.raises(mw.ModelError, match="transformers makes no model"):
+        mw.plan(f"hf:{tmp_path}", "cpu*2", global_batch=4, seq=8)
