@@ -16,7 +16,7 @@ Choice = tuple[MethodConfig, ...]
 
 _MOST_TOKEN_RANKS = 16  # beyond, a rank's part of a sample is too short to be worth dividing
 _MOST_STAGES = 64
-_EVERY_ZERO_SIZE = 64  # of so many data-parallel ranks all divisors are tried for a group that shards
+_EVERY_ZERO_SIZE = 8  # of so many data-parallel ranks all divisors are tried for a group that shards
 _STAGES_PER_RANK = (2, 4)
 
 

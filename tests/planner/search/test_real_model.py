@@ -1,0 +1,42 @@
+"""A search asks any subject for plans; here a real module's."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from meshwright.cost import make_cluster
+from meshwright.planner import Workload, choose, default_space, search
+from tests import tiny
+
+
+def loss(model, ids):
+    logits = model(ids)
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def workload(limit_bytes):
+    return Workload(
+        tiny.plain(num_layers=4), torch.device("cpu"), torch.optim.AdamW,
+        lambda n: torch.zeros(n, tiny.SEQ_LEN, dtype=torch.long), loss, 8, None, 2, 3,
+        limit_bytes=limit_bytes, cluster=make_cluster("A100", 2),
+    )  # fmt: skip
+
+
+def test_a_search_over_a_real_model_ends_within_its_predictions():
+    subject = workload(None)
+    space = default_space(subject, lower_precision=False)
+    found = search(subject, space=space.replace(micro_batches=(None, 2)), top=3, max_predictions=20)
+    assert 0 < found.num_predicted <= 20
+    assert len(found.plans) == 3
+    times = [plan.forecast.time.step_time_s for plan in found.plans]
+    assert times == pytest.approx(sorted(times), rel=2e-3)  # what differs by less is a tie
+
+
+def test_choosing_with_a_cluster_searches_and_keeps_precision_and_micro_batches():
+    plan, reason = choose(workload(None))
+    assert "the fastest that fits" in reason
+    assert not {"amp_native", "half"} & set(plan.strategy.names)
+    assert plan.step.num_micro_batches == 1 or "pipeline_parallel" in plan.strategy
+    tight, _ = choose(workload(plan.needed_bytes - 1))
+    assert tight.strategy != plan.strategy
+    assert tight.fits
