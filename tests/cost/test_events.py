@@ -34,9 +34,9 @@ def steps(axes, methods, micro_batches):
     strategy = Strategy([("parallel_mode", {"axes": axes}), ("amp_native", "bf16"), *methods])
     shards = next((axis for axis, _ in axes if axis == "zero"), None)
     pipeline = strategy.get("pipeline_parallel")
-    per_rank = (2 if pipeline.schedule == "zbv" else pipeline.num_stages_per_rank or 1) if pipeline else 1
+    ranks = pipeline.ranks_of_stages(dict(axes)["pipeline"]) if pipeline else ()
     run = FamilyRun(1, micro_batches, seq=SHAPE.seq)
-    described = family_step(SHAPE, run, axes, shard_axis=shards, stages_per_rank=per_rank)
+    described = family_step(SHAPE, run, axes, shard_axis=shards, stage_ranks=ranks)
     return [cost_of(strategy, step) for step in described]
 
 
