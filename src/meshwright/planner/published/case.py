@@ -18,6 +18,7 @@ from meshwright.planner.published.held import held_by
 from meshwright.planner.published.rows import Row
 from meshwright.planner.published.shapes import shape_of
 from meshwright.planner.published.strategies import (
+    nearby_of,
     pipeline_of,
     recompute_of,
     shard_axis_of,
@@ -62,10 +63,29 @@ def _largest(
         if whole is not None and not given and (micro > 1 and whole % (micro * sizes["dp"])):
             continue
         said = list(assumed) if given else [*assumed, f"micro_batch {micro}"]
-        case = _case(row, convention, shape, cluster, sizes, (micro, whole or micro * sizes["dp"]), said)
+        case = _lightest(row, convention, shape, cluster, sizes, (micro, whole or micro * sizes["dp"]), said)
         if len(candidates) == 1 or micro == 1 or held_by(case).fits:
             return case
     raise AssertionError("1 is among the candidates")
+
+
+def _lightest(
+    row: Row,
+    convention: Convention,
+    shape: Shape,
+    cluster: Cluster,
+    sizes: dict[str, int],
+    batches: tuple[int, int],
+    assumed: list[str],
+) -> Case:
+    """Where the table does not say what is recomputed: the least that fits."""
+    candidates = recompute_of(row, convention, assumed)
+    for recompute in candidates:
+        said = [*assumed, f"recomputes {recompute}"] if recompute != candidates[0] else list(assumed)
+        case = _case(row, convention, shape, cluster, sizes, batches, recompute, said)
+        if held_by(case).fits:
+            return case
+    return _case(row, convention, shape, cluster, sizes, batches, candidates[0], assumed)
 
 
 def _case(
@@ -75,15 +95,17 @@ def _case(
     cluster: Cluster,
     sizes: dict[str, int],
     batches: tuple[int, int],
+    recompute: str,
     assumed: list[str],
 ) -> Case:
     micro_batch, global_batch = _fitting(convention, sizes, batches, assumed)
     stage = zero_stage_of(row, convention, assumed)
-    recompute = recompute_of(row, convention, assumed)
     micro_batches = max(1, round(global_batch / (sizes["dp"] * micro_batch)))
     run = _run(row, convention, shape, cluster, (micro_batch, micro_batches), assumed)
     keys = pipeline_of(sizes["pp"], run, convention, shape, row)
-    strategy = strategy_of(sizes, stage, recompute, convention, keys)
+    strategy = strategy_of(
+        sizes, stage, recompute, convention, keys, nearby_of(row, sizes, cluster.devices_per_node)
+    )
     axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
     virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
     steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
@@ -123,6 +145,7 @@ def _run(
         dropout=convention.dropout,
         seq=shape.seq,
         flash1=convention.flash1,
+        vendor_attention=convention.vendor_attention,
         rowwise="row" in row.text("precision").lower(),
         keeps_gathered=convention.keeps_gathered,
         copies_heads=convention.copies_heads,
@@ -135,7 +158,10 @@ def _convention(row: Row) -> Convention:
     # BMTrain's table compares with DeepSpeed and Megatron-LM, whose rows have a ZeRO stage.
     if "bmtrain" in row.source.lower() and row.text("zero_stage"):
         return dataclasses.replace(convention_of("deepspeed"), batch_of_device=True)
-    return convention_of(row.source)
+    convention = convention_of(row.source)
+    if convention.autocast_reduces_wide and "PURE" not in row.notes and "amp" in row.text("precision").lower():
+        return dataclasses.replace(convention, reduce="fp32")
+    return convention
 
 
 def _cluster(row: Row, convention: Convention) -> Cluster:
@@ -191,8 +217,10 @@ def _logit_bytes(convention: Convention, cluster: Cluster) -> tuple[int, int] | 
     return convention.logit_bytes
 
 
-def _dtype(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8"]:
+def _dtype(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8", "fp4"]:
     text = row.text("precision").lower().replace("-", "").replace("_", "")
+    if "fp4" in text:
+        return "fp4"
     if "fp8" in text or "float8" in text or "f8" in text or "e4m3" in text:
         return "fp8"
     if "16" in text or "amp" in text or "half" in text or "mixed" in text:
@@ -230,4 +258,4 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
         if async_tensor and each.axis == "tensor":
             each = dataclasses.replace(each, beside=True)
         traffic.append(each)
-    return step.replace(traffic=tuple(traffic))
+    return step.replace(traffic=tuple(traffic), gathers_ahead=convention.gathers_ahead)
