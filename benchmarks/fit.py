@@ -41,7 +41,7 @@ FAMILIES = ("default", "A100", "H100", "B200", "MI300X", "V100")
 # constants), and in what one family has of its own.
 SHARED_STRENGTH, OWN_STRENGTH = 0.1, 0.25
 # What others have measured and a table of whole steps can hardly tell from other terms keeps close to their figure.
-KNOWN_CONSTANTS, KNOWN_STRENGTH = ("interference",), 2.0
+KNOWN_CONSTANTS, KNOWN_STRENGTH = ("interference", "vendor", "host_s"), 0.5
 HUBER = 0.03  # residuals beyond count linearly
 # Where families are known to differ before any run is looked at. Dao 2023 measured FlashAttention-2 at half of A100's
 # peak and a third of H100's (forward and backward, causal); it does not use the matrix instructions that are new in
@@ -171,7 +171,7 @@ def _limit(key: Key) -> float:
     """Fractions of a peak end at 1, of a link at what NCCL reaches at best."""
     if key[1] in ("intra", "inter"):
         return 0.9
-    return {"hop": 5.0, "rowwise_bytes": 40.0}.get(key[1], 1.0)
+    return {"hop": 5.0, "rowwise_bytes": 40.0, "tile": 5.0}.get(key[1], 1.0)
 
 
 def usable(rows: Sequence[Row]) -> tuple[list[Case], np.ndarray]:

@@ -82,7 +82,8 @@ def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine) -> float:
     if op.dtype in _CAST_BYTES:
         rowwise = machine.constants.rowwise_bytes if op.variant == "rowwise" else 0.0
         moved += (_CAST_BYTES[op.dtype] + rowwise) * (m * k + k * n)
-    return op.batch * (2 * m * n * k / machine.matmul_flops_per_s(op.dtype) + moved / machine.bytes_per_s)
+    spent = machine.constants.tile * moved / machine.bytes_per_s
+    return op.batch * (2 * m * n * k / machine.matmul_flops_per_s(op.dtype) + spent)
 
 
 def _attention_s(op: Op, machine: Machine) -> float:

@@ -121,10 +121,18 @@ def _pipelined(
     for each in ranks:
         waits = each.last.all_reductions_s - (each.passes.all_reductions_s if each.reduces_each else 0.0)
         waits += 0.0 if each.gathers_each else each.passes.all_gathers_s
-        hides = 0.0 if in_turn else each.passes.backward_total_s
+        hides = 0.0 if in_turn else each.passes.backward_total_s * _last_rounds(len(ranks), per_rank, micro_batches)
         once = max(once, waits - hides)
     compute = max(each.passes.compute_s for each in ranks) * micro_batches
     return whole + once, compute, once + slowest - compute, whole - slowest
+
+
+def _last_rounds(ranks: int, stages: int, micro_batches: int) -> float:
+    """Micro-batches' backwards behind which a rank's reductions hide: they begin with its first stage that is done.
+
+    A rank with several stages takes a round of micro-batches through each in turn.
+    """
+    return 1 + (min(ranks, micro_batches) - 1) * (1 - 1 / stages)
 
 
 def _stage_times(rank: Rank) -> StageTimes:

@@ -31,10 +31,12 @@ class FamilyRun:
         dropout: Whether its masks are kept.
         seq: Tokens of a sample.
         flash1: Whether fused attention is of the first generation (Dao et al. 2022; Triton's).
+        saves_fp8: Whether products in 8 bits (or fewer) keep their inputs so, as Transformer Engine does.
         vendor_attention: Whether fused attention is written for this generation of devices (cuDNN's).
         rowwise: Whether fp8 products have a scale for each row.
         keeps_gathered: Whether the gathered input of a split layer is kept, instead of gathered again in backward.
         copies_heads: Whether queries, keys and values are copied before attention, and the copies kept.
+        scatters_boundary: Whether each rank of a tensor axis hands on its part of what all of them have.
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
         logit_bytes: Per logit: what is kept, and what is needed beside it while the loss runs backward; None: what
             torch's cross-entropy in fp32 does.
@@ -53,9 +55,11 @@ class FamilyRun:
     seq: int = 0
     flash1: bool = False
     vendor_attention: bool = False
+    saves_fp8: bool = False
     rowwise: bool = False
     keeps_gathered: bool = False
     copies_heads: bool = False
+    scatters_boundary: bool = False
     balances_head: bool = False
     logit_bytes: tuple[int, int] | None = None
 
@@ -161,10 +165,11 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     """Bytes that one block keeps for backward, its input included (34 s b h of Korthikanti et al. 2022, for GPT)."""
     h, kv, f, size = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token, run.itemsize
     plain = 2 * h * size  # the input, and the sum in the middle
-    entering = 2 * h * size  # both norms' outputs, which split layers take
+    narrow = run.saves_fp8 and run.dtype in ("fp8", "fp4")
+    entering = 2 * h * (1 if narrow else size)  # both norms' outputs, which split layers take
     split = (h + 2 * kv) * size * (2 if run.copies_heads else 1) + h * size  # queries, keys, values; attention's output
     if shape.gated:
-        split += (3 if run.compiled else 4) * f * size  # gate, up, its activation, the product
+        split += (3 if run.compiled else 4) * f * size - (f if narrow else 0)  # gate, up, its activation, the product
     else:
         split += 2 * f * size
     if run.dropout:

@@ -146,10 +146,12 @@ def _run(
         seq=shape.seq,
         flash1=convention.flash1,
         vendor_attention=convention.vendor_attention,
+        saves_fp8=convention.vendor_attention,  # both come with Transformer Engine
         rowwise="row" in row.text("precision").lower(),
         keeps_gathered=convention.keeps_gathered,
         copies_heads=convention.copies_heads,
         balances_head=convention.balances_head,
+        scatters_boundary=convention.scatters_boundary,
         logit_bytes=_logit_bytes(convention, cluster),
     )
 

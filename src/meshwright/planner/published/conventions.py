@@ -31,6 +31,7 @@ class Convention:
         flash1: Whether fused attention is of the first generation.
         vendor_attention: Whether it is cuDNN's, written for each generation of devices.
         latency_s: From node to node, where it is not that of InfiniBand or RoCE.
+        scatters_boundary: Whether tensor-parallel ranks each hand on a part of what all of them have.
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
         keeps_gathered: Whether the gathered input of a split layer is kept for backward.
         compiled: Whether chains of elementwise kernels are one, whatever the table says.
@@ -69,6 +70,7 @@ class Convention:
     flash1: bool = False
     vendor_attention: bool = False
     latency_s: float = 1.2e-5
+    scatters_boundary: bool = False
     balances_head: bool = False
     keeps_gathered: bool = False
     copies_heads: bool = False
@@ -98,6 +100,7 @@ _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divid
     reduce="half",
     wide_gradients=True,
     reduces_beside=False,
+    scatters_boundary=True,  # Narayanan et al. 2021, §4.1
     vocab=51200,
     default_ac="full",
 )

@@ -40,7 +40,7 @@ def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[
     raw = (row.cells.get("ac") or "").strip().lower()
     if not text and raw != "none":
         assumed.append(f"ac {convention.default_ac}")
-        return {"full": (BLOCK,), "never": ("",)}.get(convention.default_ac, ("", BLOCK))
+        return {"full": (BLOCK,), "never": ("",)}.get(convention.default_ac, ("", PER_OP, BLOCK))
     if "per-op" in text or "per op" in text or "selective op" in text:
         return (PER_OP,)
     if "selective" in text:
@@ -91,8 +91,8 @@ def pipeline_of(ranks: int, run: FamilyRun, convention: Convention, shape: Shape
     virtual = int(found.group(1)) if found else 1
     if "interleaved" in row.notes.lower() and virtual == 1:
         virtual = 2
-    if not found and virtual == 1:
-        virtual = _usual_stages(shape.layers // ranks, convention.stages)
+    if not found and ranks > 1:
+        virtual = max(virtual, _usual_stages(shape.layers // ranks, convention.stages))
     if not found and "2205.05198" in row.source and shape.layers // ranks >= 3 and shape.layers // ranks % 3 == 0:
         virtual = 3  # Korthikanti et al. 2022, Table 3
     rounds = max(1, run.num_micro_batches // ranks)
@@ -102,5 +102,6 @@ def pipeline_of(ranks: int, run: FamilyRun, convention: Convention, shape: Shape
 
 
 def _usual_stages(layers: int, most: int) -> int:
-    """As many stages as divide a rank's layers, up to ``most``."""
-    return max(stages for stages in range(1, most + 1) if layers % stages == 0)
+    """As many stages as divide a rank's layers, up to ``most``; one for each layer where none do."""
+    usual = max(stages for stages in range(1, most + 1) if layers % stages == 0)
+    return layers if usual == 1 < most else usual
