@@ -42,7 +42,7 @@ class Device:
     fp4_flops_per_s: float | None = None
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Peak of matrix products in ``fp32``, ``half``, ``fp8`` or ``fp4`` (where there is none, of the next wider)."""
+        """Peak of matrix products in ``fp32``, ``half``, ``fp8`` or ``fp4`` (or of the next wider type)."""
         if dtype == "fp32":
             return self.fp32_flops_per_s
         if dtype == "fp4" and self.fp4_flops_per_s:
@@ -56,8 +56,8 @@ _TABLE = (
     Device("GB300", 284_208 * _MIB, 2.5e15, 80e12, 8.0e12, 5e15, "B200", aliases=("GB300",), fp4_flops_per_s=15e15),
     Device("GB200", 189_471 * _MIB, 2.5e15, 80e12, 8.0e12, 5e15, "B200", aliases=("GB200",), fp4_flops_per_s=10e15),
     Device("B300", 275_040 * _MIB, 2.25e15, 75e12, 8.0e12, 4.5e15, "B200", aliases=("B300",), fp4_flops_per_s=13.5e15),
-    Device("B200", 183_359 * _MIB, 2.25e15, 75e12, 8.0e12, 4.5e15, "B200", aliases=("B200", "B100"), fp4_flops_per_s=9e15),
-    Device("H200", 143_771 * _MIB, 989.4e12, 67e12, 4.8e12, 1978.9e12, "H100", aliases=("H200", "GH200-144", "GH200 144")),
+    Device("B200", 183_359 * _MIB, 2.25e15, 75e12, 8.0e12, 4.5e15, "B200", aliases=("B200",), fp4_flops_per_s=9e15),
+    Device("H200", 143_771 * _MIB, 989.4e12, 67e12, 4.8e12, 1978.9e12, "H100", aliases=("H200", "GH200-144")),
     Device("H100-NVL", 95_830 * _MIB, 835.5e12, 60e12, 3.9e12, 1671e12, "H100", aliases=("H100 NVL", "H100-NVL")),
     Device("H100-PCIe", 81_559 * _MIB, 756e12, 51e12, 2.0e12, 1513e12, "H100", aliases=("H100 PCIe", "H100-PCIe")),
     Device("GH200", 97_871 * _MIB, 989.4e12, 67e12, 4.0e12, 1978.9e12, "H100", aliases=("GH200",)),
@@ -83,7 +83,18 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
 _MEMORY = re.compile(r"(\d+)\s*G(?:i?B)?(?![a-z])", re.IGNORECASE)
 _WATTS = re.compile(r"(\d{3,4})\s*W(?![a-z])", re.IGNORECASE)
-_TDP_WATTS = {"B200": 1000, "GB200": 1200, "GB300": 1400, "B300": 1100, "GH200": 700, "H200": 700, "H100-SXM": 700, "H100-PCIe": 350, "A100-80": 400, "A100-40": 400}
+_TDP_WATTS = {
+    "B200": 1000,
+    "GB200": 1200,
+    "GB300": 1400,
+    "B300": 1100,
+    "GH200": 700,
+    "H200": 700,
+    "H100-SXM": 700,
+    "H100-PCIe": 350,
+    "A100-80": 400,
+    "A100-40": 400,
+}
 # A vendor's own words for a board that runs below its power, without saying how far: TorchAO's B200 run at 750 W.
 _LIMITED_POWER = 0.75
 # HBM2e boards of H100 (PCIe and the 96 GB variant) have 6 stacks at 2.4 TB/s at most; PCIe's datasheet: 5 at 2.0.

@@ -33,7 +33,7 @@ class Efficiency:
     attention: float = 0.45
     memory: float = 0.8
     intra: float = 0.75
-    inter: float = 0.5
+    inter: float = 0.7
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,7 @@ def _case(
     micro_batches = max(1, round(global_batch / (sizes["dp"] * micro_batch)))
     run = _run(row, convention, shape, cluster, (micro_batch, micro_batches), assumed)
     keys = pipeline_of(sizes["pp"], run, convention, shape, row)
-    strategy = strategy_of(
-        sizes, stage, recompute, convention, keys, nearby_of(row, sizes, cluster.devices_per_node)
-    )
+    strategy = strategy_of(sizes, stage, recompute, convention, keys, nearby_of(row, sizes, cluster.devices_per_node))
     axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
     virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
     steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
@@ -152,7 +150,7 @@ def _run(
         copies_heads=convention.copies_heads,
         balances_head=convention.balances_head,
         scatters_boundary=convention.scatters_boundary,
-        logit_bytes=_logit_bytes(convention, cluster),
+        logit_bytes=_logit_bytes(convention, cluster, row.count("tp") or 1),
     )
 
 
@@ -212,10 +210,13 @@ def _global_batch(row: Row, dp: int) -> int | None:
     return int(noted.group(1)) * dp if whole is None and noted else whole
 
 
-def _logit_bytes(convention: Convention, cluster: Cluster) -> tuple[int, int] | None:
+def _logit_bytes(convention: Convention, cluster: Cluster, tensor: int) -> tuple[int, int] | None:
     # TorchTitan runs on B200 and MI300X date from 2025, when it compiles the loss as well: logits stay in half.
     if convention.expandable and cluster.device.efficiency in ("B200", "MI300X"):
         return (2, 2)
+    if convention.loss_parallel and tensor > 1:
+        # torch's loss_parallel: the gradient's update, its sum with exp, and their product are tensors of their own.
+        return (10, 12)
     return convention.logit_bytes
 
 

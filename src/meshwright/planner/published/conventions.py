@@ -43,6 +43,7 @@ class Convention:
         async_tensor: Whether tensor-parallel collectives run beside the products they feed.
         copies_heads: Whether copies of queries, keys and values are kept.
         logit_bytes: Per logit, kept and beside it in backward; None: torch's cross-entropy.
+        loss_parallel: Whether the loss of vocabularies that a tensor axis divides is torch's ``loss_parallel``.
         bucket_bytes: Buffers of fixed size in which gradients are reduced.
         live_bytes: Of gathered parameters under ZeRO 3, which gathers single layers instead of blocks.
         expandable: Whether the allocator joins segments, and so loses nothing between them.
@@ -82,6 +83,7 @@ class Convention:
     gathers_ahead: bool = True
     autocast_reduces_wide: bool = False
     logit_bytes: tuple[int, int] | None = None
+    loss_parallel: bool = False
     bucket_bytes: int = 0
     live_bytes: int = 0
     expandable: bool = False
@@ -196,6 +198,7 @@ _KNOWN = (
     Convention(
         words=("torchtitan", "torchao"),
         expandable=True,
+        loss_parallel=True,
         splits_local_batch=True,
         vocab=128256,
         default_zero=3,

@@ -27,8 +27,10 @@ def zero_stage_of(row: Row, convention: Convention, assumed: list[str]) -> int:
     found = re.search(r"[0-3]", text)
     if found:
         return int(found.group(0))
-    if "fsdp" in text or "full" in text:
+    if any(word in text for word in ("fsdp", "hsdp", "hybrid", "full")):
         return 3
+    if "dist" in text:  # Megatron's distributed optimizer
+        return 1
     if not text:
         assumed.append(f"zero_stage {convention.default_zero}")
     return convention.default_zero
