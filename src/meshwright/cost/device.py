@@ -130,7 +130,7 @@ def half_peak_flops_per_s(device_name: str) -> float | None:
 
 
 def _match(name: str) -> Device | None:
-    squeezed = re.sub(r"[\s_]+", "-", name).upper()
+    squeezed = re.sub(r"[\s_]+", "-", re.sub(r"^\s*\d+\s*[x×*]\s*", "", name)).upper()  # "8 x H100" is one of them
     for device in _TABLE:
         for alias in device.aliases:
             # A10 is not A100, L4 not L40: what follows a number must not go on with it.

@@ -73,6 +73,8 @@ def test_spellings():
     )
     assert predict_row(row(precision="NVFP4", gpu="DGX-GB200")).case.run.dtype == "fp4"
     assert predict_row(row(ac="selective op")).case.strategy.get("checkpoint") is not None
+    assert predict_row(row(seq="8192", global_batch="4M tokens")).case.global_batch == 488
+    assert predict_row(row(zero_stage="optim_grads_params")).case.zero_stage == 3
     assert row(tokens_per_s_per_gpu="OOM").ran_out_of_memory
     assert row(source="x [GAS=4]").source == "x"
 
@@ -112,6 +114,8 @@ def test_where_a_table_does_not_say_as_little_is_recomputed_as_fits():
         ({"model": "a secret", "layers": ""}, "dimensions"),
         ({"tp": "2", "layers": "2", "hidden": "96", "heads": "3"}, "cannot divide"),
         ({"n_gpus": "", "dp": ""}, "number of GPUs"),
+        ({"model": "Qwen3_30B_a3B"}, "mixture of experts"),
+        ({"model": "DeepSeekV3 (w/ MTP)"}, "mixture of experts"),
     ],
 )
 def test_rows_that_cannot_be_predicted_say_why(cells, says):

@@ -16,7 +16,7 @@ from meshwright.planner.published.conventions import Convention, convention_of
 from meshwright.planner.published.described import Case
 from meshwright.planner.published.held import held_by
 from meshwright.planner.published.rows import Row
-from meshwright.planner.published.shapes import shape_of
+from meshwright.planner.published.shapes import has_unknown_experts, shape_of
 from meshwright.planner.published.strategies import (
     nearby_of,
     pipeline_of,
@@ -44,6 +44,8 @@ def case_of(row: Row) -> Case:
     convention = _convention(row)
     try:
         cluster = _cluster(row, convention)
+        if has_unknown_experts(row):
+            raise NotCovered(f"{row.text('model')} is a mixture of experts whose dimensions a row cannot give")
         shape = shape_of(row, convention, assumed)
         if shape is None:
             raise NotCovered("the table gives neither the model's dimensions nor a size that is known")
@@ -57,14 +59,17 @@ def _largest(
     row: Row, convention: Convention, shape: Shape, cluster: Cluster, sizes: dict[str, int], assumed: list[str]
 ) -> Case:
     """Where the table gives no micro-batch: the largest that fits, as one who fills a device takes; 1 in a pipeline."""
-    given, whole = row.count("micro_batch"), _global_batch(row, sizes["dp"])
+    given, whole = row.count("micro_batch"), _global_batch(row, sizes["dp"], shape.seq)
     candidates = [given] if given else [1] if sizes["pp"] > 1 else list(_MICRO_BATCHES)
     for micro in candidates:
         if whole is not None and not given and (micro > 1 and whole % (micro * sizes["dp"])):
             continue
         said = list(assumed) if given else [*assumed, f"micro_batch {micro}"]
-        case = _lightest(row, convention, shape, cluster, sizes, (micro, whole or micro * sizes["dp"]), said)
-        if len(candidates) == 1 or micro == 1 or held_by(case).fits:
+        batches = (micro, whole or micro * sizes["dp"])
+        if len(candidates) == 1 or micro == 1:
+            return _lightest(row, convention, shape, cluster, sizes, batches, said)
+        case = _case(row, convention, shape, cluster, sizes, batches, recompute_of(row, convention, said)[0], said)
+        if held_by(case).fits:
             return case
     raise AssertionError("1 is among the candidates")
 
@@ -203,9 +208,11 @@ def _sizes(row: Row, devices: int) -> dict[str, int]:
     return {**sizes, "dp": devices // inner}
 
 
-def _global_batch(row: Row, dp: int) -> int | None:
-    """Samples of a step over all ranks."""
+def _global_batch(row: Row, dp: int, seq: int) -> int | None:
+    """Samples of a step over all ranks, from samples or tokens."""
     whole = row.count("global_batch")
+    if whole is not None and "tok" in row.text("global_batch").lower():
+        whole = max(1, round(whole / seq))
     noted = re.search(r"batch per DP (\d+)", row.notes)
     return int(noted.group(1)) * dp if whole is None and noted else whole
 

@@ -27,9 +27,11 @@ def zero_stage_of(row: Row, convention: Convention, assumed: list[str]) -> int:
     found = re.search(r"[0-3]", text)
     if found:
         return int(found.group(0))
-    if any(word in text for word in ("fsdp", "hsdp", "hybrid", "full")):
+    if any(word in text for word in ("fsdp", "hsdp", "hybrid", "full", "param", "zero++")):
         return 3
-    if "dist" in text:  # Megatron's distributed optimizer
+    if "grad" in text:
+        return 2
+    if "dist" in text or "optim" in text:  # Megatron's distributed optimizer
         return 1
     if not text:
         assumed.append(f"zero_stage {convention.default_zero}")
