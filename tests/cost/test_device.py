@@ -21,6 +21,13 @@ GIB = 2**30
         ("NVIDIA L40S", "L40S"),
         ("L4", "L4"),
         ("B200?", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("8xH100 80GB SXM5", "H100-SXM"),
+        ("DGX-GB300", "GB300"),
+        ("B300", "B300"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA H200 141GB", "H200"),
+        ("MI325X", "MI325X"),
         ("AMD Instinct MI300X", "MI300X"),
     ],
 )
@@ -38,7 +45,7 @@ def test_memory_power_and_bandwidth_in_a_name_count():
 
 def test_the_nominal_size_is_not_taken_for_another_device():
     assert find_device("H100-80GB") == DEVICES["H100-SXM"]
-    assert find_device("NVIDIA GH200 480GB").memory_bytes == DEVICES["H200"].memory_bytes
+    assert find_device("NVIDIA GH200 480GB") == DEVICES["GH200"]  # 480 GB are the host's
 
 
 def test_an_unknown_device_is_named_with_those_that_are_known():
@@ -49,4 +56,6 @@ def test_an_unknown_device_is_named_with_those_that_are_known():
 def test_peaks_by_type():
     assert DEVICES["H100-SXM"].peak_flops_per_s("fp8") == pytest.approx(2 * 989.4e12, rel=1e-3)
     assert DEVICES["A100-80"].peak_flops_per_s("fp8") == DEVICES["A100-80"].peak_flops_per_s("half")  # it has none
+    assert DEVICES["GB300"].peak_flops_per_s("fp4") == 15e15
+    assert DEVICES["H100-SXM"].peak_flops_per_s("fp4") == DEVICES["H100-SXM"].peak_flops_per_s("fp8")
     assert DEVICES["V100-32"].peak_flops_per_s("fp32") == 15.7e12

@@ -5,7 +5,7 @@ import pytest
 from meshwright.cost import DEVICES, Constants, Efficiency, Op
 from meshwright.cost.kernels import Machine, backward_s, forward_s
 
-NO_GAP = Constants(gap_s=0.0, narrow=0.5, flash1=0.5)
+NO_GAP = Constants(gap_s=0.0, narrow=0.5, flash1=0.5, vendor=0.5, tile=2.0)
 MACHINE = Machine(DEVICES["A100-80"], Efficiency(matmul=0.5, attention=0.25, memory=0.5), NO_GAP)
 PEAK, BANDWIDTH = 312e12, 2.039e12
 
@@ -13,7 +13,7 @@ PEAK, BANDWIDTH = 312e12, 2.039e12
 def test_a_matrix_product_by_hand():
     op = Op("matmul", m=1024, n=512, k=256)
     moved = 2 * (1024 * 256 + 256 * 512 + 1024 * 512)
-    expected = 2 * 1024 * 512 * 256 / (0.5 * PEAK) + moved / (0.5 * BANDWIDTH)
+    expected = 2 * 1024 * 512 * 256 / (0.5 * PEAK) + 2.0 * moved / (0.5 * BANDWIDTH)
     assert forward_s(op, MACHINE) == pytest.approx(expected)
     assert backward_s(op, MACHINE) == pytest.approx(2 * expected)  # both gradients read and write the same matrices
     again = dataclasses.replace(op, recomputed=True)
@@ -31,6 +31,8 @@ def test_attention_by_hand():
     assert forward_s(narrow, MACHINE) == pytest.approx(2 * op.flops / (0.25 * PEAK) + moved / (0.5 * BANDWIDTH))
     first = dataclasses.replace(op, variant="flash1")
     assert forward_s(first, MACHINE) > 1.9 * op.flops / (0.25 * PEAK)
+    vendors = dataclasses.replace(op, variant="vendor")
+    assert forward_s(vendors, MACHINE) == pytest.approx(op.flops / (0.5 * PEAK) + moved / (0.5 * BANDWIDTH))
 
 
 def test_kernels_bound_by_memory_and_gaps():
@@ -42,7 +44,7 @@ def test_kernels_bound_by_memory_and_gaps():
 
 
 def test_fp8_gains_most_where_products_are_wide():
-    hopper = Machine(DEVICES["H100-SXM"], Efficiency(), NO_GAP)
+    hopper = Machine(DEVICES["H100-SXM"], Efficiency(), Constants(gap_s=0.0, tile=1.0))
 
     def gain(width):
         half = Op("matmul", 8192, width, width)
@@ -56,3 +58,9 @@ def test_less_power_is_slower_and_not_in_proportion():
     limited = Machine(dataclasses.replace(DEVICES["H100-SXM"], power_fraction=0.5), Efficiency(), Constants())
     whole = Machine(DEVICES["H100-SXM"], Efficiency(), Constants())
     assert 1 < forward_s(op, limited) / forward_s(op, whole) < 2
+
+
+def test_4_bits_gain_on_8_where_products_are_wide():
+    blackwell = Machine(DEVICES["B200"], Efficiency(), Constants(gap_s=0.0, tile=1.0))
+    wide = Op("matmul", 16384, 16384, 16384, dtype="fp8")
+    assert 1.5 < forward_s(wide, blackwell) / forward_s(dataclasses.replace(wide, dtype="fp4"), blackwell) < 2

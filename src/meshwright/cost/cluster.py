@@ -58,11 +58,13 @@ class Cluster:
 # Per device, one direction: NVLink 2, 3, 4, 5 and xGMI; PCIe where there is no such link; the usual network of a node
 # over its devices (DGX-1: 4 x 100 Gb/s; DGX A100: 8 x 200; DGX H100: 8 x 400). Datasheets.
 _INTRA = {
-    "V100": 150e9, "A100": 300e9, "H100-PCIe": 64e9, "H100": 450e9, "H200": 450e9, "B200": 900e9, "MI300X": 448e9,
+    "V100": 150e9, "A100": 300e9, "H100-PCIe": 64e9, "H100": 450e9, "H200": 450e9, "B200": 900e9,
+    "GB200": 900e9, "GB300": 900e9, "B300": 900e9, "GH200": 450e9, "H20": 450e9, "MI300X": 448e9, "MI325X": 448e9,
     "MI250X": 200e9, "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9, "L4": 25e9, "CPU": 4e9,
 }  # fmt: skip
 _NODE_GBPS = {
-    "V100": 100, "A100": 1600, "H100": 3200, "H200": 3200, "B200": 3200, "MI300X": 3200, "MI250X": 1600,
+    "V100": 100, "A100": 1600, "H100": 3200, "H200": 3200, "B200": 3200, "GB200": 3200, "GB300": 6400, "B300": 6400,
+    "GH200": 3200, "H20": 3200, "MI300X": 3200, "MI325X": 3200, "MI250X": 1600,
     "A10G": 100, "A10": 100, "L40S": 400, "L40": 400, "L4": 100, "CPU": 10,
 }  # fmt: skip
 _HOST = {"V100": 12e9, "A100": 25e9, "CPU": 10e9}

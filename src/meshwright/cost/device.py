@@ -22,6 +22,7 @@ class Device:
         half_flops_per_s: Peak of dense fp16 and bf16 matrix products with fp32 accumulation.
         fp32_flops_per_s: Peak of fp32 matrix products (without TF32).
         fp8_flops_per_s: Peak of dense fp8 products; None where the device has none.
+        fp4_flops_per_s: Peak of dense 4-bit products; None where the device has none.
         bandwidth_bytes_per_s: Of its memory.
         efficiency: Whose fitted efficiencies it takes (a key of ``efficiencies.json``).
         power_fraction: Sustained power over the power the peak is stated for.
@@ -42,24 +43,33 @@ class Device:
     bf16: bool = True
     is_host: bool = False
     aliases: tuple[str, ...] = field(default=(), compare=False)
+    fp4_flops_per_s: float | None = None
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Peak of matrix products in ``fp32``, ``half`` or ``fp8`` (where there is none, of half)."""
+        """Peak of matrix products in ``fp32``, ``half``, ``fp8`` or ``fp4`` (or of the next wider type)."""
         if dtype == "fp32":
             return self.fp32_flops_per_s
-        return self.fp8_flops_per_s or self.half_flops_per_s if dtype == "fp8" else self.half_flops_per_s
+        if dtype == "fp4" and self.fp4_flops_per_s:
+            return self.fp4_flops_per_s
+        return self.fp8_flops_per_s or self.half_flops_per_s if dtype in ("fp8", "fp4") else self.half_flops_per_s
 
 
 # Vendors' datasheets, dense figures; memory as the driver reports it. ``aliases`` are what drivers call a device; the
 # first that matches counts, so narrower names stand first.
 _BARE = (
-    Device("B200", 183_359 * _MIB, 2.25e15, 75e12, 8.0e12, 4.5e15, "B200", aliases=("B200", "GB200")),
-    Device("H200", 143_771 * _MIB, 989.4e12, 67e12, 4.8e12, 1978.9e12, "H100", aliases=("H200", "GH200")),
+    Device("GB300", 284_208 * _MIB, 2.5e15, 80e12, 8.0e12, 5e15, "B200", aliases=("GB300",), fp4_flops_per_s=15e15),
+    Device("GB200", 189_471 * _MIB, 2.5e15, 80e12, 8.0e12, 5e15, "B200", aliases=("GB200",), fp4_flops_per_s=10e15),
+    Device("B300", 275_040 * _MIB, 2.25e15, 75e12, 8.0e12, 4.5e15, "B200", aliases=("B300",), fp4_flops_per_s=13.5e15),
+    Device("B200", 183_359 * _MIB, 2.25e15, 75e12, 8.0e12, 4.5e15, "B200", aliases=("B200",), fp4_flops_per_s=9e15),
+    Device("H200", 143_771 * _MIB, 989.4e12, 67e12, 4.8e12, 1978.9e12, "H100", aliases=("H200", "GH200-144")),
     Device("H100-NVL", 95_830 * _MIB, 835.5e12, 60e12, 3.9e12, 1671e12, "H100", aliases=("H100 NVL", "H100-NVL")),
     Device("H100-PCIe", 81_559 * _MIB, 756e12, 51e12, 2.0e12, 1513e12, "H100", aliases=("H100 PCIe", "H100-PCIe")),
+    Device("GH200", 97_871 * _MIB, 989.4e12, 67e12, 4.0e12, 1978.9e12, "H100", aliases=("GH200",)),
+    Device("H20", 97_871 * _MIB, 148e12, 44e12, 4.0e12, 296e12, "H100", aliases=("H20",)),
     Device("H100-SXM", 81_559 * _MIB, 989.4e12, 67e12, 3.35e12, 1978.9e12, "H100", aliases=("H100", "H800")),
-    Device("A100-80", 81_920 * _MIB, 312e12, 19.5e12, 2.039e12, None, "A100", aliases=("A100-80", "A100")),
+    Device("A100-80", 81_920 * _MIB, 312e12, 19.5e12, 2.039e12, None, "A100", aliases=("A100-80", "A100", "A800")),
     Device("A100-40", 40_536 * _MIB, 312e12, 19.5e12, 1.555e12, None, "A100", aliases=("A100-40",)),
+    Device("MI325X", 256 * _GIB, 1307.4e12, 163.4e12, 6.0e12, 2614.9e12, "MI300X", aliases=("MI325X", "MI325")),
     Device("MI300X", 192 * _GIB, 1307.4e12, 163.4e12, 5.3e12, 2614.9e12, "MI300X", aliases=("MI300X", "MI300")),
     Device("MI250X", 64 * _GIB, 191.5e12, 47.9e12, 1.6e12, None, "MI300X", aliases=("MI250X", "MI250")),  # one die
     Device("A10G", 24 * _GIB, 70e12, 35e12, 600e9, None, "A100", aliases=("A10G",)),
@@ -86,7 +96,18 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
 _MEMORY = re.compile(r"(\d+)\s*G(?:i?B)?(?![a-z])", re.IGNORECASE)
 _WATTS = re.compile(r"(\d{3,4})\s*W(?![a-z])", re.IGNORECASE)
-_TDP_WATTS = {"B200": 1000, "H200": 700, "H100-SXM": 700, "H100-PCIe": 350, "A100-80": 400, "A100-40": 400}
+_TDP_WATTS = {
+    "B200": 1000,
+    "GB200": 1200,
+    "GB300": 1400,
+    "B300": 1100,
+    "GH200": 700,
+    "H200": 700,
+    "H100-SXM": 700,
+    "H100-PCIe": 350,
+    "A100-80": 400,
+    "A100-40": 400,
+}
 # A vendor's own words for a board that runs below its power, without saying how far: TorchAO's B200 run at 750 W.
 _LIMITED_POWER = 0.75
 # HBM2e boards of H100 (PCIe and the 96 GB variant) have 6 stacks at 2.4 TB/s at most; PCIe's datasheet: 5 at 2.0.
@@ -122,7 +143,7 @@ def half_peak_flops_per_s(device_name: str) -> float | None:
 
 
 def _match(name: str) -> Device | None:
-    squeezed = re.sub(r"[\s_]+", "-", name).upper()
+    squeezed = re.sub(r"[\s_]+", "-", re.sub(r"^\s*\d+\s*[x×*]\s*", "", name)).upper()  # "8 x H100" is one of them
     for device in _TABLE:
         for alias in device.aliases:
             # A10 is not A100, L4 not L40: what follows a number must not go on with it.

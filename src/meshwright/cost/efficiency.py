@@ -31,9 +31,9 @@ class Efficiency:
     matmul: float = 0.75
     fp8: float = 0.55
     attention: float = 0.45
-    memory: float = 0.75
+    memory: float = 0.8
     intra: float = 0.75
-    inter: float = 0.5
+    inter: float = 0.7
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,10 @@ class Constants:
         p2p_s: What handing on to the next stage of a pipeline costs beside its bytes: ranks wait for each other.
         narrow: Exponent by which attention slows down with heads narrower than 128.
         flash1: Speed of the first generation of fused attention beside the second.
+        vendor: Of the half-precision peak, what fused attention reaches that is written for its generation of devices
+            (cuDNN's; FlashAttention-3 on Hopper: Shah et al. 2024, Fig. 5 and 6).
+        tile: Times the bytes of its operands that a product's first and last tiles cost beside its arithmetic.
+        host_s: What the host takes to launch one kernel of a module that is not compiled: a block cannot be faster.
         rowwise_bytes: Moved for each element of an fp8 product's inputs that is scaled row by row, beside the cast.
         async_tensor: Share of tensor-parallel collectives that is left when they run beside the products they feed.
     """
@@ -63,6 +67,9 @@ class Constants:
     p2p_s: float = 2e-4
     narrow: float = 0.2
     flash1: float = 0.6
+    vendor: float = 0.53
+    host_s: float = 5e-5
+    tile: float = 1.2
     rowwise_bytes: float = 5.0
     async_tensor: float = 0.5
 

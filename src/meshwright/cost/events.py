@@ -17,7 +17,7 @@ from meshwright.cost.efficiency import Calibration, fitted
 from meshwright.cost.passes import pass_tasks
 from meshwright.cost.pipeline import Action, StageTimes, order, pipeline_s, play
 from meshwright.cost.rank import Rank, inline_s, rank_of
-from meshwright.cost.simulate import hop_s, once_s, simulate, stage_times
+from meshwright.cost.simulate import hop_s, last_rounds, once_s, simulate, stage_times
 from meshwright.cost.step import Step
 from meshwright.cost.timeline import Task, makespan_s, schedule
 
@@ -81,7 +81,9 @@ def step_events(
         score, end = _replicated(ranks[0], every[0].num_micro_batches), busy
     events = score.events(end, shares)
     if len(every) > 1:
-        events += _last_reductions(ranks, end, busy)
+        per_rank = len(every[0].stages.ranks) // len(every) if every[0].stages is not None else 1
+        rounds = last_rounds(len(every), per_rank, every[0].num_micro_batches)
+        events += _last_reductions(ranks, end, busy, rounds)
     return tuple(sorted([*events, *_closing(ranks, busy, time.step_time_s)], key=lambda event: event.start_s))
 
 
@@ -243,13 +245,13 @@ def _beside(score: _Score, own: Rank, rank: int, computed: int, waits: tuple[int
     score.add(rank, lane, Task(f"{lane} beside {task.name}", f"{lane} {rank}", seconds, waits))
 
 
-def _last_reductions(ranks: Sequence[Rank], end: float, busy: float) -> list[StepEvent]:
-    """Gathers and reductions once a step, beside each rank's last backward and what of them is left after it."""
-    slowest = max(ranks, key=lambda each: once_s(each) - each.passes.backward_total_s)
+def _last_reductions(ranks: Sequence[Rank], end: float, busy: float, rounds: float) -> list[StepEvent]:
+    """Gathers and reductions once a step, beside each rank's last backwards and what of them is left after these."""
+    slowest = max(ranks, key=lambda each: once_s(each) - each.passes.backward_total_s * rounds)
     found = []
     for rank, each in enumerate(ranks):
         seconds = min(once_s(each), busy)
-        start = max(0.0, end - each.passes.backward_total_s)
+        start = max(0.0, end - each.passes.backward_total_s * rounds)
         critical = each is slowest and busy > end
         if seconds > 0:
             found.append(

@@ -16,8 +16,8 @@ from meshwright.cost.step import Op
 _HEAD_WIDTH = 128  # that ``Efficiency.attention`` is stated for
 # FlashAttention-2 (Dao 2023, §3.1) recomputes the scores: backward does five products where forward does two.
 _ATTENTION_BACKWARD = 2.5
-_ITEMSIZE = {"fp32": (4, 4), "half": (2, 2), "fp8": (1, 2)}  # of inputs and outputs in memory
-_FP8_CAST_BYTES = 3  # a cast to fp8 reads both bytes and writes one
+_ITEMSIZE = {"fp32": (4, 4), "half": (2, 2), "fp8": (1, 2), "fp4": (0.5, 2)}  # of inputs and outputs in memory
+_CAST_BYTES = {"fp8": 3, "fp4": 2.5}  # a cast reads both bytes and writes what is left
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Machine:
 
     def matmul_flops_per_s(self, dtype: str) -> float:
         """What large products reach."""
-        fraction = self.efficiency.fp8 if dtype == "fp8" else self.efficiency.matmul
+        fraction = self.efficiency.fp8 if dtype in ("fp8", "fp4") else self.efficiency.matmul
         return self.device.peak_flops_per_s(dtype) * fraction * self.sustained
 
     @property
@@ -46,9 +46,10 @@ class Machine:
     def attention_flops_per_s(self, width: int, dtype: str, variant: str = "") -> float:
         """What fused attention reaches with heads of a width."""
         slower = self.constants.flash1 if variant == "flash1" else 1.0
+        fraction = self.constants.vendor if variant == "vendor" else self.efficiency.attention * slower
         narrow = min(1.0, width / _HEAD_WIDTH) ** self.constants.narrow
-        peak = self.device.peak_flops_per_s("half" if dtype == "fp8" else dtype)
-        return peak * self.efficiency.attention * narrow * slower * self.sustained
+        peak = self.device.peak_flops_per_s("half" if dtype in ("fp8", "fp4") else dtype)
+        return peak * fraction * narrow * self.sustained
 
 
 def forward_s(op: Op, machine: Machine) -> float:
@@ -78,10 +79,11 @@ def backward_s(op: Op, machine: Machine) -> float:
 def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine) -> float:
     size_in, size_out = _ITEMSIZE[op.dtype]
     moved: float = size_in * (m * k + k * n) + size_out * m * n
-    if op.dtype == "fp8":
+    if op.dtype in _CAST_BYTES:
         rowwise = machine.constants.rowwise_bytes if op.variant == "rowwise" else 0.0
-        moved += (_FP8_CAST_BYTES + rowwise) * (m * k + k * n)
-    return op.batch * (2 * m * n * k / machine.matmul_flops_per_s(op.dtype) + moved / machine.bytes_per_s)
+        moved += (_CAST_BYTES[op.dtype] + rowwise) * (m * k + k * n)
+    spent = machine.constants.tile * moved / machine.bytes_per_s
+    return op.batch * (2 * m * n * k / machine.matmul_flops_per_s(op.dtype) + spent)
 
 
 def _attention_s(op: Op, machine: Machine) -> float:

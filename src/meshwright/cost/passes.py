@@ -24,6 +24,7 @@ class Passes:
     gather_outside_s: float  # of what is outside the blocks
     reduce_outside_s: float
     interference: float
+    gathers_ahead: bool = True  # in backward: while the block before computes, and not after it
 
     @property
     def forward_total_s(self) -> float:
@@ -84,7 +85,7 @@ def pass_tasks(passes: Passes, *, gather: bool, reduce: bool) -> list[Task]:
     again = gather and passes.gather_backward_s > 0
     sends = passes.reduce_s if reduce else 0.0
     slowed_forward = _slowed(passes, passes.gather_forward_s if gathers else 0.0, sum(passes.forward_s))
-    beside = (passes.gather_backward_s if again else 0.0) + sends
+    beside = (passes.gather_backward_s if again and passes.gathers_ahead else 0.0) + sends
     slowed_backward = _slowed(passes, beside, sum(passes.backward_s))
     before = add("gather outside", "link", passes.gather_outside_s) if gathers else -1
     computed: list[int] = []
@@ -96,15 +97,22 @@ def pass_tasks(passes: Passes, *, gather: bool, reduce: bool) -> list[Task]:
         computed.append(add(f"forward {index}", "compute", passes.forward_s[index] * slowed_forward, ready))
     add("forward outside", "compute", passes.outside_forward_s, before)
     last = add("backward outside", "compute", passes.outside_backward_s)
-    reduced: list[int] = []
     done: list[int] = [last]
-    for turn, index in enumerate(reversed(range(count))):
-        ready = -1
-        if again:
-            ready = add(f"gather {index} again", "link", passes.gather_backward_s, done[max(turn - 1, 0)])
+    order = list(reversed(range(count)))
+    ready = add(f"gather {order[0]} again", "link", passes.gather_backward_s) if again and order else -1
+    for turn, index in enumerate(order):
+        # The next gather is issued before the reduction of this block: on one link it would else wait for it.
+        following = order[turn + 1] if turn + 1 < count else None
+        name = f"gather {following} again"
+        after = -1
+        if again and following is not None and passes.gathers_ahead:
+            after = add(name, "link", passes.gather_backward_s, done[-1])
         done.append(add(f"backward {index}", "compute", passes.backward_s[index] * slowed_backward, ready))
+        if again and following is not None and not passes.gathers_ahead:
+            after = add(name, "link", passes.gather_backward_s, done[-1])
         if sends:
-            reduced.append(add(f"reduce {index}", "link", sends, done[-1]))
+            add(f"reduce {index}", "link", sends, done[-1])
+        ready = after
     if sends:
         add("reduce outside", "link", passes.reduce_outside_s, done[-1])
     return tasks

@@ -111,6 +111,7 @@ def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, fl
         gather_outside_s=gathered["forward"] * share,
         reduce_outside_s=0.0,
         interference=machine.constants.interference,
+        gathers_ahead=step.gathers_ahead,
     )
 
 
@@ -121,9 +122,7 @@ def _computing(
     outside = [op for block in step.blocks if block.name == "outside" for op in block.ops if _runs_here(step, op)]
     apart = sum(forward_s(op, machine) for op in outside), sum(backward_s(op, machine) for op in outside)
     if any(block.ops for block in step.blocks):
-        each = [
-            (sum(forward_s(op, machine) for op in b.ops), sum(backward_s(op, machine) for op in b.ops)) for b in blocks
-        ]
+        each = [_block_s(block.ops, machine) for block in blocks]
     else:
         forward, backward = _from_flops(step, machine)
         count = sum(block.count for block in blocks)
@@ -132,6 +131,15 @@ def _computing(
         each = [(forward / count, backward / count)] * len(blocks)
     times = [seconds for block, seconds in zip(blocks, each, strict=True) for _ in range(block.count)]
     return [forward for forward, _ in times], [backward for _, backward in times], apart
+
+
+def _block_s(ops: tuple[Op, ...], machine: Machine) -> tuple[float, float]:
+    """Seconds of one block's forward and backward: of its kernels, or of launching them where these are short."""
+    host = machine.constants.host_s
+    forward, backward = sum(forward_s(op, machine) for op in ops), sum(backward_s(op, machine) for op in ops)
+    launched = sum(op.count for op in ops)
+    again = sum(op.count for op in ops if op.recomputed)
+    return max(forward, launched * host), max(backward, (launched + again) * host)
 
 
 def _from_flops(step: Step, machine: Machine) -> tuple[float, float]:

@@ -114,7 +114,8 @@ def _pipelined(
     micro_batches = step.num_micro_batches
     slowest = max(each.forward_s + each.backward_s for each in times) * micro_batches
     whole = pipeline_s(stages.schedule, times, hop, per_rank, micro_batches)
-    once = max(0.0, *(once_s(each) - (0.0 if in_turn else each.passes.backward_total_s) for each in ranks))
+    rounds = last_rounds(len(ranks), per_rank, micro_batches)
+    once = max(0.0, *(once_s(each) - (0.0 if in_turn else each.passes.backward_total_s * rounds) for each in ranks))
     compute = max(each.passes.compute_s for each in ranks) * micro_batches
     return whole + once, compute, once + slowest - compute, whole - slowest
 
@@ -131,6 +132,14 @@ def once_s(rank: Rank) -> float:
     """Gathers and reductions of a pipeline's rank once a step: as its last backward runs, and only that hides them."""
     reductions = rank.last.all_reductions_s - (rank.passes.all_reductions_s if rank.reduces_each else 0.0)
     return reductions + (0.0 if rank.gathers_each else rank.passes.all_gathers_s)
+
+
+def last_rounds(ranks: int, stages: int, micro_batches: int) -> float:
+    """Micro-batches' backwards behind which a rank's reductions hide: they begin with its first stage that is done.
+
+    A rank with several stages takes a round of micro-batches through each in turn.
+    """
+    return 1 + (min(ranks, micro_batches) - 1) * (1 - 1 / stages)
 
 
 def stage_times(rank: Rank) -> StageTimes:

@@ -85,9 +85,9 @@ class Op:
     batch: int = 1
     num_bytes: int = 0
     backward_bytes: int | None = None  # of a move; None: twice what forward moves
-    dtype: Literal["fp32", "half", "fp8"] = "half"
+    dtype: Literal["fp32", "half", "fp8", "fp4"] = "half"
     causal: bool = False  # of an attention: half of the scores are not computed
-    variant: Literal["", "rowwise", "flash1"] = ""  # fp8 scaled row by row; fused attention of the first generation
+    variant: Literal["", "rowwise", "flash1", "vendor"] = ""  # fp8 scaled row by row; of fused attention: see Constants
     count: int = 1
     inside: tuple[str, ...] = ()  # qualified names of the classes of the modules it lies in
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
@@ -232,6 +232,7 @@ class Step:
     compute_itemsize: int | None = None  # bytes per element of gathered parameters; None: as given
     reduce_itemsize: int | None = None  # bytes per element of gradients on the wire; None: as the gradient
     gathered: Literal["nothing", "unit", "model"] = "nothing"  # how much is whole at once while sharded
+    gathers_ahead: bool = True  # backward gathers the next block while one computes
     whole_gradients: bool = False  # gradients accumulate whole until the last micro-batch
     wire: Wire | None = None  # in how many bits weights are gathered and gradients reduced; None: as they are
     traffic: tuple[Traffic, ...] = ()

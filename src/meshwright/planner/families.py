@@ -63,6 +63,8 @@ def family_step(
         return [step]
     bounds = (0, *itertools.accumulate(counts))
     ranges, hidden = tuple(itertools.pairwise(bounds)), run.token_bytes(shape.hidden)
+    if run.scatters_boundary and not run.split_tokens:
+        hidden //= tensor
     return [step.replace(stages=Stages(ranks, ranges, shape.layers, rank, hidden)) for rank in range(pipeline)]
 
 

@@ -32,9 +32,12 @@ class FamilyRun:
         dropout: Whether its masks are kept.
         seq: Tokens of a sample.
         flash1: Whether fused attention is of the first generation (Dao et al. 2022; Triton's).
+        saves_fp8: Whether products in 8 bits (or fewer) keep their inputs so, as Transformer Engine does.
+        vendor_attention: Whether fused attention is written for this generation of devices (cuDNN's).
         rowwise: Whether fp8 products have a scale for each row.
         keeps_gathered: Whether the gathered input of a split layer is kept, instead of gathered again in backward.
         copies_heads: Whether queries, keys and values are copied before attention, and the copies kept.
+        scatters_boundary: Whether each rank of a tensor axis hands on its part of what all of them have.
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
         logit_bytes: Per logit: what is kept, and what is needed beside it while the loss runs backward; None: what
             torch's cross-entropy in fp32 does.
@@ -42,7 +45,7 @@ class FamilyRun:
 
     micro_batch: int
     num_micro_batches: int = 1
-    dtype: Literal["fp32", "half", "fp8"] = "half"
+    dtype: Literal["fp32", "half", "fp8", "fp4"] = "half"
     tensor: int = 1
     sequence: int = 1
     split_tokens: bool = True
@@ -52,9 +55,12 @@ class FamilyRun:
     dropout: bool = False
     seq: int = 0
     flash1: bool = False
+    vendor_attention: bool = False
+    saves_fp8: bool = False
     rowwise: bool = False
     keeps_gathered: bool = False
     copies_heads: bool = False
+    scatters_boundary: bool = False
     balances_head: bool = False
     logit_bytes: tuple[int, int] | None = None
 
@@ -118,9 +124,9 @@ def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "") -> Op:
 def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tuple[Op, ...]:
     heads, width = shape.heads // run.tensor, shape.hidden // shape.heads
     queries, keys, batch = shape.seq // run.sequence, shape.seq, run.micro_batch * heads
-    dtype = "half" if run.dtype == "fp8" else run.dtype
+    dtype = "half" if run.dtype in ("fp8", "fp4") else run.dtype
     if run.fused_attention:
-        variant: Literal["", "flash1"] = "flash1" if run.flash1 else ""
+        variant: Literal["", "flash1", "vendor"] = "flash1" if run.flash1 else "vendor" if run.vendor_attention else ""
         fused = _matmul(run, queries, keys, width)
         return (
             dataclasses.replace(
@@ -132,9 +138,11 @@ def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tupl
         Op("matmul", *dims, batch=batch, dtype=dtype, inside=names, needed_in=names)  # type: ignore[arg-type]
         for dims in ((queries, keys, width), (queries, width, keys))
     )
-    # The masked softmax reads and writes them, and dropout with its mask; in backward softmax reads two and writes one.
+    # The causally masked softmax reads one half and writes all, dropout reads and writes all and its mask; in backward
+    # softmax reads one half of two tensors and writes one.
     scores, size = batch * queries * keys, run.itemsize
-    forward, backward = (4 * size + 1, 5 * size + 1) if run.dropout else (2 * size, 3 * size)
+    softmax = (3 * size // 2, 2 * size)
+    forward, backward = (each + (2 * size + 1 if run.dropout else 0) for each in softmax)
     moved = Op("move", num_bytes=scores * forward, backward_bytes=scores * backward, inside=names, needed_in=names)
     return (*products, moved)
 
@@ -158,10 +166,11 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     """Bytes that one block keeps for backward, its input included (34 s b h of Korthikanti et al. 2022, for GPT)."""
     h, kv, f, size = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token, run.itemsize
     plain = 2 * h * size  # the input, and the sum in the middle
-    entering = 2 * h * size  # both norms' outputs, which split layers take
+    narrow = run.saves_fp8 and run.dtype in ("fp8", "fp4")
+    entering = 2 * h * (1 if narrow else size)  # both norms' outputs, which split layers take
     split = (h + 2 * kv) * size * (2 if run.copies_heads else 1) + h * size  # queries, keys, values; attention's output
     if shape.gated:
-        split += (3 if run.compiled else 4) * f * size  # gate, up, its activation, the product
+        split += (3 if run.compiled else 4) * f * size - (f if narrow else 0)  # gate, up, its activation, the product
     else:
         split += 2 * f * size
     if run.dropout:
@@ -195,7 +204,7 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
     h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, shape.vocab // run.tensor
     first = 0 if pipeline > 1 else None
     last = pipeline - 1 if pipeline > 1 else None
-    dtype = "half" if run.dtype == "fp8" else run.dtype
+    dtype = "half" if run.dtype in ("fp8", "fp4") else run.dtype
     # Forward: read, write in fp32, log-softmax reads and writes; backward: reads and writes fp32, casts. Fused: once.
     forward, backward = (size, 2 * size) if run.fused_loss else (size + 12, 14 + size)
     return (

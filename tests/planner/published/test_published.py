@@ -11,7 +11,8 @@ from meshwright.errors import DataError
 from meshwright.planner.published import COLUMNS, NotCovered, Row, kendall_tau, predict_row, read_rows, score
 from meshwright.planner.published.conventions import convention_of
 
-TABLE = Path(__file__).parents[3] / "benchmarks" / "data" / "published_runs.csv"
+DATA = Path(__file__).parents[3] / "benchmarks" / "data"
+TABLE, OTHERS = DATA / "published_runs.csv", DATA / "more_runs.csv"
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +30,14 @@ def test_figures_hold(scores):
     assert figures["kendall_tau"] > 0.8
     bmtrain = figures["per_source"]["BMTrain README project README"]["oom"]
     assert bmtrain == {"tp": 17, "fp": 0, "fn": 0, "tn": 11}
+
+
+def test_tables_that_were_not_fitted_are_covered_and_none_falsely_fits():
+    figures = score(read_rows(OTHERS)[::20]).as_json()
+    assert figures["covered"] == figures["rows"] == 21
+    assert figures["time_median"] < 0.12
+    assert figures["oom"]["fn"] == 0
+    assert figures["oom"]["fp"] <= 2
 
 
 def test_json_has_the_agreed_keys(scores):
@@ -62,8 +71,37 @@ def test_spellings():
     assert predict_row(row(mfu="45 %")).published_tokens_per_s_per_gpu == pytest.approx(
         predict_row(row(mfu="0.45")).published_tokens_per_s_per_gpu
     )
+    assert predict_row(row(precision="NVFP4", gpu="DGX-GB200")).case.run.dtype == "fp4"
+    assert predict_row(row(ac="selective op")).case.strategy.get("checkpoint") is not None
+    assert predict_row(row(seq="8192", global_batch="4M tokens")).case.global_batch == 488
+    assert predict_row(row(zero_stage="optim_grads_params")).case.zero_stage == 3
     assert row(tokens_per_s_per_gpu="OOM").ran_out_of_memory
     assert row(source="x [GAS=4]").source == "x"
+
+
+def test_hybrid_sharding_is_within_nodes():
+    axes = predict_row(row(zero_stage="HSDP", n_gpus="64")).case.strategy.get("parallel_mode").axes
+    assert dict(axes) == {"zero": 8, "data": 8}
+    axes = predict_row(row(source="IBM fms-fsdp [HSDP]", zero_stage="3", n_gpus="4")).case.strategy
+    assert dict(axes.get("parallel_mode").axes) == {"zero": 4}
+
+
+@pytest.mark.parametrize(
+    ("notes", "stages"),
+    [("VP=5", 5), ("vp5", 5), ("virtual pipeline 5", 5), ("v=5", 5), ("Interleaved 1F1B", 2), ("arXiv v3", 1)],
+)
+def test_stages_of_a_pipelines_ranks(notes, stages):
+    cells = {"source": f"somewhere [{notes}]", "model": "Llama-3-70B", "n_gpus": "64", "tp": "8", "pp": "4"}
+    strategy = predict_row(row(**cells, global_batch="64")).case.strategy
+    assert strategy.get("pipeline_parallel").num_stages_per_rank == (stages if stages > 1 else None)
+
+
+def test_where_a_table_does_not_say_as_little_is_recomputed_as_fits():
+    small = predict_row(row(source="Megatron-Bridge", zero_stage="3", gpu="H200", micro_batch="4"))
+    large = predict_row(row(source="Megatron-Bridge", zero_stage="3", gpu="A100-40", micro_batch="4"))
+    assert small.case.strategy.get("checkpoint") is None
+    assert large.case.strategy.get("checkpoint") is not None
+    assert any("recomputes" in said for said in large.case.assumed)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +114,8 @@ def test_spellings():
         ({"model": "a secret", "layers": ""}, "dimensions"),
         ({"tp": "2", "layers": "2", "hidden": "96", "heads": "3"}, "cannot divide"),
         ({"n_gpus": "", "dp": ""}, "number of GPUs"),
+        ({"model": "Qwen3_30B_a3B"}, "mixture of experts"),
+        ({"model": "DeepSeekV3 (w/ MTP)"}, "mixture of experts"),
     ],
 )
 def test_rows_that_cannot_be_predicted_say_why(cells, says):

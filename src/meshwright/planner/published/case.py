@@ -16,8 +16,9 @@ from meshwright.planner.published.conventions import Convention, convention_of
 from meshwright.planner.published.described import Case
 from meshwright.planner.published.held import held_by
 from meshwright.planner.published.rows import Row
-from meshwright.planner.published.shapes import shape_of
+from meshwright.planner.published.shapes import has_unknown_experts, shape_of
 from meshwright.planner.published.strategies import (
+    nearby_of,
     pipeline_of,
     recompute_of,
     shard_axis_of,
@@ -43,6 +44,8 @@ def case_of(row: Row) -> Case:
     convention = _convention(row)
     try:
         cluster = _cluster(row, convention)
+        if has_unknown_experts(row):
+            raise NotCovered(f"{row.text('model')} is a mixture of experts whose dimensions a row cannot give")
         shape = shape_of(row, convention, assumed)
         if shape is None:
             raise NotCovered("the table gives neither the model's dimensions nor a size that is known")
@@ -56,16 +59,38 @@ def _largest(
     row: Row, convention: Convention, shape: Shape, cluster: Cluster, sizes: dict[str, int], assumed: list[str]
 ) -> Case:
     """Where the table gives no micro-batch: the largest that fits, as one who fills a device takes; 1 in a pipeline."""
-    given, whole = row.count("micro_batch"), _global_batch(row, sizes["dp"])
+    given, whole = row.count("micro_batch"), _global_batch(row, sizes["dp"], shape.seq)
     candidates = [given] if given else [1] if sizes["pp"] > 1 else list(_MICRO_BATCHES)
     for micro in candidates:
         if whole is not None and not given and (micro > 1 and whole % (micro * sizes["dp"])):
             continue
         said = list(assumed) if given else [*assumed, f"micro_batch {micro}"]
-        case = _case(row, convention, shape, cluster, sizes, (micro, whole or micro * sizes["dp"]), said)
-        if len(candidates) == 1 or micro == 1 or held_by(case).fits:
+        batches = (micro, whole or micro * sizes["dp"])
+        if len(candidates) == 1 or micro == 1:
+            return _lightest(row, convention, shape, cluster, sizes, batches, said)
+        case = _case(row, convention, shape, cluster, sizes, batches, recompute_of(row, convention, said)[0], said)
+        if held_by(case).fits:
             return case
     raise AssertionError("1 is among the candidates")
+
+
+def _lightest(
+    row: Row,
+    convention: Convention,
+    shape: Shape,
+    cluster: Cluster,
+    sizes: dict[str, int],
+    batches: tuple[int, int],
+    assumed: list[str],
+) -> Case:
+    """Where the table does not say what is recomputed: the least that fits."""
+    candidates = recompute_of(row, convention, assumed)
+    for recompute in candidates:
+        said = [*assumed, f"recomputes {recompute}"] if recompute != candidates[0] else list(assumed)
+        case = _case(row, convention, shape, cluster, sizes, batches, recompute, said)
+        if held_by(case).fits:
+            return case
+    return _case(row, convention, shape, cluster, sizes, batches, candidates[0], assumed)
 
 
 def _case(
@@ -75,15 +100,15 @@ def _case(
     cluster: Cluster,
     sizes: dict[str, int],
     batches: tuple[int, int],
+    recompute: str,
     assumed: list[str],
 ) -> Case:
     micro_batch, global_batch = _fitting(convention, sizes, batches, assumed)
     stage = zero_stage_of(row, convention, assumed)
-    recompute = recompute_of(row, convention, assumed)
     micro_batches = max(1, round(global_batch / (sizes["dp"] * micro_batch)))
     run = _run(row, convention, shape, cluster, (micro_batch, micro_batches), assumed)
     keys = pipeline_of(sizes["pp"], run, convention, shape, row)
-    strategy = strategy_of(sizes, stage, recompute, convention, keys)
+    strategy = strategy_of(sizes, stage, recompute, convention, keys, nearby_of(row, sizes, cluster.devices_per_node))
     axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
     virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
     steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
@@ -123,11 +148,14 @@ def _run(
         dropout=convention.dropout,
         seq=shape.seq,
         flash1=convention.flash1,
+        vendor_attention=convention.vendor_attention,
+        saves_fp8=convention.vendor_attention,  # both come with Transformer Engine
         rowwise="row" in row.text("precision").lower(),
         keeps_gathered=convention.keeps_gathered,
         copies_heads=convention.copies_heads,
         balances_head=convention.balances_head,
-        logit_bytes=_logit_bytes(convention, cluster),
+        scatters_boundary=convention.scatters_boundary,
+        logit_bytes=_logit_bytes(convention, cluster, row.count("tp") or 1),
     )
 
 
@@ -135,7 +163,10 @@ def _convention(row: Row) -> Convention:
     # BMTrain's table compares with DeepSpeed and Megatron-LM, whose rows have a ZeRO stage.
     if "bmtrain" in row.source.lower() and row.text("zero_stage"):
         return dataclasses.replace(convention_of("deepspeed"), batch_of_device=True)
-    return convention_of(row.source)
+    convention = convention_of(row.source)
+    if convention.autocast_reduces_wide and "PURE" not in row.notes and "amp" in row.text("precision").lower():
+        return dataclasses.replace(convention, reduce="fp32")
+    return convention
 
 
 def _cluster(row: Row, convention: Convention) -> Cluster:
@@ -177,22 +208,29 @@ def _sizes(row: Row, devices: int) -> dict[str, int]:
     return {**sizes, "dp": devices // inner}
 
 
-def _global_batch(row: Row, dp: int) -> int | None:
-    """Samples of a step over all ranks."""
+def _global_batch(row: Row, dp: int, seq: int) -> int | None:
+    """Samples of a step over all ranks, from samples or tokens."""
     whole = row.count("global_batch")
+    if whole is not None and "tok" in row.text("global_batch").lower():
+        whole = max(1, round(whole / seq))
     noted = re.search(r"batch per DP (\d+)", row.notes)
     return int(noted.group(1)) * dp if whole is None and noted else whole
 
 
-def _logit_bytes(convention: Convention, cluster: Cluster) -> tuple[int, int] | None:
+def _logit_bytes(convention: Convention, cluster: Cluster, tensor: int) -> tuple[int, int] | None:
     # TorchTitan runs on B200 and MI300X date from 2025, when it compiles the loss as well: logits stay in half.
     if convention.expandable and cluster.device.efficiency in ("B200", "MI300X"):
         return (2, 2)
+    if convention.loss_parallel and tensor > 1:
+        # torch's loss_parallel: the gradient's update, its sum with exp, and their product are tensors of their own.
+        return (10, 12)
     return convention.logit_bytes
 
 
-def _dtype(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8"]:
+def _dtype(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8", "fp4"]:
     text = row.text("precision").lower().replace("-", "").replace("_", "")
+    if "fp4" in text:
+        return "fp4"
     if "fp8" in text or "float8" in text or "f8" in text or "e4m3" in text:
         return "fp8"
     if "16" in text or "amp" in text or "half" in text or "mixed" in text:
@@ -230,4 +268,4 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
         if async_tensor and each.axis == "tensor":
             each = dataclasses.replace(each, beside=True)
         traffic.append(each)
-    return step.replace(traffic=tuple(traffic))
+    return step.replace(traffic=tuple(traffic), gathers_ahead=convention.gathers_ahead)

@@ -29,23 +29,28 @@ class Convention:
         offloads: Whether the optimizer's state is in host memory.
         memory: What a peak counts.
         flash1: Whether fused attention is of the first generation.
+        vendor_attention: Whether it is cuDNN's, written for each generation of devices.
         latency_s: From node to node, where it is not that of InfiniBand or RoCE.
+        scatters_boundary: Whether tensor-parallel ranks each hand on a part of what all of them have.
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
         keeps_gathered: Whether the gathered input of a split layer is kept for backward.
         compiled: Whether chains of elementwise kernels are one, whatever the table says.
         splits_local_batch: Whether a pipeline cuts what is called its micro-batch into as many as it has ranks.
         batch_of_device: Whether a micro-batch is a device's share of what its tensor group takes together.
-        most_stages: Whether a pipeline's ranks take turns at single layers.
+        autocast_reduces_wide: Whether precisions called ``amp`` reduce gradients in fp32, whatever ``reduce`` says.
+        gathers_ahead: Whether backward gathers the next block while one computes (FSDP's BACKWARD_PRE).
+        stages: Of a rank of a pipeline, where a table does not say: so many at most, and as the blocks can be divided.
         async_tensor: Whether tensor-parallel collectives run beside the products they feed.
         copies_heads: Whether copies of queries, keys and values are kept.
         logit_bytes: Per logit, kept and beside it in backward; None: torch's cross-entropy.
+        loss_parallel: Whether the loss of vocabularies that a tensor axis divides is torch's ``loss_parallel``.
         bucket_bytes: Buffers of fixed size in which gradients are reduced.
         live_bytes: Of gathered parameters under ZeRO 3, which gathers single layers instead of blocks.
         expandable: Whether the allocator joins segments, and so loses nothing between them.
         flops: What an MFU or a TFLOPS figure counts: all scores, half of them (causal), or recomputation too.
         vocab: Where a table does not say.
         default_zero: Where a table does not say.
-        default_ac: Where a table does not say.
+        default_ac: Where a table does not say; ``none`` where that fits, and ``never`` also where it does not.
     """
 
     words: tuple[str, ...] = ()
@@ -64,7 +69,9 @@ class Convention:
     flops: Literal["full", "causal", "hardware"] = "full"
     vocab: int | None = None
     flash1: bool = False
+    vendor_attention: bool = False
     latency_s: float = 1.2e-5
+    scatters_boundary: bool = False
     balances_head: bool = False
     keeps_gathered: bool = False
     copies_heads: bool = False
@@ -72,13 +79,16 @@ class Convention:
     compiled: bool = False
     splits_local_batch: bool = False
     batch_of_device: bool = False
-    most_stages: bool = False
+    stages: int = 1
+    gathers_ahead: bool = True
+    autocast_reduces_wide: bool = False
     logit_bytes: tuple[int, int] | None = None
+    loss_parallel: bool = False
     bucket_bytes: int = 0
     live_bytes: int = 0
     expandable: bool = False
     default_zero: int = 0
-    default_ac: Literal["none", "full"] = "none"
+    default_ac: Literal["none", "never", "full"] = "none"
 
 
 _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divided but where it is said
@@ -92,6 +102,7 @@ _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divid
     reduce="half",
     wide_gradients=True,
     reduces_beside=False,
+    scatters_boundary=True,  # Narayanan et al. 2021, §4.1
     vocab=51200,
     default_ac="full",
 )
@@ -105,6 +116,8 @@ _KNOWN = (
         wide_gradients=True,
         async_tensor=True,
         compiled=True,  # Transformer Engine's fused norms, rotary positions and activations
+        vendor_attention=True,  # so is its attention
+        stages=8,
         vocab=128256,
         default_zero=1,
     ),
@@ -115,6 +128,8 @@ _KNOWN = (
         reentrant=True,
         reduce="half",
         flash1=True,  # Triton's kernel of 2023
+        autocast_reduces_wide=True,  # its mode DEFAULT; its PURE does not
+        gathers_ahead=False,  # Composer's default is BACKWARD_POST
         vocab=50368,
         default_zero=3,
     ),
@@ -172,9 +187,18 @@ _KNOWN = (
         default_ac="full",
         default_zero=1,
     ),
-    Convention(
-        words=("torchtitan", "torchao", "trainy"),
+    Convention(  # of 2025: the loss is compiled, too
+        words=("trainy",),
         expandable=True,
+        splits_local_batch=True,
+        logit_bytes=(2, 2),
+        vocab=128256,
+        default_zero=3,
+    ),
+    Convention(
+        words=("torchtitan", "torchao"),
+        expandable=True,
+        loss_parallel=True,
         splits_local_batch=True,
         vocab=128256,
         default_zero=3,
@@ -185,7 +209,8 @@ _KNOWN = (
         fused_loss=True,
         wide_gradients=True,
         compiled=True,
-        most_stages=True,  # §3.3.2: interleaved, a stage is one layer
+        stages=8,  # §3.3.2: interleaved, a stage is one layer
+        default_ac="never",  # §3.3.2: without recomputation at 8K tokens
         default_zero=1,
     ),
     Convention(words=("nanochat", "picotron"), default_zero=1),

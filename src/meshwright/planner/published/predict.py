@@ -98,7 +98,8 @@ def published_flops(case: Case) -> float | None:
         return tflops * 1e12
     if mfu:
         share = mfu / 100 if mfu > 1 else mfu
-        return share * case.cluster.device.peak_flops_per_s("fp8" if case.run.dtype == "fp8" else "half")
+        dtype = case.run.dtype if case.run.dtype in ("fp8", "fp4") else "half"
+        return share * case.cluster.device.peak_flops_per_s(dtype)
     return None
 
 

@@ -10,6 +10,10 @@ from meshwright.planner.published.conventions import Convention
 from meshwright.planner.published.rows import Row
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])(?![a-z])", re.IGNORECASE)
+# "Qwen3_30B_a3B" (so many active), "8x7B", and names that do not say: few of their parameters compute for one token.
+_EXPERTS = re.compile(
+    r"[ _-]a\d+(\.\d+)?b\b|\d+x\d+b|moe|mixtral|dbrx|grok|kimi|deepseek[ _-]?v[23]|gpt[ _-]?oss|llama-?4|nemotron_3"
+)
 _GPT_WORDS = ("gpt", "mpt", "megatron", "opt", "bloom", "bert", "turing", "mt-nlg", "pythia", "falcon")
 _LLAMA_WORDS = ("llama", "mistral", "qwen", "granite", "yi-", "gemma", "baichuan", "internlm", "nemotron", "olmo")
 _MOST_LAYERS = 5000  # what is more is a number of something else
@@ -40,6 +44,12 @@ def shape_of(row: Row, convention: Convention, assumed: list[str]) -> Shape | No
         experts=experts[1],
         experts_per_token=experts[2],
     )
+
+
+def has_unknown_experts(row: Row) -> bool:
+    """Whether the model's name is that of a mixture of experts whose dimensions are not known here."""
+    name = row.text("model").lower()
+    return bool(_EXPERTS.search(name)) and _mixtral_size(row) not in MIXTRAL
 
 
 def size_b(row: Row) -> float | None:

@@ -11,6 +11,8 @@ from meshwright.planner.published.conventions import Convention
 from meshwright.planner.published.rows import Row
 from meshwright.strategy import Strategy
 
+# "VP5", "vpp=2", "v=3", "virtual pipeline 4"; "v3" alone is a version of something.
+_VIRTUAL = re.compile(r"\b(?:vp+|v=|virtual)[ \w-]*?[ =:]*(\d+)", re.IGNORECASE)
 _ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
 
 
@@ -25,36 +27,52 @@ def zero_stage_of(row: Row, convention: Convention, assumed: list[str]) -> int:
     found = re.search(r"[0-3]", text)
     if found:
         return int(found.group(0))
-    if "fsdp" in text or "full" in text:
+    if any(word in text for word in ("fsdp", "hsdp", "hybrid", "full", "param", "zero++")):
         return 3
+    if "grad" in text:
+        return 2
+    if "dist" in text or "optim" in text:  # Megatron's distributed optimizer
+        return 1
     if not text:
         assumed.append(f"zero_stage {convention.default_zero}")
     return convention.default_zero
 
 
-def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> str:
-    """The class whose modules are recomputed; "" for none."""
+def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[str, ...]:
+    """The class whose modules are recomputed ("" for none); where the table does not say, what may be, less first."""
     text = row.text("ac").lower().replace("_", "-")
     raw = (row.cells.get("ac") or "").strip().lower()
     if not text and raw != "none":
         assumed.append(f"ac {convention.default_ac}")
-        return BLOCK if convention.default_ac == "full" else ""
-    if "per-op" in text:
-        return PER_OP
+        return {"full": (BLOCK,), "never": ("",)}.get(convention.default_ac, ("", PER_OP, BLOCK))
+    if "per-op" in text or "per op" in text or "selective op" in text:
+        return (PER_OP,)
     if "selective" in text:
-        return ATTENTION if not convention.fused_attention else PER_OP if "attention" not in text else ""
-    if "full" in text or text in ("true", "yes", "1", "block", "on"):
-        return BLOCK
-    return ""
+        if "attention" in text or not convention.fused_attention:
+            return ("",) if convention.fused_attention else (ATTENTION,)
+        return (PER_OP, BLOCK)  # some share of what can be: more where less does not fit
+    if "full" in text or text in ("true", "yes", "1", "block", "on", "uniform", "ckpt"):
+        return (BLOCK,)
+    return ("",)
+
+
+def nearby_of(row: Row, sizes: dict[str, int], per_node: int) -> int:
+    """Over how many of the data-parallel ranks parameters are sharded: all, or under HSDP those of one node."""
+    if not re.search(r"\bHSDP\b|hybrid[ _-]?shard", f"{row.text('zero_stage')} {row.notes}", re.IGNORECASE):
+        return sizes["dp"] * sizes["cp"]
+    ranks = max(1, per_node // (sizes["tp"] * sizes["cp"])) * sizes["cp"]
+    return ranks if (sizes["dp"] * sizes["cp"]) % ranks == 0 else sizes["dp"] * sizes["cp"]
 
 
 def strategy_of(
-    sizes: dict[str, int], stage: int, recompute: str, convention: Convention, pipeline: dict[str, Any]
+    sizes: dict[str, int], stage: int, recompute: str, convention: Convention, pipeline: dict[str, Any], nearby: int
 ) -> Strategy:
     """The strategy; its axes are for a simulation and may name a rank twice."""
     axes = [(name, sizes[column]) for name, column in (("tensor", "tp"), ("sequence", "cp")) if sizes[column] > 1]
     # Ranks that divide a sample hold equal parameters: sharding and reductions go over them, too.
-    axes += [(shard_axis_of(stage) or "data", sizes["dp"] * sizes["cp"])]
+    replicas = sizes["dp"] * sizes["cp"]
+    axes += [("zero", nearby), ("data", replicas // nearby)] if stage and nearby < replicas else []
+    axes += [(shard_axis_of(stage) or "data", replicas)] if not stage or nearby == replicas else []
     axes += [("pipeline", sizes["pp"])] if sizes["pp"] > 1 else []
     methods: list[Any] = [("parallel_mode", {"axes": axes})]
     if sizes["tp"] > 1:
@@ -73,15 +91,21 @@ def strategy_of(
 
 def pipeline_of(ranks: int, run: FamilyRun, convention: Convention, shape: Shape, row: Row) -> dict[str, Any]:
     """Keys of ``pipeline_parallel``."""
-    found = re.search(r"\bv(?:p|pp|irtual)?[ =]?(\d+)", f"{row.notes} {row.text('model')}", re.IGNORECASE)
+    found = _VIRTUAL.search(f"{row.notes} {row.text('model')}")
     virtual = int(found.group(1)) if found else 1
     if "interleaved" in row.notes.lower() and virtual == 1:
         virtual = 2
-    if convention.most_stages and virtual == 1:
-        virtual = shape.layers // ranks
+    if not found and ranks > 1:
+        virtual = max(virtual, _usual_stages(shape.layers // ranks, convention.stages))
     if not found and "2205.05198" in row.source and shape.layers // ranks >= 3 and shape.layers // ranks % 3 == 0:
         virtual = 3  # Korthikanti et al. 2022, Table 3
     rounds = max(1, run.num_micro_batches // ranks)
     if virtual < 2 or shape.layers < virtual * ranks or run.num_micro_batches % rounds:
         return {"schedule": "1f1b" if run.num_micro_batches >= ranks else "gpipe"}
     return {"schedule": "interleaved", "num_stages_per_rank": virtual}
+
+
+def _usual_stages(layers: int, most: int) -> int:
+    """As many stages as divide a rank's layers, up to ``most``; one for each layer where none do."""
+    usual = max(stages for stages in range(1, most + 1) if layers % stages == 0)
+    return layers if usual == 1 < most else usual

@@ -1,0 +1,44 @@
+"""What hides behind what in one micro-batch of sharded blocks."""
+
+import dataclasses
+
+import pytest
+
+from meshwright.cost import DEVICES, Constants, Efficiency, Op
+from meshwright.cost.kernels import Machine
+from meshwright.cost.passes import Passes, pass_s
+from meshwright.cost.rank import _block_s
+from meshwright.cost.simulate import last_rounds
+
+# Four blocks that compute 1 s forward and 2 s backward; gathering or reducing one takes as long as computing it.
+PASSES = Passes((1.0,) * 4, (2.0,) * 4, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, interference=0.0)
+
+
+def test_the_next_gather_does_not_wait_for_the_reduction_of_this_block():
+    # Forward: the first gather, then all hide: 5 s. Backward: the first gather hides behind forward's end already.
+    whole = pass_s(PASSES, gather=True, reduce=True)
+    alone = pass_s(PASSES, gather=False, reduce=False)
+    assert alone == 12.0
+    assert whole <= alone + 3.0  # a gather at the start, and the last reduction at the end; the link is busy beside
+
+
+def test_gathers_that_are_not_issued_ahead_are_waited_for():
+    late = dataclasses.replace(PASSES, gathers_ahead=False)
+    ahead_s, late_s = (pass_s(each, gather=True, reduce=True) for each in (PASSES, late))
+    assert late_s - ahead_s >= 2.0  # three of backward's four gathers, but for what a busy link had cost before
+
+
+def test_a_block_is_no_faster_than_its_launches():
+    machine = Machine(DEVICES["H100-SXM"], Efficiency(), Constants(gap_s=0.0, host_s=1e-4))
+    short = (Op("move", num_bytes=1000, count=10),)
+    assert _block_s(short, machine) == pytest.approx((1e-3, 1e-3))
+    again = (dataclasses.replace(short[0], recomputed=True),)
+    assert _block_s(again, machine) == pytest.approx((1e-3, 2e-3))
+    long = (Op("matmul", 8192, 8192, 8192),)
+    assert _block_s(long, machine)[0] > 1e-3
+
+
+def test_reductions_of_ranks_with_several_stages_begin_earlier():
+    assert last_rounds(8, 1, 64) == 1.0
+    assert last_rounds(8, 2, 64) == pytest.approx(4.5)
+    assert last_rounds(8, 2, 2) == pytest.approx(1.5)  # no more micro-batches than there are
