@@ -12,7 +12,7 @@ from meshwright.cost import Step, memory
 from meshwright.errors import StrategyError
 from meshwright.methods import Checkpoint
 from meshwright.planner import Workload
-from meshwright.planner.prediction import predict_saved
+from meshwright.planner.prediction import Pass
 from meshwright.planner.saved import record_saved
 from meshwright.strategy import Strategy
 from tests import tiny
@@ -34,7 +34,7 @@ CHOICES = {
 
 
 def activations_of(model):
-    return predict_saved(model, IDS, forward, param_dtype=None, autocast_dtype=None)[0]
+    return Pass(model, IDS, forward).predict().activations
 
 
 def step_of(activations):

@@ -54,6 +54,10 @@ class Machine:
 
 def forward_s(op: Op, machine: Machine) -> float:
     """Seconds of an op in forward, all its ``count``."""
+    return 0.0 if op.moment == "backward" else _kernel_s(op, machine)
+
+
+def _kernel_s(op: Op, machine: Machine) -> float:
     gap = machine.constants.gap_s
     if op.kind == "move":
         return op.count * (op.num_bytes / machine.bytes_per_s + gap)
@@ -66,6 +70,10 @@ def backward_s(op: Op, machine: Machine) -> float:
     """Seconds of its backward, recomputation included."""
     gap = machine.constants.gap_s
     again = forward_s(op, machine) * op.recomputed if op.recomputed else 0.0
+    if op.moment == "forward":
+        return again
+    if op.moment == "backward" and op.kind != "attention":
+        return _kernel_s(op, machine)
     if op.kind == "move":
         moved = 2 * op.num_bytes if op.backward_bytes is None else op.backward_bytes
         return again + op.count * (moved / machine.bytes_per_s + gap)
@@ -74,6 +82,16 @@ def backward_s(op: Op, machine: Machine) -> float:
     of_input = _matmul_s(op.m, op.k, op.n, op, machine)
     of_weight = _matmul_s(op.k, op.n, op.m, op, machine)
     return again + op.count * (of_input + of_weight + 2 * gap)
+
+
+def pass_flops(op: Op) -> tuple[int, int]:
+    """Floating-point operations in forward and in backward, recomputation not counted."""
+    forward = op.flops if op.moment != "backward" else 0
+    if op.moment == "forward":
+        return forward, 0
+    if op.kind == "attention":
+        return forward, round(op.flops * _ATTENTION_BACKWARD)
+    return forward, op.flops * (1 if op.moment == "backward" else 2)
 
 
 def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine) -> float:

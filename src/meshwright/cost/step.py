@@ -75,7 +75,7 @@ class Op:
 
     A ``matmul`` is ``batch`` products ``[m, k] x [k, n]``. An ``attention`` is ``batch`` fused attentions (samples x
     heads) of ``m`` queries over ``n`` keys of width ``k``. A ``move`` reads and writes ``num_bytes``. Backward follows
-    from forward.
+    from forward, unless the ops of backward are listed beside those of forward.
     """
 
     kind: Literal["matmul", "attention", "move"]
@@ -94,15 +94,13 @@ class Op:
     operator: str = ""  # as recomputation names it, without the overload, such as ``aten.mm``; "": it is never kept
     recomputed: float = 0.0  # runs a second time, in backward: in this share of the blocks that it stands for
     on_rank: int | None = None  # outside the blocks of a pipeline: the rank that runs it; None: all
+    moment: Literal["both", "forward", "backward"] = "both"  # both: backward follows by rule
 
     @property
     def flops(self) -> int:
-        """Floating-point operations in forward."""
-        if self.kind == "matmul":
-            return 2 * self.m * self.n * self.k * self.batch * self.count
-        if self.kind == "attention":
-            return 4 * self.m * self.n * self.k * self.batch * self.count // (2 if self.causal else 1)
-        return 0
+        """Floating-point operations, of forward alone where backward follows by rule."""
+        per_element = {"matmul": 2, "attention": 4, "move": 0}[self.kind]
+        return per_element * self.m * self.n * self.k * self.batch * self.count // (2 if self.causal else 1)
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class SavedTensors:
     run_at: dict[nn.Module, set[int]] = field(default_factory=dict)  # module -> where it ran
     results: dict[int, Result] = field(default_factory=dict)  # storage -> who made it, where all is watched
     work: list[Call] = field(default_factory=list)  # then: calls of operators, in order
+    running: list[nn.Module] = field(default_factory=list)  # the modules that run now, outermost first
 
     @property
     def bytes(self) -> int:
@@ -101,7 +102,7 @@ class _Recorder:
         self.saved = SavedTensors()
         self._counter = counter
         self._index = {block: number for number, block in enumerate(blocks)}
-        self._stack: list[nn.Module] = []  # the modules that run
+        self._stack = self.saved.running
         self._place = -1  # where in the list of blocks
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:

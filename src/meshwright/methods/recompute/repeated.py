@@ -38,6 +38,8 @@ class Repeated:
 
     def share_of(self, part: Op | Boundary) -> float:
         """The share of the blocks with this kernel or collective that run it again."""
+        if isinstance(part, Op) and part.moment == "backward":
+            return 0.0
         names = part.inside if self._to_the_end else part.needed_in
         operator = part.operator if isinstance(part, Op) else ""
         if isinstance(part, Boundary) and part.path:
