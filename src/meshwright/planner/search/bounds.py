@@ -92,6 +92,7 @@ class Bounds:
         self._probes: dict[object, Probe | MeshwrightError] = {}
         self._computed: dict[object, tuple[float, float, float]] = {}
         self._states: dict[object, State] = {}
+        self._state_of: dict[Branch, State] = {}
         self._twins: dict[tuple[Step, Step], int] = {}
 
     def probe(self, mesh: Mesh, methods: Choice) -> Probe:
@@ -221,12 +222,14 @@ class Bounds:
 
     def state(self, branch: Branch) -> State:
         """Of a branch's sharding, as if no inner axis divided the parameters."""
-        axes = tuple(axis for axis in branch.axes if axis[0] in ("data", "zero", "replica"))
-        axes = axes or tuple(axis for axis in branch.axes if axis[0] in SHARD_AXES)
-        key = axes, branch.sharding, branch.precision, branch.rest, branch.mesh.pipeline > 1
-        if key not in self._states:
-            self._states[key] = self._state(branch, axes)
-        return self._states[key]
+        if branch not in self._state_of:
+            axes = tuple(axis for axis in branch.axes if axis[0] in ("data", "zero", "replica"))
+            axes = axes or tuple(axis for axis in branch.axes if axis[0] in SHARD_AXES)
+            key = axes, branch.sharding, branch.precision, branch.rest, branch.mesh.pipeline > 1
+            if key not in self._states:
+                self._states[key] = self._state(branch, axes)
+            self._state_of[branch] = self._states[key]
+        return self._state_of[branch]
 
     def _state(self, branch: Branch, axes: tuple[tuple[str, int], ...]) -> State:
         blocks = bare_blocks(self.undivided(branch).step)
