@@ -59,3 +59,11 @@ def test_peaks_by_type():
     assert DEVICES["GB300"].peak_flops_per_s("fp4") == 15e15
     assert DEVICES["H100-SXM"].peak_flops_per_s("fp4") == DEVICES["H100-SXM"].peak_flops_per_s("fp8")
     assert DEVICES["V100-32"].peak_flops_per_s("fp32") == 15.7e12
+
+
+def test_every_preset_has_a_price_but_where_none_is_listed():
+    unpriced = {name for name, device in DEVICES.items() if device.price_per_hour is None}
+    assert unpriced == {"MI250X"}
+    assert DEVICES["B200"].price_per_hour > DEVICES["H100-SXM"].price_per_hour > DEVICES["L4"].price_per_hour > 0
+    wanted = "V100-16 V100-32 A100-40 A100-80 H100-SXM H100-PCIe H200 B200 MI300X L4 A10 CPU"
+    assert set(wanted.split()) <= set(DEVICES)

@@ -11,7 +11,15 @@ from meshwright import Strategy, StrategyError
 from meshwright.cost import memory
 from meshwright.methods import PipelineParallel
 from meshwright.methods.pipeline.balance import Balancer, balanced_bounds
-from meshwright.methods.pipeline.schedules import SCHEDULES, bubble_fraction, live_peaks, stage_ranks
+from meshwright.methods.pipeline.schedules import (
+    SCHEDULES,
+    actions,
+    bubble_fraction,
+    check_micro_batches,
+    live_peaks,
+    most_in_flight,
+    stage_ranks,
+)
 from meshwright.methods.pipeline.trace import trace_blocks
 from meshwright.planner import Workload
 from meshwright.planner.stages import CandidateStages
@@ -247,3 +255,21 @@ def test_candidates_hold_what_the_cut_then_holds(schedule, methods):
     for rank, step in enumerate(plan.steps):
         own = tuple(each for each, owner in zip(ranges, plan.cut.ranks, strict=True) if owner == rank)
         assert asked[rank, own] == memory(step).total
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv"])
+def test_what_is_in_flight_is_what_torchs_tables_keep(name):
+    for ranks, micro_batches in itertools.product((2, 3, 4), (2, 4, 6, 8)):
+        for per_rank in {"interleaved": (2, 3), "zbv": (2,)}.get(name, (1,)):
+            try:
+                check_micro_batches(name, ranks, ranks * per_rank, micro_batches)
+            except StrategyError:
+                continue
+            kept = dict.fromkeys(range(ranks), 0)
+            for rank, row in enumerate(actions(name, ranks, per_rank, micro_batches)):
+                held = itertools.accumulate({"F": 1, "B": -1, "I": 0, "W": -1}[kind] for kind, _, _ in row)
+                kept[rank] = max(held)
+            assert max(kept.values()) == most_in_flight(name, ranks, per_rank, micro_batches)
+            assert list(kept.values()) == list(
+                live_peaks(name, ranks, per_rank, micro_batches, (1,) * ranks * per_rank)
+            )

@@ -16,13 +16,13 @@ from meshwright.cost import Block, Calibration, Cluster, Link, Stages, Step, fit
 from meshwright.cost.collectives import Network
 from meshwright.cost.efficiency import Constants
 from meshwright.cost.kernels import Machine
-from meshwright.cost.pipeline import StageTimes, pipeline_s
 from meshwright.cost.rank import one_s, rank_of
 from meshwright.cost.update import update_s
 from meshwright.errors import MeshwrightError
 from meshwright.methods import Method, cost_of
 from meshwright.methods.law import SHARD_AXES
 from meshwright.planner.plan import Plan, Subject
+from meshwright.planner.search.bubble import bubble
 from meshwright.planner.search.candidates import Branch, Mesh, mesh_of
 from meshwright.planner.search.scaled import bare_blocks, scaled
 from meshwright.planner.search.space import Choice
@@ -92,6 +92,7 @@ class Bounds:
         self._probes: dict[object, Probe | MeshwrightError] = {}
         self._computed: dict[object, tuple[float, float, float]] = {}
         self._states: dict[object, State] = {}
+        self._state_of: dict[Branch, State] = {}
         self._twins: dict[tuple[Step, Step], int] = {}
 
     def probe(self, mesh: Mesh, methods: Choice) -> Probe:
@@ -160,7 +161,7 @@ class Bounds:
             return max(whole, self.state(branch).link_s[1] / parts)
         blocks = probe.num_blocks
         even = (blocks // (ranks * per_rank)) * ranks * per_rank / max(blocks, 1)
-        waits = _bubble(branch.schedule.schedule, ranks, per_rank, micro_batches)
+        waits = bubble(branch.schedule.schedule, ranks, per_rank, micro_batches)
         inside = self._inside_share(probe)
         return whole * (1 + inside * even * waits / micro_batches)
 
@@ -187,8 +188,8 @@ class Bounds:
             return max((inside + outside) * micro_batches, link / self._parts(branch)) + update
         assert branch.schedule is not None
         mine = least * (probe.num_blocks // (ranks * per_rank)) * per_rank
-        bubble = mine * _bubble(branch.schedule.schedule, ranks, per_rank, micro_batches)
-        return max((inside + outside) / ranks, mine) * micro_batches + bubble + update
+        waits = mine * bubble(branch.schedule.schedule, ranks, per_rank, micro_batches)
+        return max((inside + outside) / ranks, mine) * micro_batches + waits + update
 
     def _seconds(self, probe: Probe, samples: int, *, ideal: bool) -> tuple[float, float, float]:
         """Of a micro-batch: all blocks, what is outside of them, and the quickest block."""
@@ -221,12 +222,14 @@ class Bounds:
 
     def state(self, branch: Branch) -> State:
         """Of a branch's sharding, as if no inner axis divided the parameters."""
-        axes = tuple(axis for axis in branch.axes if axis[0] in ("data", "zero", "replica"))
-        axes = axes or tuple(axis for axis in branch.axes if axis[0] in SHARD_AXES)
-        key = axes, branch.sharding, branch.precision, branch.rest, branch.mesh.pipeline > 1
-        if key not in self._states:
-            self._states[key] = self._state(branch, axes)
-        return self._states[key]
+        if branch not in self._state_of:
+            axes = tuple(axis for axis in branch.axes if axis[0] in ("data", "zero", "replica"))
+            axes = axes or tuple(axis for axis in branch.axes if axis[0] in SHARD_AXES)
+            key = axes, branch.sharding, branch.precision, branch.rest, branch.mesh.pipeline > 1
+            if key not in self._states:
+                self._states[key] = self._state(branch, axes)
+            self._state_of[branch] = self._states[key]
+        return self._state_of[branch]
 
     def _state(self, branch: Branch, axes: tuple[tuple[str, int], ...]) -> State:
         blocks = bare_blocks(self.undivided(branch).step)
@@ -286,19 +289,3 @@ def _slack(plan: Plan) -> float:
         return 1.0
     on_host = memory(plan.step).host_total if plan.step.on_cpu else 0
     return plan.taken_bytes / max(peak(plan.step).reserved_bytes + on_host, 1)
-
-
-def _bubble(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
-    """Waiting, in units of what a rank computes for a micro-batch."""
-    # More than these only go on as the last ones did.
-    few = min(micro_batches, 2 * ranks + micro_batches % ranks)
-    return _played_bubble(schedule, ranks, stages_per_rank, few)
-
-
-@functools.lru_cache(maxsize=4096)
-def _played_bubble(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
-    times = [StageTimes(1 / 3, 2 / 3)] * ranks
-    try:
-        return max(pipeline_s(schedule, times, 0.0, stages_per_rank, micro_batches) - micro_batches, 0.0)
-    except ValueError:  # numbers that the schedule does not run with
-        return math.inf

@@ -20,9 +20,9 @@ Refusals = dict[str, str]
 """Reasons why strategies cannot train, and the first strategy of each."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Mesh:
-    """Sizes of axes, the innermost first, and the methods that work on them."""
+    """Sizes of axes, the innermost first, and the methods that work on them. Each is made once, and equals itself."""
 
     inner: tuple[tuple[str, int], ...]
     ranks: int  # data-parallel ranks: those of the axes data and zero
@@ -31,9 +31,9 @@ class Mesh:
     inner_methods: Choice
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Branch:
-    """A mesh with what shards on it, and precision, recomputation, offloading and a schedule."""
+    """A mesh with what shards on it, and precision, recomputation, offloading and a schedule; it equals itself."""
 
     mesh: Mesh
     axes: tuple[tuple[str, int], ...]
