@@ -1,6 +1,7 @@
 """The simulated step: pure functions on plain data. Never imports torch."""
 
 from meshwright.cost.cluster import Cluster, Link, find_cluster, make_cluster, read_cluster
+from meshwright.cost.cluster_file import write_cluster
 from meshwright.cost.copies import copies
 from meshwright.cost.device import DEVICES, Device, find_device
 from meshwright.cost.efficiency import Calibration, Constants, Efficiency, fitted, read_calibration, write_calibration
@@ -100,4 +101,5 @@ __all__ = [
     "simulate",
     "timeline",
     "write_calibration",
+    "write_cluster",
 ]

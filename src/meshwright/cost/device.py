@@ -25,6 +25,7 @@ class Device:
         bandwidth_bytes_per_s: Of its memory.
         efficiency: Whose fitted efficiencies it takes (a key of ``efficiencies.json``).
         power_fraction: Sustained power over the power the peak is stated for.
+        cache_bytes: Of its cache, so much of a kernel's bytes as moves at ``Efficiency.cached``; 0: not told apart.
         price_per_hour: In US dollars; None: unknown. Prices differ by vendor and month: set your own.
     """
 
@@ -37,6 +38,7 @@ class Device:
     efficiency: str = "default"
     power_fraction: float = 1.0
     price_per_hour: float | None = None
+    cache_bytes: int = 0
     aliases: tuple[str, ...] = field(default=(), compare=False)
 
     def peak_flops_per_s(self, dtype: str) -> float:

@@ -24,6 +24,7 @@ class Passes:
     gather_outside_s: float  # of what is outside the blocks
     reduce_outside_s: float
     interference: float
+    shared: float = 0.0
 
     @property
     def forward_total_s(self) -> float:
@@ -114,5 +115,5 @@ def _slowed(passes: Passes, per_block_s: float, compute_s: float) -> float:
     """Computing beside a collective shares memory and multiprocessors with it."""
     if compute_s <= 0:
         return 1.0
-    busy = min(1.0, per_block_s * len(passes.forward_s) / compute_s)
-    return 1 + passes.interference * busy
+    busy = per_block_s * len(passes.forward_s) / compute_s
+    return 1 + passes.interference * min(1.0, busy) + passes.shared * busy

@@ -110,6 +110,7 @@ def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, fl
         gather_outside_s=gathered["forward"] * share,
         reduce_outside_s=0.0,
         interference=machine.constants.interference,
+        shared=machine.constants.shared,
     )
 
 

@@ -28,4 +28,4 @@ def update_s(step: Step, machine: Machine) -> float:
         master = _FP32_BYTES if step.master is not None else 0
         gradient = element_bytes(parameter, step.gradients.itemsize)
         moved += count * (2 * state + numel * (2 * (weight + master) + 3 * gradient))
-    return moved / machine.bytes_per_s
+    return moved / (machine.bytes_per_s * machine.efficiency.update)
