@@ -51,6 +51,34 @@ class Measured:
     samples: tuple[tuple[str, str, float, float], ...]
     notes: dict[str, Any]
 
+    def document(self) -> dict[str, Any]:
+        """What a cluster file says of how it was made."""
+        off = {
+            each.part: {"samples": each.num_samples, "median": each.median, "worst": each.worst}
+            for each in self.residuals
+        }
+        return {**self.notes, "residuals": off}
+
+    def figures(self) -> dict[str, str]:
+        """What was found out, for people, by the parts of the residuals."""
+        device, known = self.cluster.device, self.cluster.calibration
+        assert known is not None
+        efficiency, constants = known.of(FAMILY), known.constants
+        reached = device.bandwidth_bytes_per_s * efficiency.memory
+        found = {
+            "gap": f"{constants.gap_s * 1e6:.3g} us",
+            "memory": f"{reached / 1e9:.3g} GB/s",
+            "functions": f"{constants.function_s * 1e9:.3g} ns an element",
+            "update": f"{reached * efficiency.update / 1e9:.3g} GB/s",
+        }
+        for dtype, peak in (("fp32", device.fp32_flops_per_s), ("half", device.half_flops_per_s)):
+            found[f"{dtype} products"] = f"{peak * efficiency.matmul / 1e12:.3g} TFLOP/s"
+            found[f"{dtype} attention"] = f"{peak * efficiency.of_attention(dtype)[0] / 1e12:.3g} TFLOP/s"
+        for tier, link in (("intra", self.cluster.intra), ("inter", self.cluster.inter)):
+            for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
+                found[f"{kind} {tier}"] = f"{link.bytes_per_s * efficiency.of_collective(kind) / 1e9:.3g} GB/s"
+        return found
+
 
 def calibrate(
     *, scale: float = 1.0, clock: Clock | None = None, on_progress: Callable[[str, int, int], None] | None = None

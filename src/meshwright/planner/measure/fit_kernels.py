@@ -118,10 +118,9 @@ def _fit_attention(fitting: _Fitting, machine: Machine) -> Machine:
     """Its rate in either precision, how that falls with the width of heads, and the rates of backward."""
     machine = _with_constants(machine, narrow=_narrow(fitting, machine))
     for dtype, suffix in (("half", ""), ("fp32", "_fp32")):
-        only = _Fitting([s for s in fitting.samples if s.op.dtype == dtype], fitting.clock)
         for name, backward in ((f"attention{suffix}", False), (f"attention_backward{suffix}", True)):
-            machine = only.rate(
-                "attention",
+            machine = fitting.rate(
+                f"{dtype} attention",
                 machine,
                 lambda rate, now=machine, name=name: _with_efficiency(now, **{name: rate}),  # type: ignore[misc]
                 backward=backward,
@@ -132,7 +131,7 @@ def _fit_attention(fitting: _Fitting, machine: Machine) -> Machine:
 def _narrow(fitting: _Fitting, machine: Machine) -> float:
     """The exponent by which narrower heads are slower, from the mean rates of two widths; as it was without them."""
     rates: dict[int, list[float]] = {}
-    for sample in fitting.of("attention", backward=False):
+    for sample in fitting.of("fp32 attention", backward=False) + fitting.of("half attention", backward=False):
         peak = machine.device.peak_flops_per_s(sample.op.dtype)
         rates.setdefault(sample.op.k, []).append(math.log(sample.op.flops / fitting.seconds(sample) / peak))
     if len(rates) < 2:

@@ -130,13 +130,13 @@ def _attentions(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Itera
             "attention", m=tokens, n=tokens, k=width, batch=batch, causal=True,
             dtype=_name(dtype),  # type: ignore[arg-type]
         )  # fmt: skip
-        label = f"{_name(dtype)} {batch} x {tokens} x {width}"
+        part, label = f"{_name(dtype)} attention", f"{batch} x {tokens} x {width}"
 
         def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-        yield Sample("attention", label, op, run=lambda make=make: forward(*make))  # type: ignore[misc]
-        yield Sample("attention", f"{label} and back", op, backward=True, run=_with_backward(forward, qkv))
+        yield Sample(part, label, op, run=lambda make=make: forward(*make))  # type: ignore[misc]
+        yield Sample(part, f"{label} and back", op, backward=True, run=_with_backward(forward, qkv))
 
 
 def _update(sizes: Sizes, device: torch.device) -> Sample:
