@@ -15,7 +15,7 @@ from rich.table import Table
 
 from meshwright.cost import write_cluster
 from meshwright.errors import ConfigError
-from meshwright.planner.measure import Clock, Measured, calibrate
+from meshwright.planner.measure import Calibrated, Clock, calibrate
 from meshwright.runtime import init_distributed, rank, same_on_every_rank, shutdown_distributed
 
 _DEVICES = ("auto", "cpu")
@@ -118,14 +118,14 @@ def _progress() -> Progress:
     return Progress(*columns, console=console, disable=rank() != 0 or not console.is_terminal, transient=True)
 
 
-def _write(file: Path, measured: Measured) -> None:
+def _write(file: Path, measured: Calibrated) -> None:
     try:
         file.write_text(write_cluster(measured.cluster, measured.document()))
     except OSError as error:
         raise ConfigError(f"{file} cannot be written", got=str(error), fix="name another file for --out") from error
 
 
-def _show(file: Path, measured: Measured) -> None:
+def _show(file: Path, measured: Calibrated) -> None:
     console, cluster = Console(), measured.cluster
     table = Table(
         title=f"{cluster.num_devices} x {cluster.device.name}, {measured.notes['seconds']} s", title_justify="left"

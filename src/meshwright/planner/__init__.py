@@ -1,6 +1,6 @@
 """WHICH strategy: profile the model, predict strategies, choose one, show it."""
 
-from meshwright.planner.choose import choose
+from meshwright.planner.choose import choose, fitting
 from meshwright.planner.forecast import Forecast, forecast
 from meshwright.planner.parameters import describe_blocks, measured_state
 from meshwright.planner.plan import Plan, Subject
@@ -17,6 +17,7 @@ __all__ = [
     "Workload",
     "choose",
     "describe_blocks",
+    "fitting",
     "forecast",
     "measured_state",
     "plan_table",

@@ -47,6 +47,16 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
     )
 
 
+def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[str] = ()) -> list[Plan]:
+    """All of the same list that fit, in its order; at least one.
+
+    Raises:
+        StrategyError: As :func:`choose` does.
+    """
+    plans = [workload.plan(candidate) for candidate in _candidates(excluded, included)]
+    return [plan for plan in plans if plan.fits] or [choose(workload, excluded=excluded, included=included)[0]]
+
+
 def _candidates(excluded: Sequence[str], included: Sequence[str]) -> list[Strategy]:
     for option, names in (("excluded", excluded), ("included", included)):
         for name in names:

@@ -32,7 +32,7 @@ _DISK_BYTES = 2**26
 
 
 @dataclass(frozen=True)
-class Measured:
+class Calibrated:
     """A machine as it was measured.
 
     Args:
@@ -82,7 +82,7 @@ class Measured:
 
 def calibrate(
     *, scale: float = 1.0, clock: Clock | None = None, on_progress: Callable[[str, int, int], None] | None = None
-) -> Measured:
+) -> Calibrated:
     """Measures the devices of this world and the links between them in about a minute; collective.
 
     All ranks measure at once, so that what they share, such as the memory's bandwidth on CPUs, counts. A rank alone
@@ -117,7 +117,7 @@ def calibrate(
     residuals = (*kernel_residuals(kernels, machine, chosen), *link_residuals(links, known, chosen))
     tell("", 1, 1)
     notes = _notes(now, chosen, disturbed, time.perf_counter() - start_s)
-    return Measured(cluster, chosen, disturbed, residuals, _rows(kernels, links, machine, known, chosen), notes)
+    return Calibrated(cluster, chosen, disturbed, residuals, _rows(kernels, links, machine, known, chosen), notes)
 
 
 def _measure(
