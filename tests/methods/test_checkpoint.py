@@ -6,7 +6,8 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.methods import Checkpoint, Job
-from meshwright.planner.saved import predict_saved, record_saved
+from meshwright.planner.prediction import Pass
+from meshwright.planner.saved import record_saved
 from tests import tiny
 
 
@@ -63,11 +64,11 @@ def forward(model, inputs):
 def test_predicted_activations_are_those_saved(name, classes):
     model = tiny.build(name)
     inputs = tiny.prepare_for(name)(tiny.Tokens(4).ids, "cpu")
-    activations, flops, _ = predict_saved(model, inputs, forward, param_dtype=None, autocast_dtype=None)
+    activations, flops, *_ = Pass(model, inputs, forward).predict()
     with record_saved(model) as plain:
         forward(model, inputs)
     # Fake tensors make transformers build masks (and then repeat keys and values) that real ones do without.
-    assert activations.saved_bytes == pytest.approx(plain.bytes, rel={"llama": 0.1, "gpt2": 0.03}.get(name, 0))
+    assert activations.saved_bytes == pytest.approx(plain.bytes, rel=0)
     assert flops > 6 * 4 * tiny.SEQ_LEN * sum(p.numel() for p in model.parameters()) * 0.5
     method = Checkpoint(wrap_class=_classes(name, classes))
     predicted = method.cost(_step(activations)).activations

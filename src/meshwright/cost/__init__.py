@@ -6,6 +6,7 @@ from meshwright.cost.copies import copies
 from meshwright.cost.device import DEVICES, Device, find_device
 from meshwright.cost.efficiency import Calibration, Constants, Efficiency, fitted, read_calibration, write_calibration
 from meshwright.cost.homes import Home, homes_of, pick_largest
+from meshwright.cost.kernels import pass_flops
 from meshwright.cost.liveness import Peak, peak
 from meshwright.cost.memory import Memory, element_bytes, gathered_itemsize, local_shape, memory, padded_bytes, shape_on
 from meshwright.cost.names import names_class
@@ -90,6 +91,7 @@ __all__ = [
     "memory",
     "names_class",
     "padded_bytes",
+    "pass_flops",
     "peak",
     "pick_largest",
     "read_calibration",

@@ -58,6 +58,10 @@ class Machine:
 
 def forward_s(op: Op, machine: Machine) -> float:
     """Seconds of an op in forward, all its ``count``."""
+    return 0.0 if op.moment == "backward" else _kernel_s(op, machine)
+
+
+def _kernel_s(op: Op, machine: Machine) -> float:
     gap = machine.constants.gap_s
     if op.kind == "move":
         return op.count * (machine.move_s(op.num_bytes) + _functions_s(op, machine) + gap)
@@ -70,6 +74,10 @@ def backward_s(op: Op, machine: Machine) -> float:
     """Seconds of its backward, recomputation included."""
     gap = machine.constants.gap_s
     again = forward_s(op, machine) if op.recomputed else 0.0
+    if op.moment == "forward":
+        return again
+    if op.moment == "backward" and op.kind != "attention":
+        return _kernel_s(op, machine)
     if op.kind == "move":
         moved = 2 * op.num_bytes if op.backward_bytes is None else op.backward_bytes
         return again + op.count * (machine.move_s(moved) + _functions_s(op, machine) + gap)
@@ -83,6 +91,16 @@ def backward_s(op: Op, machine: Machine) -> float:
 
 def _functions_s(op: Op, machine: Machine) -> float:
     return op.functions * machine.constants.function_s
+
+
+def pass_flops(op: Op) -> tuple[int, int]:
+    """Floating-point operations in forward and in backward, recomputation not counted."""
+    forward = op.flops if op.moment != "backward" else 0
+    if op.moment == "forward":
+        return forward, 0
+    if op.kind == "attention":
+        return forward, round(op.flops * _ATTENTION_BACKWARD)
+    return forward, op.flops * (1 if op.moment == "backward" else 2)
 
 
 def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine) -> float:

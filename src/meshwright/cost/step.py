@@ -72,7 +72,7 @@ class Op:
 
     A ``matmul`` is ``batch`` products ``[m, k] x [k, n]``. An ``attention`` is ``batch`` fused attentions (samples x
     heads) of ``m`` queries over ``n`` keys of width ``k``. A ``move`` reads and writes ``num_bytes``. Backward follows
-    from forward.
+    from forward, unless the ops of backward are listed beside those of forward.
     """
 
     kind: Literal["matmul", "attention", "move"]
@@ -91,15 +91,13 @@ class Op:
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
     recomputed: bool = False  # runs a second time, in backward
     on_rank: int | None = None  # outside the blocks of a pipeline: the rank that runs it; None: all
+    moment: Literal["both", "forward", "backward"] = "both"  # both: backward follows by rule
 
     @property
     def flops(self) -> int:
-        """Floating-point operations in forward."""
-        if self.kind == "matmul":
-            return 2 * self.m * self.n * self.k * self.batch * self.count
-        if self.kind == "attention":
-            return 4 * self.m * self.n * self.k * self.batch * self.count // (2 if self.causal else 1)
-        return 0
+        """Floating-point operations, of forward alone where backward follows by rule."""
+        per_element = {"matmul": 2, "attention": 4, "move": 0}[self.kind]
+        return per_element * self.m * self.n * self.k * self.batch * self.count // (2 if self.causal else 1)
 
 
 @dataclass(frozen=True)

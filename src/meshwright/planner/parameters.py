@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from meshwright.methods.pipeline.cut import Outside
 from meshwright.nn import class_name, class_names, find_blocks
 from meshwright.optim import OuterOptimizer, local_tensor
 from meshwright.planner.offloaded import OffloadedBytes
+from meshwright.planner.profile.model_ops import ModelOps
 from meshwright.planner.states import StatesOf
 
 
@@ -25,6 +27,19 @@ class Marks:
     tensor_dims: Mapping[nn.Parameter, int] = field(default_factory=dict)  # the dim that a tensor axis divides
     experts: Mapping[nn.Parameter, tuple[int | None, int]] = field(default_factory=dict)  # see ``Parameter.expert``
     num_fp8: Mapping[nn.Parameter, int] = field(default_factory=dict)  # layers that multiply with it in 8 bits
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model's blocks one by one.
+
+    Args:
+        blocks: With parameters of their own, by path.
+        outside: Parameters in no block.
+    """
+
+    blocks: tuple[tuple[str, Block], ...]
+    outside: tuple[Parameter, ...]
 
 
 def describe_blocks(
@@ -41,24 +56,49 @@ def describe_blocks(
         marks: What methods make of single parameters.
         cut: Where a pipeline axis cuts the model.
     """
+    return group_blocks(describe_each(model, states_of, marks, cut), cut)
+
+
+def describe_each(
+    model: nn.Module, states_of: StatesOf, marks: Marks | None = None, cut: Cut | None = None
+) -> Described:
+    """The parameters of every block, and of what is in none; arguments as of :func:`describe_blocks`."""
     seen: set[nn.Parameter] = set()
     owners, marks = _owners(model), marks or Marks()
     places = {item.name: item for item in cut.outside} if cut is not None else {}
-    entries: dict[Block, list[int]] = {}  # per distinct block, how many of them every pipeline rank holds
+    blocks = []
     for path, module in find_blocks(model):
         parameters = _describe(module, path + ".", owners, seen, states_of, marks, places)
+        if parameters:
+            blocks.append((path, Block(class_name(type(module)), 1, parameters)))
+    return Described(tuple(blocks), _describe(model, "", owners, seen, states_of, marks, places))
+
+
+def group_blocks(described: Described, cut: Cut | None = None, ops: ModelOps | None = None) -> tuple[Block, ...]:
+    """Equal blocks together, then the block ``outside``.
+
+    Args:
+        described: One by one.
+        cut: Where a pipeline axis cuts the model.
+        ops: What they compute; None: not known. Those of blocks without parameters of their own are ``outside``.
+    """
+    entries: dict[Block, list[int]] = {}  # per distinct block, how many of them every pipeline rank holds
+    for path, block in described.blocks:
         rank = cut.rank_of(path) if cut is not None else 0
-        if parameters and rank is not None:
-            counts = entries.setdefault(Block(class_name(type(module)), 1, parameters), [0] * _ranks(cut))
-            counts[rank] += 1
-        elif parameters:
-            entries.setdefault(Block(class_name(type(module)), 1, parameters), []).append(1)
-    outside = _describe(model, "", owners, seen, states_of, marks, places)
+        known = dataclasses.replace(block, ops=ops.by_path.get(path, ())) if ops is not None else block
+        if rank is not None:
+            entries.setdefault(known, [0] * _ranks(cut))[rank] += 1
+        else:
+            entries.setdefault(known, []).append(1)
     blocks = [
-        Block(block.name, sum(counts), block.parameters, tuple(counts) if cut is not None and _in_list(block) else ())
+        dataclasses.replace(
+            block, count=sum(counts), on_ranks=tuple(counts) if cut is not None and _in_list(block) else ()
+        )
         for block, counts in entries.items()
     ]
-    return (*blocks, *([Block("outside", 1, outside)] if outside else []))
+    apart = ops.outside_of(dict(described.blocks), cut.ranks[-1] if cut is not None else None) if ops else ()
+    outside = Block("outside", 1, described.outside, (), apart)
+    return (*blocks, *([outside] if described.outside or apart else []))
 
 
 def _ranks(cut: Cut | None) -> int:

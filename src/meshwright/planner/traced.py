@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from meshwright.cost import Activations, Boundary
@@ -15,7 +17,12 @@ from meshwright.errors import ModelError
 from meshwright.methods import ExpertTrace
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.float8.trace import Fp8Trace
-from meshwright.planner.saved import predict_saved
+from meshwright.planner.prediction import Pass, Predicted
+from meshwright.planner.profile.device import stands_in
+from meshwright.planner.profile.failure import reason_of
+from meshwright.planner.profile.linear import Samples
+from meshwright.planner.profile.model_ops import ModelOps
+from meshwright.planner.profile.repeated import Repeated, find_repeated
 from meshwright.planner.traces import Trace, divides_batch
 
 
@@ -38,23 +45,38 @@ class Traced(NamedTuple):
     flops: int | None
     boundaries: tuple[Boundary, ...]  # collectives inside the layers
     gaps: tuple[str, ...]  # what could not be predicted, and why
-    fp8_flops: int = 0  # those of ``flops`` that are in 8 bits
+    ops: ModelOps | None = None  # None: not known
+
+    @property
+    def fp8_flops(self) -> int:
+        """Those of ``flops`` that are in 8 bits."""
+        return self.ops.flops_in("fp8") if self.ops is not None else 0
 
 
 class Tracer:
     """Runs a model on fake tensors, once for each set of conditions.
 
+    Of many equal blocks only a few run, and numbers of samples that lie on a line with others are not run at all: both
+    are found out by comparing first.
+
     Args:
         model: Plain module.
         inputs_of: ``inputs_of(samples)`` returns the model input, or None when there is no sample to be had.
         forward: ``forward(model, inputs)`` computes the loss.
+        device: What it will train on; None: where its parameters are.
     """
 
     def __init__(
-        self, model: nn.Module, inputs_of: Callable[[int], Any], forward: Callable[[nn.Module, Any], Any]
+        self,
+        model: nn.Module,
+        inputs_of: Callable[[int], Any],
+        forward: Callable[[nn.Module, Any], Any],
+        device: torch.device | None = None,
     ) -> None:
-        self._model, self._inputs_of, self._forward = model, inputs_of, forward
+        self._model, self._inputs_of, self._forward, self._device = model, inputs_of, forward, device
         self._known: dict[Conditions, Traced] = {}
+        self._samples = Samples()
+        self._repeats: dict[tuple[object, ...], bool] = {}  # whether blocks do, by what divides them
 
     def of(self, conditions: Conditions) -> Traced:
         """What a micro-batch takes under these conditions.
@@ -67,10 +89,19 @@ class Tracer:
         return self._known[conditions]
 
     def _trace(self, now: Conditions) -> Traced:
+        kind = dataclasses.replace(now, samples=0)
+        found = self._samples.continued(kind, now.samples)
+        if found is None:
+            found = self._attempt(now)
+            if found.activations is not None:
+                self._samples.add(kind, now.samples, found)
+        return found
+
+    def _attempt(self, now: Conditions) -> Traced:
         try:
             return self._run(now)
         except Exception as error:  # a user's model may do anything; training does not depend on this prediction
-            reason = f"{type(error).__name__} while tracing ({(str(error).splitlines() or [''])[0][:160]})"
+            reason = reason_of(error, self._model)
             if divides_batch(now.split):
                 if isinstance(error, ModelError):
                     raise  # training would fail in the same way
@@ -84,17 +115,39 @@ class Tracer:
         inputs = self._inputs_of(now.samples)
         if inputs is None:
             return _untraced("there is no sample to trace the model with")
+        one = Pass(
+            self._model,
+            inputs,
+            self._forward,
+            param_dtype=torch_dtype(now.param_dtype) if now.param_dtype else None,
+            autocast_dtype=torch_dtype(now.autocast_dtype) if now.autocast_dtype else None,
+            split=now.split,
+            blocks=now.blocks,
+            fp8=now.fp8,
+            device=self._device,
+        )
+        assumed = stands_in(self._model, self._device)
         with now.fp8.running() if now.fp8 is not None else contextlib.nullcontext():
-            activations, flops, boundaries = predict_saved(
-                self._model,
-                inputs,
-                self._forward,
-                param_dtype=torch_dtype(now.param_dtype) if now.param_dtype else None,
-                autocast_dtype=torch_dtype(now.autocast_dtype) if now.autocast_dtype else None,
-                split=now.split,
-                blocks=now.blocks,
-            )
-        return Traced(activations, flops, boundaries, (), now.fp8.flops if now.fp8 is not None else 0)
+            found = self._predict(one, now)
+        return Traced(found.activations, found.flops, found.boundaries, (assumed,) if assumed else (), found.ops)
+
+    def _predict(self, one: Pass, now: Conditions) -> Predicted:
+        """A pass of a few blocks where all are equal, else of the whole model."""
+        repeated, kind = self._repeated, (now.split, now.fp8)
+        if repeated is None or now.blocks or self._repeats.get(kind) is False:
+            return one.predict()
+        try:
+            found = one.predict_repeated(repeated, check=kind not in self._repeats)
+        except Exception:  # blocks differ, or the model counts on their number; what else is wrong shows again
+            self._repeats[kind] = False
+        else:
+            self._repeats[kind] = True
+            return found
+        return one.predict()
+
+    @functools.cached_property
+    def _repeated(self) -> Repeated | None:
+        return find_repeated(self._model)
 
     def _sent_to_experts(self, now: Conditions) -> tuple[Boundary, ...]:
         """What travels, where experts that cannot run without data are passed over; nothing where more cannot."""

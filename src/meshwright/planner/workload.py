@@ -27,7 +27,7 @@ from meshwright.methods import (
 from meshwright.methods.float8.trace import Fp8Trace
 from meshwright.methods.pipeline.trace import Dataflow
 from meshwright.planner.forecast import Forecast, forecast
-from meshwright.planner.parameters import Marks, describe_blocks, describe_buffers
+from meshwright.planner.parameters import Described, Marks, describe_buffers, describe_each, group_blocks
 from meshwright.planner.pipeline import (
     Decision,
     Pipeline,
@@ -38,6 +38,7 @@ from meshwright.planner.pipeline import (
     trace_flow,
 )
 from meshwright.planner.plan import Plan, needed_bytes
+from meshwright.planner.profile.inputs import tokens_per_sample
 from meshwright.planner.states import StatesOf, probe_optimizer
 from meshwright.planner.traced import Conditions, Tracer
 from meshwright.planner.traces import Trace, trace_key, trace_of
@@ -132,7 +133,8 @@ class Workload:
             limit = self.limit_bytes if self.device.type == "cuda" else None
             decided = decide_cut(pipeline, self.model, flow, step, resolved.strategy, describe, limit)
         cut = decided.cut
-        step = step.replace(blocks=self._blocks(split, fp8, cut), buffers=describe_buffers(self.model, cut))
+        described = self._described(split, fp8, cut)
+        step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
         every = [
             cost_of(resolved.strategy, each)
             for each in by_pipeline_rank(step, cut, samples, in_half=param_dtype is not None)
@@ -154,7 +156,12 @@ class Workload:
     def _forecast(self, steps: list[Step], samples: int) -> Forecast | None:
         if self.cluster is None:
             return None
-        return forecast(steps, self.cluster, samples=samples, calibration=self.calibration)
+        tokens = self._tokens_per_sample
+        return forecast(steps, self.cluster, samples=samples, tokens_per_sample=tokens, calibration=self.calibration)
+
+    @functools.cached_property
+    def _tokens_per_sample(self) -> int | None:
+        return tokens_per_sample(self.inputs_of)
 
     def _flow(self, pipeline: Pipeline) -> tuple[Dataflow | None, str]:
         """What the blocks depend on; each list of blocks is traced once."""
@@ -184,15 +191,19 @@ class Workload:
         return self._fp8s[key]
 
     def _blocks(self, split: Trace | None, fp8: Fp8Trace | None, cut: Cut | None) -> tuple[Block, ...]:
+        return group_blocks(self._described(split, fp8, cut), cut)
+
+    def _described(self, split: Trace | None, fp8: Fp8Trace | None, cut: Cut | None) -> Described:
+        """The parameters of every block; each division is described once."""
         key = (split, fp8, cut)
-        if key not in self._described:
+        if key not in self._descriptions:
             marks = Marks(
                 tensor_dims=split.dims if split else {},
                 experts=split.experts if isinstance(split, ExpertTrace) else {},
                 num_fp8=fp8.num_weights if fp8 else {},
             )
-            self._described[key] = describe_blocks(self.model, self._states_of, marks, cut)
-        return self._described[key]
+            self._descriptions[key] = describe_each(self.model, self._states_of, marks, cut)
+        return self._descriptions[key]
 
     @functools.cached_property
     def _states_of(self) -> StatesOf:
@@ -208,12 +219,12 @@ class Workload:
         return {}
 
     @functools.cached_property
-    def _described(self) -> dict[tuple[Trace | None, Fp8Trace | None, Cut | None], tuple[Block, ...]]:
+    def _descriptions(self) -> dict[tuple[Trace | None, Fp8Trace | None, Cut | None], Described]:
         return {}
 
     @functools.cached_property
     def _tracer(self) -> Tracer:
-        return Tracer(self.model, self.inputs_of, self.forward)
+        return Tracer(self.model, self.inputs_of, self.forward, self.device)
 
 
 def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:

@@ -43,7 +43,9 @@ def _share(total: int, stages: Stages, amounts: Placed) -> int:
 def _held(block: Block, rank: int) -> Block | None:
     count = block.on_ranks[rank] if block.on_ranks else block.count
     parameters = tuple(p for p in block.parameters if p.trained_on is None or rank in p.trained_on)
-    return dataclasses.replace(block, count=count, parameters=parameters) if count and parameters else None
+    if not count or not (parameters or block.ops):
+        return None
+    return dataclasses.replace(block, count=count, parameters=parameters)
 
 
 def _as_buffer(parameter: Parameter) -> Buffer:

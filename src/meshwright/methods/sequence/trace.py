@@ -116,7 +116,7 @@ class TokensTrace:
             for ranks in self._every:
                 hooks += cut_tokens(blocks, ranks)
         try:
-            with grouped_keys(), _one_sequence_per_sample():
+            with grouped_keys(), one_sequence_per_sample():
                 yield
         finally:
             for hook in hooks:
@@ -158,7 +158,7 @@ class TokensTrace:
 
 
 @contextlib.contextmanager
-def _one_sequence_per_sample() -> Iterator[None]:
+def one_sequence_per_sample() -> Iterator[None]:
     """Lets transformers see that samples are not packed, which it cannot read from position ids without values.
 
     It would make a mask over all pairs of tokens, as it does not in training, and much would be predicted for it.

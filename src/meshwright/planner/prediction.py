@@ -1,0 +1,209 @@
+"""What a model would save, compute and send in one micro-batch: a pass over fake tensors that hold no data."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshwright.cost import Activations, Boundary, Placed
+from meshwright.methods.float8.trace import Fp8Trace
+from meshwright.methods.sequence.trace import one_sequence_per_sample
+from meshwright.methods.tensor.trace import SaveLog
+from meshwright.nn import find_blocks
+from meshwright.planner.profile.continued import (
+    NotRepeatedError,
+    continued,
+    continued_boundaries,
+    continued_ops,
+)
+from meshwright.planner.profile.device import converted_to, device_of_pass, kernels_of_device
+from meshwright.planner.profile.model_ops import ModelOps, model_ops
+from meshwright.planner.profile.recorder import OpRecorder, Ops, sort_kernels
+from meshwright.planner.profile.repeated import Repeated
+from meshwright.planner.saved import SavedTensors, record_saved
+from meshwright.planner.summary import summarise, with_flops
+from meshwright.planner.traces import Trace
+from meshwright.planner.work import PlacedWork
+
+
+class Predicted(NamedTuple):
+    """Of one micro-batch on one rank."""
+
+    activations: Activations
+    flops: int  # of forward and backward, recomputation not counted
+    boundaries: tuple[Boundary, ...]  # what is sent over the axes that divide layers, tokens or experts
+    ops: ModelOps
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A model and how one micro-batch of it runs; the model itself is not touched.
+
+    Args:
+        model: A plain module, not wrapped or sharded.
+        inputs: The model input of one micro-batch, as ``prepare_input`` returns it.
+        forward: ``forward(model, inputs)`` computes the loss.
+        param_dtype: Precision of the parameters as they compute; None keeps their own.
+        autocast_dtype: Precision of autocast; None runs without.
+        split: Lets the model run as one rank of the axes that divide layers, tokens or experts; None runs it whole.
+        blocks: Those that a pipeline cuts: activations and operations are told apart by their places then.
+        fp8: The layers that multiply in 8 bits, while the model runs as with them.
+        device: What it will train on; None: where its parameters are.
+    """
+
+    model: nn.Module
+    inputs: Any
+    forward: Callable[[nn.Module, Any], Any]
+    param_dtype: torch.dtype | None = None
+    autocast_dtype: torch.dtype | None = None
+    split: Trace | None = None
+    blocks: Sequence[nn.Module] = ()
+    fp8: Fp8Trace | None = None
+    device: torch.device | None = None
+
+    def predict(self) -> Predicted:
+        """Runs the whole model.
+
+        Raises:
+            Exception: Whatever the model raises when it runs without data.
+        """
+        recorded = self._record()
+        activations = summarise(self.model, recorded.saved)
+        if recorded.placed is not None:
+            activations = with_flops(activations, *recorded.placed)
+        return self._predicted(activations, recorded.boundaries, recorded.ops)
+
+    def predict_repeated(self, repeated: Repeated, *, check: bool) -> Predicted:
+        """Runs a few of a list's blocks, and continues for all of them.
+
+        Args:
+            repeated: The list.
+            check: Whether to compare with a run of one block more.
+
+        Raises:
+            NotRepeatedError: When blocks turn out to differ in what they save or compute.
+            Exception: Whatever the model raises when it runs without data, or with fewer blocks.
+        """
+        with repeated.cut():
+            few = self._record()
+        if check:
+            one_more = len(repeated.kept()) + 1
+            with repeated.cut(one_more):
+                predicted = self._continued(few, repeated, repeated.kept(one_more))
+                if predicted != self.predict():
+                    raise NotRepeatedError("a run with one block more saves or computes something else")
+        return self._continued(few, repeated, repeated.blocks)
+
+    def _continued(self, few: _Recorded, repeated: Repeated, blocks: Sequence[nn.Module]) -> Predicted:
+        saved = continued(few.saved, repeated.kept(), blocks)
+        boundaries = continued_boundaries(few.boundaries, repeated, blocks)
+        ops = continued_ops(few.ops, repeated.kept(), blocks)
+        return self._predicted(summarise(self.model, saved), boundaries, ops)
+
+    def _predicted(self, activations: Activations, boundaries: tuple[Boundary, ...], ops: Ops) -> Predicted:
+        named = model_ops(self.model, ops)
+        return Predicted(activations, named.flops, boundaries, named)
+
+    def _record(self) -> _Recorded:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        device = device_of_pass(self.model, self.device)
+        state, inputs = self._state(fake, device), self._fake_inputs(fake, device)
+        counter = FlopCounterMode(display=False) if self.blocks else None
+        work = PlacedWork(self.model, self.blocks, counter) if counter is not None else None
+        autocast = torch.autocast(device.type, dtype=self.autocast_dtype) if self.autocast_dtype else _nothing()
+        found = record_saved(self.model, keep_alive=True, blocks=self.blocks)
+        with warnings.catch_warnings(), fake, counter or _nothing(), autocast, found as saved:
+            warnings.simplefilter("ignore")
+            recorder = self._recorder(saved)
+            with recorder, kernels_of_device(self.device, device), one_sequence_per_sample():
+                with self._as_one_rank(saved.log), work.counting() if work is not None else _nothing():
+                    loss = torch.func.functional_call(_Forward(self.model, self.forward), state, (inputs,))
+                boundaries = self.split.boundaries(self.model, saved.log) if self.split is not None else ()
+                backward = _Backward(loss)
+                placed = work.everything(backward) if work is not None else None  # type: ignore[arg-type]
+                if work is None:
+                    backward.attempt()
+        blocks = [block for _, block in find_blocks(self.model)]
+        ops = sort_kernels(recorder, blocks, saved.log, has_backward=backward.has_run)
+        return _Recorded(saved, boundaries, ops, (work, placed) if work is not None and placed is not None else None)
+
+    def _recorder(self, saved: SavedTensors) -> OpRecorder:
+        if self.fp8 is None:
+            return OpRecorder(saved.running, saved.log)
+        return OpRecorder(saved.running, saved.log, self.fp8.layers.values(), rowwise=self.fp8.rowwise)
+
+    def _as_one_rank(self, log: SaveLog) -> contextlib.AbstractContextManager[None]:
+        return self.split.running(log) if self.split is not None else _nothing()
+
+    def _state(self, fake: FakeTensorMode, device: torch.device) -> dict[str, torch.Tensor]:
+        return {
+            f"model.{name}": self._one_ranks(self._cast(converted_to(tensor, fake, device)), tensor).requires_grad_(
+                tensor.requires_grad
+            )
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
+        }
+
+    def _fake_inputs(self, fake: FakeTensorMode, device: torch.device) -> Any:
+        def to_fake(leaf: Any) -> Any:
+            return self._cast(converted_to(leaf, fake, device)) if isinstance(leaf, torch.Tensor) else leaf
+
+        return tree_map(to_fake, self.inputs)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.param_dtype) if self.param_dtype is not None and tensor.is_floating_point() else tensor
+
+    def _one_ranks(self, fake: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        if self.split is None or not isinstance(tensor, nn.Parameter):
+            return fake
+        shape = self.split.local_shape(tensor)
+        return fake if shape == fake.shape else fake.new_empty(shape)
+
+
+class _Recorded(NamedTuple):
+    saved: SavedTensors
+    boundaries: tuple[Boundary, ...]
+    ops: Ops
+    placed: tuple[PlacedWork, Placed] | None  # where a pipeline cuts the model
+
+
+_nothing = contextlib.nullcontext
+
+
+class _Backward:
+    """Backward of a loss. Where a user's function cannot run it without data, it is taken to follow by rule."""
+
+    def __init__(self, loss: Any) -> None:
+        self._loss = loss
+        self.has_run = False
+
+    def backward(self) -> None:
+        """Runs it."""
+        self._loss.backward()
+        self.has_run = True
+
+    def attempt(self) -> None:
+        """Runs it if it can run."""
+        with contextlib.suppress(Exception):
+            self.backward()
+
+
+class _Forward(nn.Module):
+    """The model and its loss as one module, so that ``functional_call`` can lend it fake parameters."""
+
+    def __init__(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._run = forward
+
+    def forward(self, inputs: Any) -> Any:
+        """Computes the loss."""
+        return self._run(self.model, inputs)

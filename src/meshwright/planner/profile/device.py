@@ -1,0 +1,63 @@
+"""On what a pass without data runs, and what the device that the model will train on does differently."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+
+def device_of_pass(model: nn.Module, wanted: torch.device | None) -> torch.device:
+    """The device of the tensors without data.
+
+    That of the model's parameters; for a model on ``meta`` the one that it will train on. A machine that lacks it runs
+    the pass on tensors of the CPU.
+    """
+    found = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    if found.type == "meta" and wanted is not None:
+        found = wanted
+    return found if found.type == "cpu" or (found.type == "cuda" and torch.cuda.is_available()) else torch.device("cpu")
+
+
+def converted_to(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    """A tensor without data like another one, which may have none already."""
+    if tensor.device.type != "meta":
+        return fake.from_tensor(tensor.detach()).to(device)
+    with fake:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def stands_in(model: nn.Module, wanted: torch.device | None) -> str | None:
+    """What is assumed where the pass cannot run on the device that the model will train on; None where it can."""
+    device = device_of_pass(model, wanted)
+    if wanted is None or wanted.type == device.type:
+        return None
+    return (
+        f"traced as on {device.type}, for there is no {wanted.type} device here: attention is taken to be fused as on "
+        f"{wanted.type}, its rows' sums take as much, and other operators are taken to save the same"
+    )
+
+
+def kernels_of_device(wanted: torch.device | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Around a pass on the CPU for a model that will train on another device."""
+    if wanted is None or wanted.type == "cpu" or device.type != "cpu":
+        return contextlib.nullcontext()
+    return _FusedAttention()
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Leaves dropout out of attention, which has no fused kernel on the CPU with it.
+
+    On CUDA it has, and keeps no more for it than the state of a random generator.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            given.pop("dropout_p", None)
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        return func(*args, **given)
