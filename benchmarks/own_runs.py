@@ -40,9 +40,8 @@ from meshwright.planner.measure import Calibrated, calibrate
 from meshwright.runtime import gather_objects, rank
 from meshwright.runtime.launch import inside_launcher, launch
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-sys.path.insert(0, str(ROOT / "examples" / "gpt2"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt2"))
 
 from gpt2 import GPT2
 from tests.live_bytes import LiveBytes
