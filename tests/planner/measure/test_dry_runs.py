@@ -146,6 +146,21 @@ def live():
     return too_short, same, loss, result.strategy.names
 
 
+def test_what_runs_teach_orders_the_next_plans(tmp_path):
+    """The first is predicted fastest and exposes collectives, which here take four times as long."""
+    names = {"sends": step_time(compute_s=0.5, exposed_s=0.4), "computes": step_time(compute_s=1.0)}
+    named = [types.SimpleNamespace(strategy=n, forecast=types.SimpleNamespace(time=t)) for n, t in names.items()]
+    machine = Machine({"sends": 2.1, "computes": 1.0})
+    file = tmp_path / "corrections.json"
+    for first in ("sends", "computes"):
+        machine.runs.clear()
+        best, _, _ = measured_best(named, machine.run, 1000, corrections=file)
+        assert best.strategy == "computes"
+        assert machine.runs[0][0] == first
+    with pytest.raises(ConfigError, match="cannot be written"):
+        measured_best(named, machine.run, 1000, corrections=tmp_path / "absent" / "c.json")
+
+
 def test_live_ranks_choose_by_running_copies(ranks):
     every = ranks(2).run(live)
     for too_short, same, _, names in every:

@@ -1,5 +1,6 @@
 """What a real machine does: its kernels and links, and short runs of the best few plans."""
 
+from meshwright.planner.measure.best import measured_best
 from meshwright.planner.measure.calibrate import Calibrated, calibrate
 from meshwright.planner.measure.corrections import Corrections, corrected, corrections_of, read_corrections
 from meshwright.planner.measure.dry_runs import (
@@ -8,7 +9,6 @@ from meshwright.planner.measure.dry_runs import (
     RunCandidate,
     check_time_limit,
     measure,
-    measured_best,
     step_times,
 )
 from meshwright.planner.measure.processes import run_in_processes

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from meshwright.cost import Calibration, Cluster, Constants, Device, fitted
+from meshwright.cost import Calibration, Cluster, Constants, Device, find_device, fitted
 from meshwright.cost.kernels import Machine
+from meshwright.errors import ConfigError
 from meshwright.planner.measure.beside import beside_collective, host_copies, small_step_s
 from meshwright.planner.measure.fit_kernels import fit_kernels, kernel_residuals
 from meshwright.planner.measure.fit_links import Links, fit_links, link_residuals
@@ -103,8 +104,8 @@ def calibrate(
     start_s = time.perf_counter()
     tell = on_progress or (lambda what, done, total: None)
     kernels, links = _measure(now, scale, tell)
-    chosen, disturbed = _clock(kernels, now.device, clock)
-    machine = fit_kernels(kernels, _device(now), fitted().constants, chosen)
+    chosen, disturbed = _clock(kernels, now, clock)
+    machine = _with_fp8(fit_kernels(kernels, _device(now), fitted().constants, chosen))
     constants = dataclasses.replace(machine.constants, step_s=_of(small_step_s(now.device), chosen))
     known = fit_links(links, Links(_cluster(now, machine), machine.efficiency, constants), chosen)
     known = dataclasses.replace(known, constants=_overlapping(now, known, chosen))
@@ -144,13 +145,29 @@ def _measure(
     return kernels, links
 
 
-def _clock(samples: Sequence[Sample], device: torch.device, wanted: Clock | None) -> tuple[Clock, float]:
-    """The clock that counts, and how far the two are apart."""
+def _clock(samples: Sequence[Sample], now: Settings, wanted: Clock | None) -> tuple[Clock, float]:
+    """The clock that counts, and how far the two are apart beyond what our own ranks do to each other."""
     ratios = [each.timing.wall_s / each.timing.cpu_s for each in samples if each.timing is not None]
-    disturbed = statistics.median(ratios)
+    own = max(1.0, now.local_world_size / len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1.0
+    disturbed = statistics.median(ratios) / own
     if wanted is not None:
         return wanted, disturbed
-    return ("cpu" if tells_cpu_time(device) and disturbed > _DISTURBED else "wall"), disturbed
+    return ("cpu" if tells_cpu_time(now.device) and disturbed > _DISTURBED else "wall"), disturbed
+
+
+def _with_fp8(machine: Machine) -> Machine:
+    """What is not measured, products in 8 bits, as the preset of the device has it; without one, as in half."""
+    try:
+        preset = find_device(machine.device.name)
+    except ConfigError:
+        return machine
+    if preset.fp8_flops_per_s is None:
+        return machine
+    return dataclasses.replace(
+        machine,
+        device=dataclasses.replace(machine.device, fp8_flops_per_s=preset.fp8_flops_per_s),
+        efficiency=dataclasses.replace(machine.efficiency, fp8=fitted().of(preset.efficiency).fp8),
+    )
 
 
 def _of(timing: Any, clock: Clock) -> float:

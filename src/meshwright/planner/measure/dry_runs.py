@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from meshwright.errors import ConfigError, StrategyError
+from meshwright.errors import ConfigError
 from meshwright.planner.plan import Plan
 from meshwright.runtime import gather_objects, synchronize_device
 
@@ -106,27 +106,6 @@ def measure(
     return results
 
 
-def measured_best(
-    plans: Sequence[Plan], run_candidate: RunCandidate, time_limit: float
-) -> tuple[Plan, str, list[Measured]]:
-    """The plan that was fastest, and one line that says so; see :func:`measure`.
-
-    Raises:
-        ConfigError: When the limit is too short.
-        StrategyError: When every candidate failed.
-    """
-    results = measure(plans, run_candidate, time_limit)
-    best = results[0]
-    if best.step_time_s is None:
-        raise StrategyError(
-            "Every candidate failed when it was run",
-            expected="one that trains a few steps",
-            got="; ".join(f"{each.plan.strategy}: {each.error}" for each in results),
-            fix="make the model train under one of them, or name a strategy yourself",
-        )
-    return best.plan, _reason(results, len(plans)), results
-
-
 def check_time_limit(time_limit: float | None) -> None:
     """Refuses what is not a duration; None is no limit and nothing to measure.
 
@@ -209,16 +188,3 @@ class _Halving:
         if before is None or before.step_time_s is None:
             return statistics.median(took.values())
         return float(self._took[id(plan)] + (num_steps - before.num_steps) * before.step_time_s)
-
-
-def _reason(results: Sequence[Measured], num_plans: int) -> str:
-    best = results[0]
-    ran = "; ".join(
-        f"{each.plan.strategy} " + (f"{each.step_time_s:.3g} s" if each.step_time_s is not None else f"{each.error}")
-        for each in results[1:]
-    )
-    assert best.step_time_s is not None
-    return (
-        f"chose {best.plan.strategy}: the fastest of {len(results)} that were run (of {num_plans} that fit), "
-        f"{best.step_time_s:.3g} s a step" + (f"; {ran}" if ran else "")
-    )

@@ -31,7 +31,8 @@ def fit_kernels(samples: Sequence[Sample], device: Device, start: Constants, clo
         clock: Which of the two clocks counts.
     """
     fitting = _Fitting(samples, clock)
-    gap_s = fitting.median_of("gap") / (2 * GAP_OPS)  # forward and backward
+    (chain,) = fitting.of("gap")
+    gap_s = fitting.seconds(chain) / (GAP_OPS * (2 if chain.backward else 1))
     constants = dataclasses.replace(start, gap_s=gap_s, function_s=0.0, power=0.0)
     bare = dataclasses.replace(
         device,
@@ -67,10 +68,6 @@ class _Fitting:
     def seconds(self, sample: Sample) -> float:
         assert sample.timing is not None
         return sample.timing.of(self.clock)
-
-    def median_of(self, part: str) -> float:
-        times = sorted(map(self.seconds, self.of(part)))
-        return times[len(times) // 2]
 
     def pairs(self, part: str, machine: Machine) -> list[tuple[float, float]]:
         return [(sample.predicted_s(machine), self.seconds(sample)) for sample in self.of(part)]
