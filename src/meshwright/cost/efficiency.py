@@ -82,7 +82,10 @@ class Constants:
         async_tensor: Share of tensor-parallel collectives that is left when they run beside the products they feed.
         function_s: Per element to which a function (an exponential, a normalisation) is applied, beside its bytes:
             nothing on GPUs, where that hides behind the bytes.
+        product_s: What a matrix product takes beside its arithmetic and bytes: on CPUs its operands are packed anew.
         reduce_scatter_s: What a reduce-scatter costs beside that: gloo polls for a millisecond, NCCL does not.
+        accumulation: Times that the bytes of a gradient are moved when a further micro-batch adds to it; 0 where that
+            is in other constants.
         shared: Computing time lost per second of a collective beside it, where both run on the same cores: 1 on CPUs.
     """
 
@@ -98,7 +101,9 @@ class Constants:
     rowwise_bytes: float = 5.0
     async_tensor: float = 0.5
     function_s: float = 0.0
+    product_s: float = 0.0
     reduce_scatter_s: float = 0.0
+    accumulation: float = 0.0
     shared: float = 0.0
 
 

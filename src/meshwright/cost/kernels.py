@@ -109,7 +109,9 @@ def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine) -> float:
     if op.dtype == "fp8":
         rowwise = machine.constants.rowwise_bytes if op.variant == "rowwise" else 0.0
         moved += (_FP8_CAST_BYTES + rowwise) * (m * k + k * n)
-    return op.batch * (2 * m * n * k / machine.matmul_flops_per_s(op.dtype) + machine.move_s(moved))
+    return machine.constants.product_s + op.batch * (
+        2 * m * n * k / machine.matmul_flops_per_s(op.dtype) + machine.move_s(moved)
+    )
 
 
 def _attention_s(op: Op, machine: Machine) -> float:

@@ -82,6 +82,8 @@ def _together(
         compute, bubble = slowest.passes.compute_s * micro_batches, 0.0
         exposed = busy - compute
     inline = slowest.inline_s * micro_batches
+    accumulating = (micro_batches - 1) * max(each.accumulate_s for each in ranks)
+    busy, compute = busy + accumulating, compute + accumulating
     return StepTime(busy + update + overhead, compute - inline, inline, exposed, bubble, update, overhead)
 
 

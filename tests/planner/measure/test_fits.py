@@ -34,7 +34,15 @@ EFFICIENCY = Efficiency(
     update=1.1, cached=4.0, intra=1.0, all_reduce=0.5, all_gather=0.4, reduce_scatter=0.25, all_to_all=0.6, send=1.0,
 )  # fmt: skip
 CONSTANTS = Constants(
-    gap_s=1.2e-5, narrow=0.4, function_s=1.5e-9, call_s=1.5e-4, hop=1.0, p2p_s=5e-5, reduce_scatter_s=6e-4, power=0.0
+    gap_s=1.2e-5,
+    product_s=4e-5,
+    narrow=0.4,
+    function_s=1.5e-9,
+    call_s=1.5e-4,
+    hop=1.0,
+    p2p_s=5e-5,
+    reduce_scatter_s=6e-4,
+    power=0.0,
 )
 TRUE = Machine(DEVICE, EFFICIENCY, CONSTANTS)
 

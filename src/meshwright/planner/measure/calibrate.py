@@ -23,13 +23,14 @@ from meshwright.planner.measure.fit_links import Links, fit_links, link_residual
 from meshwright.planner.measure.kernel_probes import kernel_probes, num_probes
 from meshwright.planner.measure.link_probes import link_samples, link_sizes, tiers_of
 from meshwright.planner.measure.samples import LinkSample, Residual, Sample
-from meshwright.planner.measure.timing import Clock, slowest, tells_cpu_time, time_of
+from meshwright.planner.measure.timing import Clock, cold_time_of, slowest, tells_cpu_time, time_of
 from meshwright.runtime import Settings, gather_objects, memory_limit_bytes, settings, world_size
 
 FAMILY = "measured"
 _KERNEL_WINDOW_S, _LINK_WINDOW_S = 0.03, 0.05
 _DISTURBED = 1.1  # wall over CPU time from which other programs have taken part of the machine
 _DISK_BYTES = 2**26
+_ACCUMULATION = 3.0  # a further gradient and the sum are read, the sum is written
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ def calibrate(
     kernels, links = _measure(now, scale, tell)
     chosen, disturbed = _clock(kernels, now, clock)
     machine = _with_fp8(fit_kernels(kernels, _device(now), fitted().constants, chosen))
-    constants = dataclasses.replace(machine.constants, step_s=_of(small_step_s(now.device), chosen))
+    step_s = _of(small_step_s(now.device), chosen)
+    constants = dataclasses.replace(machine.constants, step_s=step_s, accumulation=_ACCUMULATION)
     known = fit_links(links, Links(_cluster(now, machine), machine.efficiency, constants), chosen)
     known = dataclasses.replace(known, constants=_overlapping(now, known, chosen))
     cluster = dataclasses.replace(
@@ -130,7 +132,8 @@ def _measure(
     for sample in kernel_probes(now.device):
         tell(sample.part, len(kernels), total)
         assert sample.run is not None
-        timing = time_of(sample.run, now.device, window_s=_KERNEL_WINDOW_S * scale)
+        how = time_of if sample.part == "gap" else cold_time_of
+        timing = how(sample.run, now.device, window_s=_KERNEL_WINDOW_S * scale)
         kernels.append(dataclasses.replace(sample, timing=timing, run=None))
     together = gather_objects([each.timing for each in kernels])
     kernels = [

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from meshwright.cost import Constants, Device, Efficiency
 from meshwright.cost.kernels import Machine
-from meshwright.planner.measure.kernel_probes import GAP_OPS
 from meshwright.planner.measure.samples import Residual, Sample, fitted_factor, residual
 from meshwright.planner.measure.timing import Clock
 
@@ -32,8 +31,8 @@ def fit_kernels(samples: Sequence[Sample], device: Device, start: Constants, clo
     """
     fitting = _Fitting(samples, clock)
     (chain,) = fitting.of("gap")
-    gap_s = fitting.seconds(chain) / (GAP_OPS * (2 if chain.backward else 1))
-    constants = dataclasses.replace(start, gap_s=gap_s, function_s=0.0, power=0.0)
+    gap_s = fitting.seconds(chain) / chain.op.count
+    constants = dataclasses.replace(start, gap_s=gap_s, function_s=0.0, product_s=0.0, power=0.0)
     bare = dataclasses.replace(
         device,
         half_flops_per_s=_NEVER_BINDS, fp32_flops_per_s=_NEVER_BINDS, fp8_flops_per_s=None,
@@ -42,8 +41,7 @@ def fit_kernels(samples: Sequence[Sample], device: Device, start: Constants, clo
     machine = Machine(bare, Efficiency(matmul=1.0, memory=1.0, attention=1.0), constants)
     machine = _fit_memory(fitting, machine)
     machine = fitting.factor("functions", machine, lambda x: _with_constants(machine, function_s=x))
-    machine = fitting.rate("fp32 products", machine, lambda rate: _with_device(machine, fp32_flops_per_s=rate))
-    machine = fitting.rate("half products", machine, lambda rate: _with_device(machine, half_flops_per_s=rate))
+    machine = _fit_products(fitting, machine)
     machine = _fit_attention(fitting, machine)
     updating = fitting.rate("update", machine, lambda rate: _with_efficiency(machine, memory=rate))
     machine = _with_efficiency(machine, update=updating.efficiency.memory)
@@ -89,6 +87,19 @@ class _Fitting:
         return fitted_factor(terms)
 
 
+def _fit_products(fitting: _Fitting, machine: Machine) -> Machine:
+    """Their rates, and on a CPU what each takes beside: in turns, each given the other."""
+    for _ in range(12):
+        known = machine
+        machine = fitting.rate("fp32 products", known, lambda rate, now=known: _with_device(now, fp32_flops_per_s=rate))  # type: ignore[misc]
+        known = machine
+        machine = fitting.rate("half products", known, lambda rate, now=known: _with_device(now, half_flops_per_s=rate))  # type: ignore[misc]
+        if machine.device.name.startswith("CPU"):
+            known = machine
+            machine = fitting.factor("fp32 products", known, lambda x, now=known: _with_constants(now, product_s=x))  # type: ignore[misc]
+    return machine
+
+
 def _fit_memory(fitting: _Fitting, machine: Machine) -> Machine:
     """The memory's rate; and on a CPU, of the sizes that its cache may have, the one that fits best, with its rate."""
     none = fitting.rate("memory", machine, lambda rate: _with_device(machine, bandwidth_bytes_per_s=rate))
@@ -100,7 +111,8 @@ def _fit_memory(fitting: _Fitting, machine: Machine) -> Machine:
         for _ in range(8):  # each rate given the other
             cached = fitting.rate("memory", whole, lambda rate, now=whole: _with_efficiency(now, cached=rate))  # type: ignore[misc]
             whole = fitting.rate("memory", cached, lambda rate, now=cached: _with_memory(now, rate))  # type: ignore[misc]
-        tried.append(whole)
+        if whole.efficiency.cached >= 1:  # else it is noise that the sizes tell apart
+            tried.append(whole)
     return min(tried, key=lambda each: sum((p / t - 1) ** 2 for p, t in fitting.pairs("memory", each)))
 
 

@@ -130,7 +130,8 @@ def _rate(tier: str, samples: Sequence[LinkSample], links: Links, clock: Clock) 
     latency = _link(links, tier).latency_s
     one = _with_link(links, tier, Link(1.0, latency))
     terms = [(links.predicted_s(s), one.predicted_s(s) - links.predicted_s(s), s.timing.of(clock)) for s in samples]
-    x = fitted_factor(terms)
+    # Small messages are all call and hops: an error there must not pass for bytes.
+    x = fitted_factor(each for each in terms if each[0] < each[2] / 2)
     return 1 / x if x > 0 else None
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.cost import Op
 from meshwright.planner.measure.samples import Sample
+from meshwright.planner.profile.operators import kernels_of
 
 # Of an fp32 element as ``cost.update`` counts them: weight and two states read and written, the gradient three times.
 UPDATE_BYTES = 36
-GAP_OPS = 32  # kernels of the chain that measures what lies between two of them
+_CHAIN = 32  # kernels
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Sizes:
 
 _ON_CPU = Sizes(
     products=(
+        (128, 256, 256),
         (256, 256, 256),
         (512, 768, 256),
         (512, 256, 1024),
@@ -77,26 +82,63 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _gaps(device: torch.device) -> Sample:
-    """A chain of kernels so small that only launching them takes time.
+    """Kernels so small that only launching them takes time.
 
-    On a CPU so does autograd's record of them. On CUDA the host keeps that ahead of the device, as it does in training.
+    On a CPU those of a transformer's block, forward and backward: views, modules and autograd's records take time
+    there, too. On CUDA the host keeps all that ahead of the device, as it does in training.
     """
-    x = torch.ones(16, device=device, requires_grad=device.type == "cpu")
     if device.type == "cuda":
+        x = torch.ones(16, device=device)
 
         def launch() -> None:
-            for _ in range(GAP_OPS):
+            for _ in range(_CHAIN):
                 x.mul_(1.0)
 
-        return Sample("gap", "between kernels", Op("move", count=GAP_OPS), run=launch)
+        return Sample("gap", "between kernels", Op("move", count=_CHAIN), run=launch)
+    block, hidden = SmallBlock(), torch.randn(2, 8, SmallBlock.width)
+    parameters = list(block.parameters())
 
-    def run() -> None:
-        y = x
-        for _ in range(GAP_OPS):
-            y = y * 1.5
-        torch.autograd.grad(y, x, torch.ones_like(y))
+    def step() -> None:
+        torch.autograd.grad(block(hidden).sum(), parameters)
 
-    return Sample("gap", "between kernels", Op("move", count=GAP_OPS), backward=True, run=run)
+    with _Kernels() as kernels:
+        step()
+    return Sample("gap", "between kernels", Op("move", count=kernels.count), run=step)
+
+
+class SmallBlock(nn.Module):
+    """A pre-norm transformer block of next to no arithmetic."""
+
+    width = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = self.width
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x_BTD: torch.Tensor) -> torch.Tensor:
+        """Attention of two heads, and the MLP."""
+        batch, tokens, width = x_BTD.shape
+        qkv = self.qkv(self.norms[0](x_BTD)).view(batch, tokens, 3, 2, width // 2)
+        attended = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0), is_causal=True)  # type: ignore[misc]
+        x_BTD = x_BTD + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
+        mixed: torch.Tensor = x_BTD + self.mlp(self.norms[1](x_BTD))
+        return mixed
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts them as the profile of a model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += len(kernels_of(func, args, kwargs or {}, result))
+        return result
 
 
 def _moves(sizes: Sizes, device: torch.device) -> Iterator[Sample]:

@@ -15,6 +15,7 @@ from meshwright.runtime import gather_objects, synchronize_device, world_size
 
 Clock = Literal["wall", "cpu"]
 _MAX_CALLS = 10_000
+_EVICTED_BYTES = 2**24  # more than the caches that a core has to itself
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,25 @@ def time_of(run: Callable[[], object], device: torch.device, *, window_s: float 
     run()
     together()
     return _median([_window(run, device, window_s=window_s) for _ in range(windows)])
+
+
+def cold_time_of(run: Callable[[], object], device: torch.device, *, window_s: float, calls: int = 5) -> Timing:
+    """The same of kernels that find nothing in a CPU core's caches, as in a step, which touches everything in turn.
+
+    What other data is read between the calls is not timed. On CUDA, where large kernels pass the cache by, it is
+    :func:`time_of`.
+    """
+    if device.type == "cuda":
+        return time_of(run, device, window_s=window_s)
+    others = torch.ones(_EVICTED_BYTES // 4)
+    run()
+    together()
+    times: list[Timing] = []
+    end_s = time.perf_counter() + 5 * window_s
+    while len(times) < calls or time.perf_counter() < end_s:
+        others.add_(1.0)
+        times.append(_calls(run, device, 1))
+    return _median(times)
 
 
 def time_together(run: Callable[[], object], device: torch.device, *, window_s: float, windows: int = 5) -> Timing:
