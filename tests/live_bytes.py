@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class _Count(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
+    """Counts while it is entered; ``peak`` may be set back to 0 to ask for what comes next."""
+
     def __init__(self) -> None:
         super().__init__()
         self.storages: dict[int, StorageWeakRef] = {}
@@ -49,6 +51,6 @@ def _counts(leaf: Any) -> bool:
 
 def peak_bytes(function: Callable[..., Any], *args: Any) -> tuple[Any, int]:
     """Runs ``function`` and returns (its result, most bytes held at any moment in tensors that it made)."""
-    with _Count() as count:
+    with LiveBytes() as count:
         result = function(*args)
     return result, count.peak

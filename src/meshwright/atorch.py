@@ -55,11 +55,11 @@ def auto_accelerate(
 
     Args:
         load_strategy: The strategy, in any form that :class:`Strategy` reads; None chooses one.
-        finetune_strategy: Must be False: configs are not searched in this version.
+        finetune_strategy: Choose the configs of the methods of ``load_strategy`` anew.
         save_strategy_to_file: Path of a JSON file to write the strategy to; rank 0 writes it.
-        **kargs: ``verbose``; ``time_limit`` in seconds (the choice predicts and takes well under it);
-            ``find_unused_parameters``; ``ignore_dryrun_on_load_strategy=False`` runs forward and backward once before
-            returning; ``sample_batch``; ``batch_size``; ``sampler_seed``.
+        **kargs: ``verbose``; ``time_limit``: seconds in which the best few candidates may be run to choose the fastest
+            (None chooses by prediction alone); ``find_unused_parameters``; ``ignore_dryrun_on_load_strategy=False``
+            runs forward and backward once before returning; ``sample_batch``; ``batch_size``; ``sampler_seed``.
 
     Returns:
         ``(status, result, best_strategy)``; ``(False, None, None)`` when it failed, with the reason printed on rank 0.
@@ -71,8 +71,6 @@ def auto_accelerate(
         raise TypeError(f"auto_accelerate has no argument {name!r}{did_you_mean(name, _EXTRA_ARGUMENTS)}.")
     extra = {**_EXTRA_ARGUMENTS, **kargs}
     try:
-        with same_on_every_rank():
-            _check_modes(finetune_strategy, extra["time_limit"])
         result = accelerate(
             model, optim_func, dataset, loss_func, strategy=load_strategy, prepare_input=prepare_input,
             model_input_format=model_input_format, optim_args=optim_args, optim_param_func=optim_param_func,
@@ -81,7 +79,7 @@ def auto_accelerate(
             included=included or (), find_unused_parameters=extra["find_unused_parameters"],
             sample_batch=extra["sample_batch"], batch_size=extra["batch_size"], sampler_seed=extra["sampler_seed"],
             dry_run=load_strategy is not None and not extra["ignore_dryrun_on_load_strategy"],
-            verbose=extra["verbose"],
+            time_limit=extra["time_limit"], finetune_strategy=finetune_strategy, verbose=extra["verbose"],
         )  # fmt: skip
         if save_strategy_to_file is not None:
             _save(result.strategy, save_strategy_to_file)
@@ -90,23 +88,6 @@ def auto_accelerate(
             print(f"meshwright: auto_accelerate failed: {error}", file=sys.stderr, flush=True)
         return False, None, None
     return True, result, result.strategy
-
-
-def _check_modes(finetune_strategy: bool, time_limit: float | None) -> None:
-    if finetune_strategy:
-        raise ConfigError(
-            "finetune_strategy asks to search the configs of a loaded strategy, which this version does not do",
-            expected="False",
-            got=repr(finetune_strategy),
-            fix="leave load_strategy out to let Meshwright choose, or give the configs",
-        )
-    if time_limit is not None and not time_limit > 0:
-        raise ConfigError(
-            "time_limit is not a duration",
-            expected="seconds above 0",
-            got=repr(time_limit),
-            fix="give seconds, or leave time_limit out",
-        )
 
 
 def _save(strategy: Strategy, path: str) -> None:

@@ -18,8 +18,10 @@ from meshwright.errors import ModelError
 from meshwright.methods import Job, apply_strategy
 from meshwright.optim import Stages, clip_gradients
 from meshwright.planner import Plan, plan_table
+from meshwright.planner.measure import measured_best
 from meshwright.request import Request
 from meshwright.runtime import (
+    Settings,
     check_equal,
     gather_objects,
     memory_limit_bytes,
@@ -29,6 +31,7 @@ from meshwright.runtime import (
     seed_replica,
     settings,
 )
+from meshwright.trials import run_live
 
 # For clip_grad_norm; a strong reference would keep every model alive for ever.
 _OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Optimizer], Stages | None]]
@@ -61,6 +64,8 @@ def accelerate(
     batch_size: int | None = None,
     sampler_seed: int = 0,
     memory_limit: int | None = None,
+    time_limit: float | None = None,
+    finetune_strategy: bool = False,
     dry_run: bool = False,
     verbose: bool = False,
 ) -> Accelerated:
@@ -100,6 +105,10 @@ def accelerate(
         batch_size: Samples per step over all ranks, for predictions where there is no dataset.
         sampler_seed: Seed of the order of samples.
         memory_limit: Bytes one rank may hold; None takes what the device has.
+        time_limit: Where a strategy is chosen: seconds in which the best few by prediction may be run for a few steps
+            each, on copies of the model, to choose the fastest; None chooses by prediction. A candidate that fails on
+            every rank is passed over; one that ends a rank ends the program.
+        finetune_strategy: Choose the configs of the methods that ``strategy`` names anew.
         dry_run: Run forward and backward once before returning, without changing anything.
         verbose: Print the plan.
 
@@ -112,22 +121,15 @@ def accelerate(
         model, optim_func, dataset, loss_func, strategy, prepare_input, model_input_format, optim_args,
         optim_param_func, dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args, excluded,
         included, max_grad_norm, _first_given(num_micro_batches, world.num_micro_batches), find_unused_parameters,
-        ddp_options, sample_batch, batch_size, sampler_seed, dry_run,
+        ddp_options, sample_batch, batch_size, sampler_seed, dry_run, time_limit, finetune_strategy,
     )  # fmt: skip
     with same_on_every_rank():
         request.check(world.device)
         _check_not_taken(model)
     check_equal("The strategy", request.strategy_digest(), "pass the same strategy on every rank")
     check_equal("The model", request.model_digest(), "build the same model on every rank")
-    with same_on_every_rank():  # rank 0 predicts and chooses for all
-        decided = request.plan(world, limit) if rank() == 0 else None
-    plan, reason = gather_objects(decided)[0]
-    with same_on_every_rank():
-        job = request.job(plan, world.device)
-        dataloader = request.dataloader(job)
-    _TAKEN.add(model)
-    apply_strategy(job)
-    accelerated = _finish(request, job, plan, dataloader)
+    plan, reason = _decide(request, world, limit)
+    job, accelerated = _build(request, plan, world.device)
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)
@@ -136,6 +138,30 @@ def accelerate(
     if accelerated.optim is not None:
         _OPTIMIZERS[accelerated.model] = (weakref.ref(accelerated.optim), job.stages)
     return accelerated
+
+
+def _decide(request: Request, world: Settings, limit: int) -> tuple[Plan, str | None]:
+    """The plan, and why it was chosen: rank 0 predicts for all; candidates run on all."""
+    if request.chooses and request.time_limit is not None:
+        with same_on_every_rank():
+            ranked = request.ranked(world, limit) if rank() == 0 else None
+        run = run_live(request, lambda trial, plan: _build(trial, plan, world.device)[1], world.device)
+        plan, reason, _ = measured_best(gather_objects(ranked)[0], run, request.time_limit)
+        return plan, reason
+    with same_on_every_rank():
+        decided = request.plan(world, limit) if rank() == 0 else None
+    plan, reason = gather_objects(decided)[0]
+    return plan, reason
+
+
+def _build(request: Request, plan: Plan, device: torch.device) -> tuple[Job, Accelerated]:
+    """Applies a plan to the request's model."""
+    with same_on_every_rank():
+        job = request.job(plan, device)
+        dataloader = request.dataloader(job)
+    _TAKEN.add(request.model)
+    apply_strategy(job)
+    return job, _finish(request, job, plan, dataloader)
 
 
 def _first_given(*values: int | None) -> int | None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
@@ -28,11 +25,13 @@ from meshwright.batches import (
 )
 from meshwright.built_optimizer import BuiltOptimizer
 from meshwright.data import GlobalBatchLoader, global_batch_loader
-from meshwright.errors import ConfigError, ModelError, did_you_mean
+from meshwright.errors import ConfigError
 from meshwright.methods import Job, SampleRun
-from meshwright.planner import Plan, Workload, choose, cluster_at_hand
+from meshwright.planner import Plan, Workload, choose, cluster_at_hand, fitting
+from meshwright.planner.measure import check_time_limit
+from meshwright.request_checks import check_keywords, check_model
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
-from meshwright.strategy import Strategy
+from meshwright.strategy import METHOD_CONFIGS, Strategy
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,8 @@ class Request:
     batch_size: int | None
     sampler_seed: int
     dry_run: bool
+    time_limit: float | None = None
+    finetune: bool = False
 
     def check(self, device: torch.device) -> None:
         """Refuses arguments that cannot work together.
@@ -90,6 +91,7 @@ class Request:
             raise ConfigError(
                 "A dry run needs data", expected="dataset or sample_batch", got="neither", fix="pass one of them"
             )
+        self._check_dry_runs()
         if self.lr_scheduler_cls is not None and self.optim_func is None:
             raise ConfigError(
                 "A learning-rate scheduler needs an optimizer",
@@ -97,11 +99,28 @@ class Request:
                 fix="pass optim_func",
                 expected="optim_func beside lr_scheduler_cls",
             )
-        _check_keywords("ddp_options", DistributedDataParallel, self.ddp_options)
+        check_keywords("ddp_options", DistributedDataParallel, self.ddp_options)
         if isinstance(self.optim_func, Optimizer):
             self._check_built()
         elif self.optim_func is not None:
-            _check_keywords("optim_args", self.optim_func, self.optim_args)
+            check_keywords("optim_args", self.optim_func, self.optim_args)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the planner chooses the strategy, or the configs of its methods."""
+        return self.strategy is None or self.finetune
+
+    def _check_dry_runs(self) -> None:
+        check_time_limit(self.time_limit)
+        if self.time_limit is None or not self.chooses:
+            return
+        if self.optim_func is None or (self.dataset is None and self.sample_batch is None):
+            raise ConfigError(
+                "time_limit asks to run candidates, and there is nothing to train them with",
+                expected="optim_func, and dataset or sample_batch",
+                got="no optim_func" if self.optim_func is None else "neither dataset nor sample_batch",
+                fix="pass them, or leave time_limit out to choose by prediction",
+            )
 
     def _check_built(self) -> None:
         for option, value in (("optim_args", self.optim_args), ("optim_param_func", self.optim_param_func)):
@@ -140,7 +159,34 @@ class Request:
 
     def plan(self, settings: Settings, limit_bytes: int) -> tuple[Plan, str | None]:
         """Predicts the strategy asked for, or chooses one; the second item then says why."""
-        workload = Workload(
+        workload = self._workload(settings, limit_bytes)
+        if self.chooses:
+            plan, reason = choose(workload, **self._constraints())
+        else:
+            plan, reason = workload.plan(Strategy(self.strategy)), None
+        if self._built is not None and workload.optim_func is None:
+            gap = (
+                f"optimizer state is not predicted: only {type(self._built.optimizer).__name__}'s constructor makes it"
+            )
+            plan = replace(plan, gaps=(*plan.gaps, gap))
+        return plan, reason
+
+    def ranked(self, settings: Settings, limit_bytes: int) -> list[Plan]:
+        """The plans to choose from by dry runs, best first by prediction."""
+        return fitting(self._workload(settings, limit_bytes), **self._constraints())
+
+    def _constraints(self) -> dict[str, Sequence[str]]:
+        """Of the choice; ``finetune`` keeps the methods of the strategy, and only their configs are chosen."""
+        if self.strategy is None or not self.finetune:
+            return {"excluded": self.excluded, "included": self.included}
+        kept = Strategy(self.strategy).names
+        return {
+            "excluded": [name for name in METHOD_CONFIGS if name not in kept and name != "parallel_mode"],
+            "included": [name for name in kept if name != "parallel_mode"],
+        }
+
+    def _workload(self, settings: Settings, limit_bytes: int) -> Workload:
+        return Workload(
             model=self.model,
             device=settings.device,
             optim_func=self.build_optimizer if self._built is None else self._built.probe,
@@ -154,16 +200,6 @@ class Request:
             limit_bytes=limit_bytes,
             cluster=cluster_at_hand(settings.device, world_size(), settings.local_world_size),
         )
-        if self.strategy is None:
-            plan, reason = choose(workload, excluded=self.excluded, included=self.included)
-        else:
-            plan, reason = workload.plan(Strategy(self.strategy)), None
-        if self._built is not None and workload.optim_func is None:
-            gap = (
-                f"optimizer state is not predicted: only {type(self._built.optimizer).__name__}'s constructor makes it"
-            )
-            plan = replace(plan, gaps=(*plan.gaps, gap))
-        return plan, reason
 
     def _forward(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         return first_loss(self.loss(inputs, call_model(model, inputs, self.model_input_format)))
@@ -178,13 +214,18 @@ class Request:
     def _sample_inputs(self, device: torch.device, samples: int) -> Any:
         """The model input of ``samples`` samples; None where no sample can be had without consuming data."""
         with preserved_rng():
-            if self.sample_batch is not None:
-                return self.prepare(resized(self.sample_batch, samples), device)
-            if self.dataset is None or isinstance(self.dataset, IterableDataset):
-                return None
-            collate = (self.dataloader_args or {}).get("collate_fn") or default_collate
-            length = len(self.dataset)  # type: ignore[arg-type]
-            return self.prepare(collate([self.dataset[index % length] for index in range(samples)]), device)
+            batch = self.sample_of(samples)
+            return None if batch is None else self.prepare(batch, device)
+
+    def sample_of(self, samples: int) -> Any:
+        """A batch of so many samples, as the dataloader would yield it; None as above."""
+        if self.sample_batch is not None:
+            return resized(self.sample_batch, samples)
+        if self.dataset is None or isinstance(self.dataset, IterableDataset):
+            return None
+        collate = (self.dataloader_args or {}).get("collate_fn") or default_collate
+        length = len(self.dataset)  # type: ignore[arg-type]
+        return collate([self.dataset[index % length] for index in range(samples)])
 
     def job(self, plan: Plan, device: torch.device) -> Job:
         """The job that the plan's methods will change."""
@@ -225,6 +266,8 @@ class Request:
         """The strategy asked for, as text."""
         if self.strategy is None:
             return f"chosen automatically (excluded={list(self.excluded)}, included={list(self.included)})"
+        if self.finetune:
+            return f"the methods of {Strategy(self.strategy)} with configs chosen automatically"
         return str(Strategy(self.strategy))
 
     def model_digest(self) -> str:
@@ -232,58 +275,3 @@ class Request:
         lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in self.model.named_parameters()]
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         return f"{type(self.model).__name__} with {len(lines)} parameters, digest {digest}"
-
-
-def check_model(model: nn.Module, device: torch.device) -> None:
-    """Refuses what is not a plain model with values, on the job's device or the CPU.
-
-    Raises:
-        ModelError: Saying what it is instead.
-    """
-    if not isinstance(model, nn.Module):
-        raise ModelError(
-            "The model is not a module",
-            expected="a torch.nn.Module",
-            got=type(model).__name__,
-            fix="pass the model itself, built",
-        )
-    wrapped = next(
-        (m for m in model.modules() if isinstance(m, DistributedDataParallel | DataParallel | FSDPModule)), None
-    )
-    sharded = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
-    if wrapped is not None or sharded is not None:
-        raise ModelError(
-            "The model is already distributed",
-            expected="a plain nn.Module",
-            got=f"{type(wrapped).__name__ if wrapped is not None else sharded} inside {type(model).__name__}",
-            fix="pass the model as it was before wrapping; the strategy wraps it",
-        )
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if not devices <= {device, torch.device("cpu")} or len(devices) > 1:
-        meta = "parameters on meta have no values: build the model on the CPU"
-        raise ModelError(
-            "The model is on a wrong device",
-            expected=f"all parameters and buffers on {device}"
-            + ("" if device.type == "cpu" else ", or all on the CPU"),
-            got=", ".join(sorted(map(str, devices))),
-            fix=meta if torch.device("meta") in devices else f"call model.to({str(device)!r}) before",
-        )
-
-
-def _check_keywords(option: str, function: Callable[..., Any], given: Mapping[str, Any] | None) -> None:
-    """Refuses keyword arguments that the function cannot take, before the model is changed."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin without a signature: its own error will do
-        return
-    names = [name for name, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        return
-    for key in given or {}:
-        if key not in names:
-            raise ConfigError(
-                f"{option} has an unknown key {key!r}{did_you_mean(key, names)}",
-                expected=f"keyword arguments of {getattr(function, '__name__', function)}",
-                got=repr(key),
-                fix="correct the key or leave it out",
-            )

@@ -1,4 +1,4 @@
-"""The command line: ``meshwright train``, ``plan``, ``compare``, ``bench-comm`` and ``methods``."""
+"""The command line: ``meshwright train``, ``plan``, ``compare``, ``calibrate``, ``bench-comm`` and ``methods``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.console import Console
 
 import meshwright
 from meshwright.cli.bench_comm import DTYPES, BenchOptions, bench_comm
+from meshwright.cli.calibrate import CalibrateOptions, run_calibration
 from meshwright.cli.config_help import config_help
 from meshwright.cli.failures import INTERRUPTED, exit_status, leave
 from meshwright.cli.methods import print_methods
@@ -155,6 +156,34 @@ def _bench_comm(options: BenchOptions) -> int:
     if inside_launcher():
         _leave_interrupts_to_the_launcher()
         bench_comm(options)
+        return 0
+    options.check()
+    return _start_ranks(options.arguments(), options.num_processes())
+
+
+@app.command("calibrate")
+def calibrate_command(
+    out: Annotated[Path, typer.Option(metavar="FILE.json", help="Where to write the cluster.")] = Path("cluster.json"),
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks on this machine.", show_default="one per CUDA device, or 2 on the CPU"),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="auto|cpu", help="Where; auto takes CUDA if there is some.")] = "auto",
+    clock: Annotated[
+        str, typer.Option(metavar="auto|wall|cpu", help="Which clock counts; auto: cpu where others keep it busy.")
+    ] = "auto",
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
+) -> None:
+    """Measure this machine's kernels and links in about a minute, for predictions (use as --cluster FILE.json)."""
+    options = CalibrateOptions(out, processes, device, clock)
+    raise typer.Exit(exit_status(lambda: _calibrate(options), show_traceback=traceback))
+
+
+def _calibrate(options: CalibrateOptions) -> int:
+    """Measures here, or starts the ranks that do."""
+    if inside_launcher():
+        _leave_interrupts_to_the_launcher()
+        run_calibration(options)
         return 0
     options.check()
     return _start_ranks(options.arguments(), options.num_processes())

@@ -2,6 +2,7 @@
 
 from meshwright.cost.activations import Activations, BlockSaves, Recomputed, SavedTensor, TracedModule, Work
 from meshwright.cost.cluster import Cluster, Link, find_cluster, make_cluster, read_cluster
+from meshwright.cost.cluster_file import write_cluster
 from meshwright.cost.copies import copies
 from meshwright.cost.device import DEVICES, Device, find_device
 from meshwright.cost.efficiency import Calibration, Constants, Efficiency, fitted, read_calibration, write_calibration
@@ -111,4 +112,5 @@ __all__ = [
     "step_events",
     "timeline",
     "write_calibration",
+    "write_cluster",
 ]

@@ -7,11 +7,12 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshwright.cost.device import DEVICES, Device, find_device
+from meshwright.cost.efficiency import Calibration, calibration_from
 from meshwright.errors import ConfigError, MeshwrightError, join_names
 
 
@@ -39,6 +40,7 @@ class Cluster:
         intra: Links inside a node.
         inter: Links between nodes, as each device's share of its node's.
         host_link: Between a device and host memory, in one direction.
+        calibration: What its kernels and links reach, where that was measured; None: the fitted presets.
     """
 
     device: Device
@@ -47,6 +49,7 @@ class Cluster:
     intra: Link = Link(300e9, 2e-6)
     inter: Link = Link(25e9, 1.2e-5)
     host_link: Link = Link(25e9, 1e-5)
+    calibration: Calibration | None = field(default=None, hash=False)
 
     @property
     def price_per_hour(self) -> float | None:
@@ -134,7 +137,9 @@ def find_cluster(name: str) -> Cluster:
     return make_cluster(found.group(1), int(found.group(2)))
 
 
+FORMAT, VERSION = "meshwright.cluster", 1
 _KEYS = {"device", "num_devices", "devices_per_node", "intra", "inter", "host_link", "price_per_hour"}
+_MEASURED_KEYS = {"format", "version", "calibration", "measured"}  # what ``calibrate`` writes beside them
 _LINK_KEYS = {"bytes_per_s", "gbps", "latency_s"}
 
 
@@ -143,7 +148,8 @@ def read_cluster(path: Path) -> Cluster:
 
     Keys: ``device`` (a preset's name, or a table with the fields of :class:`Device`), ``num_devices``, and optionally
     ``devices_per_node``, ``price_per_hour`` and the links ``intra``, ``inter`` and ``host_link``, each with
-    ``bytes_per_s`` (or ``gbps``, in Gbit/s) per device and ``latency_s``.
+    ``bytes_per_s`` (or ``gbps``, in Gbit/s) per device and ``latency_s``. A file that ``meshwright calibrate`` has
+    written also carries ``calibration``, and in ``measured`` how it was made.
 
     Raises:
         ConfigError: Naming the file and the key.
@@ -154,7 +160,7 @@ def read_cluster(path: Path) -> Cluster:
         return _cluster_from(data)
     except MeshwrightError:
         raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"The cluster file {path} cannot be used",
             expected=f"TOML or JSON with the keys {join_names(sorted(_KEYS))}",
@@ -166,7 +172,11 @@ def read_cluster(path: Path) -> Cluster:
 def _cluster_from(data: Any) -> Cluster:
     if not isinstance(data, Mapping) or not {"device", "num_devices"} <= set(data):
         raise ValueError("device and num_devices must be given")
-    _refuse_unknown(data, _KEYS, "cluster")
+    _refuse_unknown(data, _KEYS | _MEASURED_KEYS, "cluster")
+    if data.get("format", FORMAT) != FORMAT or data.get("version", VERSION) != VERSION:
+        raise ValueError(
+            f"format {data.get('format')!r}, version {data.get('version')!r}; known: {FORMAT!r}, {VERSION}"
+        )
     described = data["device"]
     device = Device(**described) if isinstance(described, Mapping) else find_device(str(described))
     if "price_per_hour" in data:
@@ -181,6 +191,7 @@ def _cluster_from(data: Any) -> Cluster:
         intra=link("intra", base.intra),
         inter=link("inter", base.inter),
         host_link=link("host_link", base.host_link),
+        calibration=calibration_from(data["calibration"]) if "calibration" in data else None,
     )
 
 

@@ -71,6 +71,8 @@ def collective_s(kind: str, num_bytes: float, group: Group, network: Network, ca
     if group.size == 1 or num_bytes <= 0:
         return 0.0
     overhead = calls * network.constants.call_s
+    overhead += calls * network.constants.reduce_scatter_s if kind == "reduce_scatter" else 0.0
+    num_bytes = num_bytes / network.efficiency.of_collective(kind)  # as if the links were that much slower
     if kind == "send":
         link = network.intra_bytes_per_s if group.nodes == 1 else network.inter_bytes_per_s
         return num_bytes / link + overhead + calls * _hop_s(group, network)

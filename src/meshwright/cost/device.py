@@ -26,6 +26,7 @@ class Device:
         bandwidth_bytes_per_s: Of its memory.
         efficiency: Whose fitted efficiencies it takes (a key of ``efficiencies.json``).
         power_fraction: Sustained power over the power the peak is stated for.
+        cache_bytes: Of its cache, so much of a kernel's bytes as moves at ``Efficiency.cached``; 0: not told apart.
         price_per_hour: In US dollars; None: unknown. Prices differ by vendor and month: set your own.
         bf16: Whether it multiplies in bf16; without, half precision is fp16.
         is_host: Whether its memory is the host's.
@@ -42,6 +43,7 @@ class Device:
     price_per_hour: float | None = None
     bf16: bool = True
     is_host: bool = False
+    cache_bytes: int = 0
     aliases: tuple[str, ...] = field(default=(), compare=False)
     fp4_flops_per_s: float | None = None
 

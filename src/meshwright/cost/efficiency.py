@@ -26,6 +26,12 @@ class Efficiency:
         memory: Of the memory bandwidth, in kernels that are bound by it.
         intra: Of the bandwidth of links inside a node.
         inter: Of the bandwidth of links between nodes.
+        attention_backward: Speed of fused attention's backward beside its forward's.
+        attention_fp32: As ``attention``, of the fp32 peak in fp32; None: the same fraction.
+        attention_backward_fp32: As ``attention_backward``, in fp32; None: the same.
+        cached: Speed of the bytes of a kernel that fit into the device's cache beside that of its memory.
+        update: Speed of the optimizer's update beside other kernels that are bound by memory.
+        all_reduce: Of what links reach (``intra``, ``inter``), in all-reduces; so are those that follow.
     """
 
     matmul: float = 0.75
@@ -34,6 +40,28 @@ class Efficiency:
     memory: float = 0.8
     intra: float = 0.75
     inter: float = 0.7
+    attention_backward: float = 1.0
+    attention_fp32: float | None = None
+    attention_backward_fp32: float | None = None
+    cached: float = 1.0
+    update: float = 1.0
+    all_reduce: float = 1.0
+    all_gather: float = 1.0
+    reduce_scatter: float = 1.0
+    all_to_all: float = 1.0
+    send: float = 1.0
+
+    def of_attention(self, dtype: str) -> tuple[float, float]:
+        """Of the peak in forward, and the speed of backward beside it."""
+        forward, backward = self.attention, self.attention_backward
+        if dtype == "fp32":
+            forward = forward if self.attention_fp32 is None else self.attention_fp32
+            backward = backward if self.attention_backward_fp32 is None else self.attention_backward_fp32
+        return forward, backward
+
+    def of_collective(self, kind: str) -> float:
+        """Of what links reach, in one kind of collective; a broadcast travels as a send does."""
+        return getattr(self, "send" if kind == "broadcast" else kind)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -56,6 +84,13 @@ class Constants:
         host_s: What the host takes to launch one kernel of a module that is not compiled: a block cannot be faster.
         rowwise_bytes: Moved for each element of an fp8 product's inputs that is scaled row by row, beside the cast.
         async_tensor: Share of tensor-parallel collectives that is left when they run beside the products they feed.
+        function_s: Per element to which a function (an exponential, a normalisation) is applied, beside its bytes:
+            nothing on GPUs, where that hides behind the bytes.
+        product_s: What a matrix product takes beside its arithmetic and bytes: on CPUs its operands are packed anew.
+        reduce_scatter_s: What a reduce-scatter costs beside that: gloo polls for a millisecond, NCCL does not.
+        accumulation: Times that the bytes of a gradient are moved when a further micro-batch adds to it; 0 where that
+            is in other constants.
+        shared: Computing time lost per second of a collective beside it, where both run on the same cores: 1 on CPUs.
     """
 
     gap_s: float = 3e-6
@@ -72,6 +107,11 @@ class Constants:
     tile: float = 1.2
     rowwise_bytes: float = 5.0
     async_tensor: float = 0.5
+    function_s: float = 0.0
+    product_s: float = 0.0
+    reduce_scatter_s: float = 0.0
+    accumulation: float = 0.0
+    shared: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -96,8 +136,7 @@ def read_calibration(text: str) -> Calibration:
         data = json.loads(text)
         if data.get("format") != FORMAT:
             raise ValueError(f"format {data.get('format')!r}")
-        devices = {name: Efficiency(**_numbers(entry)) for name, entry in data["devices"].items()}
-        return Calibration(devices, Constants(**_numbers(data["constants"])))
+        return calibration_from(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             "A calibration cannot be read",
@@ -107,11 +146,25 @@ def read_calibration(text: str) -> Calibration:
         ) from None
 
 
+def calibration_from(data: Mapping[str, Any]) -> Calibration:
+    """Of the tables ``devices`` and ``constants``.
+
+    Raises:
+        KeyError, TypeError, AttributeError: When they are not what they should be.
+    """
+    devices = {name: Efficiency(**_numbers(entry)) for name, entry in data["devices"].items()}
+    return Calibration(devices, Constants(**_numbers(data["constants"])))
+
+
+def calibration_tables(calibration: Calibration) -> dict[str, Any]:
+    """The tables that :func:`calibration_from` reads."""
+    devices = {name: dataclasses.asdict(entry) for name, entry in calibration.devices.items()}
+    return {"devices": devices, "constants": dataclasses.asdict(calibration.constants)}
+
+
 def write_calibration(calibration: Calibration, **notes: Any) -> str:
     """The JSON of a calibration; ``notes`` say where its numbers come from."""
-    devices = {name: dataclasses.asdict(entry) for name, entry in calibration.devices.items()}
-    whole = {"format": FORMAT, **notes, "devices": devices, "constants": dataclasses.asdict(calibration.constants)}
-    return json.dumps(whole, indent=2) + "\n"
+    return json.dumps({"format": FORMAT, **notes, **calibration_tables(calibration)}, indent=2) + "\n"
 
 
 @functools.cache

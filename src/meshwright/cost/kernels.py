@@ -43,10 +43,15 @@ class Machine:
         """What memory-bound kernels reach."""
         return self.device.bandwidth_bytes_per_s * self.efficiency.memory
 
+    def move_s(self, num_bytes: float) -> float:
+        """Seconds of a kernel's bytes: those that fit into the cache, and the others."""
+        cached = min(num_bytes, self.device.cache_bytes)
+        return (cached / self.efficiency.cached + num_bytes - cached) / self.bytes_per_s
+
     def attention_flops_per_s(self, width: int, dtype: str, variant: str = "") -> float:
         """What fused attention reaches with heads of a width."""
         slower = self.constants.flash1 if variant == "flash1" else 1.0
-        fraction = self.constants.vendor if variant == "vendor" else self.efficiency.attention * slower
+        fraction = self.constants.vendor if variant == "vendor" else self.efficiency.of_attention(dtype)[0] * slower
         narrow = min(1.0, width / _HEAD_WIDTH) ** self.constants.narrow
         peak = self.device.peak_flops_per_s("half" if dtype in ("fp8", "fp4") else dtype)
         return peak * fraction * narrow * self.sustained
@@ -60,7 +65,7 @@ def forward_s(op: Op, machine: Machine) -> float:
 def _kernel_s(op: Op, machine: Machine) -> float:
     gap = machine.constants.gap_s
     if op.kind == "move":
-        return op.count * (op.num_bytes / machine.bytes_per_s + gap)
+        return op.count * (machine.move_s(op.num_bytes) + _functions_s(op, machine) + gap)
     if op.kind == "attention":
         return _attention_s(op, machine) + op.count * gap
     return op.count * (_matmul_s(op.m, op.n, op.k, op, machine) + gap)
@@ -76,12 +81,17 @@ def backward_s(op: Op, machine: Machine) -> float:
         return _kernel_s(op, machine)
     if op.kind == "move":
         moved = 2 * op.num_bytes if op.backward_bytes is None else op.backward_bytes
-        return again + op.count * (moved / machine.bytes_per_s + gap)
+        return again + op.count * (machine.move_s(moved) + _functions_s(op, machine) + gap)
     if op.kind == "attention":
-        return again + _attention_s(op, machine) * _ATTENTION_BACKWARD + op.count * gap
+        slower = _ATTENTION_BACKWARD / machine.efficiency.of_attention(op.dtype)[1]
+        return again + _attention_s(op, machine) * slower + op.count * gap
     of_input = _matmul_s(op.m, op.k, op.n, op, machine)
     of_weight = _matmul_s(op.k, op.n, op.m, op, machine)
     return again + op.count * (of_input + of_weight + 2 * gap)
+
+
+def _functions_s(op: Op, machine: Machine) -> float:
+    return op.functions * machine.constants.function_s
 
 
 def pass_flops(op: Op) -> tuple[int, int]:
@@ -100,10 +110,10 @@ def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine) -> float:
     if op.dtype in _CAST_BYTES:
         rowwise = machine.constants.rowwise_bytes if op.variant == "rowwise" else 0.0
         moved += (_CAST_BYTES[op.dtype] + rowwise) * (m * k + k * n)
-    spent = machine.constants.tile * moved / machine.bytes_per_s
-    return op.batch * (2 * m * n * k / machine.matmul_flops_per_s(op.dtype) + spent)
+    spent = 2 * m * n * k / machine.matmul_flops_per_s(op.dtype) + machine.move_s(machine.constants.tile * moved)
+    return machine.constants.product_s + op.batch * spent
 
 
 def _attention_s(op: Op, machine: Machine) -> float:
     moved = 2 * op.batch * op.count * op.k * (2 * op.m + 2 * op.n)
-    return op.flops / machine.attention_flops_per_s(op.k, op.dtype, op.variant) + moved / machine.bytes_per_s
+    return op.flops / machine.attention_flops_per_s(op.k, op.dtype, op.variant) + machine.move_s(moved)

@@ -24,6 +24,7 @@ class Passes:
     gather_outside_s: float  # of what is outside the blocks
     reduce_outside_s: float
     interference: float
+    shared: float = 0.0
     gathers_ahead: bool = True  # in backward: while the block before computes, and not after it
 
     @property
@@ -122,5 +123,5 @@ def _slowed(passes: Passes, per_block_s: float, compute_s: float) -> float:
     """Computing beside a collective shares memory and multiprocessors with it."""
     if compute_s <= 0:
         return 1.0
-    busy = min(1.0, per_block_s * len(passes.forward_s) / compute_s)
-    return 1 + passes.interference * busy
+    busy = per_block_s * len(passes.forward_s) / compute_s
+    return 1 + passes.interference * min(1.0, busy) + passes.shared * busy

@@ -12,7 +12,7 @@ from meshwright.cost.efficiency import Calibration
 from meshwright.cost.kernels import Machine, backward_s, forward_s
 from meshwright.cost.passes import Passes
 from meshwright.cost.step import Block, Op, Step, Traffic
-from meshwright.cost.update import update_s
+from meshwright.cost.update import accumulated_bytes, update_s
 
 _FORWARD_SHARE = 1 / 3  # of ``Step.flops``, where only their sum is known
 _MOMENTS = ("forward", "backward")
@@ -29,6 +29,7 @@ class Rank:
         update_s: The optimizer's update, with what it sends.
         gathers_each: Whether every micro-batch gathers, and not the first alone.
         reduces_each: Whether every micro-batch reduces, and not the last alone.
+        accumulate_s: Of every micro-batch after the first, adding to the gradients.
     """
 
     passes: Passes
@@ -37,6 +38,7 @@ class Rank:
     update_s: float
     gathers_each: bool
     reduces_each: bool
+    accumulate_s: float = 0.0
 
 
 def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
@@ -62,6 +64,9 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
         update_s=update_s(step, machine) + sum(one_s(step, t, network) for t in step.traffic if t.moment == "update"),
         gathers_each=gathers_each,
         reduces_each=reduces_each,
+        accumulate_s=known.constants.accumulation
+        * accumulated_bytes(step, whole=not reduces_each)
+        / machine.bytes_per_s,
     )
 
 
@@ -112,6 +117,7 @@ def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, fl
         reduce_outside_s=0.0,
         interference=machine.constants.interference,
         gathers_ahead=step.gathers_ahead,
+        shared=machine.constants.shared,
     )
 
 

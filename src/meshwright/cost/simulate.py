@@ -49,11 +49,11 @@ def simulate(
     Args:
         steps: The step of a rank after all ``cost`` twins; with a pipeline, of every rank of its axis.
         cluster: What it runs on.
-        calibration: What kernels and links reach; None: the fitted presets.
+        calibration: What kernels and links reach; None: what the cluster was measured to, or else the fitted presets.
         in_turn: Whether gradients are reduced only when backward has ended, and not beside it.
     """
     every = [steps] if isinstance(steps, Step) else list(steps)
-    known = calibration or fitted()
+    known = calibration or cluster.calibration or fitted()
     played: dict[Step, Rank] = {}
     for step in every:
         if step not in played:
@@ -64,7 +64,7 @@ def simulate(
 
 def timeline(step: Step, cluster: Cluster, calibration: Calibration | None = None) -> list[Event]:
     """The events of one micro-batch that gathers and reduces, forward and backward, on one rank."""
-    known = calibration or fitted()
+    known = calibration or cluster.calibration or fitted()
     return schedule(pass_tasks(rank_of(step, cluster, known).last, gather=True, reduce=True))
 
 
@@ -82,6 +82,8 @@ def _together(
         compute, bubble = slowest.passes.compute_s * micro_batches, 0.0
         exposed = busy - compute
     inline = slowest.inline_s * micro_batches
+    accumulating = (micro_batches - 1) * max(each.accumulate_s for each in ranks)
+    busy, compute = busy + accumulating, compute + accumulating
     return StepTime(busy + update + overhead, compute - inline, inline, exposed, bubble, update, overhead)
 
 

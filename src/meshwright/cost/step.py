@@ -85,6 +85,7 @@ class Op:
     batch: int = 1
     num_bytes: int = 0
     backward_bytes: int | None = None  # of a move; None: twice what forward moves
+    functions: int = 0  # of a move: elements to which it applies a function that takes a CPU longer than their bytes
     dtype: Literal["fp32", "half", "fp8", "fp4"] = "half"
     causal: bool = False  # of an attention: half of the scores are not computed
     variant: Literal["", "rowwise", "flash1", "vendor"] = ""  # fp8 scaled row by row; of fused attention: see Constants

@@ -11,6 +11,16 @@ from meshwright.cost.step import Step
 _FP32_BYTES = 4
 
 
+def accumulated_bytes(step: Step, *, whole: bool) -> int:
+    """Of the gradients that micro-batches add up: whole ones, or this rank's shards."""
+    axis = None if whole else step.gradients.axis
+    return sum(
+        count * math.prod(shape_on(step, parameter, axis)) * element_bytes(parameter, step.gradients.itemsize)
+        for count, parameter in step.every_parameter()
+        if parameter.trainable
+    )
+
+
 def update_s(step: Step, machine: Machine) -> float:
     """Clips (reads gradients), then reads weights, gradients and state and writes weights and state, each once."""
     moved = 0
@@ -30,4 +40,4 @@ def update_s(step: Step, machine: Machine) -> float:
         moved += count * (2 * state + numel * (2 * (weight + master) + 3 * gradient))
         if step.average is not None:  # reads what was updated, reads and writes the average
             moved += count * (numel * (master or weight) + 2 * average_bytes(step, parameter)) // step.average.every
-    return moved / machine.bytes_per_s
+    return moved / (machine.bytes_per_s * machine.efficiency.update)

@@ -22,7 +22,7 @@ from meshwright.distributed.transport import all_gather_flat, reduce_scatter_fla
 from meshwright.errors import ConfigError, LaunchError, did_you_mean
 from meshwright.runtime import settings, synchronize_device
 
-BENCHMARK_OPS = ("all_gather", "reduce_scatter", "send_recv", "all_reduce")
+BENCHMARK_OPS = ("all_gather", "reduce_scatter", "send_recv", "all_reduce", "all_to_all")
 """The collectives that can be measured; the first three are BMTrain's."""
 
 
@@ -46,7 +46,8 @@ class Measurement:
 def bus_factor(op: str, num_ranks: int) -> float:
     """Bus bandwidth / algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md)."""
     share = (num_ranks - 1) / num_ranks
-    return {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "send_recv": 1.0}[op]
+    factors = {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "all_to_all": share}
+    return {**factors, "send_recv": 1.0}[op]
 
 
 def benchmark_sizes(min_bytes: int, max_bytes: int) -> list[int]:
@@ -157,7 +158,7 @@ def _measure(
 ) -> Measurement:
     per_rank = max(-(-size_bytes // (dtype.itemsize * members.size)), 1)
     message = torch.ones(per_rank * members.size, dtype=dtype, device=device)
-    run = _operation(op, message, members)
+    run = benchmark_operation(op, message, members)
     for _ in range(warmup):
         run()
     synchronize_device(device)
@@ -180,12 +181,15 @@ def _measure(
     )
 
 
-def _operation(op: str, message: torch.Tensor, members: Members) -> Callable[[], None]:
-    """The bare collective on buffers made beforehand."""
+def benchmark_operation(op: str, message: torch.Tensor, members: Members) -> Callable[[], None]:
+    """The bare collective, one of ``BENCHMARK_OPS``, on buffers made beforehand; ``message`` is cut by all ranks."""
     if op == "all_reduce":
         return lambda: dist.all_reduce(message, group=members.group)
     if op == "send_recv":
         return _to_neighbour(message, members)
+    if op == "all_to_all":
+        received = torch.empty_like(message)
+        return lambda: dist.all_to_all_single(received, message, group=members.group)
     part = message.chunk(members.size)[members.rank].clone()
     if op == "all_gather":
         return lambda: all_gather_flat(message, part, group=members.group)

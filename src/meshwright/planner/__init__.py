@@ -1,6 +1,6 @@
 """WHICH strategy: profile the model, predict strategies, choose one, show it."""
 
-from meshwright.planner.choose import choose
+from meshwright.planner.choose import choose, fitting
 from meshwright.planner.family_shape import Shape
 from meshwright.planner.family_workload import FamilyWorkload
 from meshwright.planner.forecast import Forecast, forecast
@@ -29,6 +29,7 @@ __all__ = [
     "cluster_at_hand",
     "default_space",
     "describe_blocks",
+    "fitting",
     "forecast",
     "known_models",
     "measured_state",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from meshwright.errors import StrategyError
 from meshwright.planner.plan import Plan, Subject
-from meshwright.planner.search import default_space, search
+from meshwright.planner.search import Found, default_space, search
 from meshwright.planner.search.constraints import check_names
 from meshwright.planner.sizes import readable_bytes
 from meshwright.strategy import METHOD_CONFIGS, Strategy
@@ -57,13 +57,16 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
     )
 
 
-def _searched(workload: Subject, excluded: Sequence[str], included: Sequence[str]) -> tuple[Plan, str]:
+def _found(workload: Subject, excluded: Sequence[str], included: Sequence[str]) -> Found:
     """The caller's precision and number of micro-batches stay: both change what is computed."""
     space = default_space(workload, lower_precision=False).replace(micro_batches=(None,))
-    found = search(
+    return search(
         workload, excluded=excluded, included=included, space=space, top=_SHOWN, max_predictions=_MAX_PREDICTIONS
     )
-    best, *others = found.plans
+
+
+def _searched(workload: Subject, excluded: Sequence[str], included: Sequence[str]) -> tuple[Plan, str]:
+    best, *others = _found(workload, excluded, included).plans
     passed = "".join(f"; {_names(each)} would take {_step_time(each)}" for each in others)
     needs = f"{readable_bytes(best.needed_bytes)} of {readable_bytes(best.limit_bytes or 0)} per rank"
     return best, f"chose {best.strategy}: the fastest that fits, {_step_time(best)}, {needs}{passed}"
@@ -72,6 +75,18 @@ def _searched(workload: Subject, excluded: Sequence[str], included: Sequence[str
 def _step_time(plan: Plan) -> str:
     assert plan.forecast is not None, "the cluster is known"
     return f"{plan.forecast.time.step_time_s:.3g} s a step"
+
+
+def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[str] = ()) -> list[Plan]:
+    """All that :func:`choose` would choose from and that fit, best first; at least one.
+
+    Raises:
+        StrategyError: As :func:`choose` does.
+    """
+    if getattr(workload, "cluster", None) is not None:
+        return list(_found(workload, excluded, included).plans)
+    plans = [workload.plan(candidate) for candidate in _candidates(excluded, included)]
+    return [plan for plan in plans if plan.fits] or [choose(workload, excluded=excluded, included=included)[0]]
 
 
 def _candidates(excluded: Sequence[str], included: Sequence[str]) -> list[Strategy]:

@@ -1,0 +1,314 @@
+"""Predictions against our own runs: every strategy family on this machine's CPU, on 2 and on 4 ranks.
+
+    python benchmarks/own_runs.py [--world 2|4] [--quick] [--clock auto|wall|cpu] [--json FILE]
+
+The machine is calibrated first (``meshwright calibrate``), in the same processes. Then a small GPT trains under every
+strategy: bytes of parameters, gradients and optimizer state must be as predicted, to the byte; the most bytes of
+tensors at any moment of a step are held against the prediction, and so are the seconds of a step. All strategies take
+turns, step by step, so that a machine whose speed drifts slows all alike; the median counts.
+
+Where other programs keep the machine busy, seconds are CPU time of the slowest rank, which a prediction meets without
+the waiting of a pipeline (``bubble_s``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import meshwright as mw
+from meshwright.accelerated import Accelerated
+from meshwright.cost import Peak, memory, peak
+from meshwright.errors import MeshwrightError
+from meshwright.planner import Forecast, forecast, measured_state
+from meshwright.planner.measure import Calibrated, calibrate
+from meshwright.runtime import gather_objects, rank
+from meshwright.runtime.launch import inside_launcher, launch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt2"))
+
+from gpt2 import GPT2
+from tests.live_bytes import LiveBytes
+
+SIZES = {"vocab_size": 512, "seq_len": 128, "dim": 256, "num_layers": 4, "num_heads": 4}
+BATCH = 16  # over all ranks
+STATE = ("parameters", "gradients", "master", "optimizer", "buffers")
+
+
+def mesh(**axes: int) -> tuple[str, dict[str, int]]:
+    return "parallel_mode", axes
+
+
+def scheduled(name: str) -> tuple[str, dict[str, str]]:
+    return "pipeline_parallel", {"schedule": name}
+
+
+BF16 = ("amp_native", "bf16")
+CASES: dict[int, dict[str, tuple[list[Any], int]]] = {
+    2: {
+        "data": ([], 1),
+        "data, 2 micro-batches": ([], 2),
+        "data, 4 micro-batches": ([], 4),
+        "data, checkpoint": (["checkpoint"], 1),
+        "data, bf16": ([BF16], 1),
+        "zero1": (["zero1"], 1),
+        "zero1, 4 micro-batches": (["zero1"], 4),
+        "zero2": (["zero2"], 1),
+        "zero2, 4 micro-batches": (["zero2"], 4),
+        "zero2, checkpoint": (["zero2", "checkpoint"], 1),
+        "fsdp": (["fsdp"], 1),
+        "fsdp, 2 micro-batches": (["fsdp"], 2),
+        "fsdp, 4 micro-batches": (["fsdp"], 4),
+        "fsdp, checkpoint": (["fsdp", "checkpoint"], 1),
+        "fsdp, bf16": (["fsdp", BF16], 1),
+        "fsdp, bf16, checkpoint": (["fsdp", BF16, "checkpoint"], 1),
+        "fsdp, half": (["fsdp", ("half", "bf16")], 1),
+        "fsdp, offload": (["fsdp", "offload"], 1),
+        "tensor": (["tensor_parallel", mesh(tensor=2)], 1),
+        "tensor, checkpoint": (["tensor_parallel", mesh(tensor=2), "checkpoint"], 1),
+        "tensor, sequence": ([("tensor_parallel", {"sequence": True}), mesh(tensor=2)], 1),
+        "sequence": (["sequence_parallel", mesh(sequence=2)], 1),
+        "sequence, fsdp": (["sequence_parallel", mesh(sequence=2), "fsdp"], 1),
+        "context": (["context_parallel", mesh(context=2)], 1),
+        "pipeline 1f1b, 4": ([mesh(pipeline=2), scheduled("1f1b")], 4),
+        "pipeline 1f1b, 8": ([mesh(pipeline=2), scheduled("1f1b")], 8),
+        "pipeline gpipe, 4": ([mesh(pipeline=2), scheduled("gpipe")], 4),
+        "pipeline interleaved, 4": ([mesh(pipeline=2), scheduled("interleaved")], 4),
+    },
+    4: {
+        "data": ([], 1),
+        "data, checkpoint": (["checkpoint"], 1),
+        "data, bf16": ([BF16], 1),
+        "zero1": (["zero1"], 1),
+        "zero2": (["zero2"], 1),
+        "fsdp": (["fsdp"], 1),
+        "fsdp, 2 micro-batches": (["fsdp"], 2),
+        "fsdp, checkpoint": (["fsdp", "checkpoint"], 1),
+        "data x zero": (["zero2", mesh(data=2, zero=2)], 1),
+        "tensor 4": (["tensor_parallel", mesh(tensor=4)], 1),
+        "data x tensor": (["tensor_parallel", mesh(data=2, tensor=2)], 1),
+        "zero x tensor": (["tensor_parallel", "fsdp", mesh(zero=2, tensor=2)], 1),
+        "data x sequence": (["sequence_parallel", mesh(data=2, sequence=2)], 1),
+        "zero x context": (["context_parallel", "fsdp", mesh(zero=2, context=2)], 1),
+        "pipeline 1f1b, 4": ([mesh(pipeline=4), scheduled("1f1b")], 4),
+        "pipeline x data": ([mesh(pipeline=2, data=2), scheduled("1f1b")], 4),
+        "pipeline x zero2": ([mesh(pipeline=2, zero=2), "zero2", scheduled("1f1b")], 4),
+        "pipeline x tensor": (["tensor_parallel", mesh(pipeline=2, tensor=2), scheduled("1f1b")], 4),
+    },
+}
+QUICK = ("data", "fsdp", "fsdp, checkpoint", "tensor", "pipeline 1f1b, 4", "data x zero")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One strategy."""
+
+    world: int
+    name: str
+    predicted_s: float
+    measured_s: float
+    parts: dict[str, float]
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+
+    @property
+    def time_off(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def peak_off(self) -> float:
+        return self.predicted_peak_bytes / self.measured_peak_bytes - 1
+
+
+def loss_func(ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class Tokens(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 64 * BATCH
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(0, SIZES["vocab_size"], (SIZES["seq_len"],), generator=generator)
+
+
+def build(strategy: list[Any], micro_batches: int) -> Accelerated:
+    torch.manual_seed(0)
+    return mw.accelerate(
+        GPT2(**SIZES), torch.optim.AdamW, Tokens(), loss_func, strategy=strategy, max_grad_norm=1.0,
+        optim_args={"lr": 1e-3, "fused": True}, dataloader_args={"batch_size": BATCH}, num_micro_batches=micro_batches,
+    )  # fmt: skip
+
+
+def check_state(result: Accelerated) -> None:
+    """Bytes of every class of lasting state, on every rank, exactly."""
+    plan, job = result.plan, result._job
+    predicted = memory(plan.steps[job.index("pipeline")] if plan.steps else plan.step, job.coordinate)
+    for kind, measured in measured_state(result.model, result.optim).items():
+        if kind in STATE and getattr(predicted, kind) != measured:
+            raise AssertionError(f"{result.strategy}: {kind} {getattr(predicted, kind)} predicted, {measured} measured")
+
+
+def peak_of(strategy: list[Any], micro_batches: int) -> tuple[int, Peak]:
+    """The most bytes of tensors that this rank holds in a step, and the prediction; state is checked beside."""
+    with LiveBytes() as live:
+        result = build(strategy, micro_batches)
+        batch = next(iter(result.dataloader))
+        result.step(batch)
+        check_state(result)
+        gc.collect()
+        live.peak = 0
+        result.step(batch)
+        plan, job = result.plan, result._job
+        return live.peak, peak(plan.steps[job.index("pipeline")] if plan.steps else plan.step)
+
+
+def times_of(jobs: dict[str, Accelerated], rounds: int) -> dict[str, tuple[float, float]]:
+    """Seconds of a step under each: medians on the wall and of CPU time, both of the slowest rank."""
+    batches = {name: next(iter(job.dataloader)) for name, job in jobs.items()}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in jobs}
+    for index in range(rounds + 1):
+        for name, job in jobs.items():
+            mw.synchronize()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
+            job.step(batches[name])
+            own = time.perf_counter() - start_s, time.process_time() - start_cpu_s
+            if index > 0:  # the first round warms up
+                found[name].append(own)
+    every = gather_objects(found)
+    return {name: (_median(every, name, 0), _median(every, name, 1)) for name in jobs}
+
+
+def _median(every: list[dict[str, list[tuple[float, float]]]], name: str, clock: int) -> float:
+    return statistics.median(
+        max(each[clock] for each in of_one) for of_one in zip(*(e[name] for e in every), strict=True)
+    )
+
+
+def predict(result: Accelerated, machine: Calibrated) -> Forecast:
+    plan = result.plan
+    return forecast(plan.steps or (plan.step,), machine.cluster, samples=BATCH)
+
+
+def run_world(options: argparse.Namespace, world: int) -> list[Result]:
+    mw.init_distributed(backend="gloo")
+    clock = None if options.clock == "auto" else options.clock
+    machine = calibrate(scale=0.3 if options.quick else 1.0, clock=clock)
+    cases = {name: case for name, case in CASES[world].items() if not options.quick or name in QUICK}
+    jobs, peaks = {}, {}
+    for name, (strategy, micro_batches) in cases.items():
+        try:
+            peaks[name] = gather_objects(peak_of(strategy, micro_batches))
+            gc.collect()
+            jobs[name] = build(strategy, micro_batches)
+        except MeshwrightError as error:
+            mw.print_rank(f"{name}: {error}", file=sys.stderr)
+    measured = times_of(jobs, 3 if options.quick else options.rounds)
+    results = []
+    for name, job in jobs.items():
+        told = predict(job, machine).time
+        seconds = told.step_time_s - (told.bubble_s if machine.clock == "cpu" else 0.0)
+        held, known = max(peaks[name], key=lambda each: each[0])
+        results.append(
+            Result(
+                world, name, seconds, measured[name][machine.clock == "cpu"], asdict(told), known.allocated_bytes, held
+            )
+        )
+    if rank() == 0:
+        notes = machine.document()
+        Path(options.into).write_text(json.dumps({"machine": notes, "results": [asdict(each) for each in results]}))
+    mw.runtime.shutdown_distributed()
+    return results
+
+
+def kendall_tau(results: Sequence[Result]) -> float:
+    """Pairs in the same order less those in the other, over all."""
+    pairs = [(a, b) for index, a in enumerate(results) for b in results[index + 1 :]]
+    agree = sum(
+        1 if (a.predicted_s - b.predicted_s) * (a.measured_s - b.measured_s) > 0 else -1 for a, b in pairs
+    )  # fmt: skip
+    return agree / len(pairs)
+
+
+def regret(results: Sequence[Result]) -> float:
+    """How much longer a step of the strategy predicted fastest takes than that of the fastest."""
+    chosen = min(results, key=lambda each: each.predicted_s)
+    return chosen.measured_s / min(each.measured_s for each in results) - 1
+
+
+def summary(results: Sequence[Result]) -> dict[str, float]:
+    off = sorted(abs(each.time_off) for each in results)
+    peaks = sorted(abs(each.peak_off) for each in results)
+    return {
+        "strategies": len(results),
+        "time_mape": statistics.mean(off), "time_median": statistics.median(off), "time_worst": off[-1],
+        "peak_mape": statistics.mean(peaks), "peak_worst": peaks[-1],
+        "kendall_tau": kendall_tau(results), "regret": regret(results),
+    }  # fmt: skip
+
+
+def show(world: int, results: Sequence[Result], machine: dict[str, Any]) -> None:
+    clock = "CPU time" if machine["clock"] == "cpu" else "time"
+    table = Table(title=f"{world} ranks, {clock} of a step", box=box.MARKDOWN, title_justify="left")
+    for column in ("strategy", "predicted", "measured", "off", "peak predicted", "measured ", "off "):
+        table.add_column(column, justify="left" if column == "strategy" else "right")
+    for each in results:
+        table.add_row(
+            each.name, f"{1e3 * each.predicted_s:.0f} ms", f"{1e3 * each.measured_s:.0f} ms", f"{each.time_off:+.0%}",
+            f"{each.predicted_peak_bytes / 2**20:.1f} MiB", f"{each.measured_peak_bytes / 2**20:.1f} MiB",
+            f"{each.peak_off:+.1%}",
+        )  # fmt: skip
+    console = Console(width=120)
+    console.print(table)
+    for name, value in summary(results).items():
+        console.print(f"{name}: {value:.3g}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--world", type=int, choices=sorted(CASES), help="only so many ranks")
+    parser.add_argument("--quick", action="store_true", help="a few strategies, a few steps: to see that it runs")
+    parser.add_argument("--rounds", type=int, default=9, help="steps of each strategy (default 9)")
+    parser.add_argument("--clock", choices=("auto", "wall", "cpu"), default="auto", help="which seconds count")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--into", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if inside_launcher():
+        run_world(options, options.world)
+        return 0
+    everything = {}
+    for world in [options.world] if options.world else sorted(CASES):
+        with tempfile.TemporaryDirectory() as folder:
+            into = Path(folder) / "results.json"
+            arguments = [*sys.argv[1:], "--world", str(world), "--into", str(into)]
+            status = launch([__file__, *arguments], world)
+            if status:
+                return status
+            found = json.loads(into.read_text())
+        results = [Result(**each) for each in found["results"]]
+        show(world, results, found["machine"])
+        everything[str(world)] = {**found, "summary": summary(results)}
+    if options.json:
+        options.json.write_text(json.dumps(everything, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Seconds of a piece of code on a device, by two clocks."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from meshwright.runtime import gather_objects, synchronize_device, world_size
+
+Clock = Literal["wall", "cpu"]
+_MAX_CALLS = 10_000
+_EVICTED_BYTES = 2**24  # more than the caches that a core has to itself
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call.
+
+    Args:
+        wall_s: By the clock on the wall (on CUDA: between events on the stream).
+        cpu_s: In which this process computed, whatever else the machine did meanwhile. Equal to ``wall_s`` where that
+            says nothing: on CUDA, and with several threads, which share the work of one call.
+    """
+
+    wall_s: float
+    cpu_s: float
+
+    def of(self, clock: Clock) -> float:
+        """By one of the clocks."""
+        return self.wall_s if clock == "wall" else self.cpu_s
+
+
+def tells_cpu_time(device: torch.device) -> bool:
+    """Whether the CPU time of a process says how long its work would take on an idle machine."""
+    return device.type == "cpu" and torch.get_num_threads() == 1
+
+
+def time_of(run: Callable[[], object], device: torch.device, *, window_s: float = 0.04, windows: int = 5) -> Timing:
+    """The median over windows, in each of which ``run`` is called for so long (once at least).
+
+    Ranks that time alike things start together and are busy all the while, so that what they share counts.
+    """
+    run()
+    together()
+    return _median([_window(run, device, window_s=window_s) for _ in range(windows)])
+
+
+def cold_time_of(run: Callable[[], object], device: torch.device, *, window_s: float, calls: int = 5) -> Timing:
+    """The same of kernels that find nothing in a CPU core's caches, as in a step, which touches everything in turn.
+
+    What other data is read between the calls is not timed. On CUDA, where large kernels pass the cache by, it is
+    :func:`time_of`.
+    """
+    if device.type == "cuda":
+        return time_of(run, device, window_s=window_s)
+    others = torch.ones(_EVICTED_BYTES // 4)
+    run()
+    together()
+    times: list[Timing] = []
+    end_s = time.perf_counter() + 5 * window_s
+    while len(times) < calls or time.perf_counter() < end_s:
+        others.add_(1.0)
+        times.append(_calls(run, device, 1))
+    return _median(times)
+
+
+def time_together(run: Callable[[], object], device: torch.device, *, window_s: float, windows: int = 5) -> Timing:
+    """The same for what all ranks must call equally often; collective."""
+    for _ in range(2):
+        run()
+    together()
+    once_s = max(gather_objects(_calls(run, device, 2).wall_s))
+    calls = max(1, min(_MAX_CALLS, int(window_s / once_s)))
+    together()
+    return _median([_calls(run, device, calls) for _ in range(windows)])
+
+
+def slowest(timings: list[Timing]) -> Timing:
+    """Of several ranks that did the same, the one that took longest, by either clock."""
+    return Timing(max(each.wall_s for each in timings), max(each.cpu_s for each in timings))
+
+
+def together() -> None:
+    """Ranks go on together."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def _median(timings: list[Timing]) -> Timing:
+    return Timing(statistics.median(each.wall_s for each in timings), statistics.median(each.cpu_s for each in timings))
+
+
+def _window(run: Callable[[], object], device: torch.device, *, window_s: float) -> Timing:
+    if device.type == "cuda":  # the host runs ahead, and would not see the window's end
+        once_s = _calls(run, device, 3).wall_s
+        return _calls(run, device, max(1, min(_MAX_CALLS, int(window_s / max(once_s, 1e-9)))))
+    calls, start_s, start_cpu_s = 0, time.perf_counter(), time.process_time()
+    while calls == 0 or time.perf_counter() - start_s < window_s:
+        run()
+        calls += 1
+    return _timing(time.perf_counter() - start_s, time.process_time() - start_cpu_s, calls, device)
+
+
+def _calls(run: Callable[[], object], device: torch.device, calls: int) -> Timing:
+    if device.type == "cuda":
+        before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        synchronize_device(device)
+        before.record()
+        for _ in range(calls):
+            run()
+        after.record()
+        after.synchronize()
+        seconds = before.elapsed_time(after) / 1000 / calls
+        return Timing(seconds, seconds)
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    for _ in range(calls):
+        run()
+    return _timing(time.perf_counter() - start_s, time.process_time() - start_cpu_s, calls, device)
+
+
+def _timing(wall_s: float, cpu_s: float, calls: int, device: torch.device) -> Timing:
+    return Timing(wall_s / calls, (cpu_s if tells_cpu_time(device) else wall_s) / calls)

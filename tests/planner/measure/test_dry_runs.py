@@ -1,0 +1,203 @@
+"""Successive halving against a clock of its own, in ranks that live, and in processes that may die."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+import meshwright as mw
+from meshwright.cost import StepTime
+from meshwright.errors import ConfigError, StrategyError
+from meshwright.planner.measure import (
+    Corrections,
+    Outcome,
+    corrected,
+    corrections_of,
+    measure,
+    measured_best,
+    read_corrections,
+    run_in_processes,
+)
+from meshwright.planner.measure.dry_runs import Measured
+from meshwright.strategy import Strategy
+from tests import tiny
+
+
+def plans(*names):
+    return [types.SimpleNamespace(strategy=name, forecast=None) for name in names]
+
+
+class Machine:
+    """Runs that take what a table says, and a clock that they move on."""
+
+    def __init__(self, step_s, start_s=1.0):
+        self.now, self.step_s, self.start_s, self.runs = 0.0, step_s, start_s, []
+
+    def run(self, plan, num_steps, limit_s):
+        seconds = self.step_s[plan.strategy]
+        self.runs.append((plan.strategy, num_steps))
+        if isinstance(seconds, str):
+            self.now += self.start_s
+            return Outcome(None, self.start_s, seconds)
+        took = self.start_s + seconds * num_steps
+        self.now += min(took, limit_s)
+        return Outcome(None, limit_s, "late", True) if took > limit_s else Outcome(seconds, took)
+
+    def measure(self, named, limit_s, **options):
+        return measure(plans(*named), self.run, limit_s, clock=lambda: self.now, **options)
+
+
+def test_the_faster_half_runs_twice_as_long():
+    machine = Machine({"a": 0.4, "b": 0.1, "c": "out of memory", "d": 0.2, "e": 0.3})
+    results = machine.measure("abcde", 1000)
+    assert [each.plan.strategy for each in results] == ["b", "d", "e", "a", "c"]
+    assert machine.runs == [*((name, 3) for name in "abcde"), *((name, 6) for name in "bde"), ("b", 12), ("d", 12)]
+    assert results[-1].error == "out of memory"
+    assert results[-1].step_time_s is None
+    few = Machine({"a": 0.4, "b": 0.1})
+    assert len(few.measure("ab", 1000, num_candidates=1)) == 1
+
+
+def test_time_is_kept():
+    machine = Machine(dict.fromkeys("abcdef", 0.5))
+    results = machine.measure("abcdef", 9)
+    assert machine.now <= 9
+    assert 2 <= len(results) < 6
+    late = Machine({"a": 0.1, "b": 5.0, "c": 0.1})
+    assert late.measure("abc", 8)[0].plan.strategy == "a"
+    with pytest.raises(ConfigError, match=r"too short to run one candidate.*one takes 2\.0 seconds or more"):
+        Machine({"a": 5.0}).measure("a", 2)
+    for wrong in (0, -3, True, "1"):
+        with pytest.raises(ConfigError, match="not a duration"):
+            Machine({}).measure("", wrong)
+
+
+def test_the_best_says_why_and_nothing_is_chosen_where_all_fail():
+    machine = Machine({"a": 0.4, "b": 0.1})
+    best, reason, results = measured_best(plans("a", "b"), machine.run, 1000)
+    assert best.strategy == "b"
+    assert "chose b: the fastest of 2 that were run (of 2 that fit), 0.1 s a step; a 0.4 s" in reason
+    assert len(results) == 2
+    with pytest.raises(StrategyError, match="a: crashed"):
+        measured_best(plans("a"), Machine({"a": "crashed"}).run, 10)
+
+
+def step_time(**parts):
+    every = dict.fromkeys(("compute_s", "inline_s", "exposed_s", "bubble_s", "update_s", "overhead_s"), 0.0) | parts
+    return StepTime(sum(every.values()), **every)
+
+
+def test_corrections_find_the_part_that_is_off(tmp_path):
+    times = [step_time(compute_s=1.0, exposed_s=share, update_s=0.1 * share) for share in (0.0, 0.2, 0.5, 1.0)]
+    ran = [
+        Measured(
+            types.SimpleNamespace(forecast=types.SimpleNamespace(time=time)), time.step_time_s + time.exposed_s, 3, 1
+        )
+        for time in times
+    ]
+    failed = dataclasses.replace(ran[0], step_time_s=None)
+    found = corrections_of([*ran, failed])
+    assert found.num_runs == 4
+    before = max(abs(each.plan.forecast.time.step_time_s / each.step_time_s - 1) for each in ran)
+    after = max(abs(found.step_time_s(each.plan.forecast.time) / each.step_time_s - 1) for each in ran)
+    assert after < before / 5
+    assert found.factors["exposed_s"] > found.factors["compute_s"]
+    assert corrected(times[-1], found).step_time_s == found.step_time_s(times[-1])
+    found.save(tmp_path / "c.json")
+    assert read_corrections(tmp_path / "c.json") == found
+    assert read_corrections(tmp_path / "none.json") == Corrections() == corrections_of([failed])
+    slow, fast = ran[-1].plan, ran[0].plan
+    assert found.ranked([slow, types.SimpleNamespace(forecast=None), fast])[0] is fast
+    (tmp_path / "c.json").write_text("[]")
+    with pytest.raises(ConfigError, match="written anew"):
+        read_corrections(tmp_path / "c.json")
+
+
+class NotSharded(torch.nn.Module):
+    """Refuses to run sharded over all ranks, as a user's model may."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = tiny.plain()
+
+    def forward(self, x):
+        if isinstance(self, FSDPModule):
+            raise RuntimeError("not when sharded")
+        return self.inner(x)
+
+
+def live():
+    model = NotSharded()
+    weights = {name: value.detach().clone() for name, value in model.named_parameters()}
+    arguments = {"optim_func": torch.optim.AdamW, "dataset": tiny.Tokens(), "loss_func": tiny.loss_func}
+    arguments |= {"dataloader_args": {"batch_size": 4}}
+    before = torch.get_rng_state()
+    try:
+        mw.accelerate(model, **arguments, time_limit=1e-4)
+    except ConfigError as error:
+        too_short = str(error)
+    assert torch.equal(torch.get_rng_state(), before)
+    result = mw.accelerate(model, **arguments, time_limit=60.0, included=["checkpoint"])
+    after = {name.replace("module.", "", 1): value for name, value in result.model.named_parameters()}
+    same = all(torch.equal(after[name].detach(), value) for name, value in weights.items())
+    loss = result.step(next(iter(result.dataloader))).loss.item()
+    return too_short, same, loss, result.strategy.names
+
+
+def test_what_runs_teach_orders_the_next_plans(tmp_path):
+    """The first is predicted fastest and exposes collectives, which here take four times as long."""
+    names = {"sends": step_time(compute_s=0.5, exposed_s=0.4), "computes": step_time(compute_s=1.0)}
+    named = [types.SimpleNamespace(strategy=n, forecast=types.SimpleNamespace(time=t)) for n, t in names.items()]
+    machine = Machine({"sends": 2.1, "computes": 1.0})
+    file = tmp_path / "corrections.json"
+    for first in ("sends", "computes"):
+        machine.runs.clear()
+        best, _, _ = measured_best(named, machine.run, 1000, corrections=file)
+        assert best.strategy == "computes"
+        assert machine.runs[0][0] == first
+    with pytest.raises(ConfigError, match="cannot be written"):
+        measured_best(named, machine.run, 1000, corrections=tmp_path / "absent" / "c.json")
+
+
+def test_live_ranks_choose_by_running_copies(ranks):
+    every = ranks(2).run(live)
+    for too_short, same, _, names in every:
+        assert "too short to run one candidate" in too_short
+        assert same
+        assert names == ("parallel_mode", "checkpoint")  # the sharded candidates failed
+    assert every[0][2] == every[1][2]
+
+
+ENTRY = """
+import os, time
+def build(strategy, num_micro_batches):
+    if "zero2" in strategy.names:
+        raise MemoryError("no room")
+    if "checkpoint" in strategy.names:
+        os._exit(7)
+    if "fsdp" in strategy.names:
+        time.sleep(600)
+    return lambda: time.sleep(0.01)
+"""
+
+
+@pytest.mark.long
+def test_processes_that_fail_crash_or_hang_are_results(tmp_path):
+    (tmp_path / "entry.py").write_text(ENTRY)
+    run = run_in_processes(f"{tmp_path}/entry.py:build", nproc=1)
+
+    def outcome(*methods, limit_s=120.0):
+        plan = types.SimpleNamespace(
+            strategy=Strategy(["parallel_mode", *methods]), step=types.SimpleNamespace(num_micro_batches=1)
+        )
+        return run(plan, 2, limit_s)
+
+    fine = outcome()
+    assert 0.01 <= fine.step_time_s < 0.2
+    assert outcome("zero2").error == "MemoryError: no room"
+    assert outcome("checkpoint").step_time_s is None
+    hung = outcome("fsdp", limit_s=15.0)
+    assert hung.timed_out
+    assert hung.step_time_s is None
