@@ -30,7 +30,7 @@ def test_it_is_on_the_host_where_the_optimizer_is():
 
 
 def test_updates_read_weights_and_average_and_write_the_average():
-    machine = SimpleNamespace(bytes_per_s=1.0)
+    machine = SimpleNamespace(bytes_per_s=1.0, efficiency=SimpleNamespace(update=1.0))
     more = update_s(STEP.replace(average=Average()), machine) - update_s(STEP, machine)
     assert more == NUMEL * (2 + 2 * 4)
     rarely = update_s(STEP.replace(average=Average(every=10)), machine) - update_s(STEP, machine)

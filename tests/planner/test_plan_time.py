@@ -37,7 +37,15 @@ def test_every_strategy_has_a_time_and_a_peak():
     for methods in STRATEGIES:
         plan = workload.plan(Strategy(methods))
         time = simulate(plan.steps or plan.step, cluster)
-        parts = time.compute_s + time.inline_s + time.exposed_s + time.bubble_s + time.update_s + time.overhead_s
+        parts = (
+            time.compute_s
+            + time.inline_s
+            + time.exposed_s
+            + time.copies_s
+            + time.bubble_s
+            + time.update_s
+            + time.overhead_s
+        )
         assert abs(parts - time.step_time_s) < 1e-9
         assert time.compute_s > 0
         held = peak(plan.step)

@@ -102,7 +102,15 @@ def test_the_parts_add_up_and_the_largest_binds():
     shape = Shape("llama", 16, 4096, 32, 32000, 4096)
     for every, ranks in ((steps(shape), 8), (steps(shape, pipeline=4, micro_batches=8), 32)):
         time = simulate(every, make_cluster("H100", ranks))
-        parts = time.compute_s + time.inline_s + time.exposed_s + time.bubble_s + time.update_s + time.overhead_s
+        parts = (
+            time.compute_s
+            + time.inline_s
+            + time.exposed_s
+            + time.copies_s
+            + time.bubble_s
+            + time.update_s
+            + time.overhead_s
+        )
         assert parts == pytest.approx(time.step_time_s)
         assert time.binds == "compute"
     assert time.bubble_s > 0

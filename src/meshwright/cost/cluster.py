@@ -40,6 +40,8 @@ class Cluster:
         intra: Links inside a node.
         inter: Links between nodes, as each device's share of its node's.
         host_link: Between a device and host memory, in one direction.
+        host_memory: Each device's share of the host's memory bandwidth.
+        disk: Each device's share of its node's disks.
         calibration: What its kernels and links reach, where that was measured; None: the fitted presets.
     """
 
@@ -49,6 +51,8 @@ class Cluster:
     intra: Link = Link(300e9, 2e-6)
     inter: Link = Link(25e9, 1.2e-5)
     host_link: Link = Link(25e9, 1e-5)
+    host_memory: Link = Link(40e9, 1e-7)
+    disk: Link = Link(3e9, 1e-4)
     calibration: Calibration | None = field(default=None, hash=False)
 
     @property
@@ -71,6 +75,9 @@ _NODE_GBPS = {
     "A10G": 100, "A10": 100, "L40S": 400, "L40": 400, "L4": 100, "CPU": 10,
 }  # fmt: skip
 _HOST = {"V100": 12e9, "A100": 25e9, "CPU": 10e9}
+# What a device's share of its node's memory channels reaches in copies: three quarters of 2 x 6 channels of DDR4-2666
+# over 8 devices (V100), of 2 x 8 of DDR4-3200 (A100), of 2 x 8 of DDR5-4800 and later. Disks: eight NVMe drives a node.
+_HOST_MEMORY = {"V100": 24e9, "A100": 38e9, "CPU": 10e9}
 _PRESET = re.compile(r"^(.+?)[xX*](\d+)$")
 
 
@@ -115,6 +122,7 @@ def make_cluster(
         intra=Link(_of_family(_INTRA, device, 64e9), 2e-6),
         inter=Link(gbps * 1e9 / 8 / 8, latency_s),  # a node's network serves 8 devices, however many a job has of them
         host_link=Link(_of_family(_HOST, device, 50e9), 1e-5),
+        host_memory=Link(_of_family(_HOST_MEMORY, device, 57e9), 1e-7),
     )
 
 
@@ -138,7 +146,17 @@ def find_cluster(name: str) -> Cluster:
 
 
 FORMAT, VERSION = "meshwright.cluster", 1
-_KEYS = {"device", "num_devices", "devices_per_node", "intra", "inter", "host_link", "price_per_hour"}
+_KEYS = {
+    "device",
+    "num_devices",
+    "devices_per_node",
+    "intra",
+    "inter",
+    "host_link",
+    "host_memory",
+    "disk",
+    "price_per_hour",
+}
 _MEASURED_KEYS = {"format", "version", "calibration", "measured"}  # what ``calibrate`` writes beside them
 _LINK_KEYS = {"bytes_per_s", "gbps", "latency_s"}
 
@@ -147,9 +165,9 @@ def read_cluster(path: Path) -> Cluster:
     """Reads a cluster file.
 
     Keys: ``device`` (a preset's name, or a table with the fields of :class:`Device`), ``num_devices``, and optionally
-    ``devices_per_node``, ``price_per_hour`` and the links ``intra``, ``inter`` and ``host_link``, each with
-    ``bytes_per_s`` (or ``gbps``, in Gbit/s) per device and ``latency_s``. A file that ``meshwright calibrate`` has
-    written also carries ``calibration``, and in ``measured`` how it was made.
+    ``devices_per_node``, ``price_per_hour`` and the links ``intra``, ``inter``, ``host_link``, ``host_memory`` and
+    ``disk``, each with ``bytes_per_s`` (or ``gbps``, in Gbit/s) per device and ``latency_s``. A file that ``meshwright
+    calibrate`` has written also carries ``calibration``, and in ``measured`` how it was made.
 
     Raises:
         ConfigError: Naming the file and the key.
@@ -191,6 +209,8 @@ def _cluster_from(data: Any) -> Cluster:
         intra=link("intra", base.intra),
         inter=link("inter", base.inter),
         host_link=link("host_link", base.host_link),
+        host_memory=link("host_memory", base.host_memory),
+        disk=link("disk", base.disk),
         calibration=calibration_from(data["calibration"]) if "calibration" in data else None,
     )
 

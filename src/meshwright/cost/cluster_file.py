@@ -18,7 +18,7 @@ def write_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) -
     if measured:
         whole["measured"] = dict(measured)
     whole |= {"num_devices": cluster.num_devices, "devices_per_node": cluster.devices_per_node, "device": device}
-    for name in ("intra", "inter", "host_link"):
+    for name in ("intra", "inter", "host_link", "host_memory", "disk"):
         whole[name] = dataclasses.asdict(getattr(cluster, name))
     if cluster.calibration is not None:
         whole["calibration"] = calibration_tables(cluster.calibration)

@@ -17,7 +17,7 @@ from meshwright.cost.efficiency import Calibration, fitted
 from meshwright.cost.passes import pass_tasks
 from meshwright.cost.pipeline import Action, StageTimes, order, pipeline_s, play
 from meshwright.cost.rank import Rank, inline_s, rank_of
-from meshwright.cost.simulate import hop_s, last_rounds, once_s, simulate, stage_times
+from meshwright.cost.simulate import StepTime, hop_s, last_rounds, once_s, simulate, stage_times
 from meshwright.cost.step import Step
 from meshwright.cost.timeline import Task, makespan_s, schedule
 
@@ -73,7 +73,7 @@ def step_events(
     distinct = {id(step): step for step in every}  # comparing steps takes longer than playing some of them twice
     played = {number: rank_of(step, cluster, known) for number, step in distinct.items()}
     ranks = [played[id(step)] for step in every]
-    busy = time.step_time_s - time.update_s - time.overhead_s
+    busy = time.step_time_s - time.copies_s - time.update_s - time.overhead_s
     shares = [_inline_shares(step, played[id(step)], cluster, known) for step in every]
     if len(every) > 1:
         score, end = _pipelined(every, ranks, cluster, known)
@@ -84,7 +84,7 @@ def step_events(
         per_rank = len(every[0].stages.ranks) // len(every) if every[0].stages is not None else 1
         rounds = last_rounds(len(every), per_rank, every[0].num_micro_batches)
         events += _last_reductions(ranks, end, busy, rounds)
-    return tuple(sorted([*events, *_closing(ranks, busy, time.step_time_s)], key=lambda event: event.start_s))
+    return tuple(sorted([*events, *_closing(ranks, time, busy)], key=lambda event: event.start_s))
 
 
 def coalesced(events: Sequence[StepEvent], most: int) -> tuple[StepEvent, ...]:
@@ -260,14 +260,19 @@ def _last_reductions(ranks: Sequence[Rank], end: float, busy: float, rounds: flo
     return found
 
 
-def _closing(ranks: Sequence[Rank], busy: float, end: float) -> list[StepEvent]:
-    """The update of every rank, and what is left of the step."""
-    longest = max(each.update_s for each in ranks)
+def _closing(ranks: Sequence[Rank], time: StepTime, busy: float) -> list[StepEvent]:
+    """Copies that did not hide, the update of every rank, and what is left of the step."""
+    longest, begin = max(each.update_s for each in ranks), busy + time.copies_s
     updates = [
-        StepEvent(rank, "update", "update", busy, busy + each.update_s, each.update_s == longest)
+        StepEvent(rank, "update", "update", begin, begin + each.update_s, each.update_s == longest)
         for rank, each in enumerate(ranks)
     ]
     rest = [
-        StepEvent(rank, "host", "launch, batch, loss", busy + longest, end, rank == 0) for rank in range(len(ranks))
+        event
+        for rank in range(len(ranks))
+        for event in (
+            StepEvent(rank, "copy", "copies that did not hide", busy, begin, rank == 0),
+            StepEvent(rank, "host", "launch, batch, loss", begin + longest, time.step_time_s, rank == 0),
+        )
     ]
     return [event for event in (*updates, *rest) if event.seconds > 0]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network, collective_s, group_of
+from meshwright.cost.copying import NO_COPIES, Copying, copying, hosted_share
 from meshwright.cost.efficiency import Calibration
 from meshwright.cost.kernels import Machine, backward_s, forward_s
 from meshwright.cost.passes import Passes
@@ -30,6 +31,7 @@ class Rank:
         gathers_each: Whether every micro-batch gathers, and not the first alone.
         reduces_each: Whether every micro-batch reduces, and not the last alone.
         accumulate_s: Of every micro-batch after the first, adding to the gradients.
+        copying: Between memories, where something is offloaded.
     """
 
     passes: Passes
@@ -39,6 +41,7 @@ class Rank:
     gathers_each: bool
     reduces_each: bool
     accumulate_s: float = 0.0
+    copying: Copying = NO_COPIES
 
 
 def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
@@ -50,7 +53,7 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
     hidden = [each for each in step.traffic if each.hidden and each.moment != "update" and each.kind != "send"]
     gathers_each = any(each.per_micro_batch for each in hidden if _gathers(each))
     reduces_each = any(each.per_micro_batch for each in hidden if not _gathers(each))
-    passes = _passes(step, machine, network, inline)
+    passes, moved = _passes(step, machine, network, inline), copying(step, cluster)
 
     def reducing(wanted: Callable[[Traffic], bool]) -> Passes:
         reductions = (each for each in hidden if not _gathers(each) and wanted(each))
@@ -61,13 +64,23 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
         passes=reducing(lambda each: each.per_micro_batch or not reduces_each),
         last=reducing(lambda each: True),
         inline_s=inline["forward"] + inline["backward"],
-        update_s=update_s(step, machine) + sum(one_s(step, t, network) for t in step.traffic if t.moment == "update"),
+        update_s=_update_s(step, machine, cluster, moved)
+        + sum(one_s(step, t, network) for t in step.traffic if t.moment == "update"),
+        copying=moved,
         gathers_each=gathers_each,
         reduces_each=reduces_each,
         accumulate_s=known.constants.accumulation
         * accumulated_bytes(step, whole=not reduces_each)
         / machine.bytes_per_s,
     )
+
+
+def _update_s(step: Step, machine: Machine, cluster: Cluster, moved: Copying) -> float:
+    """Of the device, and then of what is in host memory, with the copies it waits for."""
+    here = update_s(step, machine)
+    share = 0.0 if step.on_cpu else hosted_share(step)
+    slower = machine.bytes_per_s * machine.efficiency.update / cluster.host_memory.bytes_per_s
+    return here * (1 - share + share * slower) + moved.update_s
 
 
 def one_s(step: Step, traffic: Traffic, network: Network) -> float:

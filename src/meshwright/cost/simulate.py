@@ -32,11 +32,13 @@ class StepTime:
     bubble_s: float  # waiting for other stages of a pipeline
     update_s: float
     overhead_s: float
+    copies_s: float = 0.0  # between memories, that did not hide
 
     @property
     def binds(self) -> str:
         """The largest part."""
         parts = {"compute": self.compute_s, "tensor or sequence collectives": self.inline_s}
+        parts |= {"copies between memories": self.copies_s}
         parts |= {"data collectives": self.exposed_s, "pipeline bubble": self.bubble_s, "update": self.update_s}
         return max(parts, key=parts.__getitem__)
 
@@ -84,7 +86,14 @@ def _together(
     inline = slowest.inline_s * micro_batches
     accumulating = (micro_batches - 1) * max(each.accumulate_s for each in ranks)
     busy, compute = busy + accumulating, compute + accumulating
-    return StepTime(busy + update + overhead, compute - inline, inline, exposed, bubble, update, overhead)
+    copied = max(_copies_left_s(each, micro_batches) for each in ranks)
+    whole = busy + copied + update + overhead
+    return StepTime(whole, compute - inline, inline, exposed, bubble, update, overhead, copied)
+
+
+def _copies_left_s(rank: Rank, micro_batches: int) -> float:
+    passes = rank.passes
+    return rank.copying.left_s(passes.forward_total_s * micro_batches, passes.backward_total_s * micro_batches)
 
 
 def _replicated(rank: Rank, micro_batches: int, *, in_turn: bool) -> float:

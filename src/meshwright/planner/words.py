@@ -12,6 +12,7 @@ _TIME_PARTS = {
     "compute_s": "computing",
     "inline_s": "collectives that blocks wait for",
     "exposed_s": "gathers and reductions that do not hide or slow computing down",
+    "copies_s": "copies between memories that do not hide",
     "bubble_s": "pipeline bubble",
     "update_s": "update",
     "overhead_s": "launch, batch and loss",

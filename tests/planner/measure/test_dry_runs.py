@@ -85,7 +85,10 @@ def test_the_best_says_why_and_nothing_is_chosen_where_all_fail():
 
 
 def step_time(**parts):
-    every = dict.fromkeys(("compute_s", "inline_s", "exposed_s", "bubble_s", "update_s", "overhead_s"), 0.0) | parts
+    every = (
+        dict.fromkeys(("compute_s", "inline_s", "exposed_s", "copies_s", "bubble_s", "update_s", "overhead_s"), 0.0)
+        | parts
+    )
     return StepTime(sum(every.values()), **every)
 
 

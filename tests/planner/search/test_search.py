@@ -103,7 +103,8 @@ def test_wishes_are_kept(included, excluded):
 
 
 def test_fp8_is_used_where_it_is_asked_for_and_the_device_has_it():
-    plain, eight = (quick(workload("h100x4"), included=names, top=1).plans[0] for names in ([], ["fp8"]))
+    large = FamilyWorkload(Shape("llama", 8, 8192, 64, 32000, 4096), find_cluster("h100x4"), 4, "bf16")
+    plain, eight = (quick(large, included=names, top=1).plans[0] for names in ([], ["fp8"]))
     assert "fp8" not in plain.strategy
     assert eight.forecast.time.compute_s < plain.forecast.time.compute_s
     with pytest.raises(StrategyError, match="no 8-bit products"):

@@ -10,7 +10,7 @@ const CLASSES = {
 const MOMENTS = { loss: "loss", recomputation: "last block", reduction: "last reduction", update: "update" };
 const PARTS = {
   compute_s: ["computing", 1], inline_s: ["collectives waited for", 2], exposed_s: ["gathers, reductions", 3],
-  bubble_s: ["bubble", 4], update_s: ["update", 5], overhead_s: ["launch, batch, loss", 8],
+  copies_s: ["copies", 6], bubble_s: ["bubble", 4], update_s: ["update", 5], overhead_s: ["launch, batch, loss", 8],
 };
 const LANES = {
   compute: ["computing", 1], collective: ["collectives waited for", 2], gather: ["gathers", 3], reduce: ["reductions", 4],

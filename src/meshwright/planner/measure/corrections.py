@@ -16,7 +16,7 @@ from meshwright.planner.measure.dry_runs import Measured
 from meshwright.planner.plan import Plan
 
 FORMAT, VERSION = "meshwright.corrections", 1
-PARTS = ("compute_s", "inline_s", "exposed_s", "bubble_s", "update_s", "overhead_s")
+PARTS = ("compute_s", "inline_s", "exposed_s", "copies_s", "bubble_s", "update_s", "overhead_s")
 _TIE = 0.05  # how strongly a part's factor is held to the others' where runs do not tell them apart
 _SMALLEST = 0.1
 

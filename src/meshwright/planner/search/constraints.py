@@ -118,14 +118,14 @@ def _excluding(space: Space, name: str) -> Space:
         sizes=sizes,
         axis_methods=axis_methods,
         sharding=without(space.sharding),
-        precision=_or_nothing(without(space.precision), space.precision),
+        precision=without(space.precision) or ((),),
         recompute=_or_nothing(without(space.recompute), space.recompute),
         offload=_or_nothing(without(space.offload), space.offload),
     )
 
 
 def _or_nothing(left: tuple[Choice, ...], before: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    """Without half precision, recomputation or offloading one can train, unless one of them had been asked for."""
+    """Without recomputation or offloading one can train, unless one of them had been asked for."""
     return left or (((),) if len(before) > 1 or before == ((),) else ())
 
 

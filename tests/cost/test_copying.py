@@ -1,0 +1,49 @@
+"""Seconds of what is offloaded: copies hide behind computing where they can; the update runs at the speed of the host."""
+
+import dataclasses
+
+import pytest
+
+from meshwright.cost import Link, find_cluster, simulate
+from meshwright.planner import FamilyWorkload, parse_family
+from meshwright.strategy import Strategy
+
+SUBJECT = FamilyWorkload(parse_family("gpt2-xl"), find_cluster("a100-80x1"), 8, "bf16")
+
+
+def planned(offload, cluster=None, micro_batches=1):
+    subject = dataclasses.replace(SUBJECT, cluster=cluster or SUBJECT.cluster)
+    return subject.plan(Strategy([("offload", offload)] if offload else []), micro_batches)
+
+
+def test_states_in_host_memory_update_at_its_speed():
+    plain, offloaded = (planned(keys).forecast.time for keys in (None, "optimizer"))
+    elements = sum(count * p.numel for count, p in planned(None).step.every_parameter())
+    # Weights, gradients and two moments in fp32: read, and all but gradients written; gradients thrice with clipping.
+    moved = elements * (2 * 4 + 3 * 4 + 2 * 8)
+    link = 2 * 4 * elements / 2 / SUBJECT.cluster.host_link.bytes_per_s  # to the host, and back at the same time
+    expected = moved / SUBJECT.cluster.host_memory.bytes_per_s + link
+    assert offloaded.update_s == pytest.approx(expected, rel=0.02)
+    assert offloaded.update_s > 5 * plain.update_s
+    assert offloaded.copies_s == 0.0
+
+
+def test_activations_hide_behind_computing_as_far_as_the_link_allows():
+    slow = dataclasses.replace(SUBJECT.cluster, host_link=Link(1e8, 1e-5))
+    fast = dataclasses.replace(SUBJECT.cluster, host_link=Link(1e12, 1e-5))
+    plain = planned(None).forecast.time
+    hidden, exposed = (planned("activation", cluster).forecast.time for cluster in (fast, slow))
+    assert hidden.copies_s == 0.0
+    assert hidden.step_time_s == pytest.approx(plain.step_time_s, rel=1e-6)
+    size = planned("activation").step.activations.hosted_bytes
+    assert exposed.copies_s == pytest.approx(2 * size / 1e8 - exposed.compute_s, rel=1e-3)
+    assert exposed.step_time_s == pytest.approx(plain.step_time_s + exposed.copies_s)
+
+
+def test_on_a_cpu_copies_take_its_memory():
+    subject = dataclasses.replace(SUBJECT, cluster=find_cluster("cpux1"), dtype=None, limit_bytes=2**40)
+    plain, offloaded = (
+        simulate(subject.plan(Strategy(methods)).step, subject.cluster) for methods in ([], [("offload", "activation")])
+    )
+    assert offloaded.copies_s > 0
+    assert offloaded.step_time_s == pytest.approx(plain.step_time_s + offloaded.copies_s)
