@@ -1,4 +1,4 @@
-"""Seconds of what is offloaded: copies hide behind computing where they can; the update runs at the speed of the host."""
+"""Seconds of what is offloaded: copies hide behind computing where they can, updates run at the speed of the host."""
 
 import dataclasses
 

@@ -261,7 +261,7 @@ def test_around_frozen_weights_of_peft(ranks):
     ((ratio, layers, flops),) = ranks(1).run(low_rank)
     assert ratio < 0.8
     assert layers == 1
-    assert flops == 2 * 16 * 32 * 32  # of 16 rows; frozen, behind nothing that trains: forward alone
+    assert flops == 2 * 16 * 32 * 32  # of 16 rows; nothing before the layer trains, and its own weights are frozen
 
 
 def dry_and_evaluated():

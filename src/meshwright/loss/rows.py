@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 # Elements worked on at a time: about what stays in a core's cache, or what fills a GPU (64 MiB in fp32).
 _CPU_ELEMENTS, _GPU_ELEMENTS = 2**18, 2**24
@@ -124,7 +125,8 @@ def mean(total: Tensor, rows: Rows) -> Tensor:
 def rows_at_a_time(logits_NC: Tensor) -> int:
     """How many rows of logits to work on at once."""
     num_rows, num_classes = logits_NC.shape
-    if torch.compiler.is_compiling():  # a compiler fuses the whole thing into one pass
+    # A compiler fuses the whole thing into one pass; without data there is nothing to hold.
+    if torch.compiler.is_compiling() or isinstance(logits_NC, FakeTensor):
         return max(num_rows, 1)
     return max(1, (_CPU_ELEMENTS if logits_NC.device.type == "cpu" else _GPU_ELEMENTS) // max(num_classes, 1))
 

@@ -133,8 +133,12 @@ class Tracer:
 
     def _predict(self, one: Pass, now: Conditions) -> Predicted:
         """A pass of a few blocks where all are equal, else of the whole model."""
-        repeated, kind = self._repeated, (now.split, now.fp8)
-        if repeated is None or now.blocks or self._repeats.get(kind) is False:
+        repeated = self._repeated
+        if repeated is None or now.blocks:
+            return one.predict()
+        # Blocks that are divided alike repeat as they do undivided.
+        kind = repeated.divided_alike(now.split.dims if now.split else {}) or now.split, now.fp8
+        if self._repeats.get(kind) is False:
             return one.predict()
         try:
             found = one.predict_repeated(repeated, check=kind not in self._repeats)

@@ -38,6 +38,7 @@ from meshwright.planner.pipeline import (
     trace_flow,
 )
 from meshwright.planner.plan import Plan, needed_bytes
+from meshwright.planner.profile.device import device_here
 from meshwright.planner.profile.inputs import tokens_per_sample
 from meshwright.planner.recompute import fit_budget
 from meshwright.planner.states import StatesOf, probe_optimizer
@@ -219,7 +220,7 @@ class Workload:
     @functools.cached_property
     def _states_of(self) -> StatesOf:
         params = None if self.optim_param_func is None else self.optim_param_func(self.model)
-        return probe_optimizer(self.optim_func, self.device, params)
+        return probe_optimizer(self.optim_func, device_here(self.device), params)
 
     @functools.cached_property
     def _splits(self) -> dict[tuple[object, ...], Trace | None]:

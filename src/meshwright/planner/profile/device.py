@@ -20,7 +20,12 @@ def device_of_pass(model: nn.Module, wanted: torch.device | None) -> torch.devic
     found = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
     if found.type == "meta" and wanted is not None:
         found = wanted
-    return found if found.type == "cpu" or (found.type == "cuda" and torch.cuda.is_available()) else torch.device("cpu")
+    return device_here(found)
+
+
+def device_here(device: torch.device) -> torch.device:
+    """The device, or the CPU on a machine without it."""
+    return device if device.type == "cuda" and torch.cuda.is_available() else torch.device("cpu")
 
 
 def converted_to(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device) -> torch.Tensor:

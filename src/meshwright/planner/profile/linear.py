@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_LINE = 2  # values that make one
+
 
 class NotLinearError(Exception):
     """Two values differ in more than whole numbers, or one between them would not be whole."""
@@ -31,11 +33,20 @@ def on_the_line(first: T, second: T, at: tuple[int, int], wanted: int) -> T:
 class _Line:
     def __init__(self, at: tuple[int, int], wanted: int) -> None:
         self._step, self._distance = at[1] - at[0], wanted - at[0]
+        self._found: dict[tuple[int, int], Any] = {}  # what is one tuple several times stays one
 
     def value(self, first: Any, second: Any) -> Any:
-        """The value between two, part by part."""
+        """The value on the line through two, part by part."""
         if first is second:
             return first
+        if not isinstance(first, tuple):
+            return self._new(first, second)
+        key = id(first), id(second)
+        if key not in self._found:
+            self._found[key] = self._new(first, second)
+        return self._found[key]
+
+    def _new(self, first: Any, second: Any) -> Any:
         if type(first) is not type(second):
             raise NotLinearError(f"{type(first).__name__} and {type(second).__name__}")
         if type(first) is int:
@@ -63,7 +74,8 @@ class Samples:
     """What is known of micro-batches by their number of samples, and what follows from it.
 
     Two sizes make a line; whether a third lies on it is seen when it is run. Only then are further ones continued.
-    Where one kind of run lies on its line, others of the same model are taken to: two sizes are enough for these.
+    Where one kind of run lies on its line, others of the same model are taken to: two sizes are enough for these. A
+    sample alone is on no line: dims of one element are broadcast.
     """
 
     def __init__(self) -> None:
@@ -74,16 +86,17 @@ class Samples:
     def add(self, kind: Hashable, samples: int, value: Any) -> None:
         """Notes what a run has found."""
         known = self._known.setdefault(kind, {})
-        if len(known) >= 2 and kind not in self._straight and kind not in self._bent:
-            lies_on_it = self._on_line(kind, samples) == value
-            (self._straight if lies_on_it else self._bent).add(kind)
-        known[samples] = value
+        if len(known) == _LINE and kind not in self._straight:
+            (self._straight if self._on_line(kind, samples) == value else self._bent).add(kind)
+        if samples > 1:
+            known[samples] = value
 
     def continued(self, kind: Hashable, samples: int) -> Any | None:
         """What a run of so many samples would find; None where that is not known."""
-        if kind in self._bent or (kind not in self._straight and (self._bent or not self._straight)):
+        trusted = kind in self._straight or (bool(self._straight) and not self._bent)
+        if not trusted or samples == 1 or len(self._known.get(kind, {})) < _LINE:
             return None
-        return self._on_line(kind, samples) if len(self._known.get(kind, {})) >= 2 else None
+        return self._on_line(kind, samples)
 
     def _on_line(self, kind: Hashable, samples: int) -> Any | None:
         (at, first), (then, second), *_ = self._known[kind].items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -30,11 +30,13 @@ class ModelOps:
 
     @functools.cached_property
     def by_path(self) -> dict[str, tuple[Op, ...]]:
-        """The ops of every block."""
-        return dict(self.blocks)
+        """The ops of every block, equal ones together."""
+        alike = {id(ops): ops for _, ops in self.blocks}  # equal blocks have one description
+        counted = {key: together(ops) for key, ops in alike.items()}
+        return {path: counted[id(ops)] for path, ops in self.blocks}
 
     def outside_of(self, blocks: Container[str], last_rank: int | None) -> tuple[Op, ...]:
-        """The ops of no block, and of blocks that are not among these.
+        """The ops of no block, and of blocks that are not among these; equal ones together.
 
         Args:
             blocks: Paths.
@@ -42,7 +44,8 @@ class ModelOps:
                 them runs on all of its ranks.
         """
         others = [op for path, ops in self.blocks if path not in blocks for op in ops]
-        return (*self.outside, *others, *(dataclasses.replace(op, on_rank=last_rank) for op in self.behind))
+        behind = together(self.behind)
+        return (*together((*self.outside, *others)), *(dataclasses.replace(op, on_rank=last_rank) for op in behind))
 
     @property
     def flops(self) -> int:
@@ -58,6 +61,14 @@ class ModelOps:
             yield from ops
         yield from self.outside
         yield from self.behind
+
+
+def together(ops: Iterable[Op]) -> tuple[Op, ...]:
+    """Equal ops as one that counts them."""
+    found: dict[Op, int] = {}
+    for op in ops:
+        found[op] = found.get(op, 0) + 1
+    return tuple(dataclasses.replace(op, count=count * op.count) for op, count in found.items())
 
 
 def model_ops(model: nn.Module, ops: Ops) -> ModelOps:

@@ -14,7 +14,7 @@ from meshwright.cost import Op
 _Dtype = Literal["fp32", "half"]
 _HALF = (torch.float16, torch.bfloat16)
 
-# Calls that launch nothing whatever they return; what returns a view of its input is found by its storage.
+# Calls that launch nothing, beside those that return views.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
 # These read as many elements of their first argument as they return, however large it is.
 _PICKING = {"embedding", "gather", "index", "index_select", "_unsafe_index", "nll_loss_forward"}
@@ -49,7 +49,7 @@ def kernels_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         return _PRODUCTS[name](args)
     if name.startswith("_scaled_dot_product") or name in ("_flash_attention_forward", "_efficient_attention_forward"):
         return _attention(function, args, kwargs)
-    if name in _FREE or _is_view(args, kwargs, result, function):
+    if name in _FREE or function.is_view:
         return ()
     moved = _moved_bytes(name, args, kwargs, result)
     if not moved:
@@ -155,15 +155,6 @@ def _attention(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     )
 
 
-def _is_view(args: Any, kwargs: Any, result: Any, function: Any) -> bool:
-    """Whether all that it returns are other views of its arguments, unchanged."""
-    if function._schema.is_mutable:
-        return False
-    made = _tensors(result)
-    given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
-    return bool(made) and all(_storage(tensor) in given for tensor in made)
-
-
 def _moved_bytes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
     made = _tensors(result)
     written = sum(map(tensor_bytes, made))
@@ -178,10 +169,6 @@ def _moved_bytes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], re
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -58,6 +59,8 @@ class OpRecorder(TorchDispatchMode):
         self._calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for before and after every operator
         given = kwargs or {}
         result = func(*args, **given)
         if func.namespace == "prim":
@@ -98,7 +101,7 @@ class OpRecorder(TorchDispatchMode):
 
 
 class Ops(NamedTuple):
-    """The ops of one micro-batch, equal ones together."""
+    """The ops of one micro-batch in the order in which they run, forward before backward."""
 
     inside: dict[nn.Module, tuple[Op, ...]]  # of every block that ran
     outside: tuple[Op, ...]  # before the blocks, and between them
@@ -118,18 +121,16 @@ def sort_kernels(recorder: OpRecorder, blocks: Sequence[nn.Module], log: SaveLog
     for number, stack in enumerate(log):
         last.update(dict.fromkeys(stack, number))
     listed, names = set(blocks), _Names(last)
-    inside: dict[nn.Module | None, dict[Op, int]] = {}
+    inside: dict[nn.Module | None, list[Op]] = {}
     every = [*_as_moments(recorder, has_backward=has_backward)]
     owners = [next((module for module in kernel.running if module in listed), None) for kernel in every]
     end = max((k.position for k, owner in zip(every, owners, strict=True) if owner is not None), default=0)
-    behind: dict[Op, int] = {}
+    behind: list[Op] = []
     for kernel, owner in zip(every, owners, strict=True):
         is_behind = owner is None and kernel.position > end > 0
-        found = behind if is_behind else inside.setdefault(owner, {})
-        op = names.on(kernel)
-        found[op] = found.get(op, 0) + 1
-    outside = _counted(inside.pop(None, {}))
-    return Ops({m: _counted(ops) for m, ops in inside.items() if m is not None}, outside, _counted(behind))
+        (behind if is_behind else inside.setdefault(owner, [])).append(names.on(kernel))
+    outside = tuple(inside.pop(None, ()))
+    return Ops({module: tuple(ops) for module, ops in inside.items() if module is not None}, outside, tuple(behind))
 
 
 def _as_moments(recorder: OpRecorder, *, has_backward: bool) -> list[Kernel]:
@@ -139,10 +140,6 @@ def _as_moments(recorder: OpRecorder, *, has_backward: bool) -> list[Kernel]:
         kernel._replace(op=dataclasses.replace(kernel.op, moment="both")) if kernel.needs_grad else kernel
         for kernel in recorder.forward
     ]
-
-
-def _counted(ops: dict[Op, int]) -> tuple[Op, ...]:
-    return tuple(dataclasses.replace(op, count=count) for op, count in ops.items())
 
 
 class _Names:

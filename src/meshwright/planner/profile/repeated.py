@@ -7,8 +7,7 @@ one does. Whether that is so is found out by comparing with a run of one block m
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,20 +28,21 @@ class Repeated:
         path: Of the list.
         holder: The list.
         blocks: All of them.
+        paths: Of the blocks.
     """
 
     path: str
     holder: nn.ModuleList
     blocks: tuple[nn.Module, ...]
-
-    @functools.cached_property
-    def paths(self) -> tuple[str, ...]:
-        """Of the blocks."""
-        return tuple(f"{self.path}.{name}" for name, _ in self.holder.named_children())
+    paths: tuple[str, ...]
 
     def kept(self, count: int = RUN) -> tuple[nn.Module, ...]:
         """The first ``count - 1`` blocks and the last."""
         return (*self.blocks[: count - 1], self.blocks[-1])
+
+    def divided_alike(self, dims: Mapping[nn.Parameter, int]) -> bool:
+        """Whether the same parameters of every block are divided, along the same dims."""
+        return len({tuple(dims.get(parameter) for parameter in block.parameters()) for block in self.blocks}) == 1
 
     @contextlib.contextmanager
     def cut(self, count: int = RUN) -> Iterator[None]:
@@ -77,7 +77,8 @@ def find_repeated(model: nn.Module) -> Repeated | None:
     for path, module in model.named_modules():
         listed = tuple(module.children()) if isinstance(module, nn.ModuleList) else ()
         if len(listed) >= FEWEST and blocks.issuperset(listed) and len(set(listed)) == len(module):
-            found.append(Repeated(path, module, listed))  # type: ignore[arg-type]
+            paths = tuple(f"{path}.{name}" for name, _ in module.named_children())
+            found.append(Repeated(path, module, listed, paths))  # type: ignore[arg-type]
     return found[0] if len(found) == 1 and _are_equal(found[0].blocks) else None
 
 
