@@ -43,12 +43,14 @@ from meshwright.runtime.processes import (
     world_size,
 )
 from meshwright.runtime.seeds import preserved_rng, seed_everything, seed_replica
+from meshwright.runtime.stop import StopSignals
 
 __all__ = [
     "AXES",
     "Axes",
     "Settings",
     "ShardAxes",
+    "StopSignals",
     "agreed",
     "agreeing_over",
     "axis_groups",

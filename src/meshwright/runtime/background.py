@@ -1,4 +1,4 @@
-"""Ranks that agree in the background: a process group of its own for threads beside the one that trains."""
+"""Ranks that agree beside their training: process groups of their own for threads and signals."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 _own = threading.local()
-_groups: list[tuple[dist.ProcessGroup, dist.ProcessGroup]] = []  # (world, its background group): at most one
+_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # by purpose: (world, its background group)
 _before_leaving: list[Callable[[], None]] = []
 
 
-def background_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks that only background threads use; None without other ranks.
+def background_group(purpose: str = "saves") -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for one purpose beside training; None without other ranks.
 
     Collectives of two threads in one group would meet each other's. Collective the first time: call it where all
-    ranks are in step, never from the thread itself.
+    ranks are in step, never from a background thread itself.
+
+    Args:
+        purpose: Who uses it: one thread at a time.
     """
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or world.size() == 1:
         return None
-    if not _groups or _groups[0][0] is not world:
-        _groups[:] = [(world, dist.new_group(backend="gloo"))]
-    return _groups[0][1]
+    if purpose not in _groups or _groups[purpose][0] is not world:
+        _groups[purpose] = (world, dist.new_group(backend="gloo"))
+    return _groups[purpose][1]
 
 
 @contextlib.contextmanager

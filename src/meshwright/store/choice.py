@@ -47,6 +47,30 @@ def verify(path: Path, part: int = 0, num_parts: int = 1) -> Record:
     return read_record(path)
 
 
+def damage_of(path: Path) -> list[CheckpointError]:
+    """Everything that is wrong with a checkpoint: unlike :func:`verify` goes on after the first kind of damage."""
+    try:
+        files = read_manifest(path)
+    except CheckpointError as error:
+        return [error]
+    whole = [name for name in sorted(files) if _has_size(path / name, files[name].size)]
+    found: list[CheckpointError] = []
+    for check in (
+        lambda: check_present(path, files, folders=[TENSORS]),
+        lambda: check_contents(path, files, whole),
+        lambda: read_record(path),
+    ):
+        try:
+            check()
+        except CheckpointError as error:
+            found.append(error)
+    return found
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
 def newest_valid(candidates: Sequence[Path]) -> tuple[Path | None, list[CheckpointError]]:
     """The first checkpoint that is whole, and why those before it are not; collective, equal on every rank."""
     damaged: list[CheckpointError] = []
