@@ -12,6 +12,7 @@ from rich.console import Console
 import meshwright
 from meshwright.cli.bench_comm import DTYPES, BenchOptions, bench_comm
 from meshwright.cli.calibrate import CalibrateOptions, run_calibration
+from meshwright.cli.checkpoint import checkpoint_app
 from meshwright.cli.config_help import config_help
 from meshwright.cli.failures import INTERRUPTED, exit_status, leave
 from meshwright.cli.methods import print_methods
@@ -31,6 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 def main() -> None:
@@ -93,12 +95,10 @@ def _train(options: Options) -> int:
     """Trains here, or starts the ranks that do."""
     if inside_launcher():
         _leave_interrupts_to_the_launcher()
-        train(options)
-        return 0
+        return train(options)
     nproc = number_of_processes(options.read())
     if nproc == 1:
-        train(options)
-        return 0
+        return train(options)
     # What is wrong with the request is told once, here, before anything has been started.
     prepared = prepare(options, nproc)
     return _start_ranks(options.arguments(prepared.run_dir or default_run_dir(options.file)), nproc)

@@ -128,6 +128,12 @@ class RunTable(Table):
         default=None, description="steps between checkpoints; default: one at the end"
     )
     keep_checkpoints: _Count = Field(default=2, description="newest checkpoints kept")
+    background_checkpoints: bool = Field(
+        default=False, description="write checkpoints while training goes on, from a copy in host memory"
+    )
+    grace_s: Annotated[float, Field(gt=0)] = Field(
+        default=25.0, description="seconds that a run has to save and leave after SIGTERM or Ctrl-C"
+    )
     seed: _NonNegative = Field(default=0, description="seed of weights, order of samples and dropout")
     nproc: _Count | None = Field(
         default=None, description="processes on this machine; default: one per CUDA device, or 1"

@@ -3,6 +3,7 @@
 RUN_DIR/config.json     the training file as resolved      metrics.jsonl   one object per step
         strategy.json   the strategy as applied            checkpoints/    see meshwright.store
         tensorboard/    events, where tensorboard is installed
+        model_config.json   the config of a transformers model, for meshwright checkpoint export
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 from meshwright.errors import CheckpointError, ConfigError
 
-CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD = (
-    "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "tensorboard",
+CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD, MODEL_CONFIG = (
+    "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "tensorboard", "model_config.json",
 )  # fmt: skip
 _RUNS = Path("runs")
 

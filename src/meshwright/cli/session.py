@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright.accelerated import Accelerated
 from meshwright.auto import accelerate
 from meshwright.cli.corpus import tokenized
 from meshwright.cli.request import Options, Prepared, prepare, unless_said
-from meshwright.cli.run_dir import CHECKPOINTS, CONFIG, STRATEGY, default_run_dir, write_text
+from meshwright.cli.run_dir import CHECKPOINTS, CONFIG, MODEL_CONFIG, STRATEGY, default_run_dir, write_text
 from meshwright.cost.device import half_peak_flops_per_s
 from meshwright.data import GlobalOrder, TokenDataset
 from meshwright.errors import ConfigError, MeshwrightError
@@ -31,6 +33,7 @@ from meshwright.runtime import (
     world_size,
 )
 from meshwright.store import CheckpointStore, TrainingState
+from meshwright.store.entries import unwrapped
 
 # Values that decide what comes next in the data or in the schedule: a change of them is said aloud on resuming.
 _TOLD_ON_RESUME = ("data", "optimizer", "run.seed", "run.batch_size", "run.steps")
@@ -175,6 +178,21 @@ def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accele
             config = {"file": str(options.file.resolve()), "ranks": world_size(), **prepared.config.model_dump()}
             write_text(run_dir / CONFIG, json.dumps(config, indent=2) + "\n")
             write_text(run_dir / STRATEGY, accelerated.strategy.to_json() + "\n")
+            if (model_config := _transformers_config(accelerated.model)) is not None:
+                write_text(run_dir / MODEL_CONFIG, model_config)
+
+
+def _transformers_config(model: nn.Module) -> str | None:
+    """What ``save_pretrained`` would write as ``config.json``; None for a model of another kind."""
+    model = unwrapped(model)
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_diff_dict"):
+        return None
+    # fully_shard has put a class of its own before the model's.
+    own_class = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+    found = {**config.to_diff_dict(), "architectures": [own_class.__name__]}
+    found.pop("use_cache", None)  # off for training only
+    return json.dumps(found, indent=2, default=str) + "\n"
 
 
 def _peak_flops_per_s(device: torch.device) -> float | None:

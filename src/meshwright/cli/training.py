@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +15,16 @@ from meshwright.cli.report import print_report
 from meshwright.cli.request import Options
 from meshwright.cli.session import Session, open_session
 from meshwright.optim import OuterOptimizer
-from meshwright.runtime import gather_objects, peak_memory_bytes, print_rank, rank, shutdown_distributed
+from meshwright.runtime import StopSignals, gather_objects, peak_memory_bytes, print_rank, rank, shutdown_distributed
+
+_ASK_REPLICAS_EVERY = 10
 
 
-def train(options: Options) -> None:
+def train(options: Options) -> int:
     """Trains, as one rank of the world; collective.
+
+    Returns:
+        0, or 128 + the signal that ended the run early, after a checkpoint.
 
     Raises:
         MeshwrightError: What ``open_session`` or a checkpoint raises.
@@ -27,21 +34,38 @@ def train(options: Options) -> None:
     if start >= run.steps:
         print_rank(f"meshwright: {session.run_dir} is at step {start} of {run.steps} already: nothing to do")
         shutdown_distributed()
-        return
+        return 0
     observer = Observer(session) if rank() == 0 else None
-    with observer or contextlib.nullcontext():
-        assert session.accelerated.dataloader is not None
-        batches = iter(session.accelerated.dataloader)
-        for step in range(start + 1, run.steps + 1):
-            _step(session, observer, batches, is_first=step == start + 1)
-            if step == run.steps and isinstance(session.accelerated.optim, OuterOptimizer):
-                session.accelerated.optim.synchronize()  # else the end of the last block would be in no weights
-            if step == run.steps or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
-                session.store.save(session.state)
+    with observer or contextlib.nullcontext(), StopSignals(run.grace_s) as signals:
+        stopped_by = _steps(session, observer, signals)
     peak_bytes = max(gather_objects(peak_memory_bytes(session.accelerated.device)))
     if observer is not None:
         print_report(session, observer.records, peak_bytes)
+    if stopped_by:
+        name = signal.Signals(stopped_by).name
+        print_rank(f"meshwright: stopped by {name} after step {session.state.step}, which is saved", file=sys.stderr)
     shutdown_distributed()
+    return 128 + stopped_by if stopped_by else 0
+
+
+def _steps(session: Session, observer: Observer | None, signals: StopSignals) -> int:
+    """Steps and checkpoints up to the end of the run, or to the signal that is returned."""
+    run, start, accelerated = session.prepared.config.run, session.state.step, session.accelerated
+    assert accelerated.dataloader is not None
+    batches = iter(accelerated.dataloader)
+    outer = accelerated.optim if isinstance(accelerated.optim, OuterOptimizer) else None
+    for step in range(start + 1, run.steps + 1):
+        _step(session, observer, batches, is_first=step == start + 1)
+        is_last = step == run.steps
+        # Replicas that meet rarely are not made to wait for each other after every step.
+        asked = signals.asked() if outer is None or step % _ASK_REPLICAS_EVERY == 0 else 0
+        if is_last and outer is not None:
+            outer.synchronize()  # else the end of the last block would be in no weights
+        if is_last or asked or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
+            session.store.save(session.state, non_blocking=run.background_checkpoints and not (is_last or asked))
+        if asked and not is_last:
+            return asked
+    return 0
 
 
 def _step(session: Session, observer: Observer | None, batches: Iterator[Any], *, is_first: bool) -> None:

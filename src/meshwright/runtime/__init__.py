@@ -1,6 +1,7 @@
 """Ground floor: processes, mesh, seeds, device. Knows nothing of models."""
 
 from meshwright.runtime.agreement import agreed, check_equal, gather_from, gather_objects, same_on_every_rank
+from meshwright.runtime.background import agreeing_over, background_group, before_leaving
 from meshwright.runtime.config_view import config
 from meshwright.runtime.device import measured_flops_per_s, memory_limit_bytes, peak_memory_bytes, synchronize_device
 from meshwright.runtime.grid import (
@@ -42,14 +43,19 @@ from meshwright.runtime.processes import (
     world_size,
 )
 from meshwright.runtime.seeds import preserved_rng, seed_everything, seed_replica
+from meshwright.runtime.stop import StopSignals
 
 __all__ = [
     "AXES",
     "Axes",
     "Settings",
     "ShardAxes",
+    "StopSignals",
     "agreed",
+    "agreeing_over",
     "axis_groups",
+    "background_group",
+    "before_leaving",
     "build_mesh",
     "check_axes",
     "check_equal",

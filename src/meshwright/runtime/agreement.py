@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.errors import LaunchError, MeshwrightError
+from meshwright.runtime.background import agreement_group
 from meshwright.runtime.processes import rank, world_size
 
 
@@ -75,7 +76,7 @@ def gather_objects(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     every: list[Any] = [None] * world_size()
-    dist.all_gather_object(every, value)
+    dist.all_gather_object(every, value, group=agreement_group())
     return every
 
 

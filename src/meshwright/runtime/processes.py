@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from meshwright.errors import LaunchError
+from meshwright.runtime.background import prepare_to_leave
 from meshwright.runtime.device import choose_device, synchronize_device
 from meshwright.runtime.seeds import seed_everything
 
@@ -191,8 +192,13 @@ def require_distributed(what: str) -> None:
 
 
 def shutdown_distributed() -> None:
-    """Leaves the world: waits for the other ranks, then destroys the process group. Harmless when there is none."""
+    """Leaves the world: waits for the other ranks, then destroys the process group. Harmless when there is none.
+
+    Raises:
+        CheckpointError: On every rank, when a save in the background has failed.
+    """
     global _settings
+    prepare_to_leave()
     if dist.is_initialized():
         synchronize()
         dist.destroy_process_group()

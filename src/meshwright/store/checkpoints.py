@@ -8,37 +8,37 @@ directory/step-00000120/   tensors/shard-….safetensors   the model and the opt
 
 from __future__ import annotations
 
-import re
 import shutil
+import warnings
 from pathlib import Path
 
 import safetensors.torch
 import torch
 
 from meshwright import runtime
-from meshwright.errors import CheckpointError, ConfigError, join_names
-from meshwright.store.generators import generator_tensors, set_generators
+from meshwright.errors import ConfigError
+from meshwright.runtime.background import agreeing_over, background_group
+from meshwright.store.choice import TENSORS, complete_checkpoints, newest_valid, nothing_valid, step_name
+from meshwright.store.generators import set_generators
 from meshwright.store.manifest import (
-    MANIFEST,
     FileEntry,
-    check_contents,
-    check_present,
     describe,
-    read_manifest,
     storage_errors,
     sync_directory,
     write_durably,
     write_manifest,
 )
+from meshwright.store.place import commit, delete_old, make_room, temporary_of
 from meshwright.store.record import RECORD, Record, read_record
-from meshwright.store.replicas import begin, completed, load_means
-from meshwright.store.shards import file_prefix, load_shards, save_shards
-from meshwright.store.snapshot import capture, names_held, plan_restore
+from meshwright.store.replicas import begin, load_means
+from meshwright.store.shard_writer import file_prefix
+from meshwright.store.shards import load_shards, save_shards
+from meshwright.store.snapshot import names_held, plan_restore
+from meshwright.store.staging import HostCopies, Staged, staged
 from meshwright.store.state import CheckpointInfo, TrainingState
-from meshwright.store.union import names_of_others, united
+from meshwright.store.union import names_of_others
+from meshwright.store.writer import run_later, wait_for_saves
 
-_TENSORS = "tensors"  # a folder of its own: DCP reads every safetensors file in it
-_STEP = re.compile(r"step-(\d{8,})")
 _DISK = "make room on the disk, and check that the directory may be written; earlier checkpoints are untouched"
 _DELETE = "the new checkpoint is complete; delete the old ones by hand, and check who may write into the directory"
 
@@ -67,97 +67,93 @@ class CheckpointStore:
             )
         self.directory = Path(directory)
         self.keep = keep
+        self._copies = HostCopies()  # what non_blocking saves are written from
 
-    def save(self, state: TrainingState) -> Path:
+    def save(self, state: TrainingState, *, non_blocking: bool = False) -> Path:
         """Saves a training state as ``step-<state.step>``, then deletes the oldest; collective.
 
         Tensors that are not sharded are written by one of the ranks that hold them: they must be equal on all.
 
+        Args:
+            state: Live objects.
+            non_blocking: Return when each rank has copied its shards to host memory (which takes as much of it, for
+                good), and write them from there while training goes on. One save is under way at a time: the next one
+                waits for it. When it fails, the next ``save`` or ``load``, :meth:`wait` or ``shutdown_distributed``
+                raises that.
+
         Returns:
-            The new checkpoint's directory, the same on every rank.
+            The new checkpoint's directory, the same on every rank; it appears when the checkpoint is complete.
 
         Raises:
-            CheckpointError: On every rank: the step exists already, something cannot be stored, or writing failed.
-                Earlier checkpoints are untouched and nothing of the new one stays.
+            CheckpointError: On every rank: the step exists already, something cannot be stored, or writing failed,
+                now or in the background before. Earlier checkpoints are untouched and nothing of the new one stays.
             LaunchError: When the ranks are at different steps.
         """
+        self.wait()
         runtime.check_equal("The step to save", str(state.step), fix="call save at the same step on every rank")
-        final = self.directory / f"step-{state.step:08d}"
-        temporary = self.directory / f".{final.name}.tmp"
+        final = self.directory / step_name(state.step)
         with runtime.same_on_every_rank(), storage_errors(f"{self.directory} cannot take a checkpoint", _DISK):
-            _make_room(final, temporary)
-        try:
-            self._write(state, temporary)
-            with runtime.same_on_every_rank(), storage_errors(f"Writing {final} failed", _DISK):
-                if runtime.rank() == 0:
-                    temporary.rename(final)
-                    sync_directory(self.directory)
-        except BaseException:
             if runtime.rank() == 0:
-                shutil.rmtree(temporary, ignore_errors=True)
+                make_room(final)
+        try:
+            ready = staged(state)
+            if non_blocking:
+                with runtime.same_on_every_rank():  # there may be no memory for it
+                    ready = self._copies.of(ready)
+        except BaseException:
+            _forget(final)
             raise
-        with (
-            runtime.same_on_every_rank(),
-            storage_errors(f"Deleting older checkpoints than {final} failed", _DELETE),
-        ):
-            self._delete_old(state.step)
+        if non_blocking:
+            run_later(self._write_later, ready, final, background_group())
+        else:
+            self._write(ready, final)
         return final
 
-    def _write(self, state: TrainingState, directory: Path) -> None:
-        rank = runtime.rank()
-        begin(state, to_load=False)
+    def wait(self) -> None:
+        """Waits until all saves in the background are on the disk; collective.
+
+        Raises:
+            CheckpointError: On every rank, when one of them failed.
+        """
         with runtime.same_on_every_rank():
-            snapshot = capture(state, runtime.world_size())
-        record = united(snapshot.record) if snapshot.replica is None else completed(snapshot.record, snapshot.replica)
-        save_shards(snapshot.tensors, directory / _TENSORS)
-        with runtime.same_on_every_rank(), storage_errors(f"Writing {directory} failed", _DISK):
-            own = {path.name: path for path in (directory / _TENSORS).glob(file_prefix(rank) + "*")}
-            write_durably(directory / _rng_name(rank), safetensors.torch.save(generator_tensors()))
-            names = [_rng_name(rank), *(f"{_TENSORS}/{name}" for name in own)]
-            if rank == 0:
-                write_durably(directory / RECORD, record.to_json().encode())
-                sync_directory(directory / _TENSORS)
-                names.append(RECORD)
-            # Hashed by who wrote them, while they are still in that machine's memory.
-            entries = {name: describe(directory / name) for name in names}
-        every: dict[str, FileEntry] = {}
-        for part in runtime.gather_objects(entries):
-            every |= part
-        with runtime.same_on_every_rank(), storage_errors(f"Writing {directory} failed", _DISK):
-            if rank == 0:
-                write_manifest(directory, every)
+            wait_for_saves()
 
-    def _delete_old(self, newest_step: int) -> None:
-        if runtime.rank() != 0:
-            return
-        for remains in self.directory.glob(".step-*.deleted"):
-            shutil.rmtree(remains)  # a deletion that was killed half way
-        older = [path for step, path in self._complete() if step < newest_step]
-        for path in older[: max(len(older) - (self.keep - 1), 0)] if self.keep is not None else []:
-            # Renamed first: a deletion that is killed half way must not leave half a checkpoint under a good name.
-            remains = self.directory / f".{path.name}.deleted"
-            path.rename(remains)
-            shutil.rmtree(remains)
+    def _write_later(self, ready: Staged, final: Path, group: torch.distributed.ProcessGroup | None) -> None:
+        with agreeing_over(group):
+            self._write(ready, final)
 
-    def _complete(self) -> list[tuple[int, Path]]:
-        """Complete checkpoints, oldest first."""
-        found = [
-            (int(match[1]), path) for path in self.directory.glob("step-*") if (match := _STEP.fullmatch(path.name))
-        ]
-        return sorted((step, path) for step, path in found if (path / MANIFEST).is_file())
+    def _write(self, ready: Staged, final: Path) -> None:
+        try:
+            _write_files(ready, temporary_of(final))
+            with runtime.same_on_every_rank(), storage_errors(f"Writing {final} failed", _DISK):
+                if runtime.rank() == 0:
+                    commit(final)
+        except BaseException:
+            _forget(final)
+            raise
+        with runtime.same_on_every_rank(), storage_errors(f"Deleting checkpoints older than {final} failed", _DELETE):
+            if runtime.rank() == 0:
+                delete_old(self.directory, ready.record.step, self.keep)
 
     def newest(self) -> Path | None:
         """The complete checkpoint of the highest step, None when there is none; collective, equal on every rank.
 
+        What it holds is not read: :meth:`load` passes over one that was damaged after it was written.
+
         Raises:
-            CheckpointError: On every rank, when the directory cannot be read.
+            CheckpointError: On every rank, when the directory cannot be read, or a save in the background has failed.
         """
-        found: Path | None = None
+        every = self._complete()
+        return every[-1] if every else None
+
+    def _complete(self) -> list[Path]:
+        """Complete checkpoints, oldest first; collective."""
+        self.wait()
+        found: list[Path] = []
         with runtime.same_on_every_rank(), storage_errors(f"{self.directory} cannot be read", "check its permissions"):
             if runtime.rank() == 0:  # asks the file system once, so that all ranks get one answer
-                complete = self._complete()
-                found = complete[-1][1] if complete else None
-        answer: Path | None = runtime.gather_objects(found)[0]
+                found = [path for _, path in complete_checkpoints(self.directory)]
+        answer: list[Path] = runtime.gather_objects(found)[0]
         return answer
 
     def load(self, state: TrainingState, checkpoint: Path | None = None) -> CheckpointInfo:
@@ -169,17 +165,13 @@ class CheckpointStore:
 
         Args:
             state: Live objects; ``step``, ``samples_seen`` and ``extra`` are filled in too.
-            checkpoint: Directory of one checkpoint; None means the newest.
+            checkpoint: Directory of one checkpoint; None means the newest that is whole: rank 0 warns of damaged ones
+                before it, and ``CheckpointInfo.damaged`` names them.
 
         Raises:
             CheckpointError: On every rank: there is none, it is incomplete, damaged, or of another model or optimizer.
         """
-        path = Path(checkpoint) if checkpoint is not None else self.newest()
-        with runtime.same_on_every_rank():
-            if path is None:
-                raise self._nothing_here()
-            _verify(path)
-        assert path is not None
+        path, damaged = self._chosen(None if checkpoint is None else Path(checkpoint))
         begin(state, to_load=True)
         with runtime.same_on_every_rank():
             record = read_record(path)
@@ -188,49 +180,60 @@ class CheckpointStore:
         with runtime.same_on_every_rank():
             restoration = plan_restore(state, record, others)
             generators = _read_generators(path, record)
-        load_shards(restoration.targets, path / _TENSORS)
+        load_shards(restoration.targets, path / TENSORS)
         if record.outer is not None and any(runtime.gather_objects(bool(restoration.averaged))):
-            load_means(restoration.averaged, len(record.outer.replicas), path / _TENSORS)
+            load_means(restoration.averaged, len(record.outer.replicas), path / TENSORS)
         with runtime.same_on_every_rank():
             restoration.commit()
             rng_restored = generators is not None and set_generators(generators)
         if restoration.outer is not None:
             restoration.outer.finish()
         return CheckpointInfo(
-            path, state.step, state.samples_seen, record.strategy, state.extra, record.world_size, rng_restored
+            path, state.step, state.samples_seen, record.strategy, state.extra, record.world_size, rng_restored, damaged
         )
 
-    def _nothing_here(self) -> CheckpointError:
-        others = sorted(path.name for path in self.directory.glob("*")) if self.directory.is_dir() else []
-        return CheckpointError(
-            f"There is no checkpoint in {self.directory}",
-            expected=f"a directory step-… with a {MANIFEST}",
-            got=join_names(others) if self.directory.is_dir() else "no such directory",
-            fix="check the directory, or start from the beginning with --resume none",
-        )
+    def _chosen(self, checkpoint: Path | None) -> tuple[Path, tuple[str, ...]]:
+        """A checkpoint that is whole, and what is wrong with newer ones; collective."""
+        self.wait()
+        candidates = [checkpoint] if checkpoint is not None else self._complete()[::-1]
+        path, damaged = newest_valid(candidates)
+        if path is None:
+            raise runtime.agreed(nothing_valid(self.directory, damaged) if checkpoint is None else damaged[0])
+        for problem in damaged if runtime.rank() == 0 else ():
+            warnings.warn(f"passed over a damaged checkpoint, and took {path}: {problem}", stacklevel=3)
+        return path, tuple(str(problem) for problem in damaged)
 
 
-def _make_room(final: Path, temporary: Path) -> None:
-    if runtime.rank() != 0:
-        return
-    if final.exists():
-        raise CheckpointError(
-            f"{final} exists already",
-            expected="a step that has not been saved",
-            got=f"a checkpoint of {final.name}",
-            fix="move it away, or save into another directory; nothing was overwritten",
-        )
-    if temporary.exists():
-        shutil.rmtree(temporary)  # left by a save of this step that was killed
-    temporary.mkdir(parents=True)
+def _forget(final: Path) -> None:
+    """Removes what there is of a checkpoint that was not finished."""
+    if runtime.rank() == 0:
+        shutil.rmtree(temporary_of(final), ignore_errors=True)
 
 
-def _verify(path: Path) -> None:
-    """Reads every file once, divided between the ranks."""
-    files = read_manifest(path)
-    if runtime.rank() == 0:  # thousands of ranks asking for thousands of files would stall a shared file system
-        check_present(path, files, folders=[_TENSORS])
-    check_contents(path, files, sorted(files)[runtime.rank() :: runtime.world_size()])
+def _write_files(ready: Staged, directory: Path) -> None:
+    """Writes everything of a checkpoint, the manifest last; collective.
+
+    Raises:
+        CheckpointError: On every rank, when any of them cannot write.
+    """
+    rank = runtime.rank()
+    save_shards(ready.tensors, directory / TENSORS)
+    with runtime.same_on_every_rank(), storage_errors(f"Writing {directory} failed", _DISK):
+        own = {path.name: path for path in (directory / TENSORS).glob(file_prefix(rank) + "*")}
+        write_durably(directory / _rng_name(rank), safetensors.torch.save(dict(ready.generators)))
+        names = [_rng_name(rank), *(f"{TENSORS}/{name}" for name in own)]
+        if rank == 0:
+            write_durably(directory / RECORD, ready.record.to_json().encode())
+            sync_directory(directory / TENSORS)
+            names.append(RECORD)
+        # Hashed by who wrote them, while they are still in that machine's memory.
+        entries = {name: describe(directory / name) for name in names}
+    every: dict[str, FileEntry] = {}
+    for part in runtime.gather_objects(entries):
+        every |= part
+    with runtime.same_on_every_rank(), storage_errors(f"Writing {directory} failed", _DISK):
+        if rank == 0:
+            write_manifest(directory, every)
 
 
 def _rng_name(rank: int) -> str:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError
+from meshwright.runtime.background import agreement_group
+from meshwright.store.shard_writer import ShardWriter
 
 
 def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -30,11 +32,10 @@ def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     Raises:
         CheckpointError: On every rank, when any of them cannot write.
     """
-    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     with _agreed_errors(
         f"Writing tensors into {folder} failed", "make room on the disk, and check who may write there"
     ):
-        save(_writable(tensors), storage_writer=writer)
+        save(writable(tensors), storage_writer=ShardWriter(folder), process_group=agreement_group())
 
 
 def load_shards(targets: dict[str, torch.Tensor], folder: Path) -> None:
@@ -51,11 +52,6 @@ def load_shards(targets: dict[str, torch.Tensor], folder: Path) -> None:
         )
 
 
-def file_prefix(rank: int) -> str:
-    """How the names of the files begin that ``rank`` writes."""
-    return f"shard-{rank + 1:05d}-"
-
-
 @contextlib.contextmanager
 def _agreed_errors(what: str, fix: str) -> Iterator[None]:
     """Converts DCP's exception, which all ranks get but no ``except Exception`` catches (it is a BaseException)."""
@@ -69,7 +65,7 @@ def _agreed_errors(what: str, fix: str) -> Iterator[None]:
         raise CheckpointError(what, got=f"{type(cause).__name__}: {cause} (rank {rank})", fix=fix) from error
 
 
-def _writable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def writable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What safetensors takes: contiguous tensors of which no two share memory."""
     seen: set[int] = set()
     writable: dict[str, torch.Tensor] = {}

@@ -43,3 +43,5 @@ class CheckpointInfo:
     """Ranks of the run that wrote it."""
     rng_restored: bool
     """Whether this rank's random generators go on where they stopped; False when the ranks or devices are others."""
+    damaged: tuple[str, ...] = ()
+    """What is wrong with newer checkpoints, which were passed over; empty when the checkpoint was named."""

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from meshwright.runtime import before_leaving, same_on_every_rank
 from meshwright.store.file_format import write_file
 
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshwright-save")  # the interpreter waits for it
@@ -40,3 +41,9 @@ def _tell_failure() -> None:
     for failure in (future.exception() for future in _pending):
         if failure is not None:
             print(f"meshwright: a background save failed: {failure}", file=sys.stderr, flush=True)
+
+
+@before_leaving
+def _finish() -> None:
+    with same_on_every_rank():
+        wait_for_saves()

@@ -1,0 +1,131 @@
+"""``meshwright checkpoint``, and runs that are asked to stop."""
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from meshwright import runtime
+from meshwright.cli import app, training
+from meshwright.cli.request import Options
+from meshwright.cli.run_dir import MODEL_CONFIG
+from meshwright.store import CheckpointStore, TrainingState
+from tests.cli.helpers import losses, project
+
+
+def _train(options, signal_at_step=None):
+    """What a rank of the program does; rank 1 (or the only one) is sent SIGTERM in a step."""
+    path, said, step = list(sys.path), io.StringIO(), training._step
+
+    def _signalled(session, *given, **named):
+        step(session, *given, **named)
+        if session.state.step == signal_at_step and int(os.environ.get("RANK", "1")) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+    runtime.seed_everything(0)  # as a process does that starts
+    try:
+        with (
+            mock.patch.object(training, "shutdown_distributed"),
+            mock.patch.object(training, "_step", _signalled),
+            contextlib.redirect_stderr(said),
+        ):
+            status = training.train(options)
+    finally:
+        sys.path[:] = path
+        sys.modules.pop("tiny", None)
+    return status, said.getvalue()
+
+
+def _stop_and_go_on(file, folder):
+    """A run that is stopped at step 4, its saves in the background, and goes on; then one that is not stopped."""
+    background = ("run.background_checkpoints=true",)
+    stopped = _train(Options(file, out=folder / "stopped", changes=background), signal_at_step=4)
+    names = sorted(path.name for path in (folder / "stopped" / "checkpoints").iterdir())
+    went_on = _train(Options(file, out=folder / "stopped", resume=True))
+    return stopped, names, went_on, _train(Options(file, out=folder / "whole"))
+
+
+def test_a_run_that_is_asked_to_stop_saves_and_goes_on_exactly(ranks, tmp_path):
+    first, second = ranks(2).run(_stop_and_go_on, project(tmp_path), tmp_path)
+    (status, said), names, went_on, whole = first
+    assert (status, second[0][0]) == (143, 143)
+    assert "stopped by SIGTERM after step 4, which is saved" in said
+    assert names == ["step-00000003", "step-00000004"]
+    assert (went_on[0], whole[0]) == (0, 0)
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+
+
+def _run(*arguments):
+    return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+
+
+@pytest.fixture
+def gpt2_run(tmp_path):
+    """Two checkpoints of a tiny GPT-2 in a run directory: (run, model)."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)
+    run = tmp_path / "run"
+    store = CheckpointStore(run / "checkpoints")
+    for step in (1, 2):
+        strategy = json.dumps({"methods": ["fsdp", ["half", {}]]})
+        store.save(TrainingState(model, torch.optim.AdamW(model.parameters()), step=step, strategy=strategy))
+        with torch.no_grad():
+            model.transformer.wpe.weight.add_(1)
+    (run / MODEL_CONFIG).write_text(config.to_json_string())
+    return run, model
+
+
+def test_checkpoints_are_listed_verified_and_exported(gpt2_run, tmp_path):
+    run, model = gpt2_run
+    rows = json.loads(_run("list", run, "--json").stdout)
+    assert [(row["step"], row["world_size"], row["methods"]) for row in rows] == [
+        (step, 1, "fsdp, half") for step in (1, 2)
+    ]
+    assert "step-00000002" in _run("list", run).stdout
+    assert _run("verify", run).exit_code == 0
+    exported = _run("export", run, tmp_path / "hf", "--dtype", "bf16")
+    assert exported.exit_code == 0, exported.stderr
+    loaded = type(model).from_pretrained(tmp_path / "hf", dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.transformer.wpe.weight.sub_(1)
+    expected = model.to(torch.bfloat16).state_dict()
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in expected.items())
+
+    damaged = run / "checkpoints" / "step-00000002"
+    (damaged / "state.json").write_text("{}")
+    (damaged / "rng-00000.safetensors").unlink()
+    verified = _run("verify", run / "checkpoints")
+    assert verified.exit_code == 1
+    assert "step-00000001: whole" in verified.stdout
+    assert "missing: rng-00000.safetensors; of another size: state.json" in verified.stdout
+    one_file = _run("export", run, tmp_path / "weights" / "one.safetensors")
+    assert "passed over" in one_file.stderr
+    kept = load_file(tmp_path / "weights" / "one.safetensors")
+    assert kept["transformer.wpe.weight"].dtype == torch.float32
+    assert _run("list", run).exit_code == 0
+
+
+def test_what_cannot_be_exported_is_said(gpt2_run, tmp_path):
+    run, _ = gpt2_run
+    newest = run / "checkpoints" / "step-00000002"
+    assert "--dtype is not known" in _run("export", newest, tmp_path / "x", "--dtype", "int3").stderr
+    assert "exists already" in _run("export", newest, run).stderr
+    assert "no checkpoint in" in _run("list", tmp_path / "nowhere").stderr
+    shutil.rmtree(run / "checkpoints" / "step-00000001")
+    (newest / "manifest.json").write_text("{}")
+    broken = _run("export", run, tmp_path / "x")
+    assert broken.exit_code == 1
+    assert "is damaged" in broken.stderr
+    assert not (tmp_path / "x").exists()

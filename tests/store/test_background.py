@@ -1,0 +1,104 @@
+"""Saves that go on while training does: what is written is the state at the call, and a failure reaches every rank."""
+
+import resource
+import shutil
+import threading
+
+import pytest
+import torch
+
+from meshwright.errors import CheckpointError
+from meshwright.runtime import background, rank
+from meshwright.store import CheckpointStore, checkpoints
+from tests.store.runs import build, load_and_go_on, same_everywhere, train
+
+
+def _save_and_train(directory):
+    """Saves at steps 2 and 3 in the background, training on at once; the next ten losses."""
+    state, store = build("fsdp"), CheckpointStore(directory)
+    train(state, 2)
+    store.save(state, non_blocking=True)
+    train(state, 1)
+    path = store.save(state, non_blocking=True)
+    losses = train(state, 10)
+    assert store.newest() == path
+    return same_everywhere(losses)
+
+
+def _fail_in_the_background(directory):
+    """Rank 1 cannot write; the error of each call that follows."""
+    state, store = build("fsdp"), CheckpointStore(directory)
+    store.save(state)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    told = []
+    for later in (lambda: store.save(state), store.wait, background.prepare_to_leave):
+        state.step += 1
+        if rank() == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+        store.save(state, non_blocking=True)
+        try:
+            later()
+        except CheckpointError as error:
+            told.append(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    names = sorted(path.name for path in directory.iterdir())
+    store.save(state)
+    return same_everywhere((told, names, store.newest()))
+
+
+def _both(directory):
+    return _save_and_train(directory / "run"), _fail_in_the_background(directory / "full")
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(ranks, tmp_path):
+    losses, (told, names, newest) = ranks(2).run(_both, tmp_path)[0]
+    assert ranks(1).run(load_and_go_on, tmp_path / "run", "plain")[0] == pytest.approx(losses, rel=1e-5)
+    assert len(told) == 3
+    assert all("File too large" in error and "(rank 1)" in error for error in told)
+    assert names == ["step-00000000"]
+    assert newest == tmp_path / "full" / "step-00000003"
+
+
+def test_one_save_is_under_way_at_a_time(tmp_path, monkeypatch):
+    may_go_on, state, store = threading.Event(), build("plain"), CheckpointStore(tmp_path)
+    write = checkpoints.save_shards
+    monkeypatch.setattr(checkpoints, "save_shards", lambda *given: may_go_on.wait(60) and write(*given))
+    before = state.model.narrow.bias.detach().clone()
+    first = store.save(state, non_blocking=True)
+    assert not first.exists()
+    with torch.no_grad():
+        state.model.narrow.bias.add_(1)
+    threading.Timer(0.2, may_go_on.set).start()
+    state.step = 1
+    second = store.save(state, non_blocking=True)
+    assert first.is_dir(), "the second save has waited for the first"
+    store.wait()
+    other = build("plain", seed=1)
+    store.load(other, first)
+    assert torch.equal(other.model.narrow.bias, before)
+    store.load(other, second)
+    assert torch.equal(other.model.narrow.bias, before + 1)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_met_again(tmp_path):
+    store, state = CheckpointStore(tmp_path), build("plain")
+    for state.step in (1, 2, 3):
+        store.save(state)
+    shutil.rmtree(tmp_path / "step-00000002" / "tensors")
+    record = tmp_path / "step-00000003" / "state.json"
+    record.write_bytes(record.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match=r"passed over.*step-00000001: .*step-0000000\d is damaged"):
+        info = store.load(state)
+    assert (info.path.name, state.step) == ("step-00000001", 1)
+    assert "of another size: state.json" in info.damaged[0]
+    assert "missing: tensors/shard-00001" in info.damaged[1]
+    with pytest.raises(CheckpointError, match=r"step-00000003 is damaged"):
+        store.load(state, tmp_path / "step-00000003")
+    state.step = 3
+    store.save(state)
+    assert store.load(state).damaged == ()
+    assert (tmp_path / "damaged-step-00000003" / "manifest.json").is_file()
+    for step in (1, 3):
+        (tmp_path / f"step-{step:08d}" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"Every checkpoint .* is damaged.*state\.json.*state\.json"):
+        store.load(state)
