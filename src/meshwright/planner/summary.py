@@ -11,6 +11,8 @@ from meshwright.cost.activations import Running
 from meshwright.nn import class_names, find_blocks
 from meshwright.planner.saved import SavedTensors
 
+_Key = tuple[tuple[Running, ...], tuple[int, ...], tuple[tuple[str, Running], ...], tuple[int, ...]]  # of equal tensors
+
 
 def summarise(model: nn.Module, saved: SavedTensors) -> Activations:
     """What the forward pass of a plain model keeps, and what recomputation can change of that."""
@@ -41,7 +43,7 @@ def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedT
     for storage, made in saved.results.items():
         sizes.setdefault(storage, made.num_bytes)
         places.setdefault(storage, set()).update(made.places)
-    found: dict[tuple[object, ...], SavedTensor] = {}
+    found: dict[_Key, SavedTensor] = {}
     for storage, size in sizes.items():
         if storage in saved.weights:
             continue
@@ -55,7 +57,7 @@ def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedT
         )
         key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places)
         found[key] = tensor if key not in found else _larger(found[key], size)
-    return tuple(found.values())
+    return tuple(found[key] for key in sorted(found))  # two runs that save the same are equal
 
 
 def _larger(tensor: SavedTensor, more: int) -> SavedTensor:
@@ -72,7 +74,8 @@ def _work(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[Work, ...
         key = each.operator, _running(each.stack, numbers), needed, each.place
         found[key] = found.get(key, 0) + each.flops
     return tuple(
-        Work(operator, running, needed, flops, place) for (operator, running, needed, place), flops in found.items()
+        Work(operator, running, needed, flops, place)
+        for (operator, running, needed, place), flops in sorted(found.items())
     )
 
 
