@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from meshwright.errors import StrategyError
 from meshwright.planner.plan import Plan, Subject
-from meshwright.planner.search import Found, default_space, search
+from meshwright.planner.search import Found, default_space, search_in_stages
 from meshwright.planner.search.constraints import check_names
 from meshwright.planner.sizes import readable_bytes
 from meshwright.strategy import METHOD_CONFIGS, Strategy
@@ -60,8 +60,8 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
 def _found(workload: Subject, excluded: Sequence[str], included: Sequence[str]) -> Found:
     """The caller's precision and number of micro-batches stay: both change what is computed."""
     space = default_space(workload, lower_precision=False).replace(micro_batches=(None,))
-    return search(
-        workload, excluded=excluded, included=included, space=space, top=_SHOWN, max_predictions=_MAX_PREDICTIONS
+    return search_in_stages(
+        workload, space, excluded=excluded, included=included, top=_SHOWN, max_predictions=_MAX_PREDICTIONS
     )
 
 

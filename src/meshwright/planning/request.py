@@ -11,9 +11,9 @@ from typing import Any
 
 from meshwright.cost import Cluster
 from meshwright.errors import ConfigError, ModelError
-from meshwright.planner import Plan, Subject
+from meshwright.planner import Plan, Subject, Workload
 from meshwright.planner.explain import WhatIf, found_document, what_if
-from meshwright.planner.search import Found, search
+from meshwright.planner.search import Found, default_space, search, search_in_stages
 from meshwright.planning.models import PlannedModel
 from meshwright.strategy import Strategy
 
@@ -63,8 +63,10 @@ class PlanRequest:
             ModelError: When the model cannot be traced.
         """
         if self.strategy is None:
-            found = search(
+            looked = search_in_stages if isinstance(self.subject, Workload) else search
+            found = looked(
                 self.subject,
+                space=default_space(self.subject),
                 objective=self.objective,  # type: ignore[arg-type]
                 excluded=self.excluded,
                 included=self.included,

@@ -2,7 +2,8 @@
 
 from meshwright.planner.search.find import search
 from meshwright.planner.search.found import Found
+from meshwright.planner.search.in_stages import search_in_stages
 from meshwright.planner.search.objective import Objective
 from meshwright.planner.search.space import Space, choices, default_space
 
-__all__ = ["Found", "Objective", "Space", "choices", "default_space", "search"]
+__all__ = ["Found", "Objective", "Space", "choices", "default_space", "search", "search_in_stages"]
