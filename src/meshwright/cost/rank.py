@@ -10,8 +10,8 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network, collective_s, group_of
 from meshwright.cost.efficiency import Calibration
 from meshwright.cost.kernels import Machine, backward_s, forward_s
-from meshwright.cost.offloading import hosted_update_s
 from meshwright.cost.passes import Passes
+from meshwright.cost.ring import ring_s
 from meshwright.cost.step import Block, Op, Step, Traffic
 from meshwright.cost.update import update_s
 
@@ -27,7 +27,7 @@ class Rank:
         passes: A micro-batch; it gathers and reduces what every one does, or else what the first and the last do.
         last: The last one: it reduces what is reduced once a step, too.
         inline_s: Collectives that its blocks wait for, per micro-batch.
-        update_s: The optimizer's update, with what it sends and copies.
+        update_s: The optimizer's update, with what it sends.
         gathers_each: Whether every micro-batch gathers, and not the first alone.
         reduces_each: Whether every micro-batch reduces, and not the last alone.
     """
@@ -45,7 +45,7 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
     efficiency = known.of(cluster.device.efficiency)
     machine = Machine(cluster.device, efficiency, known.constants)
     network = Network(cluster, efficiency, known.constants)
-    inline = {moment: _inline_s(step, network, moment) + _ring_s(step, machine, network, moment) for moment in _MOMENTS}
+    inline = {moment: _inline_s(step, network, moment) for moment in _MOMENTS}
     hidden = [each for each in step.traffic if each.hidden and each.moment != "update" and each.kind != "send"]
     gathers_each = any(each.per_micro_batch for each in hidden if _gathers(each))
     reduces_each = any(each.per_micro_batch for each in hidden if not _gathers(each))
@@ -60,8 +60,7 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
         passes=reducing(lambda each: each.per_micro_batch or not reduces_each),
         last=reducing(lambda each: True),
         inline_s=inline["forward"] + inline["backward"],
-        update_s=hosted_update_s(step, machine, cluster, update_s(step, machine))
-        + sum(one_s(step, t, network) for t in step.traffic if t.moment == "update"),
+        update_s=update_s(step, machine) + sum(one_s(step, t, network) for t in step.traffic if t.moment == "update"),
         gathers_each=gathers_each,
         reduces_each=reduces_each,
     )
@@ -84,17 +83,8 @@ def _of_micro_batch(step: Step, traffic: Traffic, network: Network) -> float:
 
 def _inline_s(step: Step, network: Network, moment: str) -> float:
     waited_for = (each for each in step.traffic if each.moment == moment and not each.hidden and each.kind != "send")
-    return sum(one_s(step, each, network) for each in waited_for) / step.num_micro_batches
-
-
-def _ring_s(step: Step, machine: Machine, network: Network, moment: str) -> float:
-    """What attention does not hide of the keys and values that ranks of a context axis pass on meanwhile."""
-    sent = [each for each in step.traffic if each.moment == moment and each.axis == "context" and each.kind == "send"]
-    if not sent:
-        return 0.0
-    seconds = forward_s if moment == "forward" else backward_s
-    hides = sum(b.count * seconds(op, machine) for b in step.blocks for op in b.ops if op.kind == "attention")
-    return max(sum(one_s(step, each, network) for each in sent) / step.num_micro_batches - hides, 0.0)
+    seconds = sum(one_s(step, each, network) for each in waited_for) / step.num_micro_batches
+    return seconds + ring_s(step, network, moment)
 
 
 def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, float]) -> Passes:

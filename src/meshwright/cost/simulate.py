@@ -2,9 +2,8 @@
 
 A rank computes its blocks on one stream. Collectives that can hide (gathers and reductions of parameters and gradients)
 run on another, in the order in which FSDP2 issues them: one block ahead in forward and in backward. Those that cannot
-(of tensor and sequence parallelism) are part of the blocks' time. Copies between device and host run on streams of
-their own; what they take longer than computing is added. Pipelines play each rank's times through their schedule. Equal
-blocks are played a few times and continued.
+(of tensor and sequence parallelism) are part of the blocks' time. Pipelines play each rank's times through their
+schedule. Equal blocks are played a few times and continued.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network, collective_s, group_of
 from meshwright.cost.efficiency import Calibration, fitted
-from meshwright.cost.offloading import exposed_copies_s
 from meshwright.cost.passes import pass_s, pass_tasks
 from meshwright.cost.pipeline import StageTimes, pipeline_s
 from meshwright.cost.rank import Rank, rank_of
@@ -34,14 +32,12 @@ class StepTime:
     bubble_s: float  # waiting for other stages of a pipeline
     update_s: float
     overhead_s: float
-    copies_s: float = 0.0  # copies between device, host and disk that did not hide behind computing
 
     @property
     def binds(self) -> str:
         """The largest part."""
         parts = {"compute": self.compute_s, "tensor or sequence collectives": self.inline_s}
         parts |= {"data collectives": self.exposed_s, "pipeline bubble": self.bubble_s, "update": self.update_s}
-        parts |= {"host copies": self.copies_s}
         return max(parts, key=parts.__getitem__)
 
 
@@ -86,15 +82,7 @@ def _together(
         compute, bubble = slowest.passes.compute_s * micro_batches, 0.0
         exposed = busy - compute
     inline = slowest.inline_s * micro_batches
-    copied = max(_exposed_copies_s(each, rank, cluster) for each, rank in zip(steps, ranks, strict=True))
-    whole = busy + copied + update + overhead
-    return StepTime(whole, compute - inline, inline, exposed, bubble, update, overhead, copied)
-
-
-def _exposed_copies_s(step: Step, rank: Rank, cluster: Cluster) -> float:
-    forward, backward = rank.passes.forward_total_s, rank.passes.backward_total_s
-    count = step.num_micro_batches
-    return exposed_copies_s(step, cluster, forward * count, backward * count)
+    return StepTime(busy + update + overhead, compute - inline, inline, exposed, bubble, update, overhead)
 
 
 def _replicated(rank: Rank, micro_batches: int, *, in_turn: bool) -> float:
