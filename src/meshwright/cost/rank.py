@@ -12,6 +12,7 @@ from meshwright.cost.copying import NO_COPIES, Copying, copying, hosted_share
 from meshwright.cost.efficiency import Calibration
 from meshwright.cost.kernels import Machine, backward_s, forward_s
 from meshwright.cost.passes import Passes
+from meshwright.cost.ring import ring_s
 from meshwright.cost.step import Block, Op, Step, Traffic
 from meshwright.cost.update import accumulated_bytes, update_s
 
@@ -101,7 +102,8 @@ def _of_micro_batch(step: Step, traffic: Traffic, network: Network) -> float:
 def inline_s(step: Step, network: Network, moment: str) -> float:
     """Seconds of the collectives that a micro-batch's blocks wait for, in forward or in backward."""
     waited_for = (each for each in step.traffic if each.moment == moment and not each.hidden and each.kind != "send")
-    return sum(one_s(step, each, network) for each in waited_for) / step.num_micro_batches
+    seconds = sum(one_s(step, each, network) for each in waited_for) / step.num_micro_batches
+    return seconds + ring_s(step, network, moment)
 
 
 def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, float]) -> Passes:

@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.cost import Activations, Boundary, Placed
+from meshwright.methods.expert.trace import without_grouped_kernels
 from meshwright.methods.float8.trace import Fp8Trace
 from meshwright.methods.sequence.trace import one_sequence_per_sample
 from meshwright.methods.tensor.trace import SaveLog
@@ -131,7 +132,7 @@ class Pass:
         with warnings.catch_warnings(), fake, counter, autocast, found as saved:
             warnings.simplefilter("ignore")
             recorder = self._recorder(saved)
-            with recorder, kernels_of_device(self.device, device), one_sequence_per_sample():
+            with recorder, _runs_without_data(), kernels_of_device(self.device, device):
                 with self._as_one_rank(saved.log), work.counting() if work is not None else _nothing():
                     loss = torch.func.functional_call(_Forward(self.model, self.forward), state, (inputs,))
                 boundaries = self.split.boundaries(self.model, saved.log) if self.split is not None else ()
@@ -183,6 +184,13 @@ class _Recorded(NamedTuple):
 
 
 _nothing = contextlib.nullcontext
+
+
+@contextlib.contextmanager
+def _runs_without_data() -> Iterator[None]:
+    """Transformers' code takes the ways that it takes with data, and those that tensors without data can go."""
+    with one_sequence_per_sample(), without_grouped_kernels():
+        yield
 
 
 class _Backward:

@@ -79,7 +79,7 @@ class ExpertTrace:
                     stack.enter_context(mock.patch.object(layer.block, "forward", self._mean_forward(layer)))
                 if self.stands_in and isinstance(layer, StackedExperts):
                     stack.enter_context(mock.patch.object(layer.module, "forward", _stand_in(layer.module)))
-            stack.enter_context(_without_grouped_kernels())
+            stack.enter_context(without_grouped_kernels())
             yield
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -151,7 +151,7 @@ def _stand_in(module: nn.Module) -> Callable[..., torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _without_grouped_kernels() -> Iterator[None]:
+def without_grouped_kernels() -> Iterator[None]:
     """Lets transformers' experts run on tensors without data in any precision: the kernel they call takes bf16 only.
 
     What they save for backward is the same without it.

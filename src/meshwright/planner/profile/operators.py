@@ -42,14 +42,12 @@ def kernels_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         kwargs: Of the call.
         result: What it returned.
     """
-    if function.namespace != "aten":
-        return ()
     name = function._schema.name.split("::")[1]
     if name in _PRODUCTS:
         return _PRODUCTS[name](args)
     if name.startswith("_scaled_dot_product") or name in ("_flash_attention_forward", "_efficient_attention_forward"):
         return _attention(function, args, kwargs)
-    if name in _FREE or function.is_view:
+    if name in _FREE or function.is_view or function.namespace == "prim":
         return ()
     moved = _moved_bytes(name, args, kwargs, result)
     if not moved:
@@ -80,17 +78,31 @@ def _bmm(args: tuple[Any, ...]) -> tuple[Op, ...]:
 
 
 def _grouped_mm(args: tuple[Any, ...]) -> tuple[Op, ...]:
-    """Rows (or, of the gradient of the weights, columns) that are dealt out to groups: as if all had as many."""
+    """Rows that are dealt out to groups (of the gradient of the weights: the inner dim is): as if all had as many."""
     left, right = args[0], args[1]
     if left.dim() == right.dim() == 3:
         return _bmm(args)
     if left.dim() == right.dim() == 2:
-        groups = args[2].shape[0] if len(args) > 2 and args[2] is not None else 1
-        return _product(left.shape[0], right.shape[1], -(-left.shape[1] // groups), groups, left)
-    groups = right.shape[0] if right.dim() == 3 else left.shape[0]
-    rows = left.shape[-2] if left.dim() == 2 else right.shape[-1]
-    inner, other = left.shape[-1], right.shape[-1] if right.dim() == 3 else left.shape[-2]
-    return _product(-(-rows // groups), other, inner, groups, left)
+        groups = args[2].shape[0]
+        dealt, apart = _dealt(left.shape[1], groups)
+        return _product(left.shape[0], right.shape[1], dealt, apart, left)
+    rows, apart = _dealt(left.shape[0], right.shape[0])
+    return _product(rows, right.shape[2], left.shape[1], apart, left)
+
+
+def _dealt(rows: int, groups: int) -> tuple[int, int]:
+    """Rows of a group and groups; all rows as one where they are no multiple."""
+    return (rows, 1) if rows % groups else (rows // groups, groups)
+
+
+def _grouped_mm_backward(args: tuple[Any, ...]) -> tuple[Op, ...]:
+    """Of transformers' own grouped product: gradients of the rows ``[S, in]`` and of the weights ``[E, in, out]``."""
+    left, right = args[0], args[1]
+    rows, apart = _dealt(left.shape[0], right.shape[0])
+    return (
+        *_product(rows, right.shape[1], right.shape[2], apart, left),
+        *_product(right.shape[1], right.shape[2], rows, apart, left),
+    )
 
 
 def _convolution(args: tuple[Any, ...]) -> tuple[Op, ...]:
@@ -127,6 +139,8 @@ _PRODUCTS: dict[str, Callable[[tuple[Any, ...]], tuple[Op, ...]]] = {
     "baddbmm": lambda args: _bmm(args[1:]),
     "_scaled_mm": _mm,
     "_grouped_mm": _grouped_mm,
+    "grouped_mm_fallback": _grouped_mm,
+    "grouped_mm_fallback_backward": _grouped_mm_backward,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
 }
