@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import statistics
 import sys
 import threading
 import time
@@ -22,7 +24,7 @@ from meshwright.runtime.watch.verdict import Report, slow_ranks, verdict
 _LOOKS_PER_LIMIT = 8
 _SAMPLE_S = 0.02
 _SAMPLES = 100  # fewer say nothing of a share
-_PREFIX = "meshwright/watch"
+_entered = itertools.count()  # watches of this process; all ranks enter theirs in the same order
 
 
 def say(text: str) -> None:
@@ -56,13 +58,14 @@ class Watch:
         self._pause_s = min(limit_s / _LOOKS_PER_LIMIT, 2.0)  # between two reports
         self._over = threading.Event()
         self._step, self._beat_s, self._paused = 0, 0.0, False
-        self._samples = self._waits = 0  # since the latest shares were told
+        self._samples = self._waits = 0  # where the thread was, of late
         self._told_step = -1  # a hang is told once
         self._told_slow: set[int] = set()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Self:
         self._watched = threading.get_ident()
+        self._keys = f"meshwright/watch/{next(_entered)}"
         # A connection of its own: a read that waits would hold up everything else that uses the store.
         self._store = _get_default_store().clone() if dist.is_initialized() else None  # type: ignore[attr-defined]
         if self._store is not None:
@@ -110,6 +113,8 @@ class Watch:
         end_s = time.monotonic() + duration_s
         while time.monotonic() < end_s and not self._over.wait(min(_SAMPLE_S, duration_s)):
             if self._step > 1 and not self._paused:
+                if self._samples == 2 * _SAMPLES:  # older ones fade
+                    self._samples, self._waits = _SAMPLES, self._waits // 2
                 self._samples += 1
                 self._waits += bool(place_of(self._watched).operation)
 
@@ -130,7 +135,7 @@ class Watch:
         place = place_of(self._watched)
         self._own = Report(number, self._step, *place, wait_share=self._waits / max(self._samples, 1))
         if self._store is not None:
-            self._store.set(f"{_PREFIX}/{rank()}", self._own.to_json())
+            self._store.set(f"{self._keys}/{rank()}", self._own.to_json())
 
     def _diagnose(self, number: int) -> None:
         """Reads the others twice: who has not reported in between is silent."""
@@ -153,12 +158,12 @@ class Watch:
 
     def _is_first(self) -> bool:
         """Whether no other rank has told of this step yet."""
-        return self._store is None or self._store.add(f"{_PREFIX}/told/{self._step}", 1) == 1
+        return self._store is None or self._store.add(f"{self._keys}/told/{self._step}", 1) == 1
 
     def _read(self) -> dict[int, Report]:
         if self._store is None:
             return {0: self._own}
-        names = [f"{_PREFIX}/{each}" for each in range(world_size())]
+        names = [f"{self._keys}/{each}" for each in range(world_size())]
         if self._store.check(names):
             return {each: Report.from_json(text) for each, text in enumerate(self._store.multi_get(names))}
         present = [each for each, name in enumerate(names) if self._store.check([name])]
@@ -168,9 +173,7 @@ class Watch:
         shares = {each: report.wait_share for each, report in self._read().items()}
         slow = set(slow_ranks(shares)) if len(shares) == world_size() else set()
         for each in sorted(slow - self._told_slow):
-            others = ", ".join(
-                f"{share:.0%} (rank {other})" for other, share in sorted(shares.items()) if other != each
-            )
-            self._tell(f"rank {each} is slow: it waits {shares[each]:.0%} of its time in collectives, others {others}")
-        self._told_slow = slow
-        self._samples = self._waits = 0
+            others = statistics.median(share for other, share in shares.items() if other != each)
+            waits = f"it waits {shares[each]:.0%} of its time in collectives, the others {others:.0%}"
+            self._tell(f"rank {each} is slow, and the others wait for it: {waits}")
+        self._told_slow |= slow
