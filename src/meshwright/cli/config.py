@@ -134,6 +134,9 @@ class RunTable(Table):
     grace_s: Annotated[float, Field(gt=0)] = Field(
         default=25.0, description="seconds that a run has to save and leave after SIGTERM or Ctrl-C"
     )
+    hang_limit_s: Annotated[float, Field(gt=0)] = Field(
+        default=300.0, description="seconds without a new step after which the rank that holds up the others is named"
+    )
     seed: _NonNegative = Field(default=0, description="seed of weights, order of samples and dropout")
     nproc: _Count | None = Field(
         default=None, description="processes on this machine; default: one per CUDA device, or 1"

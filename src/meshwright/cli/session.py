@@ -22,6 +22,8 @@ from meshwright.data import GlobalOrder, TokenDataset
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.lr_scheduler import warmup_decay
 from meshwright.runtime import (
+    check_equal,
+    code_versions,
     gather_objects,
     init_distributed,
     measured_flops_per_s,
@@ -101,6 +103,7 @@ def _join(options: Options) -> Prepared:
     with same_on_every_rank():
         if failure is not None:
             raise failure
+    check_equal("The installed code", code_versions(), fix="install the same Meshwright and torch on every machine")
     assert prepared is not None
     return prepared
 

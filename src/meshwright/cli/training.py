@@ -16,6 +16,7 @@ from meshwright.cli.request import Options
 from meshwright.cli.session import Session, open_session
 from meshwright.optim import OuterOptimizer
 from meshwright.runtime import StopSignals, gather_objects, peak_memory_bytes, print_rank, rank, shutdown_distributed
+from meshwright.runtime.watch import Watch
 
 _ASK_REPLICAS_EVERY = 10
 
@@ -36,8 +37,8 @@ def train(options: Options) -> int:
         shutdown_distributed()
         return 0
     observer = Observer(session) if rank() == 0 else None
-    with observer or contextlib.nullcontext(), StopSignals(run.grace_s) as signals:
-        stopped_by = _steps(session, observer, signals)
+    with observer or contextlib.nullcontext(), StopSignals(run.grace_s) as signals, Watch(run.hang_limit_s) as watch:
+        stopped_by = _steps(session, observer, signals, watch)
     peak_bytes = max(gather_objects(peak_memory_bytes(session.accelerated.device)))
     if observer is not None:
         print_report(session, observer.records, peak_bytes)
@@ -48,13 +49,14 @@ def train(options: Options) -> int:
     return 128 + stopped_by if stopped_by else 0
 
 
-def _steps(session: Session, observer: Observer | None, signals: StopSignals) -> int:
+def _steps(session: Session, observer: Observer | None, signals: StopSignals, watch: Watch) -> int:
     """Steps and checkpoints up to the end of the run, or to the signal that is returned."""
     run, start, accelerated = session.prepared.config.run, session.state.step, session.accelerated
     assert accelerated.dataloader is not None
     batches = iter(accelerated.dataloader)
     outer = accelerated.optim if isinstance(accelerated.optim, OuterOptimizer) else None
     for step in range(start + 1, run.steps + 1):
+        watch.beat()
         _step(session, observer, batches, is_first=step == start + 1)
         is_last = step == run.steps
         # Replicas that meet rarely are not made to wait for each other after every step.
@@ -62,7 +64,8 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals) ->
         if is_last and outer is not None:
             outer.synchronize()  # else the end of the last block would be in no weights
         if is_last or asked or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
-            session.store.save(session.state, non_blocking=run.background_checkpoints and not (is_last or asked))
+            with watch.paused():
+                session.store.save(session.state, non_blocking=run.background_checkpoints and not (is_last or asked))
         if asked and not is_last:
             return asked
     return 0

@@ -44,6 +44,7 @@ from meshwright.runtime.processes import (
 )
 from meshwright.runtime.seeds import preserved_rng, seed_everything, seed_replica
 from meshwright.runtime.stop import StopSignals
+from meshwright.runtime.versions import code_versions
 
 __all__ = [
     "AXES",
@@ -59,6 +60,7 @@ __all__ = [
     "build_mesh",
     "check_axes",
     "check_equal",
+    "code_versions",
     "config",
     "coordinate_of",
     "fit_axes",

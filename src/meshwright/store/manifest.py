@@ -78,9 +78,11 @@ def write_manifest(directory: Path, files: Mapping[str, FileEntry]) -> None:
     sync_directory(directory)
 
 
-def _render(files: Mapping[str, FileEntry]) -> str:
+def _render(files: Mapping[str, FileEntry], *, with_digest: bool = True) -> str:
     entries = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in sorted(files.items())}
-    return json.dumps({"schema": _SCHEMA, "files": entries}, indent=1) + "\n"
+    # So that damage to an entry is known from damage to the file it describes.
+    digest = {"digest": hashlib.sha256(json.dumps(entries).encode()).hexdigest()} if with_digest else {}
+    return json.dumps({"schema": _SCHEMA, **digest, "files": entries}, indent=1) + "\n"
 
 
 def read_manifest(directory: Path) -> dict[str, FileEntry]:
@@ -121,8 +123,9 @@ def _parsed(content: bytes, path: Path) -> dict[str, FileEntry]:
             got=repr(schema),
             fix="load it with the version of Meshwright that wrote it",
         )
-    # Nothing else hashes the manifest: since it can be written in one way only, any changed byte shows.
-    if content != _render(files).encode():
+    # Nothing else hashes the manifest: since it can be written in one way only, any changed byte shows. The first
+    # version wrote no digest.
+    if content != _render(files, with_digest="digest" in found).encode():
         raise CheckpointError(
             f"{path} was changed after it was written",
             fix=_RESTORE,

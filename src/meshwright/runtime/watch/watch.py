@@ -1,0 +1,179 @@
+"""A thread on every rank that tells the others, over the rendezvous store, where its rank is."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from meshwright.errors import ConfigError
+from meshwright.runtime.processes import rank, world_size
+from meshwright.runtime.watch.place import place_of, stack_of
+from meshwright.runtime.watch.verdict import Report, slow_ranks, verdict
+
+_LOOKS_PER_LIMIT = 8
+_SAMPLE_S = 0.02
+_SAMPLES = 100  # fewer say nothing of a share
+_entered = itertools.count()  # watches of this process; all ranks enter theirs in the same order
+
+
+def say(text: str) -> None:
+    """One line on stderr."""
+    print(f"meshwright: {text}", file=sys.stderr, flush=True)
+
+
+class Watch:
+    """A context that names the rank at fault when steps stop coming, and one that the others wait for.
+
+    No collectives: each rank's thread writes where its training thread is into the store over which the ranks have
+    met, and reads the others' when its own steps stop. One rank tells; a rank at fault shows its own stack too.
+    Nothing is ended: what to do is for the backend's timeout, or for ``tell``, to decide.
+
+    The thread that enters is the one watched. Watching begins at the second :meth:`beat`: the first step may compile.
+
+    Args:
+        limit_s: Seconds without a beat that make a hang. It is told within 1.5 times as many.
+        tell: Gets the text of what was found, on one rank.
+
+    Raises:
+        ConfigError: When ``limit_s`` is not above 0.
+    """
+
+    def __init__(self, limit_s: float, tell: Callable[[str], None] = say) -> None:
+        if limit_s <= 0:
+            raise ConfigError(
+                "limit_s is not a duration", expected="seconds above 0", got=repr(limit_s), fix="give the longest step"
+            )
+        self._limit_s, self._tell = limit_s, tell
+        self._pause_s = min(limit_s / _LOOKS_PER_LIMIT, 2.0)  # between two reports
+        self._over = threading.Event()
+        self._step, self._beat_s, self._paused = 0, 0.0, False
+        self._samples = self._waits = 0  # where the thread was, of late
+        self._told_step = -1  # a hang is told once
+        self._told_slow: set[int] = set()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._watched = threading.get_ident()
+        self._keys = f"meshwright/watch/{next(_entered)}"
+        # A connection of its own: a read that waits would hold up everything else that uses the store.
+        self._store = _get_default_store().clone() if dist.is_initialized() else None  # type: ignore[attr-defined]
+        if self._store is not None:
+            self._store.set_timeout(timedelta(seconds=max(self._limit_s / _LOOKS_PER_LIMIT, 0.5)))
+        self._thread = threading.Thread(target=self._run, name="meshwright-watch", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._over.set()
+        assert self._thread is not None
+        self._thread.join(self._pause_s + 1.0)
+
+    def beat(self) -> None:
+        """Says that a step begins."""
+        self._step += 1
+        self._beat_s = time.monotonic()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it nothing is a hang: for a checkpoint, an evaluation."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._beat_s, self._paused = time.monotonic(), False
+
+    def _run(self) -> None:
+        number = 0
+        while not self._over.is_set():
+            self._sample_for(self._pause_s)
+            number += 1
+            try:
+                self._look(number)
+            except RuntimeError as error:  # torch's DistError is one
+                if self._is_news() and not self._over.is_set():
+                    self._told_step = self._step
+                    cause = f"which rank 0 or the launcher keeps: {str(error).splitlines()[0]}"
+                    self._tell(f"{self._hang_text()} rank {rank()} cannot reach the store of the ranks, {cause}")
+                self._over.wait(self._pause_s)
+
+    def _sample_for(self, duration_s: float) -> None:
+        end_s = time.monotonic() + duration_s
+        while time.monotonic() < end_s and not self._over.wait(min(_SAMPLE_S, duration_s)):
+            if self._step > 1 and not self._paused:
+                if self._samples == 2 * _SAMPLES:  # older ones fade
+                    self._samples, self._waits = _SAMPLES, self._waits // 2
+                self._samples += 1
+                self._waits += bool(place_of(self._watched).operation)
+
+    def _is_late(self) -> bool:
+        return self._step > 1 and not self._paused and time.monotonic() - self._beat_s > self._limit_s
+
+    def _is_news(self) -> bool:
+        return self._is_late() and self._told_step != self._step
+
+    def _look(self, number: int) -> None:
+        self._publish(number)
+        if self._is_news():
+            self._diagnose(number)
+        elif rank() == 0 and world_size() > 1 and self._samples >= _SAMPLES:
+            self._find_slow()
+
+    def _publish(self, number: int) -> None:
+        place = place_of(self._watched)
+        self._own = Report(number, self._step, *place, wait_share=self._waits / max(self._samples, 1))
+        if self._store is not None:
+            self._store.set(f"{self._keys}/{rank()}", self._own.to_json())
+
+    def _diagnose(self, number: int) -> None:
+        """Reads the others twice: who has not reported in between is silent."""
+        before = self._read()
+        self._over.wait(2 * self._pause_s)
+        self._publish(number + 1)
+        now = self._read()
+        if self._over.is_set() or not self._is_news():
+            return
+        silent = [each for each in range(world_size()) if each not in now or now[each] == before.get(each)]
+        found = verdict(now, [each for each in silent if each != rank()])
+        self._told_step = self._step
+        if rank() in found.guilty and world_size() > 1:
+            self._tell(f"rank {rank()} holds up the others; it is at\n{stack_of(self._watched)}")
+        if self._is_first():
+            self._tell(f"{self._hang_text()} {found}")
+
+    def _hang_text(self) -> str:
+        return f"no step has ended for {self._limit_s:g} s:"
+
+    def _is_first(self) -> bool:
+        """Whether no other rank has told of this step yet."""
+        return self._store is None or self._store.add(f"{self._keys}/told/{self._step}", 1) == 1
+
+    def _read(self) -> dict[int, Report]:
+        if self._store is None:
+            return {0: self._own}
+        names = [f"{self._keys}/{each}" for each in range(world_size())]
+        if self._store.check(names):
+            return {each: Report.from_json(text) for each, text in enumerate(self._store.multi_get(names))}
+        present = [each for each, name in enumerate(names) if self._store.check([name])]
+        return {each: Report.from_json(self._store.get(names[each])) for each in present}
+
+    def _find_slow(self) -> None:
+        shares = {each: report.wait_share for each, report in self._read().items()}
+        slow = set(slow_ranks(shares)) if len(shares) == world_size() else set()
+        for each in sorted(slow - self._told_slow):
+            others = statistics.median(share for other, share in shares.items() if other != each)
+            waits = f"it waits {shares[each]:.0%} of its time in collectives, the others {others:.0%}"
+            self._tell(f"rank {each} is slow, and the others wait for it: {waits}")
+        self._told_slow |= slow
