@@ -1,0 +1,98 @@
+"""A pass without data beside real ones: operations as torch counts them, and a few blocks that stand for all."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from meshwright.cost import pass_flops
+from meshwright.planner.prediction import Pass
+from meshwright.planner.profile.continued import NotRepeatedError
+from meshwright.planner.profile.repeated import find_repeated
+from tests.planner.profile.models import BLOCKS, FAMILIES
+
+
+def _attention(query, key, value, *args, out_shape=None, **kwargs):
+    return sdpa_flop_count(query, key, value)
+
+
+def _attention_backward(gradient, query, key, value, *args, out_shape=None, **kwargs):
+    return sdpa_backward_flop_count(gradient, query, key, value)
+
+
+def _grouped(left, right, *args, out_shape=None, **kwargs):
+    """Every row meets one matrix; of the gradient of the matrices, every pair of columns meets over all rows."""
+    return 2 * left[0] * left[1] * right[-1]
+
+
+# What torch's counter does not know: the CPU's own attention, and products of groups.
+UNKNOWN = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten._grouped_mm: _grouped,
+}
+
+
+@functools.cache
+def profiled(name):
+    make, inputs_of, forward = FAMILIES[name]
+    torch.manual_seed(0)
+    model = make()
+    return model, Pass(model, inputs_of(3), forward)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_operations_are_those_torch_counts_and_a_few_blocks_stand_for_all(name):
+    model, one = profiled(name)
+    whole = one.predict()
+    with FlopCounterMode(display=False, custom_mapping=UNKNOWN) as counter:
+        loss = one.forward(model, one.inputs)
+        forward = counter.get_total_flops()
+        loss.backward()
+    ops = [op for ops in (*whole.ops.by_path.values(), whole.ops.outside, whole.ops.behind) for op in ops]
+    counted = [pass_flops(dataclasses.replace(op, causal=False)) for op in ops]  # torch counts all scores
+    assert (sum(f for f, _ in counted), sum(b for _, b in counted)) == (forward, counter.get_total_flops() - forward)
+    assert whole.flops == sum(sum(pass_flops(op)) for op in ops)
+    repeated = find_repeated(model)
+    assert len(whole.ops.by_path) == len(repeated.blocks) == BLOCKS
+    few = one.predict_repeated(repeated, check=name == "llama")
+    assert few.agrees(whole)
+    assert few.activations.saved_bytes == whole.activations.saved_bytes > 0
+    assert len(list(repeated.holder)) == BLOCKS  # the list is whole again
+
+
+class Named(nn.Module):
+    """Blocks with a setting each, and a sum that goes through what the first has made."""
+
+    def __init__(self, kinds, shares=None):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(kind)) for kind in kinds)
+        self.shares = shares
+
+    def forward(self, x):
+        first = None
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            first = x if first is None else first
+            if number == self.shares:
+                x = x * first
+        return x.sum()
+
+
+def test_blocks_that_differ_are_not_repeated():
+    assert find_repeated(Named([0.5] * 8)) is not None
+    assert find_repeated(Named([0.5] * 7)) is None  # too few for it
+    assert find_repeated(Named([0.5] * 7 + [0.1])) is None
+    frozen = Named([0.5] * 8)
+    frozen.layers[3][0].weight.requires_grad_(False)
+    assert find_repeated(frozen) is None
+
+
+def test_a_place_that_counts_is_seen_by_comparing():
+    model = Named([0.0] * 8, shares=4)
+    one = Pass(model, torch.ones(2, 4), lambda model, x: model(x))
+    with pytest.raises(NotRepeatedError, match="one block more"):
+        one.predict_repeated(find_repeated(model), check=True)
