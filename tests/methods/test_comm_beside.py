@@ -63,6 +63,7 @@ def two_ranks():
     return compare(CASES), test_fp8.train([GATHERED, "fsdp"]), test_fp8.train(reduced)
 
 
+@pytest.mark.long
 def test_beside_context_parallel_offload_and_fp8(ranks):
     """Under offload FSDP2 brings shards from the host, and takes reduced gradients there."""
     outcomes = ranks(2).run(two_ranks)

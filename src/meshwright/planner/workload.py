@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from meshwright.methods import (
 )
 from meshwright.methods.float8.trace import Fp8Trace
 from meshwright.methods.pipeline.trace import Dataflow
+from meshwright.planner.allocator import taken_bytes
 from meshwright.planner.forecast import Forecast, forecast
 from meshwright.planner.parameters import Described, Marks, describe_buffers, describe_each, group_blocks
 from meshwright.planner.pipeline import (
@@ -152,6 +153,7 @@ class Workload:
         fitted = fit_budget(resolved.strategy, ranks)
         every = [cost_of(fitted.strategy, each) for each in ranks]
         most = max(every, key=lambda each: needed_bytes(each, memory(each)))
+        forecasted = self._forecast(every, samples * _replicas(resolved) * micro_batches)
         return Plan(
             strategy=fitted.strategy,
             step=most,
@@ -162,7 +164,8 @@ class Workload:
             cut=cut,
             steps=tuple(every) if cut is not None else (),
             micro_batch=samples,
-            forecast=self._forecast(every, samples * _replicas(resolved) * micro_batches),
+            forecast=forecasted,
+            taken_bytes=_taken_bytes(forecasted, every),
         )
 
     def _forecast(self, steps: list[Step], samples: int) -> Forecast | None:
@@ -237,6 +240,13 @@ class Workload:
     @functools.cached_property
     def _tracer(self) -> Tracer:
         return Tracer(self.model, self.inputs_of, self.forward, self.device)
+
+
+def _taken_bytes(known: Forecast | None, steps: Sequence[Step]) -> int | None:
+    """Of a device's memory, by its allocator; None where that is not known, or memory is the host's."""
+    if known is None or known.cluster.device.is_host or any(step.activations is None for step in steps):
+        return None
+    return max(taken_bytes(peak.reserved_bytes, known.cluster.device) for peak in known.peaks)
 
 
 def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:
