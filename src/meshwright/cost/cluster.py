@@ -152,7 +152,7 @@ def read_cluster(path: Path) -> Cluster:
         return _cluster_from(data)
     except MeshwrightError:
         raise
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(
             f"The cluster file {path} cannot be used",
             expected=f"TOML or JSON with the keys {join_names(sorted(_KEYS))}",

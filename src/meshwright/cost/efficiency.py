@@ -91,7 +91,7 @@ def read_calibration(text: str) -> Calibration:
             raise ValueError(f"format {data.get('format')!r}")
         devices = {name: Efficiency(**_numbers(entry)) for name, entry in data["devices"].items()}
         return Calibration(devices, Constants(**_numbers(data["constants"])))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             "A calibration cannot be read",
             expected=f'JSON with "format": "{FORMAT}", "devices" and "constants"',
