@@ -18,6 +18,7 @@ settings.load_profile("shared")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fuzz-s", type=float, default=0.0, help="seconds for each parser; 0 tries a few inputs")
     parser.addoption("--kills", type=int, default=200, help="how many random kills make faults tries")
     parser.addoption("--parity", choices=("some", "all"), default="some", help="how much of the parity matrices to run")
 

@@ -178,7 +178,7 @@ def read_cluster(path: Path) -> Cluster:
         return _cluster_from(data)
     except MeshwrightError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"The cluster file {path} cannot be used",
             expected=f"TOML or JSON with the keys {join_names(sorted(_KEYS))}",

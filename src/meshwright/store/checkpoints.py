@@ -29,7 +29,7 @@ from meshwright.store.manifest import (
     write_manifest,
 )
 from meshwright.store.place import commit, delete_old, make_room, temporary_of
-from meshwright.store.record import RECORD, Record, read_record
+from meshwright.store.record import RECORD, Record, consistent, read_record
 from meshwright.store.replicas import begin, load_means
 from meshwright.store.shard_writer import file_prefix
 from meshwright.store.shards import load_shards, save_shards
@@ -177,13 +177,13 @@ class CheckpointStore:
             record = read_record(path)
             held = names_held(state)
         others = names_of_others(*held)
-        with runtime.same_on_every_rank():
+        with runtime.same_on_every_rank(), consistent(path):
             restoration = plan_restore(state, record, others)
             generators = _read_generators(path, record)
         load_shards(restoration.targets, path / TENSORS)
         if record.outer is not None and any(runtime.gather_objects(bool(restoration.averaged))):
             load_means(restoration.averaged, len(record.outer.replicas), path / TENSORS)
-        with runtime.same_on_every_rank():
+        with runtime.same_on_every_rank(), consistent(path):
             restoration.commit()
             rng_restored = generators is not None and set_generators(generators)
         if restoration.outer is not None:

@@ -116,7 +116,7 @@ def read_file(path: Path) -> dict[str, Any]:
             got=wanted.group(1) if wanted else "a damaged or foreign pickle",
             fix="convert the file with a program you trust: torch.save(model.state_dict(), …)",
         ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError, SafetensorError) as error:
+    except Exception as error:  # torch's reader fails in every way there is on what is no file of its own
         raise CheckpointError(
             f"{path} cannot be read",
             expected="a state dict written by torch.save, or a .safetensors file",

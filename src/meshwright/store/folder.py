@@ -163,7 +163,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     try:
         found = json.loads(path.read_text())
         weight_map, metadata = found["weight_map"], found.get("metadata") or {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     files = weight_map.values() if isinstance(weight_map, dict) else [None]
     if not all(isinstance(file, str) and file == Path(file).name for file in files):

@@ -112,7 +112,7 @@ def _parsed(content: bytes, path: Path) -> dict[str, FileEntry]:
         found: dict[str, Any] = json.loads(content.decode())
         schema = found["schema"]
         files = {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in found["files"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is damaged", expected="a JSON manifest", got=f"{type(error).__name__}: {error}", fix=_RESTORE
         ) from error

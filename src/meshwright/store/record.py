@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 
-from meshwright.errors import CheckpointError
-from meshwright.store.plain import dtype_name
+from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.store.plain import dtype_name, from_plain
 
 RECORD = "state.json"
 _SCHEMA = 1
@@ -113,6 +115,9 @@ def tensor_records(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecor
     return {name: TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
 
 
+_RECORD = TypeAdapter(Record)
+
+
 def read_record(directory: Path) -> Record:
     """Reads the record of a checkpoint whose files are already verified.
 
@@ -121,7 +126,7 @@ def read_record(directory: Path) -> Record:
     """
     path = directory / RECORD
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_bytes())
         schema = found.pop("schema")
         if schema != _SCHEMA:
             raise CheckpointError(
@@ -131,7 +136,7 @@ def read_record(directory: Path) -> Record:
                 fix="load it with the version of Meshwright that wrote it",
             )
         return _parsed(found)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read",
             expected=f"JSON of schema {_SCHEMA}",
@@ -141,33 +146,26 @@ def read_record(directory: Path) -> Record:
 
 
 def _parsed(found: dict[str, Any]) -> Record:
-    later = ("outer", "average")  # absent in what earlier versions wrote
-    fields = {field.name: found[field.name] for field in dataclasses.fields(Record) if field.name not in later}
-    fields["average"] = found.get("average")
-    fields["tensors"] = _parsed_tensors(found["tensors"])
-    fields["optimizer"] = _parsed_optimizer(found["optimizer"])
-    outer = found.get("outer")
-    if outer is not None:
-        replicas = [
-            ReplicaRecord(
-                _parsed_optimizer(each["optimizer"]),  # type: ignore[arg-type]
-                each["scaler"],
-                each["flags"],
-                _parsed_tensors(each["tensors"]),
-            )
-            for each in outer["replicas"]
-        ]
-        optimizer = _parsed_optimizer(outer["optimizer"])
-        assert optimizer is not None
-        fields["outer"] = OuterRecord(outer["num_updates"], outer["flags"], optimizer, replicas)
-    return Record(**fields)
+    record = _RECORD.validate_python(found)
+    for value in (record.extra, record.model_values, record.lr_scheduler, record.scaler):
+        from_plain(value)  # what cannot be decoded is found before anything is loaded
+    return record
 
 
-def _parsed_tensors(found: dict[str, Any]) -> dict[str, TensorRecord]:
-    return {name: TensorRecord(tuple(shape), dtype) for name, (shape, dtype) in found.items()}
+@contextlib.contextmanager
+def consistent(directory: Path) -> Iterator[None]:
+    """Turns what happens where parts of a record do not agree with each other into a CheckpointError.
 
-
-def _parsed_optimizer(found: dict[str, Any] | None) -> OptimizerRecord | None:
-    if found is None:
-        return None
-    return OptimizerRecord(**{**found, "groups": [GroupRecord(**group) for group in found["groups"]]})
+    Only a record that somebody else has written can be like that: it is verified, and its types are checked.
+    """
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, MemoryError) as error:
+        raise CheckpointError(
+            f"{directory / RECORD} contradicts itself or the run that it is loaded into",
+            expected="the record that Meshwright has written with these tensors",
+            got=f"{type(error).__name__}: {error}",
+            fix="copy the checkpoint again from its source, or name an older one to resume from",
+        ) from error
