@@ -4,15 +4,19 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RUN_DIR ?= runs/gpt2-stdlib-$(shell date +%Y%m%d-%H%M%S)
+KILLS ?= 200
+FUZZ_S ?= 300
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lint bench parity clean help
+.PHONY: run test lint bench parity faults fuzz clean help
 
 help:
 	@echo "make run     train a small GPT-2 on the Python standard library, 2 processes, about two minutes"
 	@echo "make test    lint, types and all tests"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make parity  strategies and optimizers against one process, the whole matrices (make test runs a part of them)"
+	@echo "make faults  hundreds of killed runs and damaged files; KILLS=200 of them"
+	@echo "make fuzz    every parser against hostile files, FUZZ_S=300 seconds each"
 	@echo "make bench   steps against loops written by hand, optimizers against single-device libraries"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -43,6 +47,12 @@ test: lint
 parity: $(READY)
 	$(BIN)/python -m pytest --parity=all tests/methods/test_parity.py tests/optim/test_parity_table.py tests/parity
 	$(BIN)/python -m pytest --parity=all -m long --ignore=tests/parity
+
+faults: $(READY)
+	$(BIN)/python -m pytest --parity=all --kills=$(KILLS) tests/faults
+
+fuzz: $(READY)
+	$(BIN)/python -m pytest --fuzz-s=$(FUZZ_S) tests/fuzz
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'

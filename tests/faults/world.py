@@ -7,9 +7,10 @@ import os
 import random
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from tests.faults.vocabulary import BEFORE_SAVE, BEFORE_STEP, DURING_SAVE, Fault
@@ -65,13 +66,15 @@ def train(rank: int, size: int, port: int, directory: Path, steps: int, faults: 
 
 
 class World:
-    """Ranks of one attempt at a run."""
+    """Ranks that run ``program(rank, size, port, …)``."""
 
-    def __init__(self, size: int, directory: Path, steps: int, faults: Sequence[Fault] = ()) -> None:
+    def __init__(self, size: int, program: Callable[..., None], *given: Any) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preload"])
-        given = (size, free_port(), directory, steps, faults)
-        self.ranks: list[BaseProcess] = [context.Process(target=train, args=(rank, *given)) for rank in range(size)]
+        everywhere = (size, free_port(), *given)
+        self.ranks: list[BaseProcess] = [
+            context.Process(target=program, args=(rank, *everywhere)) for rank in range(size)
+        ]
         for process in self.ranks:
             process.start()
 
@@ -85,22 +88,25 @@ class World:
             time.sleep(0.01)
             if any(process.exitcode for process in self.ranks):
                 deadline = min(deadline, time.monotonic() + _FAREWELL_S)
+        self.end()
+        return [process.exitcode for process in self.ranks]
+
+    def end(self) -> None:
         for process in self.ranks:
             process.kill()
             process.join()
-        return [process.exitcode for process in self.ranks]
 
 
 def run(size: int, directory: Path, steps: int, faults: Sequence[Fault] = ()) -> list[int | None]:
     """One attempt at a run, to its end or its failure."""
-    return World(size, directory, steps, faults).wait()
+    return World(size, train, directory, steps, faults).wait()
 
 
 def run_and_kill(size: int, directory: Path, steps: int, rng: random.Random, within_s: float) -> bool:
     """One attempt in which a random rank is killed at a random moment after the first; whether that came in time."""
     log = directory.with_suffix(".log")
     before = log.stat().st_size if log.exists() else 0
-    world = World(size, directory, steps)
+    world = World(size, train, directory, steps, ())
     deadline = time.monotonic() + _START_S
     while (not log.exists() or log.stat().st_size == before) and time.monotonic() < deadline:
         time.sleep(0.002)

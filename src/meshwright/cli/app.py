@@ -65,6 +65,10 @@ def train_command(
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the file; repeatable.")
     ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, help="Times that all ranks start again, from a checkpoint, when one fails."),
+    ] = 0,
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
     help_config: Annotated[
         bool, typer.Option("--help-config", help="Explain every key of FILE.toml and exit.")
@@ -83,7 +87,7 @@ def train_command(
                 got="no file",
                 fix="name a training file; meshwright train --help-config shows what it may say",
             )
-        return _train(Options(file, nproc, steps, resume, out, tuple(changes or ()), traceback))
+        return _train(Options(file, nproc, steps, resume, out, tuple(changes or ()), traceback, max_restarts))
 
     status = exit_status(command, show_traceback=traceback)
     if inside_launcher():
@@ -97,11 +101,13 @@ def _train(options: Options) -> int:
         _leave_interrupts_to_the_launcher()
         return train(options)
     nproc = number_of_processes(options.read())
-    if nproc == 1:
+    if nproc == 1 and not options.max_restarts:
         return train(options)
     # What is wrong with the request is told once, here, before anything has been started.
     prepared = prepare(options, nproc)
-    return _start_ranks(options.arguments(prepared.run_dir or default_run_dir(options.file)), nproc)
+    return _start_ranks(
+        options.arguments(prepared.run_dir or default_run_dir(options.file)), nproc, options.max_restarts
+    )
 
 
 def _leave_interrupts_to_the_launcher() -> None:
@@ -109,8 +115,8 @@ def _leave_interrupts_to_the_launcher() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _start_ranks(arguments: list[str], nproc: int) -> int:
-    status = launch(["-m", "meshwright", *arguments], nproc)
+def _start_ranks(arguments: list[str], nproc: int, max_restarts: int = 0) -> int:
+    status = launch(["-m", "meshwright", *arguments], nproc, max_restarts)
     if status != 0:
         Console().show_cursor(True)  # a rank that was ended while it drew has left it hidden
     if status == INTERRUPTED:

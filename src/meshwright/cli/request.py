@@ -18,6 +18,7 @@ from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_dir import check_run_dir
 from meshwright.errors import ConfigError, DataError
 from meshwright.methods import GradientAccumulation, resolve
+from meshwright.runtime.launch import restart_count
 from meshwright.strategy import Strategy
 
 
@@ -32,6 +33,7 @@ class Options:
     out: Path | None = None
     changes: tuple[str, ...] = ()
     traceback: bool = False
+    max_restarts: int = 0
 
     def read(self) -> TrainConfig:
         """The training file with this command line's changes.
@@ -96,7 +98,7 @@ def prepare(options: Options, world: int) -> Prepared:
         raise ConfigError(
             "--resume needs the run to go on with", expected="--out RUN_DIR", got="no --out", fix="name the directory"
         )
-    if run_dir is not None:
+    if run_dir is not None and not restart_count():  # a restarted run has written there itself
         check_run_dir(run_dir, resume=options.resume)
     model = model_source(config.model, folder)
     return Prepared(config, run_dir, model, find_corpus(config.data, folder), strategy, optimizer)

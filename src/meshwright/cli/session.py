@@ -34,6 +34,7 @@ from meshwright.runtime import (
     synchronize,
     world_size,
 )
+from meshwright.runtime.launch import restart_count
 from meshwright.store import CheckpointStore, TrainingState
 from meshwright.store.entries import unwrapped
 
@@ -74,7 +75,7 @@ def open_session(options: Options) -> Session:
     accelerated = _accelerate(prepared, dataset, order)
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
     state = _state(prepared, accelerated)
-    if options.resume:
+    if options.resume or (restart_count() and store.newest() is not None):
         _resume(prepared, accelerated, store, state)
     order.start = state.samples_seen
     _write_documents(options, prepared, run_dir, accelerated)

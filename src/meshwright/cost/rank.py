@@ -158,9 +158,10 @@ def _block_s(ops: tuple[Op, ...], machine: Machine) -> tuple[float, float]:
     """Seconds of one block's forward and backward: of its kernels, or of launching them where these are short."""
     host = machine.constants.host_s
     forward, backward = sum(forward_s(op, machine) for op in ops), sum(backward_s(op, machine) for op in ops)
-    launched = sum(op.count for op in ops)
-    again = sum(op.count for op in ops if op.recomputed)
-    return max(forward, launched * host), max(backward, (launched + again) * host)
+    launched = sum(op.count for op in ops if op.moment != "backward")
+    behind = sum(op.count for op in ops if op.moment != "forward" or op.recomputed)
+    behind += sum(op.count for op in ops if op.moment == "both" and op.recomputed)
+    return max(forward, launched * host), max(backward, behind * host)
 
 
 def _from_flops(step: Step, machine: Machine) -> tuple[float, float]:

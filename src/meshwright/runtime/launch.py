@@ -12,6 +12,8 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from meshwright.runtime import loopback
+
 _MONITOR_INTERVAL_S = 0.1
 
 
@@ -20,22 +22,29 @@ def inside_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(arguments: Sequence[str], nproc: int) -> int:
+def restart_count() -> int:
+    """How often the launcher has started the ranks again after a failure; 0 in the first attempt."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
     """Runs ``python ARGUMENTS…`` as ``nproc`` local ranks and waits for them.
 
-    The ranks write to this terminal. When one fails the others are ended within seconds.
+    The ranks write to this terminal. When one fails the others are ended within seconds. They meet over the loopback
+    interface only: other machines cannot reach them.
 
     Args:
         arguments: Command line after the interpreter, such as ``["-m", "package", …]``.
         nproc: Number of processes.
+        max_restarts: How often all ranks are started again after one has failed; see :func:`restart_count`.
 
     Returns:
         0, or the exit status of the rank that failed first (1 where a signal ended it, 130 on Ctrl-C).
     """
     # Without a limit every rank starts a thread per core and they fight over the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
-    # A store shared between restarts holds keys of dead ranks (pytorch#135712).
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside of this machine has to reach its ranks
     # The rank that failed has said why; the launcher's own account of it would bury that.
     for module in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
@@ -44,10 +53,9 @@ def launch(arguments: Sequence[str], nproc: int) -> int:
         max_nodes=1,
         nproc_per_node=nproc,
         run_id=f"meshwright-{os.getpid()}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=loopback.NAME,
         local_addr="localhost",
-        max_restarts=0,
+        max_restarts=max_restarts,
         monitor_interval=_MONITOR_INTERVAL_S,
     )
     try:

@@ -1,0 +1,62 @@
+"""Ranks that stand still, or are slow, are named by the others, in time."""
+
+import os
+import time
+
+from tests.faults.vocabulary import BEFORE_STEP, hang, slow, stop
+from tests.faults.world import World
+
+LIMIT_S, GIVE_UP_S = 1.0, 90.0
+
+
+def watched(rank, size, port, folder, faults):
+    """Steps that meet in a barrier, under a Watch. Every text is a line of ``told``, after the seconds it came."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch.distributed as dist
+
+    import meshwright.runtime as runtime
+    from meshwright.runtime.watch import Watch
+
+    def _write(name, text):
+        with (folder / name).open("a") as file:
+            file.write(f"{time.time()} {text.splitlines()[0]}\n")
+
+    runtime.init_distributed(backend="gloo")
+    with Watch(LIMIT_S, lambda text: _write("told", text)) as watch:
+        for step in range(1, 400):
+            watch.beat()
+            for fault in faults:
+                if fault.is_due(rank, step, BEFORE_STEP):
+                    _write("struck", fault.kind)
+                    fault.strike()
+            dist.barrier()
+
+
+def _first(file, words, until_s):
+    """When the first line with these words was written, and the line."""
+    while time.monotonic() < until_s:
+        for line in file.read_text().splitlines() if file.exists() else ():
+            if words in line:
+                moment, _, text = line.partition(" ")
+                return float(moment), text
+        time.sleep(0.02)
+    raise AssertionError(f"{words!r} is not in {file}: {file.read_text() if file.exists() else 'no file'}")
+
+
+def test_a_rank_at_fault_is_named_in_time(tmp_path):
+    faults = {"hang": [hang(rank=1, at_step=5)], "stop": [stop(rank=1, at_step=5)], "slow": slow(1, 0.02, 399)}
+    worlds = []
+    for kind, given in faults.items():
+        (tmp_path / kind).mkdir()
+        worlds.append(World(2, watched, tmp_path / kind, given))
+    until_s = time.monotonic() + GIVE_UP_S
+    try:
+        for kind, words in (("hang", "rank 1: not in a collective"), ("stop", "rank 1: no sign of life")):
+            told_s, text = _first(tmp_path / kind / "told", words, until_s)
+            struck_s, _ = _first(tmp_path / kind / "struck", kind, until_s)
+            assert "rank 0: step 5, in barrier" in text
+            assert told_s - struck_s < 2 * LIMIT_S
+        _first(tmp_path / "slow" / "told", "rank 1 is slow", until_s)
+    finally:
+        for world in worlds:
+            world.end()
