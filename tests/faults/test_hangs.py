@@ -3,6 +3,8 @@
 import os
 import time
 
+import pytest
+
 from tests.faults.vocabulary import BEFORE_STEP, hang, slow, stop
 from tests.faults.world import World
 
@@ -43,6 +45,7 @@ def _first(file, words, until_s):
     raise AssertionError(f"{words!r} is not in {file}: {file.read_text() if file.exists() else 'no file'}")
 
 
+@pytest.mark.long  # it holds seconds against a limit: not for a machine that others use
 def test_a_rank_at_fault_is_named_in_time(tmp_path):
     faults = {"hang": [hang(rank=1, at_step=5)], "stop": [stop(rank=1, at_step=5)], "slow": slow(1, 0.02, 399)}
     worlds = []
