@@ -29,7 +29,7 @@ from tests.cli.helpers import CONFIG
 from tests.fuzz.inputs import files
 from tests.store.runs import build, train
 
-GLANCE = 40  # examples of each parser in make test
+GLANCE = 20  # examples of each parser in make test
 
 CLUSTER = json.dumps(
     {"device": "A100-80GB", "num_devices": 16, "devices_per_node": 8, "intra": {"gbps": 2400, "latency_s": 1e-6},
