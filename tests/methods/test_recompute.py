@@ -218,7 +218,7 @@ def refused():
 
 
 @pytest.mark.parametrize(
-    "names", [("fsdp", "pipeline"), pytest.param(("tensor", "amp", "sequence"), marks=pytest.mark.long)]
+    "names", [("fsdp",), pytest.param(("pipeline", "tensor", "amp", "sequence"), marks=pytest.mark.long)]
 )
 def test_training_is_the_same_under_every_layout(ranks, names):
     for name in names:

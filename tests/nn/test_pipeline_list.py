@@ -201,6 +201,7 @@ def _stages_of_two(folder):
     return worst, held, sum(p.numel() for p in one.layers.parameters())
 
 
+@pytest.mark.long
 def test_two_stages_of_two_ranks_train_as_one(ranks, tmp_path):
     """A rank holds half of its stage's two blocks, or one."""
     for rank, (_, held, whole) in enumerate(ranks(4).run(_stages_of_two, tmp_path)):

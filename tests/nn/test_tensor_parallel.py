@@ -230,6 +230,7 @@ def test_other_ways_to_train_on_tensor_groups(ranks):
     ranks(2).run(_other_ways)
 
 
+@pytest.mark.long
 def test_two_groups_of_two_train_as_one_process(ranks, tmp_path):
     for whole, held in ranks(4).run(_trains, ("split",), tmp_path):
         assert held < 0.4 * whole

@@ -25,6 +25,7 @@ def test_layouts(ranks, request, world):
     assert columns == list(BUILD)
 
 
+@pytest.mark.long
 def test_plugins(ranks, request):
     everything = request.config.getoption("--parity") == "all"
     kinds = tuple(BUILD) if everything else ("GaLore", "Adafactor")
