@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -14,6 +15,7 @@ methods = [["parallel_mode", { replica = 2 }], ["outer", { rule = "diloco", sync
 """
 
 
+@pytest.mark.long
 def test_a_killed_replica_is_named_and_the_run_goes_on(tmp_path, ranks):
     file = project(tmp_path)
     file.write_text(file.read_text() + STRATEGY)

@@ -1,7 +1,7 @@
 """The tables of docs/optimizers.md hold: cells are measured again (see parity_table.py).
 
 ``--parity=all`` (``make parity``) measures all of them. Without it LAMB is, on every layout (the other optimizers' own
-tests have theirs), and two under three plugins, over half as many steps.
+tests have theirs), over half as many steps.
 """
 
 import pytest

@@ -61,6 +61,7 @@ def save_and_go_on(directory):
     return expected, in_shards, saved.evaluate(batches[3]).item()
 
 
+@pytest.mark.long
 def test_tensor_and_pipeline_axes_load_into_shards_and_into_plain_torch(ranks, tmp_path):
     results = ranks(4).run(save_and_go_on, tmp_path)
     expected, into_shards, again = results[0]
