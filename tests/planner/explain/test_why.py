@@ -19,7 +19,9 @@ def test_the_first_plan_is_explained_by_time_and_memory():
     assert f"{per_gpu(best):,.0f} tokens/s per device" in reasons.chosen[1]
     assert reasons.chosen[2].startswith("Of the step: ")
     assert "computing" in reasons.chosen[2]
-    assert readable_bytes(best.needed_bytes) in reasons.chosen[3]
+    reserved = readable_bytes(best.forecast.peak.reserved_bytes)
+    needed = readable_bytes(best.needed_bytes)
+    assert f"The peak is {reserved}, with the gaps that an allocator leaves {needed} of the" in reasons.chosen[3]
     assert "activations" in reasons.chosen[3]
 
 

@@ -83,13 +83,21 @@ def _link(plan: Plan, part: str) -> str:
 
 def memory_sentence(plan: Plan) -> str:
     """What a plan holds at its peak, when, and what is left."""
-    held = f"The peak is {readable_bytes(plan.needed_bytes)}"
+    held = f"The peak is {_with_gaps(plan)}"
     if plan.limit_bytes is not None:
         left = plan.limit_bytes - plan.needed_bytes
         held += f" of the {readable_bytes(plan.limit_bytes)} that tensors can have"
         held += f" ({readable_bytes(left)} left)" if left >= 0 else f" ({readable_bytes(-left)} too much)"
     when = f", {MOMENTS[plan.forecast.peak.moment]}" if plan.forecast is not None else ""
     return f"{held}{when}: {_largest_classes(plan)}."
+
+
+def _with_gaps(plan: Plan) -> str:
+    needed = readable_bytes(plan.needed_bytes)
+    reserved = None if plan.forecast is None else plan.forecast.peak.reserved_bytes
+    if reserved is None or reserved >= plan.needed_bytes:
+        return needed
+    return f"{readable_bytes(reserved)}, with the gaps that an allocator leaves {needed}"
 
 
 def _largest_classes(plan: Plan, most: int = 3) -> str:
