@@ -91,6 +91,10 @@ class Constants:
         accumulation: Times that the bytes of a gradient are moved when a further micro-batch adds to it; 0 where that
             is in other constants.
         shared: Computing time lost per second of a collective beside it, where both run on the same cores: 1 on CPUs.
+        in_step: Seconds of kernels in a step over those of the same kernels alone; 1 where the rates were fitted to
+            whole steps. So are the next two.
+        sharded: The same of gathers and reductions of shards, which are copied in and out of one buffer.
+        waited: The same of collectives that blocks wait for: they begin when the last rank arrives.
     """
 
     gap_s: float = 3e-6
@@ -112,6 +116,9 @@ class Constants:
     reduce_scatter_s: float = 0.0
     accumulation: float = 0.0
     shared: float = 0.0
+    in_step: float = 1.0
+    sharded: float = 1.0
+    waited: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -71,6 +71,7 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
         gathers_each=gathers_each,
         reduces_each=reduces_each,
         accumulate_s=known.constants.accumulation
+        * known.constants.in_step
         * accumulated_bytes(step, whole=not reduces_each)
         / machine.bytes_per_s,
     )
@@ -88,6 +89,8 @@ def one_s(step: Step, traffic: Traffic, network: Network) -> float:
     """Seconds of a step's collectives of one kind, were they alone."""
     group = group_of(step.axes, (traffic.axis,), network.cluster.devices_per_node)
     seconds = collective_s(traffic.kind, traffic.bytes_per_step, group, network, traffic.calls) / traffic.every
+    if traffic.hidden and traffic.kind in ("all_gather", "reduce_scatter"):
+        seconds *= network.constants.sharded
     return seconds * (network.constants.async_tensor if traffic.beside else 1.0)
 
 
@@ -103,7 +106,7 @@ def inline_s(step: Step, network: Network, moment: str) -> float:
     """Seconds of the collectives that a micro-batch's blocks wait for, in forward or in backward."""
     waited_for = (each for each in step.traffic if each.moment == moment and not each.hidden and each.kind != "send")
     seconds = sum(one_s(step, each, network) for each in waited_for) / step.num_micro_batches
-    return seconds + ring_s(step, network, moment)
+    return (seconds + ring_s(step, network, moment)) * network.constants.waited
 
 
 def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, float]) -> Passes:
@@ -151,7 +154,9 @@ def _computing(
             return [], [], (forward, backward)
         each = [(forward / count, backward / count)] * len(blocks)
     times = [seconds for block, seconds in zip(blocks, each, strict=True) for _ in range(block.count)]
-    return [forward for forward, _ in times], [backward for _, backward in times], apart
+    slower = machine.constants.in_step
+    ahead, back = [slower * seconds for seconds, _ in times], [slower * seconds for _, seconds in times]
+    return ahead, back, (slower * apart[0], slower * apart[1])
 
 
 def _block_s(ops: tuple[Op, ...], machine: Machine) -> tuple[float, float]:

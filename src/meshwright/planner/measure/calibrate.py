@@ -20,6 +20,7 @@ from meshwright.errors import ConfigError
 from meshwright.planner.measure.beside import beside_collective, host_copies, small_step_s
 from meshwright.planner.measure.fit_kernels import fit_kernels, kernel_residuals
 from meshwright.planner.measure.fit_links import Links, fit_links, link_residuals
+from meshwright.planner.measure.in_step import kernels_in_step, shards_in_step, waits_in_step
 from meshwright.planner.measure.kernel_probes import kernel_probes, num_probes
 from meshwright.planner.measure.link_probes import link_samples, link_sizes, tiers_of
 from meshwright.planner.measure.samples import LinkSample, Residual, Sample
@@ -27,7 +28,7 @@ from meshwright.planner.measure.timing import Clock, cold_time_of, slowest, tell
 from meshwright.runtime import Settings, gather_objects, memory_limit_bytes, settings, world_size
 
 FAMILY = "measured"
-_KERNEL_WINDOW_S, _LINK_WINDOW_S = 0.03, 0.05
+_KERNEL_WINDOW_S, _LINK_WINDOW_S, _STEP_WINDOW_S = 0.03, 0.05, 0.2
 _DISTURBED = 1.1  # wall over CPU time from which other programs have taken part of the machine
 _DISK_BYTES = 2**26
 _ACCUMULATION = 3.0  # a further gradient and the sum are read, the sum is written
@@ -72,6 +73,8 @@ class Calibrated:
             "memory": f"{reached / 1e9:.3g} GB/s",
             "functions": f"{constants.function_s * 1e9:.3g} ns an element",
             "update": f"{reached * efficiency.update / 1e9:.3g} GB/s",
+            "in a step": f"{constants.in_step:.2f} (kernels), {constants.sharded:.2f} (gathers and reductions of "
+            f"shards) and {constants.waited:.2f} times (collectives that are waited for)",
         }
         for dtype, peak in (("fp32", device.fp32_flops_per_s), ("half", device.half_flops_per_s)):
             found[f"{dtype} products"] = f"{peak * efficiency.matmul / 1e12:.3g} TFLOP/s"
@@ -111,11 +114,9 @@ def calibrate(
     constants = dataclasses.replace(machine.constants, step_s=step_s, accumulation=_ACCUMULATION)
     known = fit_links(links, Links(_cluster(now, machine), machine.efficiency, constants), chosen)
     known = dataclasses.replace(known, constants=_overlapping(now, known, chosen))
-    cluster = dataclasses.replace(
-        known.cluster,
-        host_link=host_copies(now.device) or known.cluster.host_link,
-        calibration=Calibration({FAMILY: known.efficiency}, known.constants),
-    )
+    tell("whole steps", 0, 1)
+    known = dataclasses.replace(known, constants=_in_step(now, known, chosen, scale))
+    cluster = dataclasses.replace(_calibrated(known), host_link=host_copies(now.device) or known.cluster.host_link)
     machine = Machine(cluster.device, known.efficiency, known.constants)
     residuals = (*kernel_residuals(kernels, machine, chosen), *link_residuals(links, known, chosen))
     tell("", 1, 1)
@@ -205,6 +206,20 @@ def _overlapping(now: Settings, links: Links, clock: Clock) -> Constants:
     if now.device.type == "cpu":
         return dataclasses.replace(constants, shared=min(slower_s / collective_s, 1.5), interference=0.0)
     return dataclasses.replace(constants, interference=min(slower_s / min(alone_s, collective_s), 1.0))
+
+
+def _in_step(now: Settings, links: Links, clock: Clock, scale: float) -> Constants:
+    """What whole steps take beyond their kernels and collectives."""
+    window_s = _STEP_WINDOW_S * scale
+    found = {"in_step": kernels_in_step(now, _calibrated(links), clock, window_s)}
+    if world_size() > 1:
+        found["sharded"] = shards_in_step(now, clock)
+        found["waited"] = waits_in_step(now, clock)
+    return dataclasses.replace(links.constants, **found)
+
+
+def _calibrated(links: Links) -> Cluster:
+    return dataclasses.replace(links.cluster, calibration=Calibration({FAMILY: links.efficiency}, links.constants))
 
 
 def disk_rates(folder: str | None = None) -> tuple[float, float]:

@@ -66,7 +66,7 @@ def cold_time_of(run: Callable[[], object], device: torch.device, *, window_s: f
     end_s = time.perf_counter() + 5 * window_s
     while len(times) < calls or time.perf_counter() < end_s:
         others.add_(1.0)
-        times.append(_calls(run, device, 1))
+        times.append(calls_of(run, device, 1))
     return _median(times)
 
 
@@ -75,10 +75,10 @@ def time_together(run: Callable[[], object], device: torch.device, *, window_s: 
     for _ in range(2):
         run()
     together()
-    once_s = max(gather_objects(_calls(run, device, 2).wall_s))
+    once_s = max(gather_objects(calls_of(run, device, 2).wall_s))
     calls = max(1, min(_MAX_CALLS, int(window_s / once_s)))
     together()
-    return _median([_calls(run, device, calls) for _ in range(windows)])
+    return _median([calls_of(run, device, calls) for _ in range(windows)])
 
 
 def slowest(timings: list[Timing]) -> Timing:
@@ -98,8 +98,8 @@ def _median(timings: list[Timing]) -> Timing:
 
 def _window(run: Callable[[], object], device: torch.device, *, window_s: float) -> Timing:
     if device.type == "cuda":  # the host runs ahead, and would not see the window's end
-        once_s = _calls(run, device, 3).wall_s
-        return _calls(run, device, max(1, min(_MAX_CALLS, int(window_s / max(once_s, 1e-9)))))
+        once_s = calls_of(run, device, 3).wall_s
+        return calls_of(run, device, max(1, min(_MAX_CALLS, int(window_s / max(once_s, 1e-9)))))
     calls, start_s, start_cpu_s = 0, time.perf_counter(), time.process_time()
     while calls == 0 or time.perf_counter() - start_s < window_s:
         run()
@@ -107,7 +107,8 @@ def _window(run: Callable[[], object], device: torch.device, *, window_s: float)
     return _timing(time.perf_counter() - start_s, time.process_time() - start_cpu_s, calls, device)
 
 
-def _calls(run: Callable[[], object], device: torch.device, calls: int) -> Timing:
+def calls_of(run: Callable[[], object], device: torch.device, calls: int) -> Timing:
+    """Seconds of one of several calls in a row, with no warm-up."""
     if device.type == "cuda":
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         synchronize_device(device)
