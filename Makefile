@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 RUN_DIR ?= runs/gpt2-stdlib-$(shell date +%Y%m%d-%H%M%S)
 KILLS ?= 200
 FUZZ_S ?= 300
+FUZZ_DIR ?= runs/fuzz
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: run test lint bench parity faults fuzz clean help
@@ -16,7 +17,7 @@ help:
 	@echo "make lint    ruff and mypy alone"
 	@echo "make parity  strategies and optimizers against one process, the whole matrices (make test runs a part of them)"
 	@echo "make faults  hundreds of killed runs and damaged files; KILLS=200 of them"
-	@echo "make fuzz    every parser against hostile files, FUZZ_S=300 seconds each"
+	@echo "make fuzz    every parser against hostile files, FUZZ_S=300 seconds each with hypothesis and with atheris"
 	@echo "make bench   steps against loops written by hand, optimizers against single-device libraries"
 	@echo "make clean   remove the virtual environment and caches"
 
@@ -52,7 +53,9 @@ faults: $(READY)
 	$(BIN)/python -m pytest --parity=all --kills=$(KILLS) tests/faults
 
 fuzz: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[fuzz]'
 	$(BIN)/python -m pytest --fuzz-s=$(FUZZ_S) tests/fuzz
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_S) --out $(FUZZ_DIR)
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'

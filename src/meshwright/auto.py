@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
@@ -32,6 +31,7 @@ from meshwright.runtime import (
     settings,
 )
 from meshwright.trials import run_live
+from meshwright.utils.terminal import PlainConsole
 
 # For clip_grad_norm; a strong reference would keep every model alive for ever.
 _OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Optimizer], Stages | None]]
@@ -204,7 +204,7 @@ def _announce(job: Job, plan: Plan, reason: str | None, verbose: bool) -> None:
     for line in (*([reason] if reason else []), *plan.notices, *gaps, *job.notices):
         print_rank(f"meshwright: {line}", file=sys.stderr, flush=True)
     if verbose and rank() == 0:
-        Console(stderr=True).print(plan_table(plan))
+        PlainConsole(stderr=True).print(plan_table(plan))
 
 
 def _dry_run(request: Request, accelerated: Accelerated) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from meshwright.distributed import Measurement, benchmark_collectives
 from meshwright.planner import readable_bytes
 from meshwright.runtime import rank
+from meshwright.utils.terminal import PlainConsole
 
 
 def all_gather(**options: Any) -> list[Measurement]:
@@ -36,7 +36,7 @@ def all_reduce(**options: Any) -> list[Measurement]:
 def _shown(op: str, options: dict[str, Any]) -> list[Measurement]:
     measurements = benchmark_collectives([op], **options)
     if rank() == 0:
-        Console().print(benchmark_table(measurements))
+        PlainConsole().print(benchmark_table(measurements))
     return measurements
 
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
+
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
 
 
 class MeshwrightError(Exception):
@@ -26,7 +31,7 @@ class MeshwrightError(Exception):
         parts += [f"Expected {self.expected}"] if self.expected else []
         parts += [f"Got {self.got}"] if self.got else []
         parts += [f"What to do: {self.fix}"] if self.fix else []
-        return " ".join(part if part.endswith((".", "?", "!")) else part + "." for part in parts)
+        return printable(" ".join(part if part.endswith((".", "?", "!")) else part + "." for part in parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Errors travel between ranks; the default would call __init__ with the finished paragraph only.
@@ -67,6 +72,15 @@ class InspectError(MeshwrightError, RuntimeError):
 
 class NonFiniteError(MeshwrightError, ArithmeticError):
     """Gradients that hold inf or nan where training cannot go on with them."""
+
+
+def printable(text: str) -> str:
+    """Text with what a terminal would obey, hide or refuse shown instead, as ``\\x1b`` and the like.
+
+    Escape sequences, carriage returns, changes of writing direction, characters without width and halves of
+    surrogate pairs; line feeds and tabs stay. For names from files of other people.
+    """
+    return _UNPRINTABLE.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

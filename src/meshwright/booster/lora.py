@@ -20,10 +20,17 @@ def with_lora(model: nn.Module, pretrained_dir: str | os.PathLike[str] | None, l
     """The model with adapters, new ones or those of a folder.
 
     Raises:
-        ConfigError: When peft is not installed, or neither a folder nor a config is given.
+        ConfigError: When peft is not installed, neither a folder nor a config is given, or there is no such folder.
     """
     peft = _peft()
     if pretrained_dir is not None:
+        if not Path(pretrained_dir).is_dir():
+            raise ConfigError(
+                "enable_lora finds no adapters",
+                expected="a directory that save_lora_as_pretrained or peft has written; nothing is downloaded",
+                got=str(pretrained_dir),
+                fix="correct pretrained_dir",
+            )
         return peft.PeftModel.from_pretrained(model, pretrained_dir, is_trainable=True)
     if lora_config is None:
         raise ConfigError(

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meshwright.benchmark import benchmark_table
@@ -21,6 +20,7 @@ from meshwright.distributed.benchmark import check_benchmark, check_num_ranks, d
 from meshwright.distributed.members import members_of
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.runtime import init_distributed, rank, same_on_every_rank, settings, shutdown_distributed
+from meshwright.utils.terminal import PlainConsole
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DEVICES = ("auto", "cpu")
@@ -148,7 +148,7 @@ def _check_world(options: BenchOptions) -> None:
 
 def _progress(options: BenchOptions) -> Progress:
     """A bar over the sizes on rank 0's terminal; on standard error, where it never mixes with the result."""
-    console = Console(file=sys.stderr)
+    console = PlainConsole(file=sys.stderr)
     columns = (TextColumn("{task.description:<14}"), MofNCompleteColumn(), BarColumn(None), TimeElapsedColumn())
     return Progress(*columns, console=console, disable=rank() != 0 or not console.is_terminal, transient=True)
 
@@ -159,7 +159,7 @@ def _tell(options: BenchOptions, measurements: list[Measurement]) -> None:
     if options.json == _STDOUT:
         print(text, flush=True)
         return
-    Console().print(benchmark_table(measurements))
+    PlainConsole().print(benchmark_table(measurements))
     if options.json is not None:
         try:
             Path(options.json).expanduser().write_text(text + "\n")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -17,6 +16,7 @@ from meshwright.cost import write_cluster
 from meshwright.errors import ConfigError
 from meshwright.planner.measure import Calibrated, Clock, calibrate
 from meshwright.runtime import init_distributed, rank, same_on_every_rank, shutdown_distributed
+from meshwright.utils.terminal import PlainConsole
 
 _DEVICES = ("auto", "cpu")
 _CLOCKS = ("auto", *get_args(Clock))
@@ -113,7 +113,7 @@ def run_calibration(options: CalibrateOptions) -> None:
 
 def _progress() -> Progress:
     """A bar on rank 0's terminal; on standard error, where it never mixes with the result."""
-    console = Console(file=sys.stderr)
+    console = PlainConsole(file=sys.stderr)
     columns = (TextColumn("{task.description:<20}"), MofNCompleteColumn(), BarColumn(None), TimeElapsedColumn())
     return Progress(*columns, console=console, disable=rank() != 0 or not console.is_terminal, transient=True)
 
@@ -126,7 +126,7 @@ def _write(file: Path, measured: Calibrated) -> None:
 
 
 def _show(file: Path, measured: Calibrated) -> None:
-    console, cluster = Console(), measured.cluster
+    console, cluster = PlainConsole(), measured.cluster
     table = Table(
         title=f"{cluster.num_devices} x {cluster.device.name}, {measured.notes['seconds']} s", title_justify="left"
     )

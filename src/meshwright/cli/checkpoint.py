@@ -8,7 +8,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
 from meshwright.cli.failures import exit_status
@@ -19,6 +18,7 @@ from meshwright.store.choice import complete_checkpoints, damage_of, nothing_val
 from meshwright.store.export import export_weights
 from meshwright.store.manifest import MANIFEST, read_manifest
 from meshwright.store.record import RECORD, Record, read_record
+from meshwright.utils.terminal import PlainConsole
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -75,7 +75,7 @@ def _list(directory: Path, as_json: bool) -> int:
         size = readable_bytes(row["bytes"]) if isinstance(row["bytes"], int) else ""
         told = [str(row[key]) for key in ("step", "samples_seen", "world_size")]
         table.add_row(Path(str(row["path"])).name, *told, size, str(row["methods"]))
-    Console(soft_wrap=True).print(table)
+    PlainConsole(soft_wrap=True).print(table)
     return 0
 
 

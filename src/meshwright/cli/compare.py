@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from meshwright.cli.plan_options import Subjects
 from meshwright.errors import ConfigError
 from meshwright.planner.explain import (
@@ -23,6 +21,7 @@ from meshwright.planner.explain import (
     read_document,
 )
 from meshwright.strategy import Strategy
+from meshwright.utils.terminal import PlainConsole
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def compare(options: CompareOptions) -> int:
     if options.as_json:
         print(json.dumps(comparison_document(entries, differences), indent=2))
         return 0
-    console = Console()
+    console = PlainConsole()
     console.print(entries_table(entries, "Plans: " + ", ".join(path.name for path in options.files), console.width))
     for difference in differences:
         console.print(difference_table(difference))

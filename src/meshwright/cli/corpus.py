@@ -7,12 +7,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from meshwright.cli.config import DataTable
 from meshwright.data import TokenDataset, Tokenizer, find_files, load_tokenizer, token_cache
 from meshwright.runtime import rank, same_on_every_rank
+from meshwright.utils.terminal import PlainConsole
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def tokenized(corpus: Corpus, seq_len: int) -> TokenDataset:
 
 
 def _build_cache(corpus: Corpus) -> Path:
-    console = Console()
+    console = PlainConsole()
     columns = (TextColumn("tokenizing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     # Without a terminal a bar is noise; and only one rank may draw.
     visible = console.is_terminal and rank() == 0 and sys.stdout is not None

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, printable
 from meshwright.runtime import rank, synchronize, world_size
 
 INTERRUPTED = 130  # after Ctrl-C, as shells have it
@@ -88,5 +88,5 @@ def _own_name() -> str:
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"meshwright: {text}\n")
+    sys.stderr.write(f"meshwright: {printable(text)}\n")
     sys.stderr.flush()

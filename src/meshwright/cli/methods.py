@@ -13,6 +13,7 @@ from rich.text import Text
 from meshwright.methods import Method, Rule, known_methods, rules
 from meshwright.methods.law import SHARD_AXES
 from meshwright.strategy import METHOD_CONFIGS
+from meshwright.utils.terminal import PlainConsole
 
 _WIDE = 120
 """Columns from which on a table with a column for each part of the law can be read."""
@@ -83,7 +84,7 @@ def print_methods(*, as_json: bool, console: Console | None = None) -> None:
         as_json: Print :func:`law` as JSON instead.
         console: Where to; None: standard output.
     """
-    console = console or Console()
+    console = console or PlainConsole()
     if as_json:
         console.print(json.dumps(law(), indent=2), soft_wrap=True, highlight=False, markup=False)
         return

@@ -102,7 +102,10 @@ def _from_hf(path: Path, table: ModelTable, vocab_size: int, seq_len: int) -> nn
             fix="pip install 'meshwright[hf]'",
         ) from None
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, **table.args)
+        # Without the last, transformers asks on the terminal whether to run code that lies beside a config.
+        config = AutoConfig.from_pretrained(
+            path, **{**table.args, "local_files_only": True, "trust_remote_code": False}
+        )
         config.use_cache = False  # for generation; in training it only holds memory
         _check_hf_sizes(config, table, vocab_size, seq_len)
         return AutoModelForCausalLM.from_config(config)

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console
-
 from meshwright.cli.progress import TrainingProgress, status_line
 from meshwright.cli.run_dir import METRICS, TENSORBOARD, MetricsFile
 from meshwright.cli.session import Session
 from meshwright.planner import plan_table
+from meshwright.utils.terminal import PlainConsole
 
 _SMOOTHING = 0.9
 _SCALARS = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu")
@@ -30,7 +29,7 @@ class Observer:
         self._plan = session.accelerated.plan
         self._run = session.prepared.config.run
         self._first_step = session.state.step + 1
-        self._console = Console()
+        self._console = PlainConsole()
         self._metrics = MetricsFile(session.run_dir / METRICS, session.state.step)
         self.records = self._metrics.records
         self._board = _tensorboard(session) if self._run.tensorboard else None

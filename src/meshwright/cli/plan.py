@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from meshwright.cli.files import check_writable, write
 from meshwright.cli.plan_options import Subjects
 from meshwright.planner.explain import page, ranked_table, reasons, trace, why
 from meshwright.planner.search import Found
 from meshwright.planning import PlanRequest
 from meshwright.strategy import Strategy
+from meshwright.utils.terminal import PlainConsole
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def plan(options: PlanOptions) -> int:
     if options.as_json:
         print(json.dumps(document, indent=2))
     else:
-        console = Console()
+        console = PlainConsole()
         console.print(ranked_table(found.plans, _title(request, found), console.width))
         console.print(reasons(why(found), what_ifs))
         for gap in found.plans[0].gaps:
@@ -90,7 +89,7 @@ def _title(request: PlanRequest, found: Found) -> str:
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None] | None]:
     """A line on the terminal's standard error while a search goes on; it never mixes with the result."""
-    console = Console(file=sys.stderr)
+    console = PlainConsole(file=sys.stderr)
     if not console.is_terminal:
         yield None
         return

@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from meshwright.cli.progress import UNKNOWN, duration, percent, readable_count
 from meshwright.cli.session import Session
 from meshwright.planner import readable_bytes
 from meshwright.runtime import world_size
+from meshwright.utils.terminal import PlainConsole
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 56
@@ -42,7 +42,7 @@ def print_report(session: Session, records: Sequence[Mapping[str, Any]], peak_by
         ("metrics", str(session.run_dir / "metrics.jsonl")),
     ):
         table.add_row(label, text)
-    console = Console()
+    console = PlainConsole()
     console.print(table)
     # Outside of the table, so that it can be copied.
     command = session.options.resume_command(session.run_dir, 2 * steps)

@@ -113,10 +113,10 @@ def _finite(value: Any) -> Any:
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue  # cut off by the end of the process that wrote it
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)

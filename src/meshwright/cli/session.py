@@ -19,7 +19,7 @@ from meshwright.cli.request import Options, Prepared, prepare, unless_said
 from meshwright.cli.run_dir import CHECKPOINTS, CONFIG, MODEL_CONFIG, STRATEGY, default_run_dir, write_text
 from meshwright.cost.device import half_peak_flops_per_s
 from meshwright.data import GlobalOrder, TokenDataset
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.errors import CheckpointError, ConfigError, MeshwrightError
 from meshwright.lr_scheduler import warmup_decay
 from meshwright.runtime import (
     check_equal,
@@ -152,19 +152,40 @@ def _state(prepared: Prepared, accelerated: Accelerated) -> TrainingState:
 def _resume(prepared: Prepared, accelerated: Accelerated, store: CheckpointStore, state: TrainingState) -> None:
     now, strategy = state.extra, state.strategy
     info = store.load(state)
-    then = json.loads(info.extra.get("config", "{}"))
+    then = earlier_config(info.extra, info.path)
     # The checkpoint to come describes this run, not the one that was resumed.
     state.extra, state.strategy = now, strategy
     ranks = "" if info.world_size == world_size() else f", written by {info.world_size} ranks"
     print_rank(f"meshwright: resuming after step {info.step} from {info.path}{ranks}", file=sys.stderr, flush=True)
-    for line in _changes(then, prepared.config.model_dump(mode="json")):
+    for line in changes(then, prepared.config.model_dump(mode="json")):
         print_rank(f"meshwright: since then {line}", file=sys.stderr, flush=True)
     if not info.rng_restored:
         # Other ranks than those whose generators were saved: at least their dropout masks shall not repeat.
         seed_replica(prepared.config.run.seed + info.step, accelerated.replica)
 
 
-def _changes(then: dict[str, dict[str, object]], now: dict[str, dict[str, object]]) -> list[str]:
+def earlier_config(extra: object, where: object) -> dict[str, dict[str, object]]:
+    """The tables of the training file that a checkpoint was written under; none where it says nothing of them.
+
+    Raises:
+        CheckpointError: When what it says is no training file.
+    """
+    try:
+        then = json.loads(extra.get("config", "{}"))  # type: ignore[attr-defined]
+        if not isinstance(then, dict) or not all(isinstance(table, dict) for table in then.values()):
+            raise TypeError("no tables of keys")
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{where} does not say how it was trained",
+            expected="the training file, as meshwright train keeps it in a checkpoint",
+            got=f"{type(error).__name__}: {error}",
+            fix="resume with the program that wrote it, or from another checkpoint",
+        ) from error
+    return then
+
+
+def changes(then: dict[str, dict[str, object]], now: dict[str, dict[str, object]]) -> list[str]:
+    """What differs between two training files in ways that a run which is resumed has to know, in lines."""
     lines = []
     for table, values in now.items():
         for key, value in values.items():

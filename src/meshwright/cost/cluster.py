@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -78,7 +79,9 @@ _HOST = {"V100": 12e9, "A100": 25e9, "CPU": 10e9}
 # What a device's share of its node's memory channels reaches in copies: three quarters of 2 x 6 channels of DDR4-2666
 # over 8 devices (V100), of 2 x 8 of DDR4-3200 (A100), of 2 x 8 of DDR5-4800 and later. Disks: eight NVMe drives a node.
 _HOST_MEMORY = {"V100": 24e9, "A100": 38e9, "CPU": 10e9}
-_PRESET = re.compile(r"^(.+?)[xX*](\d+)$")
+_PRESET = re.compile(r"^(.+?)[xX*](\d{1,9})$")
+MOST_DEVICES = 2**24
+"""More than anybody has; a number from a file that is larger is a mistake, and would take for ever to simulate."""
 
 
 def _of_family(table: Mapping[str, float], device: Device, default: float) -> float:
@@ -107,10 +110,10 @@ def make_cluster(
     """
     device = find_device(device) if isinstance(device, str) else device
     per_node = devices_per_node or min(8, num_devices)
-    if num_devices < 1 or per_node < 1:
+    if not 1 <= num_devices <= MOST_DEVICES or not 1 <= per_node <= MOST_DEVICES:
         raise ConfigError(
             "A cluster needs devices",
-            expected="at least one device, and at least one in a node",
+            expected=f"one device to {MOST_DEVICES:,}, and at least one in a node",
             got=f"{num_devices} devices, {per_node} in a node",
             fix="correct the numbers",
         )
@@ -159,6 +162,8 @@ _KEYS = {
 }
 _MEASURED_KEYS = {"format", "version", "calibration", "measured"}  # what ``calibrate`` writes beside them
 _LINK_KEYS = {"bytes_per_s", "gbps", "latency_s"}
+_DEVICE_KINDS = {"name": str, "efficiency": str, "bf16": bool, "is_host": bool}  # the others are positive numbers
+_MAY_BE_UNKNOWN = {"fp8_flops_per_s", "fp4_flops_per_s", "price_per_hour"}
 
 
 def read_cluster(path: Path) -> Cluster:
@@ -178,7 +183,7 @@ def read_cluster(path: Path) -> Cluster:
         return _cluster_from(data)
     except MeshwrightError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"The cluster file {path} cannot be used",
             expected=f"TOML or JSON with the keys {join_names(sorted(_KEYS))}",
@@ -196,7 +201,7 @@ def _cluster_from(data: Any) -> Cluster:
             f"format {data.get('format')!r}, version {data.get('version')!r}; known: {FORMAT!r}, {VERSION}"
         )
     described = data["device"]
-    device = Device(**described) if isinstance(described, Mapping) else find_device(str(described))
+    device = _device(described) if isinstance(described, Mapping) else find_device(str(described))
     if "price_per_hour" in data:
         device = dataclasses.replace(device, price_per_hour=_positive(data["price_per_hour"], "price_per_hour"))
     base = make_cluster(device, _count(data, "num_devices"), _count(data, "devices_per_node", None))
@@ -213,6 +218,18 @@ def _cluster_from(data: Any) -> Cluster:
         disk=link("disk", base.disk),
         calibration=calibration_from(data["calibration"]) if "calibration" in data else None,
     )
+
+
+def _device(data: Mapping[str, Any]) -> Device:
+    """Every field is of its kind: what is simulated divides by these numbers."""
+    for name, value in data.items():
+        if value is None and name in _MAY_BE_UNKNOWN:
+            continue
+        wanted = _DEVICE_KINDS.get(name, (int, float))
+        right = isinstance(value, wanted) and (wanted in (str, bool) or not isinstance(value, bool))
+        if not right or (name not in _DEVICE_KINDS and not (value == 0 and name == "cache_bytes")):
+            _positive(value if right else repr(value), f"device.{name}")
+    return Device(**data)
 
 
 def _link(data: Any, usual: Link, name: str) -> Link:
@@ -237,6 +254,6 @@ def _count(data: Mapping[str, Any], key: str, default: int | None = 1) -> Any:
 
 
 def _positive(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
         raise ValueError(f"{name} must be a positive number, and is {value!r}")
     return float(value)

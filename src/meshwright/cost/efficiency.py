@@ -144,7 +144,7 @@ def read_calibration(text: str) -> Calibration:
         if data.get("format") != FORMAT:
             raise ValueError(f"format {data.get('format')!r}")
         return calibration_from(data)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             "A calibration cannot be read",
             expected=f'JSON with "format": "{FORMAT}", "devices" and "constants"',

@@ -85,9 +85,27 @@ class Header:
 
     @classmethod
     def decode(cls, message: torch.Tensor) -> Header:
-        """The inverse of :meth:`encode`; takes a tensor on any device."""
-        fields = json.loads(bytes(message.tolist()))
-        return cls(**{**fields, "shape": tuple(fields["shape"])})
+        """The inverse of :meth:`encode`; takes a tensor on any device.
+
+        Raises:
+            LaunchError: When the message is no header: the other rank called something else.
+        """
+        try:
+            fields = json.loads(bytes(message.tolist()))
+            header = cls(**{**fields, "shape": tuple(fields["shape"])})
+            words = (header.call, header.dtype, header.device, header.gradient)
+            if not all(isinstance(word, str) for word in words) or not isinstance(header.torch_dtype, torch.dtype):
+                raise ValueError("no dtype")
+            if not all(type(size) is int and 0 <= size < 2**63 for size in header.shape):
+                raise ValueError("no shape")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise LaunchError(
+                "Another rank sent something that does not describe a tensor",
+                expected="the same Meshwright, calling the same functions in the same order, on every rank",
+                got=f"{type(error).__name__}: {error}",
+                fix="install one version everywhere, and let all ranks of a group call the same functions",
+            ) from error
+        return header
 
     def send(self, peer: int, members: Members) -> None:
         """Sends the header to one rank of the group."""

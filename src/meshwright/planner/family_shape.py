@@ -15,6 +15,7 @@ Family = Literal["gpt", "llama", "mixtral"]
 BLOCK = "TransformerBlock"
 _ADAM = 2  # fp32 tensors as large as the parameter
 _FP32_BYTES = 4
+_LARGEST = 2**31  # of any dimension: what is larger is a mistake
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,11 @@ class Shape:
 
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("family", "tied")}
-        wrong = [f"{name}={value}" for name, value in numbers.items() if value is not None and value < 1]
+        wrong = [f"{k}={v}" for k, v in numbers.items() if v is not None and not 1 <= v <= _LARGEST]
         if wrong or self.hidden % self.heads or self.heads % (self.kv_heads or self.heads):
             raise ModelError(
                 "The dimensions of a model do not fit together",
-                expected="positive numbers, a width that heads divide, and heads that kv_heads divide",
+                expected=f"numbers from 1 to {_LARGEST:,}, a width that heads divide, and heads that kv_heads divide",
                 got=", ".join(wrong) or f"hidden={self.hidden}, heads={self.heads}, kv_heads={self.kv_heads}",
                 fix="correct the dimensions",
             )

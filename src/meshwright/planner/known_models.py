@@ -40,6 +40,7 @@ _GPT_VOCAB = 50257
 _LIKE_LLAMA_3 = ("3", "3.1", "3.2", "3.3")  # the dimensions of a size are the same in all of them
 _REQUIRED = ("layers", "hidden", "heads", "vocab")
 _USUAL_SEQ = {"gpt": 1024, "llama": 4096, "mixtral": 4096}
+_LONGEST = 15  # digits
 _KEYS = tuple(field.name for field in dataclasses.fields(Shape) if field.name != "family")
 
 
@@ -114,7 +115,7 @@ def _dimensions(text: str) -> dict[str, Any]:
 
 
 def _number(key: str, value: str) -> int:
-    if not re.fullmatch(r"\d[\d_]*", value):
+    if not re.fullmatch(r"\d+(?:_\d+)*", value, re.ASCII) or len(value) > _LONGEST:
         raise ModelError(
             f"The dimension {key!r} is no number",
             expected=f"a positive whole number, such as {key}=1024",

@@ -55,7 +55,7 @@ def _built(path: Path, *, on_meta: bool) -> tuple[nn.Module, Any]:
             fix="pip install 'meshwright[hf]'",
         ) from None
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         config.use_cache = False  # for generation; in training it only holds memory
         with torch.device("meta" if on_meta else "cpu"):
             return _of_config(transformers, config), config
@@ -72,7 +72,7 @@ def _built(path: Path, *, on_meta: bool) -> tuple[nn.Module, Any]:
 
 def _of_config(transformers: Any, config: Any) -> nn.Module:
     named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
-    if named is not None:
+    if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
         return named(config)
     for name in _AUTO:
         auto = getattr(transformers, name)

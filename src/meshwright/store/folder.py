@@ -166,7 +166,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], dict[str, Any]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
     files = weight_map.values() if isinstance(weight_map, dict) else [None]
-    if not all(isinstance(file, str) and file == Path(file).name for file in files):
+    if not all(isinstance(file, str) and file == Path(file).name != ".." for file in files):
         raise _damaged(path, "names that are no files beside it")
     return weight_map, metadata
 

@@ -141,7 +141,12 @@ def _check_name(directory: Path, name: str) -> None:
         raise _outside(directory, name)
 
 
-def _check_link(directory: Path, name: str) -> None:
+def check_link(directory: Path, name: str) -> None:
+    """Refuses a file of a checkpoint that is a link to the outside.
+
+    Raises:
+        CheckpointError: Naming it.
+    """
     if not (directory / name).resolve().is_relative_to(directory.resolve()):
         raise _outside(directory, name)
 
@@ -183,7 +188,7 @@ def check_contents(directory: Path, files: Mapping[str, FileEntry], names: Seque
     """
     with storage_errors(f"{directory} cannot be read", _RESTORE):
         for name in names:
-            _check_link(directory, name)
+            check_link(directory, name)
         changed = [name for name in names if describe(directory / name) != files[name]]
     if changed:
         raise CheckpointError(

@@ -15,6 +15,7 @@ import torch
 from pydantic import TypeAdapter
 
 from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.store.manifest import check_link
 from meshwright.store.plain import dtype_name, from_plain
 
 RECORD = "state.json"
@@ -126,6 +127,9 @@ def read_record(directory: Path) -> Record:
     """
     path = directory / RECORD
     try:
+        check_link(directory, RECORD)
+        if not path.is_file():
+            raise ValueError("no file")  # but a pipe, or a device that never ends
         found: dict[str, Any] = json.loads(path.read_bytes())
         schema = found.pop("schema")
         if schema != _SCHEMA:

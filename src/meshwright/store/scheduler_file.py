@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, join_names
 from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
 from meshwright.store.file_format import make_folder, write_text
 from meshwright.store.plain import from_plain, to_plain
@@ -40,31 +41,68 @@ def load_lr_scheduler(scheduler: LRScheduler, file: str | os.PathLike[str]) -> N
         CheckpointError: On every rank, when the file is absent, damaged, or of another kind of scheduler.
     """
     require_distributed("load_lr_scheduler")
-    path, document = Path(file), None
+    path, found = Path(file), None
     with same_on_every_rank():
         if rank() == 0:
-            document = _read(path)
-    document = gather_objects(document)[0]
-    if document["kind"] != type(scheduler).__name__:
-        raise CheckpointError(
-            f"{path} is of another learning-rate scheduler",
-            expected=type(scheduler).__name__,
-            got=document["kind"],
-            fix="use that scheduler, or start a new schedule",
-        )
-    scheduler.load_state_dict(from_plain(document["state"]))
+            found = read_scheduler(path)
+            check_fit(scheduler, *found, path)
+    _, state = gather_objects(found)[0]
+    scheduler.load_state_dict(state)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_scheduler(path: Path) -> tuple[str, dict[str, Any]]:
+    """The name of the class and the state in what :func:`save_lr_scheduler` wrote.
+
+    Raises:
+        CheckpointError: When it is absent, damaged or something else.
+    """
     try:
         document: dict[str, Any] = json.loads(path.read_text())
-        if document["format"] != _FORMAT or not isinstance(document["kind"], str) or "state" not in document:
+        if document["format"] != _FORMAT:
             raise ValueError("another format")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        kind, state = document["kind"], from_plain(document["state"])
+        if not isinstance(kind, str) or not isinstance(state, dict):
+            raise ValueError("no name of a class and state")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
         raise CheckpointError(
             f"{path} holds no learning-rate scheduler",
             expected="what save_lr_scheduler writes",
             got=f"{type(error).__name__}: {error}",
             fix="check the path",
         ) from error
-    return document
+    return kind, state
+
+
+def check_fit(scheduler: LRScheduler, kind: str, state: dict[str, Any], path: Path) -> None:
+    """Refuses a state of another kind of scheduler, or with values that are of other types than the scheduler's own.
+
+    torch's schedulers take over whatever a state holds, methods included.
+
+    Raises:
+        CheckpointError: Naming what differs.
+    """
+    if kind != type(scheduler).__name__:
+        raise CheckpointError(
+            f"{path} is of another learning-rate scheduler",
+            expected=type(scheduler).__name__,
+            got=kind,
+            fix="use that scheduler, or start a new schedule",
+        )
+    own = scheduler.state_dict()
+    wrong = sorted(state.keys() - own.keys(), key=str) or [name for name in own if not _alike(own[name], state[name])]
+    if wrong:
+        raise CheckpointError(
+            f"{path} does not fit this learning-rate scheduler",
+            expected=f"its own attributes: {join_names(own)}",
+            got=f"another {join_names(map(repr, wrong))}",
+            fix="check the file; a damaged one must be written again",
+        )
+
+
+def _alike(own: Any, stored: Any) -> bool:
+    """Whether a value can stand for another of a scheduler's: numbers for numbers, lists for lists of such."""
+    if own is None or stored is None or isinstance(own, bool | int | float | torch.Tensor):
+        return stored is None or own is None or isinstance(stored, bool | int | float | torch.Tensor)
+    if isinstance(own, list | tuple) and isinstance(stored, list | tuple):
+        return all(_alike(own[0], each) for each in stored) if own else True
+    return isinstance(stored, type(own)) or isinstance(own, type(stored))

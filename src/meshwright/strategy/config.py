@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from meshwright.errors import StrategyError, did_you_mean, join_names
+from meshwright.errors import MeshwrightError, StrategyError, did_you_mean, join_names
 
 METHOD_CONFIGS: dict[str, type[MethodConfig]] = {}
 """Every known method by name; filled as the files of ``meshwright.methods`` are imported."""
@@ -39,11 +39,21 @@ class MethodConfig(BaseModel):
         """
         if isinstance(raw, cls):
             return raw
-        keys = {} if raw is None else raw if isinstance(raw, Mapping) else cls.from_short(raw)
         try:
+            keys = {} if raw is None else raw if isinstance(raw, Mapping) else cls.from_short(raw)
             return cls(**cls.normalised(dict(keys)))
         except ValidationError as error:
             raise cls._explained(error) from None
+        except MeshwrightError:
+            raise
+        except (TypeError, ValueError, AttributeError, KeyError, IndexError, OverflowError, RecursionError) as error:
+            # Raised by what a method does with values of kinds that it does not know, before they are validated.
+            raise StrategyError(
+                f"{cls.method_name}: the config cannot be used",
+                expected=f"keys from {join_names(cls.model_fields)}" if cls.model_fields else "no config",
+                got=f"{raw!r:.200} ({type(error).__name__}: {error})",
+                fix="correct the values, or leave keys out for their defaults",
+            ) from error
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:

@@ -176,7 +176,7 @@ def _from_text(text: str) -> list[MethodConfig]:
     try:
         expression = ast.parse(text, mode="eval").body
         return [_method_of(node) for node in _terms(expression)]
-    except (SyntaxError, RecursionError, MemoryError):
+    except (SyntaxError, RecursionError, MemoryError, TypeError):  # a TypeError: {[]: 1} parses, too
         pass
     except ValueError as error:
         if isinstance(error, StrategyError):

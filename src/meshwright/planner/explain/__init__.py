@@ -1,12 +1,13 @@
 """Why a plan: what binds it, what would change it, how two plans differ; as text, JSON, a page and a trace."""
 
 from meshwright.planner.explain.difference import Difference, Effect, diff, entries_diff
-from meshwright.planner.explain.document import comparison_document, found_document, read_document
+from meshwright.planner.explain.document import comparison_document, found_document
 from meshwright.planner.explain.entry import plan_entry
 from meshwright.planner.explain.figures import mfu, per_gpu, price_per_billion_tokens, short
 from meshwright.planner.explain.links import LinkTime, links
 from meshwright.planner.explain.page import page
 from meshwright.planner.explain.ranking import difference_table, entries_table, ranked_table, reasons
+from meshwright.planner.explain.reading import read_document
 from meshwright.planner.explain.trace import trace
 from meshwright.planner.explain.what_if import WhatIf, what_if
 from meshwright.planner.explain.why import Why, why

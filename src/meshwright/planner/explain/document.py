@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from meshwright.cost import Cluster, coalesced, step_events
-from meshwright.errors import ConfigError
 from meshwright.planner.explain.difference import Difference, diff
 from meshwright.planner.explain.entry import plan_entry, time_entry
 from meshwright.planner.explain.figures import every_step, short
@@ -125,29 +123,3 @@ def comparison_document(entries: Sequence[Mapping[str, Any]], differences: Seque
         "plans": [dict(entry) for entry in entries],
         "differences": [_difference(each) for each in differences],
     }
-
-
-def read_document(text: str, name: str) -> dict[str, Any] | None:
-    """Reads what ``--json`` has written; None where the text is something else, such as a strategy.
-
-    Args:
-        text: Of the file.
-        name: Of the file, for errors.
-
-    Raises:
-        ConfigError: When it is such a document, of a version that is not known.
-    """
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        return None
-    if found.get("schema_version") != SCHEMA_VERSION or not found.get("plans"):
-        raise ConfigError(
-            f"The plans in {name} cannot be read",
-            expected=f"schema_version {SCHEMA_VERSION}, and at least one plan",
-            got=f"schema_version {found.get('schema_version')!r}, {len(found.get('plans', ()))} plans",
-            fix="write the file anew with meshwright plan --json",
-        )
-    return found

@@ -22,6 +22,8 @@ const color = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const known = (value) => value !== null && value !== undefined;
 const gib = (bytes) => bytes >= GIB ? (bytes / GIB).toFixed(bytes >= 10 * GIB ? 1 : 2) + " GiB"
   : bytes >= GIB / 1024 ? (bytes * 1024 / GIB).toFixed(1) + " MiB" : (bytes / 1024).toFixed(1) + " KiB";
+/** For plotly, whose texts may hold tags: those of a name are shown. */
+const plain = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 const percent = (share, digits = 1) => (100 * share).toFixed(digits) + " %";
 
 function seconds(value) {
@@ -139,7 +141,7 @@ function front(plans) {
 function pareto() {
   const timed = (plans) => plans.filter((plan) => plan.time);
   const points = (plans, name, marker) => ({
-    x: plans.map((plan) => plan.memory.needed_bytes / GIB), y: plans.map(rate), text: plans.map((plan) => plan.summary),
+    x: plans.map((plan) => plan.memory.needed_bytes / GIB), y: plans.map(rate), text: plans.map((plan) => plain(plan.summary)),
     mode: "markers", name, marker: { size: 10, ...marker },
     hovertemplate: `%{text}<br>%{y:,.0f} ${unit}, %{x:.2f} GiB<extra></extra>`,
   });
@@ -164,9 +166,9 @@ function parts() {
   const names = plans.map((plan, index) => `${index + 1}`);
   const all = [...new Set(plans.flatMap((plan) => Object.keys(plan.time.parts_s)))];
   draw("parts", all.map((part) => {
-    const [name, place] = PARTS[part] ?? [part.replace(/_s$/, ""), 6];
+    const [name, place] = PARTS[part] ?? [plain(part.replace(/_s$/, "")), 6];
     return { type: "bar", orientation: "h", name, y: names, x: plans.map((plan) => plan.time.parts_s[part] ?? 0),
-      marker: { color: color(`--c${place}`) }, customdata: plans.map((plan) => wrapped(plan.summary, 60)),
+      marker: { color: color(`--c${place}`) }, customdata: plans.map((plan) => wrapped(plain(plan.summary), 60)),
       hovertemplate: `${name}: %{x:.4f} s<br>%{customdata}<extra></extra>` };
   }), { height: 360, yaxis: axis({ autorange: "reversed", type: "category", title: { text: "plan" } }),
     xaxis: axis({ title: { text: "seconds" } }), legend: { orientation: "h", y: -0.32, x: 0 } });
@@ -214,7 +216,7 @@ function timeline() {
   const bars = (events, name, marker, extra = {}) => ({
     type: "bar", orientation: "h", name, y: events.map(row), base: events.map((event) => event.start_s),
     x: events.map((event) => event.end_s - event.start_s), marker,
-    text: events.map((event) => `${event.name}<br>${seconds(event.end_s - event.start_s)}, from ${seconds(event.start_s)}${event.critical ? "<br>on the critical path" : ""}`),
+    text: events.map((event) => `${plain(event.name)}<br>${seconds(event.end_s - event.start_s)}, from ${seconds(event.start_s)}${event.critical ? "<br>on the critical path" : ""}`),
     textposition: "none", hovertemplate: "%{text}<extra></extra>", ...extra,
   });
   const traces = order.map((lane) => [lane, drawn.events.filter((event) => event.lane === lane)]).filter(([, events]) => events.length)

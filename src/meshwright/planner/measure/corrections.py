@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,8 +63,10 @@ def read_corrections(path: Path) -> Corrections:
         if (data.get("format"), data.get("version")) != (FORMAT, VERSION) or set(data["factors"]) - set(PARTS):
             raise ValueError(f"format {data.get('format')!r}, version {data.get('version')!r}")
         factors = {name: float(value) for name, value in data["factors"].items()}
+        if not all(0 < factor < math.inf for factor in factors.values()):
+            raise ValueError(f"factors {factors}")
         return Corrections(factors, int(data["num_runs"]))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             f"The corrections in {path} cannot be used",
             expected=f'JSON with "format": "{FORMAT}", version {VERSION}, and factors of {", ".join(PARTS)}',

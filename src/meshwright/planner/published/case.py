@@ -213,7 +213,7 @@ def _global_batch(row: Row, dp: int, seq: int) -> int | None:
     whole = row.count("global_batch")
     if whole is not None and "tok" in row.text("global_batch").lower():
         whole = max(1, round(whole / seq))
-    noted = re.search(r"batch per DP (\d+)", row.notes)
+    noted = re.search(r"batch per DP (\d{1,9})(?!\d)", row.notes)
     return int(noted.group(1)) * dp if whole is None and noted else whole
 
 

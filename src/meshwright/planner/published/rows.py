@@ -17,6 +17,7 @@ COLUMNS = (
     "tokens_per_s_per_gpu", "mfu", "tflops_per_gpu", "peak_mem_gib",
 )  # fmt: skip
 _EMPTY = {"", "-", "--", "na", "n/a", "nan", "none", "null", "unknown", "?", "n.a.", "not stated"}
+_MOST = 2**40  # of anything that is counted
 _SUFFIX = {"k": 1e3, "m": 1e6, "b": 1e9}
 _NUMBER = re.compile(r"^[~≈<>]?\s*([-+]?\d[\d,_ ]*\.?\d*(?:e[-+]?\d+)?)\s*([kmb%]?)", re.IGNORECASE)
 
@@ -53,7 +54,7 @@ class Row:
     def count(self, column: str) -> int | None:
         """A cell's positive whole number."""
         value = self.number(column)
-        return int(value) if value is not None and value >= 1 and value == int(value) else None
+        return int(value) if value is not None and 1 <= value <= _MOST and value == int(value) else None
 
     @property
     def source(self) -> str:

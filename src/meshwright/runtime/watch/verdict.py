@@ -7,11 +7,14 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from meshwright.errors import join_names
+from meshwright.errors import LaunchError, join_names
 
 _WAITING_SHARE = 0.3  # others that wait less than this are not held up by anybody
 _SLOW_SHARE = 0.5  # a rank that waits less than half as much as the others do is who they wait for
+
+_KINDS: dict[str, Any] = {"number": int, "step": int, "operation": str, "caller": str, "wait_share": (int, float)}
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,24 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Report:
-        """The report of what :meth:`to_json` gave."""
-        return cls(**json.loads(text))
+        """The report of what :meth:`to_json` gave.
+
+        Raises:
+            LaunchError: When it is something else.
+        """
+        try:
+            report = cls(**json.loads(text))
+            for name, kinds in _KINDS.items():
+                if not isinstance(getattr(report, name), kinds):
+                    raise TypeError(f"{name} is {getattr(report, name)!r}")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise LaunchError(
+                "A rank's report of itself cannot be read",
+                expected="the same Meshwright on every rank",
+                got=f"{type(error).__name__}: {error}",
+                fix="install one version everywhere",
+            ) from error
+        return report
 
     def __str__(self) -> str:
         return f"step {self.step}, {'in ' + self.operation + ', ' if self.operation else ''}{self.caller}"

@@ -1,0 +1,27 @@
+"""A console for text that may come from somebody else's file: it shows names, and does not obey them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from meshwright.errors import printable
+
+
+class PlainConsole(Console):
+    """rich's console without its markup, which in a name such as ``[link=…]`` would come from a file.
+
+    Control characters are shown as ``\\x1b`` and the like: a terminal acts on them, rich lets them pass. What rich
+    itself has styled stays so.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, **options})
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """See :class:`rich.console.Console`."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
