@@ -15,7 +15,7 @@ FLOORS = [
     {"strategy", "store"},
     {"methods"},
     {"planner"},
-    {"batches", "benchmark", "built_optimizer", "request_checks"},
+    {"batches", "benchmark", "built_optimizer", "request_checks", "start_checks", "step_watch"},
     {"request", "accelerated"},
     {"trials"},
     {"auto", "planning"},

@@ -23,6 +23,7 @@ from meshwright.methods import Job, PipelineEngine
 from meshwright.optim import (
     GuardedOptimizer,
     OuterOptimizer,
+    SpikeAction,
     Stages,
     WeightAverage,
     average_of,
@@ -31,9 +32,11 @@ from meshwright.optim import (
 )
 from meshwright.planner import Plan, measured_state, record_saved
 from meshwright.runtime import peak_memory_bytes, preserved_rng, synchronize_device
+from meshwright.step_watch import judge_loss, kept_buffers
 from meshwright.strategy import Strategy
 
 _MEASURE_NEXT = -1
+_AVERAGED_LOSS = ("data", "zero", "expert")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class StepResult:
 
     loss: torch.Tensor  # mean over the global batch
     grad_norm: torch.Tensor  # over all parameters, before clipping
-    skipped: bool  # the gradients were not finite and the weights stayed as they were
+    skipped: bool  # the weights stayed as they were: gradients or loss were not finite, or the loss was a spike
+    spike: SpikeAction | None = None  # what loss_spike says to do about this step's loss; None: it was no spike
 
 
 @dataclass(frozen=True)
@@ -130,14 +134,18 @@ class Accelerated:
                 expected="an optimizer built by optim_func",
             )
         self.optim.zero_grad()
-        loss = self._forward_backward(micro_batches(batch, self.num_micro_batches))
-        grad_norm = self.clip_grad_norm()
-        self.optim.step()
-        skipped = self._guard is not None and self._guard.step_was_skipped
+        with kept_buffers(self.model, self._job.skip_nonfinite or self._job.spikes is not None) as restore_buffers:
+            loss = self._mean(self._forward_backward(micro_batches(batch, self.num_micro_batches)), _AVERAGED_LOSS)
+            grad_norm = self.clip_grad_norm()
+            spike = judge_loss(loss, self._guard, self._job.spikes)
+            self.optim.step()
+            skipped = self._guard is not None and self._guard.step_was_skipped
+            if skipped:
+                restore_buffers()
         # Replicas skip steps of their own, and their learning rates must not drift apart for it.
         if self.lr_scheduler is not None and not (skipped and not isinstance(self.optim, OuterOptimizer)):
             self.lr_scheduler.step()
-        return StepResult(self._mean(loss, ("data", "zero", "expert")), grad_norm, skipped)
+        return StepResult(loss, grad_norm, skipped, spike)
 
     def measured_step(self, batch: Any) -> tuple[StepResult, dict[str, int]]:
         """A :meth:`step` that also measures: bytes this rank really holds, by the classes of ``plan.memory``.
@@ -243,7 +251,7 @@ class Accelerated:
         """The mean loss over the global batch, without gradients; 0-dim, equal on every rank."""
         inputs = self.prepare_input(batch, self.device)
         output = call_model(self.model, inputs, self._model_input_format)
-        loss = self._mean(first_loss(self._job.loss_func(inputs, output)), ("replica", "data", "zero", "expert"))
+        loss = self._mean(first_loss(self._job.loss_func(inputs, output)), ("replica", *_AVERAGED_LOSS))
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # else weights gathered here would outlive a change of the shards
@@ -269,17 +277,15 @@ class Accelerated:
 
     def dry_run(self, batch: Any) -> DryRun:
         """Runs forward and backward once and leaves weights, buffers, gradients and random generators as they were."""
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
-        with preserved_rng():
+        with preserved_rng(), kept_buffers(self.model) as restore_buffers:
             start = time.perf_counter()
             self._forward_backward(micro_batches(batch, self.num_micro_batches))
             synchronize_device(self.device)
             elapsed = time.perf_counter() - start
+            restore_buffers()
         self.model.zero_grad(set_to_none=True)
         if self.optim is not None:
             self.optim.zero_grad()  # some gradients may be on the host
-        for buffer, before in zip(self.model.buffers(), buffers, strict=True):
-            buffer.copy_(before)
         return DryRun(elapsed, peak_memory_bytes(self.device))
 
     def _mean(self, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:

@@ -21,7 +21,7 @@ from meshwright.planner.measure import measured_best
 from meshwright.request import Request
 from meshwright.runtime import (
     Settings,
-    check_equal,
+    difference_between_ranks,
     gather_objects,
     memory_limit_bytes,
     print_rank,
@@ -30,6 +30,7 @@ from meshwright.runtime import (
     seed_replica,
     settings,
 )
+from meshwright.start_checks import check_alike, told_difference
 from meshwright.trials import run_live
 from meshwright.utils.terminal import PlainConsole
 
@@ -126,10 +127,12 @@ def accelerate(
     with same_on_every_rank():
         request.check(world.device)
         _check_not_taken(model)
-    check_equal("The strategy", request.strategy_digest(), "pass the same strategy on every rank")
-    check_equal("The model", request.model_digest(), "build the same model on every rank")
+    check_alike(request.strategy_digest(), request.model_digest())
+    difference = difference_between_ranks(dict(model.named_parameters()))
     plan, reason = _decide(request, world, limit)
+    told = told_difference(difference, plan)
     job, accelerated = _build(request, plan, world.device)
+    job.notices.extend(told)
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)

@@ -70,8 +70,20 @@ class InspectError(MeshwrightError, RuntimeError):
     """Recording that is nested, of something that cannot be recorded, or different from rank to rank."""
 
 
-class NonFiniteError(MeshwrightError, ArithmeticError):
+class UnsoundStepError(MeshwrightError, ArithmeticError):
+    """A step that must not reach the weights, where training shall not go on; all ranks raise it before the update."""
+
+
+class NonFiniteError(UnsoundStepError):
     """Gradients that hold inf or nan where training cannot go on with them."""
+
+
+class LossSpikeError(UnsoundStepError):
+    """A loss far above those before."""
+
+
+class ReplicaError(MeshwrightError, RuntimeError):
+    """Copies of weights that are no longer equal: a device, a memory or a link has changed bits."""
 
 
 def printable(text: str) -> str:

@@ -29,13 +29,15 @@ def fail(error):
 
 
 class Tiny(nn.Module):
-    def __init__(self, vocab_size, seq_len, dim=16, dropout=0.0, fails_at_step=None, dies_at_step=None):
+    def __init__(self, vocab_size, seq_len, dim=16, dropout=0.0, fails_at_step=None, dies_at_step=None,
+                 nan_at_step=None, spike_at_step=None):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, dim)
         self.position = nn.Embedding(seq_len, dim)
         self.mix = nn.Linear(dim, dim)
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(dim, vocab_size)
+        self.nan_at_step, self.spike_at_step = nan_at_step, spike_at_step
         self.calls, self.fails_at_step, self.dies_at_step = 0, fails_at_step, dies_at_step
 
     def forward(self, ids):
@@ -46,7 +48,10 @@ class Tiny(nn.Module):
             if self.calls == self.dies_at_step and RANK == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
         hidden = self.embedding(ids) + self.position(torch.arange(ids.shape[1]))
-        return self.head(self.dropout(torch.tanh(self.mix(hidden))))
+        out = self.head(self.dropout(torch.tanh(self.mix(hidden))))
+        if torch.is_grad_enabled() and self.calls == self.nan_at_step and RANK == 1:
+            out = out * float("nan")
+        return out * 200 if torch.is_grad_enabled() and self.calls == self.spike_at_step else out
 
 
 def fails_on_rank_1(vocab_size, seq_len):

@@ -13,7 +13,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-BEFORE_STEP, BEFORE_SAVE, DURING_SAVE = "before step", "before save", "during save"
+import torch
+
+BEFORE_STEP, IN_STEP, BEFORE_SAVE, DURING_SAVE = "before step", "in step", "before save", "during save"
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Fault:
     def is_due(self, rank: int, step: int, moment: str) -> bool:
         return (self.rank, self.at_step, self.moment) == (rank, step, moment)
 
-    def strike(self) -> None:
-        """Does it to this process."""
+    def strike(self, *tensors: torch.Tensor) -> None:
+        """Does it to this process, or to tensors of a step."""
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "stop":
@@ -39,6 +41,12 @@ class Fault:
             time.sleep(self.seconds)
         elif self.kind == "disk_full":
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        elif self.kind == "nan":
+            for tensor in tensors:
+                tensor.detach().view(-1)[:1].fill_(float("nan"))
+        elif self.kind == "flip":
+            for tensor in tensors:
+                tensor.detach().view(torch.uint8).view(-1)[-1].bitwise_xor_(1)
         else:
             raise ValueError(self.kind)
 
@@ -66,6 +74,16 @@ def stop(rank: int, at_step: int) -> Fault:
 def slow(rank: int, seconds: float, num_steps: int) -> list[Fault]:
     """The rank takes so many seconds longer for each of its first steps."""
     return [Fault("slow", rank, step, seconds=seconds) for step in range(1, num_steps + 1)]
+
+
+def nan(rank: int, at_step: int) -> Fault:
+    """One number that the rank computes in a step is nan."""
+    return Fault("nan", rank, at_step, IN_STEP)
+
+
+def flip(rank: int, at_step: int) -> Fault:
+    """One bit of a weight or a state changes in the rank's memory, and nothing tells."""
+    return Fault("flip", rank, at_step)
 
 
 def disk_full(rank: int, at_step: int) -> Fault:

@@ -66,6 +66,8 @@ ROWS = {
     "gradient_accumulation": Row(2),
     "skip_nonfinite": Row(),
     "ema": Row(),
+    "loss_spike": Row({"window": 8, "threshold": 50.0}),
+    "weight_vote": Row({"every": 1, "action": "stop"}),
 }
 PAIRS = [*((name, name) for name in ROWS), *itertools.combinations(ROWS, 2)]
 

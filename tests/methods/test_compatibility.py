@@ -45,6 +45,7 @@ UNDER_KEYS += [
     [("amp_native", "fp16"), ("skip_nonfinite", "stop")],
     [("half", "fp16"), ("skip_nonfinite", "stop")],
     ["outer", ("skip_nonfinite", "stop")],
+    ["outer", ("loss_spike", "rollback")],
     [GATHERED, "ema", "fsdp"],
     [GATHERED, ("comm", {"all_gather": "int8"}), "fsdp"],
 ]

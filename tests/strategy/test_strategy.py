@@ -117,6 +117,13 @@ CONFIGS = {
     ),
     "gradient_accumulation": st.fixed_dictionaries({"num_micro_batches": st.integers(1, 64)}),
     "skip_nonfinite": st.sampled_from([None, "skip", "stop"]),
+    "loss_spike": st.sampled_from([None, "warn"])
+    | st.fixed_dictionaries(
+        {"action": st.sampled_from(["skip", "warn", "stop", "rollback"])},
+        optional={"window": st.integers(2, 500), "threshold": st.floats(0.5, 50), "patience": st.integers(1, 100)},
+    ),
+    "weight_vote": st.sampled_from([None, 50, "heal"])
+    | st.fixed_dictionaries({}, optional={"every": st.integers(1, 500), "action": st.sampled_from(["warn", "stop"])}),
     "ema": st.fixed_dictionaries(
         {},
         optional={

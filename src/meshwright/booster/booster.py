@@ -112,7 +112,7 @@ class Booster(CheckpointVerbs):
         with same_on_every_rank():
             checks.check_world(self.plugin, self.device, device)
             strategy = self.strategy()
-            checks.check_accumulation(strategy)
+            checks.check_own_loop(strategy)
             checks.check_scheduler(lr_scheduler, optimizer, strategy)
         ddp_options = self.plugin.ddp_options if self.plugin is not None else {}
         notices = self._prepare(model, device)

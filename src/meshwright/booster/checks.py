@@ -92,8 +92,15 @@ def check_scheduler(scheduler: LRScheduler | None, optimizer: Optimizer | None, 
         )
 
 
-def check_accumulation(strategy: Strategy) -> None:
-    """Refuses micro-batches of a step where the user's own loop calls backward."""
+def check_own_loop(strategy: Strategy) -> None:
+    """Refuses what is done inside ``Accelerated.step``, where the user's own loop calls backward."""
+    if "loss_spike" in strategy:
+        raise ConfigError(
+            "loss_spike judges the losses of Accelerated.step, and a Booster's loop calls backward itself",
+            expected="a strategy without it",
+            got=str(strategy),
+            fix="leave it out, and compare losses in the loop",
+        )
     if "gradient_accumulation" in strategy:
         raise ConfigError(
             "gradient_accumulation cuts the batches of Accelerated.step, and a Booster's loop calls backward itself",

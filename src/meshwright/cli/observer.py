@@ -26,6 +26,7 @@ class Observer:
     """
 
     def __init__(self, session: Session) -> None:
+        self._session = session
         self._plan = session.accelerated.plan
         self._run = session.prepared.config.run
         self._first_step = session.state.step + 1
@@ -67,6 +68,14 @@ class Observer:
             self._progress.show(record["step"], line)
         elif record["step"] % self._run.log_every == 0 or record["step"] in (self._first_step, self._run.steps):
             self._console.print(f"step {record['step']}/{self._run.steps}  {line}", soft_wrap=True, highlight=False)
+
+    def rewind(self, step: int) -> None:
+        """Forgets what came after a step."""
+        self._metrics.rewind(step)
+        self._first_step, self._smoothed = step + 1, None
+        if self._board is not None:
+            self._board.close()
+            self._board = _tensorboard(self._session)
 
     def _smooth(self, loss: float) -> None:
         before = self._smoothed

@@ -3,6 +3,7 @@
 RUN_DIR/config.json     the training file as resolved      metrics.jsonl   one object per step
         strategy.json   the strategy as applied            checkpoints/    see meshwright.store
         tensorboard/    events, where tensorboard is installed
+        anomalies.jsonl     one object per step that was skipped, undone, or ended the run: its loss and its samples
         model_config.json   the config of a transformers model, for meshwright checkpoint export
 """
 
@@ -16,8 +17,9 @@ from typing import Any
 
 from meshwright.errors import CheckpointError, ConfigError
 
-CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD, MODEL_CONFIG = (
+CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD, MODEL_CONFIG, ANOMALIES = (
     "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "tensorboard", "model_config.json",
+    "anomalies.jsonl",
 )  # fmt: skip
 _RUNS = Path("runs")
 
@@ -93,18 +95,49 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
+        self._path = path
         self.records = [record for record in _read_lines(path) if record["step"] <= resumed_step]
-        write_text(path, "".join(json.dumps(record) + "\n" for record in self.records))
+        write_text(path, "".join(map(line_of, self.records)))
         self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open for the whole run
 
     def append(self, record: dict[str, Any]) -> None:
         """Writes one line. Infinities and nan, which JSON lacks, become null."""
         self.records.append(record)
-        self._file.write(json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n")
+        self._file.write(line_of(record))
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines of later steps, which will be taken again."""
+        self._file.close()
+        self.records[:] = [record for record in self.records if record["step"] <= step]
+        write_text(self._path, "".join(map(line_of, self.records)))
+        self._file = open(self._path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open for the whole run
 
     def close(self) -> None:
         """Ends the file."""
         self._file.close()
+
+
+def line_of(record: dict[str, Any]) -> str:
+    """A record as a line of JSON; infinities and nan, which JSON lacks, become null."""
+    return json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n"
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Adds a line to a file of records.
+
+    Raises:
+        ConfigError: When it cannot be written.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line_of(record))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written",
+            expected="a directory in which this user may write",
+            got=error.strerror or str(error),
+            fix="make room on the disk, and resume",
+        ) from error
 
 
 def _finite(value: Any) -> Any:

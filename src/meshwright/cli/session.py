@@ -53,6 +53,8 @@ class Session:
     accelerated: Accelerated
     store: CheckpointStore
     state: TrainingState
+    order: GlobalOrder
+    """Of the samples of the whole run."""
     peak_flops_per_s: float | None
     """Of all ranks together; None when a device is not known."""
 
@@ -79,7 +81,7 @@ def open_session(options: Options) -> Session:
         _resume(prepared, accelerated, store, state)
     order.start = state.samples_seen
     _write_documents(options, prepared, run_dir, accelerated)
-    return Session(options, prepared, run_dir, accelerated, store, state, _peak_flops_per_s(accelerated.device))
+    return Session(options, prepared, run_dir, accelerated, store, state, order, _peak_flops_per_s(accelerated.device))
 
 
 def _join(options: Options) -> Prepared:

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshwright.accelerated import StepResult
+from meshwright.cli.anomalies import Anomalies
 from meshwright.cli.observer import Observer
 from meshwright.cli.report import print_report
 from meshwright.cli.request import Options
 from meshwright.cli.session import Session, open_session
+from meshwright.errors import UnsoundStepError
 from meshwright.optim import OuterOptimizer
 from meshwright.runtime import StopSignals, gather_objects, peak_memory_bytes, print_rank, rank, shutdown_distributed
 from meshwright.runtime.watch import Watch
@@ -55,9 +57,20 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals, wa
     assert accelerated.dataloader is not None
     batches = iter(accelerated.dataloader)
     outer = accelerated.optim if isinstance(accelerated.optim, OuterOptimizer) else None
-    for step in range(start + 1, run.steps + 1):
+    anomalies = Anomalies(session, observer)
+    while session.state.step < run.steps:
         watch.beat()
-        _step(session, observer, batches, is_first=step == start + 1)
+        anomalies.begin()
+        try:
+            result = _step(session, observer, batches, is_first=session.state.step == start)
+        except UnsoundStepError as error:
+            with watch.paused():
+                anomalies.end(error)
+            raise
+        with watch.paused() if result.spike == "rollback" else contextlib.nullcontext():
+            if anomalies.look(result):
+                continue
+        step = session.state.step
         is_last = step == run.steps
         # Replicas that meet rarely are not made to wait for each other after every step.
         asked = signals.asked() if outer is None or step % _ASK_REPLICAS_EVERY == 0 else 0
@@ -71,7 +84,7 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals, wa
     return 0
 
 
-def _step(session: Session, observer: Observer | None, batches: Iterator[Any], *, is_first: bool) -> None:
+def _step(session: Session, observer: Observer | None, batches: Iterator[Any], *, is_first: bool) -> StepResult:
     """One optimizer step, counted and told."""
     accelerated, state = session.accelerated, session.state
     assert accelerated.optim is not None
@@ -88,6 +101,7 @@ def _step(session: Session, observer: Observer | None, batches: Iterator[Any], *
         if measured is not None:
             observer.show_measured(measured)
         observer.show_step(record)
+    return result
 
 
 def _record(session: Session, result: StepResult, lr: float, started_s: float) -> dict[str, Any]:

@@ -50,6 +50,14 @@ class GlobalOrder(Sampler[int]):
             yield from map(int, self.permutation_of_epoch(epoch)[offset:])
             offset = 0
 
+    def samples(self, first: int, count: int) -> list[int]:
+        """The indices of so many samples from a position on, for instance those of one batch; ``start`` is ignored."""
+        found: list[int] = []
+        while len(found) < count:
+            epoch, offset = divmod(first + len(found), self.num_samples)
+            found += self.permutation_of_epoch(epoch)[offset : offset + count - len(found)].tolist()
+        return found
+
     def permutation_of_epoch(self, epoch: int) -> np.ndarray:
         """The order within one epoch: int64 of shape (num_samples,)."""
         if not self.shuffle:

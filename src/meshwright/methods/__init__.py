@@ -19,6 +19,7 @@ from meshwright.methods.gradient_accumulation import GradientAccumulation
 from meshwright.methods.half import Half
 from meshwright.methods.job import SAMPLED, Job
 from meshwright.methods.law import Conflict, Need
+from meshwright.methods.loss_spike import LossSpike
 from meshwright.methods.module_replace import ModuleReplace, replacement_of
 from meshwright.methods.offload import Offload
 from meshwright.methods.outer import Outer
@@ -33,6 +34,7 @@ from meshwright.methods.sequence_parallel import SequenceParallel
 from meshwright.methods.skip_nonfinite import SkipNonfinite
 from meshwright.methods.tensor.calls import SampleRun
 from meshwright.methods.tensor_parallel import TensorParallel
+from meshwright.methods.weight_vote import WeightVote
 from meshwright.methods.zero1 import Zero1
 from meshwright.methods.zero2 import Zero2
 
@@ -54,6 +56,7 @@ __all__ = [
     "GradientAccumulation",
     "Half",
     "Job",
+    "LossSpike",
     "Method",
     "ModuleReplace",
     "Need",
@@ -73,6 +76,7 @@ __all__ = [
     "TokensTrace",
     "TracedContext",
     "TracedSequence",
+    "WeightVote",
     "Zero1",
     "Zero2",
     "apply_strategy",

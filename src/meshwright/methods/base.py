@@ -32,6 +32,7 @@ class Phase(IntEnum):
     SHARD = 11
     REPLICATE = 12
     OPTIMIZER = 13
+    WATCH = 14  # over the optimizer as all others have finished it
 
 
 class Method(MethodConfig):

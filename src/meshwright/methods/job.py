@@ -24,11 +24,13 @@ from meshwright.methods.pipeline.engine import PipelineEngine
 from meshwright.methods.replace.changes import Replacement
 from meshwright.methods.tensor.calls import SampleRun
 from meshwright.methods.tensor.split import Split
+from meshwright.methods.vote.voter import Voter
 from meshwright.nn import rank_orders
 from meshwright.optim import (
     GuardedOptimizer,
     LossScaler,
     MasterWeights,
+    SpikeWatch,
     Stages,
     inner_optimizer,
     separate_layouts,
@@ -103,6 +105,8 @@ class Job:
     loss_scale: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of LossScaler
     skip_nonfinite: bool = False
     stop_nonfinite: bool = False  # an error instead of a skipped step
+    spikes: SpikeWatch | None = None  # of loss_spike: asked before every update
+    voter: Voter | None = None  # of weight_vote, when the optimizer is built
     max_grad_norm: float | None = None  # of every step; None measures without clipping
     grad_norm_type: float = 2.0  # p of that norm
     master_weights: bool = False
@@ -175,7 +179,7 @@ class Job:
         if self.is_split:
             _check_fused(self.model, inner)
             separate_layouts(inner_optimizer(inner))
-        if not (self.loss_scaling or self.skip_nonfinite or master):
+        if not (self.loss_scaling or self.skip_nonfinite or self.spikes or master):
             return inner
         scaler = LossScaler(self.device.type, **self.loss_scale) if self.loss_scaling else None
         return GuardedOptimizer(

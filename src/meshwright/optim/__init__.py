@@ -35,6 +35,7 @@ from meshwright.optim.outer import (
     StreamingDiLoCo,
 )
 from meshwright.optim.sharded import ShardedOptimizer
+from meshwright.optim.spikes import SpikeAction, SpikePolicy, SpikeWatch, spike_watch_of, watch_spikes
 from meshwright.optim.wrappers import clip_gradients, guard_of, inner_optimizer
 
 __all__ = [
@@ -70,6 +71,9 @@ __all__ = [
     "PostLocalSGD",
     "ShardedOptimizer",
     "SlowMo",
+    "SpikeAction",
+    "SpikePolicy",
+    "SpikeWatch",
     "Stages",
     "StreamingDiLoCo",
     "WeightAverage",
@@ -84,6 +88,8 @@ __all__ = [
     "local_tensor",
     "muon_param_groups",
     "separate_layouts",
+    "spike_watch_of",
     "tell_held",
     "total_norm",
+    "watch_spikes",
 ]

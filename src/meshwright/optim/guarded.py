@@ -12,6 +12,7 @@ from meshwright.errors import ConfigError, NonFiniteError
 from meshwright.optim.clip import Stages, clip_grad_norm_
 from meshwright.optim.master import MasterWeights
 from meshwright.optim.wrapped import WrappedOptimizer
+from meshwright.runtime import agreed
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -64,6 +65,10 @@ class GuardedOptimizer(WrappedOptimizer):
         self._scaled = False  # a loss went through ``scaled`` since the last step
         self._prepared = False  # gradients collected and unscaled since the last step or zero_grad
         self._norm: torch.Tensor | None = None  # of the prepared gradients, when somebody has asked for it
+        self._leaves_out = False  # the next step
+        self.loss: torch.Tensor | None = None
+        """Of the step to come, equal on all ranks that decide together; one that is not finite is like such gradients.
+        Whoever knows it may set it before each step."""
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The same loss, whose ``backward`` multiplies the gradients by the loss scale."""
@@ -75,6 +80,10 @@ class GuardedOptimizer(WrappedOptimizer):
     def expect_scaled(self) -> None:
         """Tells that gradients of this step are scaled, where another pipeline stage computes the loss."""
         self.scaled(torch.zeros((), device=self.stages.device if self.stages else None, requires_grad=True))
+
+    def leave_out(self) -> None:
+        """Makes the next ``step`` leave the weights as they are, whatever the gradients; every rank must call it."""
+        self._leaves_out = True
 
     def prepare_gradients(self) -> None:
         """Collects gradients into the master weights and removes the loss scale; once per step, repeats do nothing."""
@@ -118,8 +127,13 @@ class GuardedOptimizer(WrappedOptimizer):
         if self.master is not None and not self.step_was_skipped:
             self.master.write_back()
         self._prepared, self._scaled, self._norm = False, False, None
+        self._leaves_out, self.loss = False, None
 
     def _step_unless_nonfinite(self) -> bool:
+        if self._leaves_out:
+            if self.scaler is not None:
+                self.scaler.update()  # it has looked at the gradients
+            return True
         if self.scaler is not None:
             # Asked for before the scale moves: a scale at its lower bound, or a patient one, stays where it is.
             found = self.scaler._found_inf_per_device(self.inner).values()
@@ -131,7 +145,7 @@ class GuardedOptimizer(WrappedOptimizer):
             norm = self._norm
             if norm is None:
                 norm = clip_grad_norm_(self._parameters(), float("inf"), stages=self.stages)
-            if not bool(torch.isfinite(norm)):
+            if not bool(torch.isfinite(norm)) or not (self.loss is None or bool(torch.isfinite(self.loss))):
                 self._stop(norm)
                 return True
         self.inner.step()
@@ -139,11 +153,16 @@ class GuardedOptimizer(WrappedOptimizer):
 
     def _stop(self, norm: torch.Tensor) -> None:
         if self.stop_nonfinite:
-            raise NonFiniteError(
-                "The gradients of a step hold inf or nan",
-                expected="a finite norm",
-                got=f"a norm of {float(norm)}; the weights are as they were",
-                fix='look for the cause in this batch, or skip such steps: ("skip_nonfinite", "skip")',
+            self._prepared, self._scaled, self._norm = False, False, None
+            loss = "" if self.loss is None else f" and a loss of {float(self.loss)}"
+            self.loss = None
+            raise agreed(
+                NonFiniteError(
+                    "The gradients of a step hold inf or nan",
+                    expected="finite numbers",
+                    got=f"a norm of {float(norm)}{loss}; the weights are as they were",
+                    fix='look for the cause in this batch, or skip such steps: ("skip_nonfinite", "skip")',
+                )
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -1,9 +1,18 @@
 """Ground floor: processes, mesh, seeds, device. Knows nothing of models."""
 
-from meshwright.runtime.agreement import agreed, check_equal, gather_from, gather_objects, same_on_every_rank
+from meshwright.runtime.agreement import (
+    agreed,
+    check_all_equal,
+    check_equal,
+    gather_from,
+    gather_objects,
+    named_ranks,
+    same_on_every_rank,
+)
 from meshwright.runtime.background import agreeing_over, background_group, before_leaving
 from meshwright.runtime.config_view import config
 from meshwright.runtime.device import measured_flops_per_s, memory_limit_bytes, peak_memory_bytes, synchronize_device
+from meshwright.runtime.fingerprint import Difference, bit_sum, bit_sums, difference_between_ranks, outvoted
 from meshwright.runtime.grid import (
     ShardAxes,
     parameter_mesh,
@@ -49,6 +58,7 @@ from meshwright.runtime.versions import code_versions
 __all__ = [
     "AXES",
     "Axes",
+    "Difference",
     "Settings",
     "ShardAxes",
     "StopSignals",
@@ -57,18 +67,24 @@ __all__ = [
     "axis_groups",
     "background_group",
     "before_leaving",
+    "bit_sum",
+    "bit_sums",
     "build_mesh",
+    "check_all_equal",
     "check_axes",
     "check_equal",
     "code_versions",
     "config",
     "coordinate_of",
+    "difference_between_ranks",
     "fit_axes",
     "gather_from",
     "gather_objects",
     "init_distributed",
     "measured_flops_per_s",
     "memory_limit_bytes",
+    "named_ranks",
+    "outvoted",
     "parameter_mesh",
     "peak_memory_bytes",
     "pipe_size",

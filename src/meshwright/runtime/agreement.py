@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.errors import LaunchError, MeshwrightError
+from meshwright.errors import LaunchError, MeshwrightError, join_names
 from meshwright.runtime.background import agreement_group
 from meshwright.runtime.processes import rank, world_size
 
@@ -84,19 +84,38 @@ def check_equal(what: str, value: str, fix: str) -> None:
     """Raises on every rank unless all ranks hold the same ``value``.
 
     Raises:
-        LaunchError: Naming the first rank that differs from rank 0.
+        LaunchError: Naming the ranks that differ from rank 0 as the first of them does.
     """
-    every = gather_objects(value)
-    for index, other in enumerate(every):
-        if other != every[0]:
+    check_all_equal((what, value, fix))
+
+
+def check_all_equal(*claims: tuple[str, str, str]) -> None:
+    """Several checks as :func:`check_equal` makes them, for one gather.
+
+    Args:
+        claims: What, value and fix of each, in the order in which they are to be told.
+    """
+    every = gather_objects([value for _, value, _ in claims])
+    for (what, _, fix), values in zip(claims, zip(*every, strict=True), strict=True):
+        other = next((value for value in values if value != values[0]), None)
+        if other is not None:
             raise agreed(
                 LaunchError(
                     f"{what} differs between ranks",
-                    expected=f"{every[0]} (rank 0)",
-                    got=f"{other} (rank {index})",
+                    expected=f"{values[0]} ({_holders(values, values[0])})",
+                    got=f"{other} ({_holders(values, other)})",
                     fix=fix,
                 )
             )
+
+
+def _holders(values: Sequence[str], value: str) -> str:
+    return named_ranks([rank for rank, each in enumerate(values) if each == value])
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """As in "ranks 0, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {join_names(map(str, ranks))}"
 
 
 def agreed(error: MeshwrightError) -> MeshwrightError:

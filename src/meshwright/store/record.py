@@ -77,6 +77,14 @@ class OuterRecord:
 
 
 @dataclass(frozen=True)
+class SpikeRecord:
+    """The losses that a spike is told by."""
+
+    losses: list[float]
+    in_a_row: int
+
+
+@dataclass(frozen=True)
 class Record:
     """The contents of ``state.json``."""
 
@@ -93,6 +101,8 @@ class Record:
     outer: OuterRecord | None = None
     average: dict[str, int] | None = None
     """Counts of the moving average of the weights, whose tensors are ``average.NAME``."""
+
+    spikes: SpikeRecord | None = None
 
     def replaced(self, **changes: Any) -> Record:
         """The same record with some fields changed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.nn.fp8 import is_scaling_state
-from meshwright.optim import OuterOptimizer, average_of, guard_of, inner_optimizer
+from meshwright.optim import OuterOptimizer, average_of, guard_of, inner_optimizer, spike_watch_of
 from meshwright.store.average import AveragePlan, average_counts, average_tensors, plan_average
 from meshwright.store.entries import ModelEntries, model_entries
 from meshwright.store.optimizer import (
@@ -22,7 +23,7 @@ from meshwright.store.optimizer import (
 )
 from meshwright.store.plain import dtype_named, from_plain, to_plain
 from meshwright.store.rank_order import in_model_order, to_rank_order_
-from meshwright.store.record import Record, TensorRecord, tensor_records
+from meshwright.store.record import Record, SpikeRecord, TensorRecord, tensor_records
 from meshwright.store.replicas import OuterPlan, ReplicaParts, ReplicaView, capture_replicas, plan_outer
 from meshwright.store.state import TrainingState
 from meshwright.store.union import Others
@@ -53,7 +54,7 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
         tensors |= states
     average = average_of(state.optim)
     tensors |= average_tensors(average, weights)
-    scheduler, scaler = state.lr_scheduler, _scaler(state)
+    scheduler, scaler, spikes = state.lr_scheduler, _scaler(state), spike_watch_of(state.optim)
     record = Record(
         step=state.step,
         samples_seen=state.samples_seen,
@@ -66,6 +67,7 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
         lr_scheduler=_scheduler_record(scheduler) if scheduler is not None else None,
         scaler=to_plain(scaler.state_dict(), "The loss scaler's state") if scaler is not None else None,
         average=average_counts(average),
+        spikes=SpikeRecord(**spikes.state_dict()) if spikes is not None else None,
     )
     if not isinstance(state.optim, OuterOptimizer):
         return Snapshot(in_model_order(entries, tensors), record)
@@ -119,6 +121,9 @@ class Restoration:
         scaler = _scaler(state)
         if scaler is not None and self.view.scaler is not None:  # a run that starts to scale keeps its first scale
             scaler.load_state_dict(from_plain(self.view.scaler))
+        spikes = spike_watch_of(state.optim)
+        if spikes is not None and record.spikes is not None:
+            spikes.load_state_dict(dataclasses.asdict(record.spikes))
         state.step, state.samples_seen, state.extra = record.step, record.samples_seen, from_plain(record.extra)
 
 

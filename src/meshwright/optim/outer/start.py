@@ -8,7 +8,7 @@ import torch
 
 from meshwright.optim.outer.message import Message
 from meshwright.optim.outer.replicas import Replicas
-from meshwright.runtime import gather_objects, print_rank
+from meshwright.runtime import bit_sums, gather_objects, print_rank
 
 
 def made_equal(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes: int) -> None:
@@ -19,7 +19,7 @@ def made_equal(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes
         replicas: Which ranks hold the same parts.
         bucket_bytes: See Message.
     """
-    every = replicas.gather_objects(_digests(tensors))
+    every = replicas.gather_objects(bit_sums(tensors).tolist())
     differ = any(other != every[0] for other in every)
     if not any(gather_objects(differ)):
         return
@@ -40,10 +40,3 @@ def take_first(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes
                 work.wait()
     for view, tensor in zip(message.views, tensors, strict=True):
         tensor.copy_(view)
-
-
-def _digests(tensors: Sequence[torch.Tensor]) -> list[tuple[int, float]]:
-    """Two numbers per tensor: an exclusive or of all bits, to which equal elements add nothing, and the sum."""
-    full = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
-    hashes = [int(torch.hash_tensor(tensor.contiguous()).view(torch.int64)) for tensor in full]
-    return [(digest, float(tensor.double().sum())) for digest, tensor in zip(hashes, full, strict=True)]

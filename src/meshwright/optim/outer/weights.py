@@ -25,10 +25,14 @@ class InnerWeights:
         ]
         """Those that train."""
 
+    def source(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's part where it is kept, which may be the host."""
+        master = self._master(parameter)
+        return local_tensor(parameter).detach() if master is None else master
+
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's part on the parameter's device; not to be written to."""
-        local, master = local_tensor(parameter).detach(), self._master(parameter)
-        return local if master is None else master.to(local.device)
+        return self.source(parameter).to(local_tensor(parameter).device)
 
     @torch.no_grad()
     def write(self, parameter: torch.Tensor, value: torch.Tensor) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from meshwright.errors import LaunchError, join_names
+from meshwright.errors import LaunchError
+from meshwright.runtime.agreement import named_ranks
 
 _WAITING_SHARE = 0.3  # others that wait less than this are not held up by anybody
 _SLOW_SHARE = 0.5  # a rank that waits less than half as much as the others do is who they wait for
@@ -73,13 +74,9 @@ class Verdict:
         ranks_at: dict[str, list[int]] = {}
         for rank, report in sorted(self.reports.items()):
             ranks_at.setdefault(str(report), []).append(rank)
-        told = "; ".join(f"{_ranks(ranks)}: {place}" for place, ranks in ranks_at.items())
-        who = _ranks(self.guilty) if self.guilty else "no one rank"
+        told = "; ".join(f"{named_ranks(ranks)}: {place}" for place, ranks in ranks_at.items())
+        who = named_ranks(self.guilty) if self.guilty else "no one rank"
         return f"{who}: {self.reason}. {told}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {join_names(map(str, ranks))}"
 
 
 def verdict(reports: Mapping[int, Report], silent: list[int]) -> Verdict:

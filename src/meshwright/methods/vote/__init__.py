@@ -1,0 +1,1 @@
+"""Replicas of weights compared by their bits, and mended."""

@@ -1,0 +1,56 @@
+"""Ranks that do not start alike are named before anything is changed."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+
+import meshwright as mw
+from meshwright import LaunchError, ModelError, start_checks
+from tests import tiny
+
+UNSYNCED = ("fsdp", {"sync_module_states": False})
+
+
+def _accelerate(strategy):
+    torch.manual_seed(0)
+    model = tiny.Mlp()
+    before = model.last.weight.detach().clone()
+    if mw.rank() == 1:
+        with torch.no_grad():
+            model.last.weight[0, 0] += 2**-20
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        result = mw.accelerate(
+            model, torch.optim.SGD, None, lambda x, out: out.mean(), strategy=strategy, optim_args={"lr": 0.1},
+            sample_batch=torch.ones(4, 7),
+        )  # fmt: skip
+    found = dict(result.model.named_parameters())
+    weight = next(value for name, value in found.items() if name.endswith("last.weight"))
+    whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return torch.equal(whole, before), said.getvalue()
+
+
+def _unlike():
+    with pytest.raises(ModelError, match="nothing in the strategy makes them equal") as caught:
+        _accelerate([UNSYNCED])
+    assert caught.value.agreed
+    taken = [_accelerate(strategy) for strategy in ([], ["fsdp"])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start_checks, "_own_versions", lambda: f"version {mw.rank()}")
+        with pytest.raises(LaunchError, match="installed code") as other:
+            start_checks.check_alike("same", "same")
+    return str(caught.value), taken, str(other.value)
+
+
+def test_ranks_that_do_not_start_alike(ranks):
+    answers = ranks(2).run(_unlike)
+    for differ, taken, code in answers:
+        assert "last.weight on ranks 0, 1, of which no majority holds the same" in differ
+        assert all(equal for equal, _ in taken)
+        assert "Expected version 0 (rank 0)" in code
+        assert "version 1 (rank 1)" in code
+    for _, said in answers[0][1]:
+        assert "the weights differ between ranks: last.weight" in said
+        assert "those of rank 0 are taken over" in said
