@@ -168,6 +168,9 @@ def _header(path: Path) -> None:
 PARSERS = {
     "strategy": Parser("strategy.json", Strategy),
     "strategy text": Parser("strategy.txt", lambda path: Strategy(_text(path)), "text"),
+    "setting": Parser(
+        "setting.txt", lambda path: read_config(path.with_name("train.toml"), _text(path).split("\x1f")), "text"
+    ),
     "planned strategy": Parser("strategy.json", _planned_strategy),
     "training file": Parser("train.toml", read_config, "text"),
     "cluster": Parser("cluster.json", lambda path: _planned("gpt2", read_cluster(path))),
@@ -185,6 +188,7 @@ PARSERS = {
     "pt": Parser("weights.pt", read_file, "pt"),
     "index": Parser("folder/model.safetensors.index.json", lambda path: read_folder(path.parent)),
     "optimizer": Parser("optimizer.pt", read_optimizer, "pt"),
+    "optimizer folder": Parser("optim/optimizer.safetensors.index.json", lambda path: read_optimizer(path.parent)),
     "scheduler": Parser("scheduler.json", _scheduler),
     "tokens": Parser("tokens.npy", _tokens, "npy"),
     "tokenizer": Parser("tokenizer.json", _tokenizer),
@@ -201,12 +205,13 @@ def write_valid(folder: Path) -> None:
     state = build("plain")
     train(state, 1)
     CheckpointStore(folder).save(state)
-    for name in ("folder", "other", "hf"):
+    for name in ("folder", "other", "hf", "optim"):
         (folder / name).mkdir()
     torch.save(WEIGHTS, folder / "weights.pt")
     torch.save(OPTIMIZER, folder / "optimizer.pt")
     (folder / "weights.safetensors").write_bytes(safetensors_bytes(WEIGHTS))
     (folder / "folder" / "part.safetensors").write_bytes(safetensors_bytes(WEIGHTS))
+    (folder / "optim" / "part.safetensors").write_bytes(safetensors_bytes(WEIGHTS))
     np.save(folder / "tokens.npy", np.arange(40, dtype=np.uint16))
     Corrections({"compute_s": 1.25, "update_s": 0.5}, 3).save(folder / "corrections.json")
     for name, text in _texts().items():
@@ -223,7 +228,13 @@ def _texts() -> dict[str, str]:
     index = {"metadata": {"total_size": 56}, "weight_map": {"a": "part.safetensors", "b": "part.safetensors"}}
     plans = json.dumps(plans_document() | {"timeline": None})
     schedule = {"format": "meshwright.lr_scheduler", "kind": "Cosine", "state": _cosine().state_dict()}
+    record = {"kind": "AdamW", "groups": [{"parameters": ["w"], "values": {"lr": 0.1}}],
+              "tensor_keys": {"w": ["exp_avg"]}, "values": {"w": {"step": 1}}}  # fmt: skip
+    optimizer = {"record": record, "weights": {"w": [[2], "float32"]}, "scaler": None}
+    folder = {"metadata": {"optimizer": optimizer}, "weight_map": dict.fromkeys(WEIGHTS, "part.safetensors")}
     return {
+        "optim/optimizer.safetensors.index.json": json.dumps(folder),
+        "setting.txt": "optimizer.lr=1e-3\x1fmodel.args.dim=8\x1fdata.source=['a', 'b']",
         "scheduler.json": json.dumps(schedule),
         "folder/model.safetensors.index.json": json.dumps(index),
         "strategy.json": Strategy(["fsdp", ("checkpoint", {})]).to_json(),

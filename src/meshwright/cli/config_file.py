@@ -57,7 +57,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
             got=error.strerror or str(error),
             fix="name a training file; examples/gpt2/stdlib.toml is one",
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is not TOML", expected="tables of key = value", got=str(error), fix=_HELP) from None
 
 
@@ -72,7 +72,7 @@ def _parse_change(change: str) -> tuple[str, Any]:
         )
     try:
         return key.strip(), tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return key.strip(), text.strip()  # shells strip quotes: run.device=cpu is meant as text
 
 

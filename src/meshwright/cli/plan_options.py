@@ -122,7 +122,7 @@ def _bytes(text: str | None) -> int | None:
         return None
     try:
         size = int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
+    except (ValidationError, OverflowError):
         size = 0
     if size < 1:
         raise ConfigError(

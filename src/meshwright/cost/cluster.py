@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -161,6 +160,7 @@ _KEYS = {
     "price_per_hour",
 }
 _MEASURED_KEYS = {"format", "version", "calibration", "measured"}  # what ``calibrate`` writes beside them
+_LEAST = 1e-30  # what is further away from 1 is none of a device's or a link's figures
 _LINK_KEYS = {"bytes_per_s", "gbps", "latency_s"}
 _DEVICE_KINDS = {"name": str, "efficiency": str, "bf16": bool, "is_host": bool}  # the others are positive numbers
 _MAY_BE_UNKNOWN = {"fp8_flops_per_s", "fp4_flops_per_s", "price_per_hour"}
@@ -254,6 +254,6 @@ def _count(data: Mapping[str, Any], key: str, default: int | None = 1) -> Any:
 
 
 def _positive(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not _LEAST < value < 1 / _LEAST:
         raise ValueError(f"{name} must be a positive number, and is {value!r}")
     return float(value)

@@ -13,6 +13,7 @@ from typing import Any
 from meshwright.errors import ConfigError
 
 FORMAT = "meshwright.efficiencies"
+_LEAST = 1e-12  # efficiencies are divided by
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,9 @@ def calibration_from(data: Mapping[str, Any]) -> Calibration:
     """Of the tables ``devices`` and ``constants``.
 
     Raises:
-        KeyError, TypeError, AttributeError: When they are not what they should be.
+        KeyError, TypeError, AttributeError, ValueError: When they are not what they should be.
     """
-    devices = {name: Efficiency(**_numbers(entry)) for name, entry in data["devices"].items()}
+    devices = {name: Efficiency(**_numbers(entry, _LEAST)) for name, entry in data["devices"].items()}
     return Calibration(devices, Constants(**_numbers(data["constants"])))
 
 
@@ -180,5 +181,9 @@ def fitted() -> Calibration:
     return read_calibration((resources.files("meshwright.cost") / "efficiencies.json").read_text())
 
 
-def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in entry.items() if isinstance(value, int | float)}
+def _numbers(entry: Mapping[str, Any], least: float = 0.0) -> dict[str, float]:
+    found = {name: float(value) for name, value in entry.items() if isinstance(value, int | float)}
+    wrong = {name: value for name, value in found.items() if not least <= value <= 1 / _LEAST}
+    if wrong:
+        raise ValueError(f"{wrong}: what is reached is a positive number")
+    return found

@@ -129,10 +129,10 @@ def load_tokenizer(name: str, base: Path) -> Tokenizer:
             got=f"{error.strerror or error} at {path}",
             fix="correct the path; a relative one starts at the folder shown under 'got'",
         ) from error
-    return JsonTokenizer(_parse(content, path), "json-1-" + hashlib.sha256(content).hexdigest())
+    return _parse(content, "json-1-" + hashlib.sha256(content).hexdigest(), path)
 
 
-def _parse(content: bytes, path: Path) -> Any:
+def _parse(content: bytes, fingerprint: str, path: Path) -> JsonTokenizer:
     try:
         from tokenizers import Tokenizer as Backend
     except ImportError as error:
@@ -143,8 +143,10 @@ def _parse(content: bytes, path: Path) -> Any:
             fix=f"pip install 'meshwright[hf]', or use the tokenizer {BYTES!r}, which needs nothing",
         ) from error
     try:
-        return Backend.from_str(content.decode("utf-8"))
-    except Exception as error:  # the library raises bare Exception for files it cannot read
+        return JsonTokenizer(Backend.from_str(content.decode("utf-8")), fingerprint)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises bare Exception for files it cannot read, and panics
         raise ConfigError(
             f"{path} is not a tokenizer",
             expected="a JSON file as tokenizers.Tokenizer.save writes it",

@@ -25,6 +25,8 @@ from meshwright.strategy import Strategy
 
 _SAMPLES = 2  # that a model is traced with: one alone is no batch for a BatchNorm
 
+_MOST_MICRO_BATCHES = 2**16
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -227,5 +229,16 @@ def num_micro_batches(resolved: Resolved, given: int | None) -> int:
         given = accumulation.num_micro_batches
     method, ranks = resolved.strategy.get("pipeline_parallel"), dict(resolved.axes).get("pipeline", 1)
     if not isinstance(method, PipelineParallel):
-        return given or 1
-    return method.num_micro_batches or given or method.fewest_micro_batches(ranks)
+        return _simulated(given or 1)
+    return _simulated(method.num_micro_batches or given or method.fewest_micro_batches(ranks))
+
+
+def _simulated(count: int) -> int:
+    if count > _MOST_MICRO_BATCHES:
+        raise StrategyError(
+            "A step has too many micro-batches",
+            expected=f"at most {_MOST_MICRO_BATCHES:,}; each is simulated",
+            got=f"{count:,}",
+            fix="correct num_micro_batches",
+        )
+    return count

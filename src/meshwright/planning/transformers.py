@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -11,6 +12,11 @@ from torch import nn
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.planning.models import ModuleModel, token_batch
 
+_Made = TypeVar("_Made")
+_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_local_experts", "num_experts")
+_MOST = 10_000  # layers or experts: more take hours to build, and are a mistake
+_LONGEST = 2**24  # tokens of a sample
+_LARGEST_SIDE = 8192  # pixels of an image
 _AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification")
 
 
@@ -35,16 +41,35 @@ def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> 
             got=str(path),
             fix="correct the path; nothing is downloaded",
         )
-    module, config = _built(path, on_meta=on_meta)
-    if hasattr(config, "image_size"):
+    config = _of_transformers(path, lambda transformers: _config(transformers, path))
+    # Errors of its own, with what to do.
+    seq = None if hasattr(config, "image_size") else _checked_seq(config, seq)
+    return _of_transformers(path, lambda transformers: _planned(transformers, config, path, seq, on_meta))
+
+
+def _config(transformers: Any, path: Path) -> Any:
+    # Without the last, transformers asks on the terminal whether to run code that lies beside a config.
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config.use_cache = False  # for generation; in training it only holds memory
+    for name in _COUNTS:
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count > _MOST:
+            raise ValueError(f"{name} = {count}, and at most {_MOST:,} are built")
+    return config
+
+
+def _planned(transformers: Any, config: Any, path: Path, seq: int | None, on_meta: bool) -> ModuleModel:
+    with torch.device("meta" if on_meta else "cpu"):
+        module = _of_config(transformers, config)
+    if seq is None:
         return ModuleModel(_name(config, path), module, _images(config), model_input_format="unpack_dict")
-    seq = _checked_seq(config, seq)
     ids = token_batch(seq)
     batch = {"input_ids": ids, "labels": ids}
     return ModuleModel(_name(config, path), module, batch, model_input_format="unpack_dict", seq=seq)
 
 
-def _built(path: Path, *, on_meta: bool) -> tuple[nn.Module, Any]:
+def _of_transformers(path: Path, make: Callable[[Any], _Made]) -> _Made:
+    """What ``make`` makes with the library, whose errors are of every kind."""
     try:
         import transformers
     except ImportError as error:
@@ -55,10 +80,7 @@ def _built(path: Path, *, on_meta: bool) -> tuple[nn.Module, Any]:
             fix="pip install 'meshwright[hf]'",
         ) from None
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        config.use_cache = False  # for generation; in training it only holds memory
-        with torch.device("meta" if on_meta else "cpu"):
-            return _of_config(transformers, config), config
+        return make(transformers)
     except MeshwrightError:
         raise
     except Exception as error:
@@ -93,12 +115,15 @@ def _name(config: Any, path: Path) -> str:
 
 def _images(config: Any) -> dict[str, torch.Tensor]:
     size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
+    if max(size) > _LARGEST_SIDE:
+        raise ValueError(f"image_size = {config.image_size}")
     pixels = torch.zeros(2, getattr(config, "num_channels", 3), *size)
     return {"pixel_values": pixels, "labels": torch.zeros(2, dtype=torch.long)}
 
 
 def _checked_seq(config: Any, seq: int | None) -> int:
     positions = getattr(config, "max_position_embeddings", None)
+    positions = positions if isinstance(positions, int) and positions > 0 else None
     if seq is None and positions is None:
         raise ConfigError(
             "The length of a sample is not known",
@@ -113,4 +138,12 @@ def _checked_seq(config: Any, seq: int | None) -> int:
             got=str(seq),
             fix="shorten seq, or change the config",
         )
-    return seq if seq is not None else int(positions or 0)
+    length = seq if seq is not None else int(positions or 0)
+    if length > _LONGEST:
+        raise ModelError(
+            "A sample is too long to be planned for",
+            expected=f"at most {_LONGEST:,} tokens",
+            got=f"{length:,}",
+            fix="give another seq (--seq)",
+        )
+    return length

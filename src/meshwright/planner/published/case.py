@@ -28,6 +28,7 @@ from meshwright.planner.published.strategies import (
 
 _MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
 _MOST_STAGES = 256
+_MOST_MICRO_BATCHES = 2**16
 
 
 class NotCovered(Exception):
@@ -106,6 +107,8 @@ def _case(
     micro_batch, global_batch = _fitting(convention, sizes, batches, assumed)
     stage = zero_stage_of(row, convention, assumed)
     micro_batches = max(1, round(global_batch / (sizes["dp"] * micro_batch)))
+    if micro_batches > _MOST_MICRO_BATCHES:
+        raise NotCovered(f"{micro_batches} micro-batches a step; at most {_MOST_MICRO_BATCHES} are simulated")
     run = _run(row, convention, shape, cluster, (micro_batch, micro_batches), assumed)
     keys = pipeline_of(sizes["pp"], run, convention, shape, row)
     strategy = strategy_of(sizes, stage, recompute, convention, keys, nearby_of(row, sizes, cluster.devices_per_node))
