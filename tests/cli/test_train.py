@@ -50,6 +50,7 @@ def test_a_run_writes_and_shows_everything(run):
     config = json.loads((out / "config.json").read_text())
     assert config.pop("file") == str(folder / "tiny.toml")
     assert config.pop("ranks") == 2
+    assert config.pop("launch").startswith("meshwright-")
     config["optimizer"]["betas"] = None
     assert parse_config(config, "config.json").run.steps == 6
     for words in ("Plan: ", "predicted", "measured", "step 6/6", "nats per byte", "--resume --steps 12 --nproc 2"):
