@@ -65,16 +65,14 @@ def test_the_run_goes_on_when_a_machine_is_gone(whole, tmp_path):
             time.sleep(0.1)
             assert all(each.poll() is None for each in agents), [log.read_text()[-3000:] for log in logs]
         assert json.loads((tmp_path / "out/config.json").read_text())["ranks"] == 2
-        os.killpg(agents[1].pid, signal.SIGKILL)  # the agent, and its rank with it
-        for child in subprocess.run(
-            ["pgrep", "-P", str(agents[1].pid)], capture_output=True, text=True, check=False
-        ).stdout.split():
-            os.kill(int(child), signal.SIGKILL)
+        lost = subprocess.run(["pgrep", "-P", str(agents[1].pid)], capture_output=True, text=True, check=True)
+        for process in (agents[1].pid, *map(int, lost.stdout.split())):  # the agent and its rank: a machine is gone
+            os.kill(process, signal.SIGKILL)
         status = agents[0].wait(TIMEOUT_S)
     finally:
         for each in agents:
             if each.poll() is None:
-                os.killpg(each.pid, signal.SIGTERM)
+                each.terminate()  # which ends its ranks
                 each.wait(TIMEOUT_S)
     said = logs[0].read_text()
     assert status == 0, said

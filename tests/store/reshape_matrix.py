@@ -27,7 +27,7 @@ from tests.store.reshape_runs import MORE, PAIRS, ROWS, STOP, Contents, check_eq
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE, FIGURES = DOCS / "reshape_matrix.md", DOCS / "reshape_matrix.json"
-_AT_ONCE = 4  # runs in one call of a pool, which has three minutes
+_SAVED_AT_ONCE, _LOADED_AT_ONCE = 6, 30  # in one call of a pool, which has three minutes
 
 HEAD = f"""# Every checkpoint under every strategy
 
@@ -48,7 +48,12 @@ Written by `python -m tests.store.reshape_matrix`; `make parity` tests every cel
 
 
 class Saved:
-    """The strategies' checkpoints, made when they are first asked for."""
+    """The strategies' checkpoints, made when they are first asked for.
+
+    Args:
+        directory: Where they are saved; empty.
+        ranks: Gives a pool of so many ranks.
+    """
 
     def __init__(self, directory: Path, ranks: Callable[[int], Pool]) -> None:
         self.directory, self.ranks = directory, ranks
@@ -60,14 +65,14 @@ class Saved:
         """What followed each save; text: why it was refused."""
         for world in sorted({ROWS[name].world for name in sources}):
             absent = [name for name in sources if ROWS[name].world == world and name not in self._losses]
-            for names in _parts(absent):
+            for names in _parts(absent, _SAVED_AT_ONCE):
                 self._losses |= self.ranks(world).run(reshape_runs.save_all, self.directory, names)[0]
         return self._losses
 
     def load(self, name: str, sources: list[str]) -> dict[str, Any]:
         """What follows each load."""
         found: dict[str, Any] = {}
-        for names in _parts(sources):
+        for names in _parts(sources, _LOADED_AT_ONCE):
             found |= self.ranks(ROWS[name].world).run(reshape_runs.load_all, self.directory, name, names)[0]
         return found
 
@@ -80,7 +85,10 @@ class Saved:
         losses = self.losses(sources)
         figures: dict[str, float | str] = {each: losses[each] for each in sources if isinstance(losses[each], str)}
         sources = [each for each in sources if each not in figures]
-        found, alone = self.load(name, sources), self._one_process(reference(name), sources)
+        found = self.load(name, sources)
+        if name == reference(name):
+            self._alone.setdefault(name, {}).update(found)
+        alone = self._one_process(reference(name), sources)
         for source, after in found.items():
             again = resaved(self.directory, source, name)
             refused = isinstance(after, str)
@@ -106,8 +114,8 @@ class Saved:
         return self._contents[source]
 
 
-def _parts(names: list[str]) -> Iterator[list[str]]:
-    return (names[start : start + _AT_ONCE] for start in range(0, len(names), _AT_ONCE))
+def _parts(names: list[str], size: int) -> Iterator[list[str]]:
+    return (names[start : start + size] for start in range(0, len(names), size))
 
 
 def figures() -> dict[str, float | str]:
