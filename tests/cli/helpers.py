@@ -30,7 +30,7 @@ def fail(error):
 
 class Tiny(nn.Module):
     def __init__(self, vocab_size, seq_len, dim=16, dropout=0.0, fails_at_step=None, dies_at_step=None,
-                 nan_at_step=None, spike_at_step=None):
+                 nan_at_step=None, spike_at_step=None, pause_s=0.0):
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, dim)
         self.position = nn.Embedding(seq_len, dim)
@@ -38,11 +38,12 @@ class Tiny(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.head = nn.Linear(dim, vocab_size)
         self.nan_at_step, self.spike_at_step = nan_at_step, spike_at_step
-        self.calls, self.fails_at_step, self.dies_at_step = 0, fails_at_step, dies_at_step
+        self.calls, self.fails_at_step, self.dies_at_step, self.pause_s = 0, fails_at_step, dies_at_step, pause_s
 
     def forward(self, ids):
         if torch.is_grad_enabled() and not torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE):
             self.calls += 1
+            time.sleep(self.pause_s)
             if self.calls == self.fails_at_step and RANK == 1:
                 fail(RuntimeError("a bad day at step 3"))
             if self.calls == self.dies_at_step and RANK == 1:

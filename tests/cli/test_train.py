@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import shutil
 import sys
 import time
@@ -16,6 +17,7 @@ from meshwright.cli import app, training
 from meshwright.cli.config_file import parse_config
 from meshwright.cli.request import Options
 from tests.cli.helpers import losses, meshwright, metrics, project
+from tests.pool import RemoteFailure
 
 KEYS = ["step", "loss", "lr", "grad_norm", "tokens_per_s", "step_time_s", "peak_memory_bytes"]
 
@@ -50,6 +52,7 @@ def test_a_run_writes_and_shows_everything(run):
     config = json.loads((out / "config.json").read_text())
     assert config.pop("file") == str(folder / "tiny.toml")
     assert config.pop("ranks") == 2
+    assert config.pop("launch").startswith("meshwright-")
     config["optimizer"]["betas"] = None
     assert parse_config(config, "config.json").run.steps == 6
     for words in ("Plan: ", "predicted", "measured", "step 6/6", "nats per byte", "--resume --steps 12 --nproc 2"):
@@ -66,12 +69,13 @@ def test_an_existing_run_is_refused(run, monkeypatch):
     assert (folder / "first" / "metrics.jsonl").read_bytes() == before
 
 
-def _resumes(file, out):
+def _resumes(file, out, launch=None):
     """What a rank of the program does. Ranks of a pool live on afterwards, and forget what the file imported."""
     path, said = list(sys.path), io.StringIO()
+    launched = mock.patch.dict(os.environ, {"TORCHELASTIC_RUN_ID": launch} if launch else {})
     try:
-        with mock.patch.object(training, "shutdown_distributed"), contextlib.redirect_stderr(said):
-            training.train(Options(file, out=out, resume=True))
+        with mock.patch.object(training, "shutdown_distributed"), contextlib.redirect_stderr(said), launched:
+            training.train(Options(file, out=out, resume=launch is None))
     finally:
         sys.path[:] = path
         sys.modules.pop("tiny", None)
@@ -89,8 +93,15 @@ def _check_resumed(out, said, expected):
 def test_resumed_ranks_repeat_the_uninterrupted_run(run, ranks, world):
     folder, _ = run
     out = _stopped_after_step_3(folder, f"ranks-{world}")
-    said = ranks(world).run(_resumes, folder / "tiny.toml", out)
+    launch = None
+    if world == 1:  # as when a launcher goes on with fewer: nobody says --resume, and its agent counts no failure
+        launch = json.loads((out / "config.json").read_text())["launch"]
+        with pytest.raises(RemoteFailure, match="holds a run already; nothing was overwritten"):
+            ranks(1).run(_resumes, folder / "tiny.toml", out, "another")
+    said = ranks(world).run(_resumes, folder / "tiny.toml", out, launch)
     _check_resumed(out, said[0], losses(folder / "first"))
+    changed = "the strategy has changed from parallel_mode(data=2) to parallel_mode(data=1), planned anew for 1 ranks"
+    assert (changed in said[0]) == (world == 1), said[0]
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
-from meshwright.data import GlobalOrder, global_batch_loader
+from meshwright.data import GlobalOrder, global_batch_loader, numbers_that_divide
 from meshwright.errors import ConfigError, DataError
 from tests.data.helpers import refused
 from tests.data.test_order import Stream
@@ -53,6 +53,38 @@ def test_the_number_of_replicas_changes_no_full_batch(size, quarter, shuffle, dr
         for filled, whole in zip(batches[num_full:], alone[num_full:], strict=True):
             assert 0 <= len(filled) - len(whole) < replicas
             assert set(filled) >= set(whole)
+
+
+def test_restarts_on_4_2_and_3_replicas_repeat_and_lose_nothing():
+    batch, dataset = 12, Numbers(31)  # five epochs, whose ends lie within batches and on both sides of restarts
+
+    def steps(number, start, replicas):
+        """The samples of each step, as the replicas take them."""
+        loaders = [
+            iter(
+                global_batch_loader(
+                    dataset,
+                    loader_args={"batch_size": batch, "sampler": GlobalOrder(31, seed=3, start=start)},
+                    replica=replica,
+                    num_replicas=replicas,
+                )
+            )
+            for replica in range(replicas)
+        ]
+        return [torch.stack([next(loader) for loader in loaders], dim=1).flatten().tolist() for _ in range(number)]
+
+    whole = steps(13, 0, 1)
+    assert steps(4, 0, 4) + steps(2, 4 * batch, 2) + steps(7, 6 * batch, 3) == whole
+    seen = [sample for step in whole for sample in step]
+    assert all(sorted(seen[start : start + 31]) == list(range(31)) for start in range(0, 5 * 31, 31))
+
+
+def test_numbers_of_replicas_that_divide_are_named():
+    assert numbers_that_divide(8) == "1, 2, 4 or 8"
+    assert numbers_that_divide(8, parts=2) == "1, 2 or 4"
+    assert numbers_that_divide(1) == "1"
+    assert numbers_that_divide(8, parts=3) == "no number of"
+    assert numbers_that_divide(720720).endswith("7 or …")
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
@@ -168,7 +200,11 @@ _SAMPLER = SequentialSampler(range(8))
 @pytest.mark.parametrize(
     ("dataset", "loader_args", "words"),
     [
-        (Numbers(8), {"batch_size": 6}, ["multiple of 4", "batch_size 6 for 4 replicas", "use 4 or 8"]),
+        (
+            Numbers(8),
+            {"batch_size": 6},
+            ["multiple of 4", "batch_size 6 for 4 replicas", "use 4 or 8, or 1, 2, 3 or 6 replicas"],
+        ),
         (Numbers(8), {"batch_size": 2}, ["multiple of 4", "use 4, or"]),
         (Numbers(8), {"batch_size": 0}, ["not a count", "0"]),
         (Numbers(8), {"batch_size": None}, ["not a count", "None"]),

@@ -15,10 +15,10 @@ from meshwright.cli.corpus import Corpus, find_corpus
 from meshwright.cli.models import ModelSource, model_source
 from meshwright.cli.optimizers import OptimizerChoice, optimizer_of
 from meshwright.cli.references import find_modules_beside
-from meshwright.cli.run_dir import check_run_dir
+from meshwright.cli.run_dir import check_run_dir, is_restart
+from meshwright.data import numbers_that_divide
 from meshwright.errors import ConfigError, DataError
 from meshwright.methods import GradientAccumulation, resolve
-from meshwright.runtime.launch import restart_count
 from meshwright.strategy import Strategy
 
 
@@ -98,7 +98,7 @@ def prepare(options: Options, world: int) -> Prepared:
         raise ConfigError(
             "--resume needs the run to go on with", expected="--out RUN_DIR", got="no --out", fix="name the directory"
         )
-    if run_dir is not None and not restart_count():  # a restarted run has written there itself
+    if run_dir is not None and not is_restart(run_dir):  # which has written there itself
         check_run_dir(run_dir, resume=options.resume)
     model = model_source(config.model, folder)
     return Prepared(config, run_dir, model, find_corpus(config.data, folder), strategy, optimizer)
@@ -129,7 +129,7 @@ def _check_batch(config: TrainConfig, strategy: Strategy | None, world: int) -> 
             "run.batch_size does not divide: it counts sequences over all ranks",
             expected=f"a multiple of {parts} ({replicas} replicas x {micro_batches} micro-batches)",
             got=str(config.run.batch_size),
-            fix=f"use {nearest}, or another number of processes",
+            fix=f"use {nearest}, or {numbers_that_divide(config.run.batch_size, micro_batches)} replicas",
         )
 
 

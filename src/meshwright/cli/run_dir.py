@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.runtime.launch import launch_id, restart_count
 
 CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD, MODEL_CONFIG, ANOMALIES = (
     "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "tensorboard", "model_config.json",
@@ -29,6 +30,26 @@ def default_run_dir(file: Path) -> Path:
     name = f"{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = (_RUNS / (name if number == 1 else f"{name}-{number}") for number in range(1, 1000))
     return next(path for path in candidates if not path.exists())
+
+
+def is_restart(directory: Path | None) -> bool:
+    """Whether an earlier attempt of the launch that has started this process may have begun the run there."""
+    return restart_count() > 0 or (directory is not None and _was_begun_by(launch_id(), directory))
+
+
+def begun_run_dir(file: Path) -> Path | None:
+    """The directory that :func:`default_run_dir` gave an earlier attempt of this launch, the newest; None: none."""
+    name = launch_id()
+    found = [path for path in _RUNS.glob(f"{file.stem}-*") if _was_begun_by(name, path)] if name is not None else []
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _was_begun_by(launch: str | None, directory: Path) -> bool:
+    try:
+        found = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return launch is not None and isinstance(found, dict) and found.get("launch") == launch
 
 
 def check_run_dir(directory: Path, *, resume: bool) -> None:

@@ -16,10 +16,19 @@ from meshwright.accelerated import Accelerated
 from meshwright.auto import accelerate
 from meshwright.cli.corpus import tokenized
 from meshwright.cli.request import Options, Prepared, prepare, unless_said
-from meshwright.cli.run_dir import CHECKPOINTS, CONFIG, MODEL_CONFIG, STRATEGY, default_run_dir, write_text
+from meshwright.cli.run_dir import (
+    CHECKPOINTS,
+    CONFIG,
+    MODEL_CONFIG,
+    STRATEGY,
+    begun_run_dir,
+    default_run_dir,
+    is_restart,
+    write_text,
+)
 from meshwright.cost.device import half_peak_flops_per_s
 from meshwright.data import GlobalOrder, TokenDataset
-from meshwright.errors import CheckpointError, ConfigError, MeshwrightError
+from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError
 from meshwright.lr_scheduler import warmup_decay
 from meshwright.runtime import (
     check_equal,
@@ -34,9 +43,10 @@ from meshwright.runtime import (
     synchronize,
     world_size,
 )
-from meshwright.runtime.launch import restart_count
+from meshwright.runtime.launch import launch_id
 from meshwright.store import CheckpointStore, TrainingState
 from meshwright.store.entries import unwrapped
+from meshwright.strategy import Strategy
 
 # Values that decide what comes next in the data or in the schedule: a change of them is said aloud on resuming.
 _TOLD_ON_RESUME = ("data", "optimizer", "run.seed", "run.batch_size", "run.steps")
@@ -71,13 +81,13 @@ def open_session(options: Options) -> Session:
         MeshwrightError: On every rank. Nothing has been written into the run directory then.
     """
     prepared = _join(options)
-    run_dir = gather_objects(prepared.run_dir or default_run_dir(options.file))[0]
+    run_dir, restarted = _run_dir(options, prepared)
     dataset = tokenized(prepared.corpus, prepared.config.data.seq_len)
     order = GlobalOrder(len(dataset), prepared.config.run.seed)
     accelerated = _accelerate(prepared, dataset, order)
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
     state = _state(prepared, accelerated)
-    if options.resume or (restart_count() and store.newest() is not None):
+    if options.resume or (restarted and store.newest() is not None):
         _resume(prepared, accelerated, store, state)
     order.start = state.samples_seen
     _write_documents(options, prepared, run_dir, accelerated)
@@ -109,6 +119,16 @@ def _join(options: Options) -> Prepared:
     check_equal("The installed code", code_versions(), fix="install the same Meshwright and torch on every machine")
     assert prepared is not None
     return prepared
+
+
+def _run_dir(options: Options, prepared: Prepared) -> tuple[Path, bool]:
+    """The run's directory, and whether an earlier attempt of this launch may have saved there; equal on every rank."""
+    own = prepared.run_dir or begun_run_dir(options.file)
+    # An agent counts the failures of its own machine: one that has joined later knows of none.
+    restarted = any(gather_objects(is_restart(own)))
+    if restarted and own is None:
+        print_rank("meshwright: started again, from the beginning: no --out names the run", file=sys.stderr, flush=True)
+    return gather_objects(own or default_run_dir(options.file))[0], restarted
 
 
 def _accelerate(prepared: Prepared, dataset: TokenDataset, order: GlobalOrder) -> Accelerated:
@@ -159,7 +179,8 @@ def _resume(prepared: Prepared, accelerated: Accelerated, store: CheckpointStore
     state.extra, state.strategy = now, strategy
     ranks = "" if info.world_size == world_size() else f", written by {info.world_size} ranks"
     print_rank(f"meshwright: resuming after step {info.step} from {info.path}{ranks}", file=sys.stderr, flush=True)
-    for line in changes(then, prepared.config.model_dump(mode="json")):
+    changed = changes(then, prepared.config.model_dump(mode="json"))
+    for line in [*changed, *_change_of_strategy(info.strategy, accelerated.strategy, prepared.strategy is None)]:
         print_rank(f"meshwright: since then {line}", file=sys.stderr, flush=True)
     if not info.rng_restored:
         # Other ranks than those whose generators were saved: at least their dropout masks shall not repeat.
@@ -199,10 +220,24 @@ def changes(then: dict[str, dict[str, object]], now: dict[str, dict[str, object]
     return lines
 
 
+def _change_of_strategy(then: str, now: Strategy, planned: bool) -> list[str]:
+    try:
+        before = str(Strategy(then))
+    except StrategyError:  # of another version: it is told, not applied
+        before = then
+    why = f", planned anew for {world_size()} ranks" if planned else ""
+    return [f"the strategy has changed from {before} to {now}{why}"] if before != str(now) else []
+
+
 def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accelerated: Accelerated) -> None:
     with same_on_every_rank():
         if rank() == 0:
-            config = {"file": str(options.file.resolve()), "ranks": world_size(), **prepared.config.model_dump()}
+            config = {
+                "file": str(options.file.resolve()),
+                "ranks": world_size(),
+                "launch": launch_id(),
+                **prepared.config.model_dump(),
+            }
             write_text(run_dir / CONFIG, json.dumps(config, indent=2) + "\n")
             write_text(run_dir / STRATEGY, accelerated.strategy.to_json() + "\n")
             if (model_config := _transformers_config(accelerated.model)) is not None:

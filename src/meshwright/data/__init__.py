@@ -2,7 +2,7 @@
 
 from meshwright.data.cache import Progress, open_tokens, token_cache
 from meshwright.data.corpus import find_files
-from meshwright.data.loader import GlobalBatchLoader, global_batch_loader
+from meshwright.data.loader import GlobalBatchLoader, global_batch_loader, numbers_that_divide
 from meshwright.data.order import GlobalOrder, ShardedSampler, ShardedStream
 from meshwright.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 from meshwright.data.tokens import TokenDataset
@@ -20,6 +20,7 @@ __all__ = [
     "find_files",
     "global_batch_loader",
     "load_tokenizer",
+    "numbers_that_divide",
     "open_tokens",
     "token_cache",
 ]

@@ -111,8 +111,21 @@ def _check_batch_size(batch_size: Any, num_replicas: int) -> None:
             "The global batch does not divide between the data-parallel replicas",
             expected=f"a batch_size that is a multiple of {num_replicas} (batch_size counts samples over all replicas)",
             got=f"batch_size {batch_size} for {num_replicas} replicas",
-            fix=f"use {nearest}, or another number of replicas",
+            fix=f"use {nearest}, or {numbers_that_divide(batch_size)} replicas",
         )
+
+
+def numbers_that_divide(batch_size: int, parts: int = 1) -> str:
+    """The numbers of replicas among which a global batch can be shared out evenly, as in ``"1, 2, 4 or 8"``.
+
+    Args:
+        batch_size: Samples in a step over all replicas.
+        parts: Micro-batches into which each replica cuts its share.
+    """
+    samples = batch_size // parts if batch_size % parts == 0 else 0
+    found = [str(number) for number in range(1, samples + 1) if samples % number == 0]
+    shown = found if len(found) <= 8 else [*found[:7], "…"]
+    return f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) > 1 else "".join(shown) or "no number of"
 
 
 def _check_dataset(dataset: Any, batch_size: int, drop_last: bool) -> None:

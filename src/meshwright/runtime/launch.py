@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import uuid
 from collections.abc import Sequence
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -25,6 +26,16 @@ def inside_launcher() -> bool:
 def restart_count() -> int:
     """How often the launcher has started the ranks again after a failure; 0 in the first attempt."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def launch_id() -> str | None:
+    """What all attempts of one launch have in common, and no other launch has; None where the launcher does not say.
+
+    torchrun's ``--rdzv-id``, which ``--standalone`` draws at random. :func:`restart_count` does not tell a machine that
+    has joined a run under way from one that begins it.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if name in ("", "none") else name
 
 
 def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
@@ -52,7 +63,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=nproc,
-        run_id=f"meshwright-{os.getpid()}",
+        run_id=f"meshwright-{uuid.uuid4()}",
         rdzv_backend=loopback.NAME,
         local_addr="localhost",
         max_restarts=max_restarts,

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from meshwright.errors import LaunchError
 from meshwright.runtime.background import prepare_to_leave
 from meshwright.runtime.device import choose_device, synchronize_device
+from meshwright.runtime.meeting import launchers_store, meet
 from meshwright.runtime.seeds import seed_everything
 
 _FAREWELL_S = 0.05  # many times what a waiting thread needs to take the interpreter's lock and drop a tensor
@@ -151,7 +152,13 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
             got=f"{', '.join(present)} without {', '.join(missing)}",
             fix="start the program with torchrun, or unset these variables",
         )
-    dist.init_process_group(init_method="env://", **options)
+    store = launchers_store(os.environ, options["timeout"])
+    if store is None:
+        dist.init_process_group(init_method="env://", **options)
+        return
+    number, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    own = meet(store, number, size, options["timeout"])
+    dist.init_process_group(store=own, rank=number, world_size=size, **options)
 
 
 def _leave_at_exit(size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -9,7 +10,10 @@ import torch
 from meshwright.errors import CheckpointError
 from meshwright.nn import RankOrder, rank_orders
 from meshwright.optim import local_tensor
+from meshwright.optim.eight_bit.blocks import BLOCK_SIZE
 from meshwright.store.entries import ModelEntries
+
+_CODES, _SCALES = "_codes", "_absmax"  # of states in 8 bits
 
 
 def in_model_order(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -32,6 +36,16 @@ def to_rank_order_(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -
         local_tensor(tensors[name].detach()).copy_(local_tensor(order.to_ranks(tensors[name], dim)))
 
 
+def check_orders(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuses what could be filled and not be put into the order of ranks; changes nothing.
+
+    Raises:
+        CheckpointError: When a state is quantized over what would be torn apart.
+    """
+    for _ in _fused(entries, tensors):
+        pass
+
+
 def _fused(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, RankOrder, int]]:
     """Name, order and dim of every tensor that has the rows of a fused parameter."""
     by_identity = rank_orders(entries.module)
@@ -41,21 +55,60 @@ def _fused(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> Iterat
             continue
         for name, tensor in tensors.items():
             if f".{weight}." in f".{name}.":
-                dim = _fused_dim(name, tensor, parameter, order)
-                if dim is not None:
-                    yield name, order, dim
+                codes = tensors.get(f"{name.removesuffix(_SCALES)}{_CODES}") if name.endswith(_SCALES) else None
+                if codes is not None:
+                    found = _order_of_scales(name, tensor, codes, parameter, order)
+                else:
+                    found = _order_of(name, tensor, tensors, parameter, order)
+                if found is not None:
+                    yield name, *found
 
 
-def _fused_dim(name: str, tensor: torch.Tensor, parameter: torch.Tensor, order: RankOrder) -> int | None:
-    """The dim of a tensor that is the fused one of its parameter; None when it has none, as a factor of columns."""
-    if tensor.shape == parameter.shape and not tensor.is_floating_point():
-        raise CheckpointError(
-            f"{name} cannot be stored: its blocks of quantized values reach across the parts of a fused projection",
-            expected="states in floating point under tensor_parallel",
-            got=str(tensor.dtype),
-            fix="use an optimizer with states in fp32 or bf16 with tensor_parallel",
-        )
+def _order_of(
+    name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], parameter: torch.Tensor, order: RankOrder
+) -> tuple[RankOrder, int] | None:
+    """The order of a tensor and its dim that is the fused one; None when it has none, as a factor of columns."""
+    dim = _fused_dim(tensor, parameter, order)
+    if dim is None:
+        return None
+    if not tensor.is_floating_point():
+        scales = tensors.get(f"{name.removesuffix(_CODES)}{_SCALES}") if name.endswith(_CODES) else None
+        if scales is None:
+            raise _torn(name, tensor)
+        _order_of_scales(name, scales, tensor, parameter, order)
+    return order, dim
+
+
+def _order_of_scales(
+    name: str, scales: torch.Tensor, codes: torch.Tensor, parameter: torch.Tensor, order: RankOrder
+) -> tuple[RankOrder, int] | None:
+    """The same of the scales of blocks of codes, which lie within rows: one row follows its codes, and whole blocks.
+
+    Raises:
+        CheckpointError: When a block reaches across parts that lie elsewhere in the other order.
+    """
+    dim = _fused_dim(codes, parameter, order)
+    if dim is None or scales.numel() == 1:
+        return None
+    if dim == 0 and codes.ndim > 1 and scales.shape[0] == codes.shape[0]:
+        return order, 0
+    whole_blocks = all(part % (order.ranks * BLOCK_SIZE) == 0 for part in order.parts)
+    if dim != codes.ndim - 1 or codes.ndim > 2 or not whole_blocks:
+        raise _torn(name, codes)
+    return dataclasses.replace(order, parts=tuple(part // BLOCK_SIZE for part in order.parts)), dim
+
+
+def _fused_dim(tensor: torch.Tensor, parameter: torch.Tensor, order: RankOrder) -> int | None:
     if tensor.shape == parameter.shape:
         return order.dim
     dims = [dim for dim, size in enumerate(tensor.shape) if size == parameter.shape[order.dim]]
     return dims[0] if dims else None
+
+
+def _torn(name: str, tensor: torch.Tensor) -> CheckpointError:
+    return CheckpointError(
+        f"{name} cannot be stored: its blocks of quantized values reach across the parts of a fused projection",
+        expected=f"blocks within rows, or parts that are multiples of {BLOCK_SIZE} on every rank",
+        got=f"{tensor.dtype} of shape {tuple(tensor.shape)}",
+        fix="use an optimizer with states in fp32 or bf16 with tensor_parallel",
+    )

@@ -22,7 +22,7 @@ from meshwright.store.optimizer import (
     updated_names,
 )
 from meshwright.store.plain import dtype_named, from_plain, to_plain
-from meshwright.store.rank_order import in_model_order, to_rank_order_
+from meshwright.store.rank_order import check_orders, in_model_order, to_rank_order_
 from meshwright.store.record import Record, SpikeRecord, TensorRecord, tensor_records
 from meshwright.store.replicas import OuterPlan, ReplicaParts, ReplicaView, capture_replicas, plan_outer
 from meshwright.store.state import TrainingState
@@ -165,6 +165,7 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
         targets |= optimizer.targets
     average = plan_average(average_of(state.optim), weights, record)
     targets |= average.targets
+    check_orders(entries, targets)
     averaged = {name: tensor for name, tensor in targets.items() if view.is_averaged(name)}
     own = {view.stored_name(name): tensor for name, tensor in targets.items() if name not in averaged}
     if outer_optimizer is not None:

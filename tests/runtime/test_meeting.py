@@ -1,0 +1,44 @@
+"""Ranks of one attempt find each other in a store where those of earlier ones have been."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+from meshwright.errors import LaunchError
+from meshwright.runtime.loopback import loopback_store
+from meshwright.runtime.meeting import launchers_store, meet
+
+LIMIT = timedelta(seconds=20)
+
+
+def attempt(environment, order):
+    """Ranks come in an order, each a moment after the one before; what each finds that rank 0 has written."""
+    found = {}
+
+    def come(rank):
+        store = meet(launchers_store(environment, LIMIT), rank, len(order), LIMIT)
+        if rank == 0:
+            store.set("address", str(id(found)))
+        found[rank] = store.get("address").decode()
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in order]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    return found, str(id(found))
+
+
+def test_no_attempt_reads_what_another_has_written():
+    store, port = loopback_store()
+    environment = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0), (3, 0, 2, 1), (0,)):  # later ones meet what earlier ones have left
+        found, expected = attempt(environment, order)
+        assert found == dict.fromkeys(order, expected)
+    assert launchers_store({**environment, "TORCHELASTIC_USE_AGENT_STORE": "False"}, LIMIT) is None
+    for rank, said in ((0, r"no word of ranks 1, 2"), (1, "no answer of rank 0")):
+        with pytest.raises(LaunchError, match=f"have not met.*{said}"):
+            meet(store, rank, 3, timedelta(seconds=0.1))
