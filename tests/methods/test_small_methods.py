@@ -128,7 +128,7 @@ def test_notices_and_forms():
     assert Strategy([("grad_clip", {"norm_type": float("inf")})]) == Strategy("grad_clip(norm_type='inf')")
     for bad in (("grad_clip", 0), ("grad_clip", {"norm_type": -1}), ("gradient_accumulation", None),
                 ("gradient_accumulation", 0), ("skip_nonfinite", "sometimes"), ("ema", 1.5),
-                ("loss_spike", {"window": 1}), ("loss_spike", "undo"),
-                ("weight_vote", 0), ("weight_vote", "mend")):  # fmt: skip
+                ("loss_spike", {"window": 1}), ("loss_spike", "undo"), ("weight_vote", 0),
+                ("weight_vote", "mend")):  # fmt: skip
         with pytest.raises(StrategyError, match="What to do"):
             Strategy([bad])

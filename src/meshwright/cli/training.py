@@ -17,7 +17,15 @@ from meshwright.cli.request import Options
 from meshwright.cli.session import Session, open_session
 from meshwright.errors import UnsoundStepError
 from meshwright.optim import OuterOptimizer
-from meshwright.runtime import StopSignals, gather_objects, peak_memory_bytes, print_rank, rank, shutdown_distributed
+from meshwright.runtime import (
+    StopSignals,
+    gather_objects,
+    peak_memory_bytes,
+    preserved_rng,
+    print_rank,
+    rank,
+    shutdown_distributed,
+)
 from meshwright.runtime.watch import Watch
 
 _ASK_REPLICAS_EVERY = 10
@@ -55,7 +63,8 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals, wa
     """Steps and checkpoints up to the end of the run, or to the signal that is returned."""
     run, start, accelerated = session.prepared.config.run, session.state.step, session.accelerated
     assert accelerated.dataloader is not None
-    batches = iter(accelerated.dataloader)
+    with preserved_rng():  # a new iterator draws a seed: dropout of a resumed run would be another
+        batches = iter(accelerated.dataloader)
     outer = accelerated.optim if isinstance(accelerated.optim, OuterOptimizer) else None
     anomalies = Anomalies(session, observer)
     while session.state.step < run.steps:

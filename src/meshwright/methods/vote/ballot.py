@@ -91,9 +91,9 @@ def gather(numbers: list[int], length: int, device: torch.device) -> np.ndarray:
     """Integers of every rank, filled up to one length: (world, length)."""
     own = torch.full((length,), _NOBODY, dtype=torch.int64)
     own[: len(numbers)] = torch.tensor(numbers, dtype=torch.int64)
-    every = torch.empty(world_size() * length, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(every, own.to(device))
-    return every.cpu().numpy().reshape(world_size(), length)
+    every = torch.empty(world_size(), length, dtype=torch.int64, device=device)
+    dist.all_gather(list(every), own.to(device))
+    return every.cpu().numpy()
 
 
 def names_of(outcomes: Iterable[Outcome], names: Mapping[int, str]) -> dict[int, str]:
