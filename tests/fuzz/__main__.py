@@ -13,6 +13,11 @@ import sys
 import traceback
 from pathlib import Path
 
+try:
+    import atheris  # noqa: F401
+except ImportError:
+    sys.exit("atheris is not installed: pip install 'meshwright[fuzz]' (it exists for Linux on x86-64)")
+
 from tests.fuzz.guided import fuzz
 from tests.fuzz.parsers import PARSERS
 

@@ -50,7 +50,7 @@ from tests.store.runs import build, train
 WEIGHTS = {"a": torch.rand(2, 3), "b": torch.ones(4, dtype=torch.int64)}
 CLUSTER = {
     "device": "A100-80GB", "num_devices": 16, "devices_per_node": 8, "intra": {"gbps": 2400, "latency_s": 1e-6},
-    "price_per_hour": 2.5,
+    "price_per_hour": 2.5, "calibration": {"devices": {"A100": {"matmul": 0.8}}, "constants": {"gap_s": 3e-6}},
 }  # fmt: skip
 OPTIMIZER = {
     "state": {"w": {"exp_avg": torch.ones(2), "step": 1}}, "param_groups": [{"params": ["w"], "lr": 0.1}],

@@ -22,7 +22,7 @@ from meshwright.cli.run_dir import default_run_dir
 from meshwright.cli.training import train
 from meshwright.distributed import BENCHMARK_OPS
 from meshwright.errors import ConfigError
-from meshwright.runtime.launch import inside_launcher, launch
+from meshwright.runtime.launch import inside_launcher, launch, stay_on_this_machine
 
 app = typer.Typer(
     name="meshwright",
@@ -102,6 +102,7 @@ def _train(options: Options) -> int:
         return train(options)
     nproc = number_of_processes(options.read())
     if nproc == 1 and not options.max_restarts:
+        stay_on_this_machine()
         return train(options)
     # What is wrong with the request is told once, here, before anything has been started.
     prepared = prepare(options, nproc)

@@ -49,7 +49,7 @@ def parse_config(content: Mapping[str, Any], where: str) -> TrainConfig:
 
 def _read_toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return _parsed(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be read",
@@ -57,8 +57,24 @@ def _read_toml(file: Path) -> dict[str, Any]:
             got=error.strerror or str(error),
             fix="name a training file; examples/gpt2/stdlib.toml is one",
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not TOML", expected="tables of key = value", got=str(error), fix=_HELP) from None
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The tables of a TOML text, whose integers have 64 bits: Python's own have no end, and long ones no text.
+
+    Raises:
+        ValueError: When it is none.
+    """
+    content = tomllib.loads(text)
+    left: list[Any] = [content]
+    while left:
+        value = left.pop()
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("an integer of more than 64 bits")
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return content
 
 
 def _parse_change(change: str) -> tuple[str, Any]:
@@ -71,8 +87,8 @@ def _parse_change(change: str) -> tuple[str, Any]:
             fix="write it as --set table.key=value",
         )
     try:
-        return key.strip(), tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+        return key.strip(), _parsed(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
         return key.strip(), text.strip()  # shells strip quotes: run.device=cpu is meant as text
 
 

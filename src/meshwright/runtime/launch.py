@@ -38,6 +38,15 @@ def launch_id() -> str | None:
     return None if name in ("", "none") else name
 
 
+def stay_on_this_machine() -> None:
+    """Lets gloo listen on the loopback interface alone, in this process and those it starts.
+
+    Nobody outside of this machine has to reach its ranks; gloo would listen where the host's name leads to.
+    """
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
 def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
     """Runs ``python ARGUMENTS…`` as ``nproc`` local ranks and waits for them.
 
@@ -54,8 +63,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
     """
     # Without a limit every rank starts a thread per core and they fight over the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody outside of this machine has to reach its ranks
+    stay_on_this_machine()
     # The rank that failed has said why; the launcher's own account of it would bury that.
     for module in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
