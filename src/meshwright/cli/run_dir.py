@@ -4,6 +4,7 @@ RUN_DIR/config.json     the training file as resolved      metrics.jsonl   one o
         strategy.json   the strategy as applied            checkpoints/    see meshwright.store
         tensorboard/    events, where tensorboard is installed
         model_config.json   the config of a transformers model, for meshwright checkpoint export
+        adapters.json       the config and names of adapters of peft, for the same
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Any
 
 from meshwright.errors import CheckpointError, ConfigError
 
-CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD, MODEL_CONFIG = (
-    "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "tensorboard", "model_config.json",
+CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD, MODEL_CONFIG, ADAPTERS = (
+    "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "tensorboard", "model_config.json", "adapters.json",
 )  # fmt: skip
 _RUNS = Path("runs")
 

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.accelerated import Accelerated
 from meshwright.auto import accelerate
-from meshwright.cli.corpus import tokenized
+from meshwright.cli.adapters import adapters_of
 from meshwright.cli.request import Options, Prepared, prepare, unless_said
-from meshwright.cli.run_dir import CHECKPOINTS, CONFIG, MODEL_CONFIG, STRATEGY, default_run_dir, write_text
+from meshwright.cli.run_dir import ADAPTERS, CHECKPOINTS, CONFIG, MODEL_CONFIG, STRATEGY, default_run_dir, write_text
+from meshwright.cli.samples import Loaded
 from meshwright.cost.device import half_peak_flops_per_s
-from meshwright.data import GlobalOrder, TokenDataset
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.lr_scheduler import warmup_decay
 from meshwright.runtime import (
@@ -55,11 +55,8 @@ class Session:
     state: TrainingState
     peak_flops_per_s: float | None
     """Of all ranks together; None when a device is not known."""
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens in a global batch."""
-        return self.prepared.config.run.batch_size * self.prepared.config.data.seq_len
+    tokens_per_sample: int | None
+    """None where samples are no tokens."""
 
 
 def open_session(options: Options) -> Session:
@@ -70,16 +67,16 @@ def open_session(options: Options) -> Session:
     """
     prepared = _join(options)
     run_dir = gather_objects(prepared.run_dir or default_run_dir(options.file))[0]
-    dataset = tokenized(prepared.corpus, prepared.config.data.seq_len)
-    order = GlobalOrder(len(dataset), prepared.config.run.seed)
-    accelerated = _accelerate(prepared, dataset, order)
+    data = prepared.corpus.load(prepared.config.run.seed)
+    accelerated = _accelerate(prepared, data)
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
     state = _state(prepared, accelerated)
     if options.resume or (restart_count() and store.newest() is not None):
         _resume(prepared, accelerated, store, state)
-    order.start = state.samples_seen
+    data.start_at(state.samples_seen)
     _write_documents(options, prepared, run_dir, accelerated)
-    return Session(options, prepared, run_dir, accelerated, store, state, _peak_flops_per_s(accelerated.device))
+    peak_flops_per_s = _peak_flops_per_s(accelerated.device)
+    return Session(options, prepared, run_dir, accelerated, store, state, peak_flops_per_s, data.tokens_per_sample)
 
 
 def _join(options: Options) -> Prepared:
@@ -109,21 +106,22 @@ def _join(options: Options) -> Prepared:
     return prepared
 
 
-def _accelerate(prepared: Prepared, dataset: TokenDataset, order: GlobalOrder) -> Accelerated:
+def _accelerate(prepared: Prepared, data: Loaded) -> Accelerated:
     run, optimizer = prepared.config.run, prepared.config.optimizer
     with same_on_every_rank():
-        model = prepared.model.build(prepared.corpus.tokenizer.vocab_size, dataset.seq_len)
+        model = prepared.model.build(prepared.corpus.vocab_size, prepared.corpus.seq_len)
     return accelerate(
         model,
         prepared.optimizer.build,
-        dataset,
+        data.dataset,
         prepared.model.loss_func,
         strategy=prepared.strategy,
         prepare_input=prepared.model.prepare_input,
-        model_input_format=prepared.model.model_input_format,
+        model_input_format=prepared.model.model_input_format or data.model_input_format,
         optim_args=prepared.optimizer.arguments,
         optim_param_func=prepared.optimizer.param_func,
-        dataloader_args={"batch_size": run.batch_size, "sampler": order},
+        dataloader_args=data.loader_args(run.batch_size),
+        sample_batch=data.sample_batch,
         lr_scheduler_cls=warmup_decay,
         lr_scheduler_args={
             "num_steps": run.steps,
@@ -146,6 +144,7 @@ def _state(prepared: Prepared, accelerated: Accelerated) -> TrainingState:
         accelerated.lr_scheduler,
         strategy=accelerated.strategy.to_json(),
         extra={"config": prepared.config.model_dump_json()},
+        frozen=prepared.config.run.save_frozen,
     )
 
 
@@ -177,12 +176,15 @@ def _changes(then: dict[str, dict[str, object]], now: dict[str, dict[str, object
 
 
 def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accelerated: Accelerated) -> None:
+    adapters = adapters_of(accelerated.model)
     with same_on_every_rank():
         if rank() == 0:
             config = {"file": str(options.file.resolve()), "ranks": world_size(), **prepared.config.model_dump()}
             write_text(run_dir / CONFIG, json.dumps(config, indent=2) + "\n")
             write_text(run_dir / STRATEGY, accelerated.strategy.to_json() + "\n")
-            if (model_config := _transformers_config(accelerated.model)) is not None:
+            if adapters is not None:
+                write_text(run_dir / ADAPTERS, adapters)
+            elif (model_config := _transformers_config(accelerated.model)) is not None:
                 write_text(run_dir / MODEL_CONFIG, model_config)
 
 

@@ -1,8 +1,13 @@
-"""A model of transformers from its configuration alone, built on ``meta``: no weights are read or made."""
+"""Models of transformers from their configurations alone: no weights are read. For planning, on ``meta``; for training,
+with random values.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,13 +16,12 @@ from torch import nn
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.planning.models import ModuleModel, token_batch
 
-_AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification")
+_CAUSAL, _MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
+_AUTO = (_CAUSAL, _MASKED, "AutoModelForSeq2SeqLM", "AutoModelForImageClassification")
 
 
 def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> ModuleModel:
-    """Reads a ``config.json``, or the directory that holds one, and builds its model.
-
-    The class is the one that ``architectures`` names, else the first automatic class that takes the config.
+    """Reads a ``config.json``, or the directory that holds one, and builds its model with a sample for it.
 
     Args:
         path: Of the file or directory.
@@ -28,14 +32,8 @@ def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> 
         ConfigError: When transformers is not installed, or there is no such file.
         ModelError: When no model can be made of it, or it is too small for ``seq``.
     """
-    if not (path / "config.json" if path.is_dir() else path).is_file():
-        raise ConfigError(
-            "hf: names no transformers config",
-            expected="hf:PATH of a config.json, or of a directory that holds one",
-            got=str(path),
-            fix="correct the path; nothing is downloaded",
-        )
-    module, config = _built(path, on_meta=on_meta)
+    config = read_model_config(path)
+    module = model_of_config(config, path, on_meta=on_meta)
     if hasattr(config, "image_size"):
         return ModuleModel(_name(config, path), module, _images(config), model_input_format="unpack_dict")
     seq = _checked_seq(config, seq)
@@ -44,21 +42,90 @@ def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> 
     return ModuleModel(_name(config, path), module, batch, model_input_format="unpack_dict", seq=seq)
 
 
-def _built(path: Path, *, on_meta: bool) -> tuple[nn.Module, Any]:
+def check_config_path(path: Path, key: str = "hf:") -> None:
+    """Refuses a path that is no ``config.json``, nor a directory that holds one.
+
+    Raises:
+        ConfigError: Naming ``key``, where it was written.
+    """
+    if not (path / "config.json" if path.is_dir() else path).is_file():
+        raise ConfigError(
+            f"{key} names no transformers config",
+            expected="hf:PATH of a config.json, or of a directory that holds one",
+            got=str(path),
+            fix="correct the path; nothing is downloaded",
+        )
+
+
+def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key: str = "hf:") -> Any:
+    """The configuration in a ``config.json`` or in the directory that holds one, without a cache for generation.
+
+    Args:
+        path: Of the file or directory.
+        changes: Values that replace those of the file.
+        key: Where the path was written, for errors.
+
+    Raises:
+        ConfigError: When transformers is not installed, there is no such file, or it has no such keys.
+        ModelError: When it is no configuration that transformers knows.
+    """
+    check_config_path(path, key)
+    transformers = _transformers(key)
+    with _told(path):
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **(changes or {}))
+    unknown = [name for name in changes or {} if not hasattr(config, name)]
+    if unknown:
+        raise ConfigError(
+            f"{type(config).__name__} does not have all of the keys that shall be changed",
+            expected="keys of the configuration",
+            got=", ".join(unknown),
+            fix="correct them",
+        )
+    config.use_cache = False  # in training it only holds memory
+    return config
+
+
+def model_of_config(config: Any, path: Path, *, on_meta: bool = False) -> nn.Module:
+    """The model of a configuration, with random weights, or with none on ``meta``.
+
+    The class is the one that ``architectures`` names, else the first automatic class that takes the configuration; of
+    one that could be a decoder and is not (BERT's), the one for masked language models.
+
+    Args:
+        config: As :func:`read_model_config` returns it.
+        path: Where it was read, for errors.
+        on_meta: Whether parameters have no values.
+
+    Raises:
+        ModelError: When no model can be made of it.
+    """
+    with _told(path), torch.device("meta" if on_meta else "cpu"):
+        return _of_config(_transformers(), config)
+
+
+def predicts_next_token(module: nn.Module, config: Any) -> bool:
+    """Whether a model's logits are those of the next token: it is a causal language model, and no encoder."""
+    mapping = getattr(_transformers(), _CAUSAL)._model_mapping
+    return type(config) in mapping and isinstance(module, mapping[type(config)]) and not _is_encoder(config)
+
+
+def _transformers(key: str = "hf:") -> ModuleType:
     try:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            "hf: needs transformers, which is not installed",
+            f"{key} needs transformers, which is not installed",
             expected="an importable package 'transformers'",
             got=str(error),
             fix="pip install 'meshwright[hf]'",
         ) from None
+    return transformers
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        config.use_cache = False  # for generation; in training it only holds memory
-        with torch.device("meta" if on_meta else "cpu"):
-            return _of_config(transformers, config), config
+        yield
     except MeshwrightError:
         raise
     except Exception as error:
@@ -70,11 +137,11 @@ def _built(path: Path, *, on_meta: bool) -> tuple[nn.Module, Any]:
         ) from error
 
 
-def _of_config(transformers: Any, config: Any) -> nn.Module:
+def _of_config(transformers: ModuleType, config: Any) -> nn.Module:
     named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
     if named is not None:
         return named(config)
-    for name in _AUTO:
+    for name in (_MASKED, *_AUTO) if _is_encoder(config) else _AUTO:
         auto = getattr(transformers, name)
         if type(config) in auto._model_mapping:
             return auto.from_config(config)
@@ -84,6 +151,12 @@ def _of_config(transformers: Any, config: Any) -> nn.Module:
         got=str(config.architectures),
         fix='add "architectures": ["…"] to the config',
     )
+
+
+def _is_encoder(config: Any) -> bool:
+    """Whether it is of a kind whose attention sees what follows unless ``is_decoder`` says otherwise."""
+    masked = getattr(_transformers(), _MASKED)._model_mapping
+    return type(config) in masked and not getattr(config, "is_decoder", False)
 
 
 def _name(config: Any, path: Path) -> str:
