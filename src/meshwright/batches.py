@@ -34,6 +34,13 @@ def check_input_format(model_input_format: str | None) -> None:
         )
 
 
+def usual_input_format(batch: Any) -> str | None:
+    """How a model takes a batch of such a kind where nobody says it: dictionaries by name, sequences in order."""
+    if isinstance(batch, Mapping):
+        return "unpack_dict"
+    return "unpack_sequence" if isinstance(batch, list | tuple) else None
+
+
 def call_model(model: nn.Module, inputs: Any, model_input_format: str | None) -> Any:
     """Calls the model with its input unpacked as the format says.
 

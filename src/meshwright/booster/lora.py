@@ -60,8 +60,8 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], use_safetensors:
                 fix="call booster.enable_lora(model, …) before boost",
             )
         named = {stored_name(name): value for name, value in entries.raw.items() if isinstance(value, torch.Tensor)}
-        wanted = _adapter_names(peft, entries.module, named)
-    whole = {name: collect(named[name]) for name in wanted}
+        wanted = adapter_names(entries.module, named)
+    whole = {name: collect(named[name]) for name in wanted.values()}
     with same_on_every_rank():
         if rank() == 0:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -70,11 +70,19 @@ def save_lora(model: nn.Module, folder: str | os.PathLike[str], use_safetensors:
             )
 
 
-def _adapter_names(peft: ModuleType, model: nn.Module, named: dict[str, torch.Tensor]) -> list[str]:
-    """The names that peft keeps of a state dict: it renames, so tensors lead back to the names."""
+def adapter_names(model: nn.Module, named: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The names of a model's adapters in peft's files, and those that they have in a state dict.
+
+    Args:
+        model: A ``PeftModel``.
+        named: Its state dict, or a part of it.
+
+    Raises:
+        ConfigError: When peft is not installed.
+    """
     names = {id(tensor): name for name, tensor in named.items()}
-    kept = peft.get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
-    return [names[id(tensor)] for tensor in kept.values()]
+    kept = _peft().get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
+    return {name: names[id(tensor)] for name, tensor in kept.items()}
 
 
 def _peft() -> ModuleType:

@@ -9,6 +9,7 @@ from meshwright.accelerated import StepResult
 from meshwright.cli.observer import Observer
 from meshwright.cli.run_dir import ANOMALIES, append_line
 from meshwright.cli.session import Session
+from meshwright.data import GlobalOrder
 from meshwright.errors import LossSpikeError, UnsoundStepError
 from meshwright.runtime import agreed, print_rank
 from meshwright.store.choice import step_name
@@ -70,11 +71,12 @@ class Anomalies:
         return True
 
     def _write(self, what: str, done: str, step: int, first: int, told: Mapping[str, object]) -> None:
-        """The samples are indices into the dataset; ``first_sample`` is their position in the run."""
+        """The samples are indices into the dataset, null of a stream; ``first_sample`` is their position in the run."""
         if self._observer is None:
             return
         batch_size = self._session.prepared.config.run.batch_size
-        samples = self._session.order.samples(first, batch_size)
+        order = self._session.order
+        samples = order.samples(first, batch_size) if isinstance(order, GlobalOrder) else None  # a stream numbers none
         record = {"step": step, "what": what, "done": done, **told, "first_sample": first, "samples": samples}
         append_line(self._session.run_dir / ANOMALIES, record)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +12,11 @@ import typer
 from rich.table import Column, Table
 
 from meshwright.cli.failures import exit_status
-from meshwright.cli.run_dir import CHECKPOINTS, MODEL_CONFIG
+from meshwright.cli.run_dir import ADAPTERS, CHECKPOINTS, MODEL_CONFIG
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.planner.sizes import readable_bytes
 from meshwright.store.choice import complete_checkpoints, damage_of, nothing_valid, verify
-from meshwright.store.export import export_weights
+from meshwright.store.export import export_adapters, export_weights
 from meshwright.store.manifest import MANIFEST, read_manifest
 from meshwright.store.record import RECORD, Record, read_record
 from meshwright.utils.terminal import PlainConsole
@@ -49,7 +50,8 @@ def export_command(
 ) -> None:
     """Write the weights of a checkpoint (of a run: the newest that is whole) as safetensors.
 
-    A folder gets a config.json too where the run has trained a transformers model: from_pretrained loads it.
+    A folder gets a config.json too where the run has trained a transformers model: from_pretrained loads it. Of a run
+    that has trained adapters of peft it gets these alone: PeftModel.from_pretrained loads them.
     """
     raise typer.Exit(exit_status(lambda: _export(directory, out, dtype)))
 
@@ -115,11 +117,25 @@ def _export(directory: Path, out: Path, dtype: str | None) -> int:
     if dtype is not None and dtype not in _DTYPES:
         raise CheckpointError("--dtype is not known", expected=", ".join(_DTYPES), got=dtype, fix="use one of these")
     path = _newest_whole(_found(directory))
+    adapters_file = path.parent.parent / ADAPTERS
+    if adapters_file.is_file() and not out.suffix:
+        adapters = json.loads(adapters_file.read_text(encoding="utf-8"))
+        weights = export_adapters(
+            path,
+            out,
+            names=adapters["names"],
+            config=json.dumps(adapters["config"], indent=2) + "\n",
+            dtype=_DTYPES.get(dtype or ""),
+        )
+        return _say_exported(out, weights, path, "; adapters for peft")
     config_file = path.parent.parent / MODEL_CONFIG
     config = config_file.read_text(encoding="utf-8") if config_file.is_file() else None
     weights = export_weights(path, out, dtype=_DTYPES.get(dtype or ""), config=config)
+    return _say_exported(out, weights, path, "" if config is None or out.suffix else "; a transformers folder")
+
+
+def _say_exported(out: Path, weights: Mapping[str, torch.Tensor], path: Path, kind: str) -> int:
     size = readable_bytes(sum(tensor.numel() * tensor.element_size() for tensor in weights.values()))
-    kind = "" if config is None or out.suffix else "; a transformers folder"
     typer.echo(f"{out}: {len(weights)} tensors, {size}, of {path}{kind}")
     return 0
 

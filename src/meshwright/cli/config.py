@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -10,7 +11,8 @@ from meshwright.lr_scheduler import Decay
 
 OPTIMIZERS = ("adamw", "sgd")
 
-_Reference = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+_REFERENCE = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+_Reference = Annotated[str, Field(pattern=f"^{_REFERENCE}$")]
 _Count = Annotated[int, Field(ge=1)]
 _NonNegative = Annotated[int, Field(ge=0)]
 _Betas = Annotated[tuple[float, ...], Field(strict=False, min_length=2, max_length=3)]  # TOML has lists only
@@ -26,19 +28,20 @@ class Table(BaseModel):
 class ModelTable(Table):
     """What is trained."""
 
-    source: Annotated[str, Field(pattern=r"^(hf:.+|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = Field(
+    source: Annotated[str, Field(pattern=f"^(hf:.+|{_REFERENCE})$")] = Field(
         description="'module:function' that returns the model (modules beside this file are found first), or 'hf:PATH' "
         "of a transformers config.json or the directory it lies in: built with random weights"
     )
     args: dict[str, Any] = Field(
         default={},
         description="keyword arguments of the function (vocab_size and seq_len, where it names them, default to the "
-        "tokenizer's and data.seq_len), or values that replace those of the transformers config",
+        "tokenizer's, if there is one, and data.seq_len), or values that replace those of the transformers config",
     )
     loss: _Reference | None = Field(
         default=None,
         description="'module:function' called as loss(model_input, model_output); "
-        "default: cross-entropy of the next token, nats per token",
+        "default: cross-entropy of the next token, nats per token; where data.source is a function, the loss that the "
+        "model's output carries",
     )
 
 
@@ -47,13 +50,32 @@ class DataTable(Table):
 
     source: str | list[str] = Field(
         default="stdlib",
-        description="'stdlib' (the Python standard library's own sources), a text file, a glob, or a list of these",
+        description="'stdlib' (the Python standard library's own sources), a text file, a glob, or a list of these; or "
+        "'module:function' that returns a torch Dataset or an iterable of samples, equal on every rank: a dictionary "
+        "is passed to the model by name, a tuple or list in order, a tensor alone",
+    )
+    args: dict[str, Any] = Field(
+        default={},
+        description="keyword arguments of the function (seq_len and seed, where it names them, default to data.seq_len "
+        "and run.seed)",
     )
     tokenizer: str = Field(default="bytes", description="'bytes' (257 ids), or the path of a tokenizers JSON file")
     seq_len: Annotated[int, Field(ge=2)] = Field(default=256, description="tokens per sequence")
     cache_dir: str | None = Field(
         default=None, description="folder for tokenized corpora; default: meshwright/ in the user's cache directory"
     )
+
+    @property
+    def function(self) -> str | None:
+        """The reference to a function that returns samples; None where the source is text."""
+        is_function = isinstance(self.source, str) and re.fullmatch(_REFERENCE, self.source)
+        return str(self.source) if is_function else None
+
+    @model_validator(mode="after")
+    def _args_are_the_functions(self) -> Self:
+        if self.args and self.function is None:
+            raise ValueError("args beside a source 'module:function' only")
+        return self
 
 
 class StrategyTable(Table):
@@ -92,7 +114,7 @@ class StrategyTable(Table):
 class OptimizerTable(Table):
     """How weights are updated. Keys left out keep the optimizer's own defaults."""
 
-    name: Annotated[str, Field(pattern=r"^([a-z_0-9]+|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = Field(
+    name: Annotated[str, Field(pattern=f"^([a-z_0-9]+|{_REFERENCE})$")] = Field(
         default="adamw",
         description="'adamw' (fused), 'sgd', 'lamb', 'adafactor', 'came', 'galore', 'galore_8bit', 'muon' (AdamW for "
         "embeddings, heads and vectors), or 'module:Class' of any torch optimizer",
@@ -128,6 +150,11 @@ class RunTable(Table):
         default=None, description="steps between checkpoints; default: one at the end"
     )
     keep_checkpoints: _Count = Field(default=2, description="newest checkpoints kept")
+    save_frozen: bool = Field(
+        default=True,
+        description="save parameters that are not trained too; without them the model function must make them again, "
+        "equal, when the run is resumed",
+    )
     background_checkpoints: bool = Field(
         default=False, description="write checkpoints while training goes on, from a copy in host memory"
     )

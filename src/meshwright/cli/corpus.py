@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from meshwright.cli.config import DataTable
-from meshwright.data import TokenDataset, Tokenizer, find_files, load_tokenizer, token_cache
+from meshwright.cli.samples import Loaded
+from meshwright.data import GlobalOrder, TokenDataset, Tokenizer, find_files, load_tokenizer, token_cache
 from meshwright.runtime import rank, same_on_every_rank
 from meshwright.utils.terminal import PlainConsole
 
@@ -22,6 +23,21 @@ class Corpus:
     files: tuple[Path, ...]
     tokenizer: Tokenizer
     cache_dir: Path
+    seq_len: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids of the tokenizer."""
+        return self.tokenizer.vocab_size
+
+    def load(self, seed: int) -> Loaded:
+        """Sequences of the text in an endless order. Collective.
+
+        Raises:
+            DataError: On every rank, when it cannot be read or is shorter than one sequence.
+        """
+        dataset = tokenized(self, self.seq_len)
+        return Loaded(dataset, GlobalOrder(len(dataset), seed), tokens_per_sample=self.seq_len)
 
 
 def find_corpus(table: DataTable, folder: Path) -> Corpus:
@@ -32,7 +48,7 @@ def find_corpus(table: DataTable, folder: Path) -> Corpus:
     """
     cache_dir = _default_cache() if table.cache_dir is None else folder / Path(table.cache_dir).expanduser()
     files = tuple(find_files(table.source, folder))
-    return Corpus(files, load_tokenizer(table.tokenizer, folder), cache_dir)
+    return Corpus(files, load_tokenizer(table.tokenizer, folder), cache_dir, table.seq_len)
 
 
 def _default_cache() -> Path:

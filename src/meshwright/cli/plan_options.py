@@ -13,6 +13,7 @@ import torch
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from torch import nn
 
+from meshwright.batches import usual_input_format
 from meshwright.cli.references import find_modules_beside, resolve_reference, takes, where_raised
 from meshwright.cost import Cluster, find_cluster
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
@@ -83,7 +84,7 @@ class Subjects:
             )
         batch = token_batch(self.seq) if self.seq is not None else self._sample()
         loss = resolve_reference(self.loss, "--loss") if self.loss is not None else None
-        return ModuleModel(self.model, module, batch, loss, _format(batch), seq=self.seq)
+        return ModuleModel(self.model, module, batch, loss, usual_input_format(batch), seq=self.seq)
 
     def _sample(self) -> Any:
         assert self.sample is not None
@@ -108,13 +109,6 @@ def _called(reference: str, option: str, function: Callable[[], Any]) -> Any:
             got=f"{type(error).__name__}: {error} ({where_raised(error)})",
             fix="correct the function; --traceback shows where",
         ) from error
-
-
-def _format(batch: Any) -> str | None:
-    """How a model takes a sample of such a kind."""
-    if isinstance(batch, dict):
-        return "unpack_dict"
-    return "unpack_sequence" if isinstance(batch, list | tuple) else None
 
 
 def _bytes(text: str | None) -> int | None:

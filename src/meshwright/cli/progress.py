@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -46,12 +47,18 @@ def status_line(record: Mapping[str, Any], smoothed_loss: float | None, eta_s: f
             f"loss {smoothed_loss if smoothed_loss is not None else record['loss']:.3f}",
             f"lr {record['lr']:.1e}",
             f"norm {record['grad_norm']:.2f}{' skipped' if record['skipped'] else ''}",
-            f"{readable_count(record['tokens_per_s'])} tokens/s",
+            speed([record]),
             f"MFU {percent(record['mfu'])}",
             f"mem {readable_bytes(record['peak_memory_bytes'])}",
             f"ETA {duration(eta_s)}",
         )
     )
+
+
+def speed(records: Sequence[Mapping[str, Any]]) -> str:
+    """The median of steps, in tokens/s, or in samples/s where samples are no tokens."""
+    unit = "tokens" if records[0]["tokens_per_s"] is not None else "samples"
+    return f"{readable_count(statistics.median(record[f'{unit}_per_s'] for record in records))} {unit}/s"
 
 
 def percent(fraction: float | None) -> str:

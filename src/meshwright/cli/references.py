@@ -6,11 +6,11 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ConfigError, did_you_mean
+from meshwright.errors import ConfigError, MeshwrightError, did_you_mean
 
 
 def find_modules_beside(folder: Path) -> None:
@@ -51,6 +51,41 @@ def takes(function: Callable[..., Any], name: str) -> bool:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return False
+
+
+def call_reference(
+    function: Callable[..., Any],
+    reference: str,
+    arguments: Mapping[str, Any],
+    *,
+    key: str,
+    expected: str,
+    error_cls: type[MeshwrightError],
+) -> Any:
+    """Calls what a reference refers to.
+
+    Args:
+        function: The function or class.
+        reference: Its ``module:name``.
+        arguments: Keyword arguments.
+        key: Table of the training file that names it, for errors.
+        expected: What it shall return, for errors.
+        error_cls: Class of the error.
+
+    Raises:
+        MeshwrightError: Of that class, when it fails with any other error, saying where.
+    """
+    try:
+        return function(**arguments)
+    except MeshwrightError:
+        raise
+    except Exception as error:
+        raise error_cls(
+            f"The {key} function {reference} failed",
+            expected=expected,
+            got=f"{type(error).__name__}: {error} ({where_raised(error)})",
+            fix=f"correct {key}.args or the function; --traceback shows where",
+        ) from error
 
 
 def _not_imported(module_name: str, where: str, error: Exception) -> ConfigError:

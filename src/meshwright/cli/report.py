@@ -9,7 +9,8 @@ from typing import Any
 
 from rich.table import Table
 
-from meshwright.cli.progress import UNKNOWN, duration, percent, readable_count
+from meshwright.cli.corpus import Corpus
+from meshwright.cli.progress import UNKNOWN, duration, percent, speed
 from meshwright.cli.session import Session
 from meshwright.planner import readable_bytes
 from meshwright.runtime import world_size
@@ -61,18 +62,17 @@ def _loss_text(session: Session, records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _unit(session: Session) -> str:
-    if session.prepared.config.model.loss is not None:
+    if session.prepared.config.model.loss is not None or not isinstance(session.prepared.corpus, Corpus):
         return ""
     return ", nats per byte" if session.prepared.config.data.tokenizer == "bytes" else ", nats per token"
 
 
 def _speed_text(records: Sequence[Mapping[str, Any]]) -> str:
-    tokens_per_s = statistics.median(record["tokens_per_s"] for record in records)
     step_time_s = statistics.median(record["step_time_s"] for record in records)
     known = [mfu for record in records if (mfu := record.get("mfu")) is not None]
     mfu = percent(statistics.median(known) if known else None)
     total_s = duration(sum(record["step_time_s"] for record in records))
-    return f"{readable_count(tokens_per_s)} tokens/s, {step_time_s:.3f} s a step, MFU {mfu}; {total_s} in all"
+    return f"{speed(records)}, {step_time_s:.3f} s a step, MFU {mfu}; {total_s} in all"
 
 
 def _memory_text(session: Session, peak_bytes: int) -> str:

@@ -16,6 +16,7 @@ from meshwright.cli.models import ModelSource, model_source
 from meshwright.cli.optimizers import OptimizerChoice, optimizer_of
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_dir import check_run_dir, is_restart
+from meshwright.cli.samples import Samples, find_samples
 from meshwright.data import numbers_that_divide
 from meshwright.errors import ConfigError, DataError
 from meshwright.methods import GradientAccumulation, resolve
@@ -68,7 +69,7 @@ class Prepared:
     config: TrainConfig
     run_dir: Path | None  # None: nobody has named one
     model: ModelSource
-    corpus: Corpus
+    corpus: Corpus | Samples
     strategy: Strategy | None  # None: choose one
     optimizer: OptimizerChoice
 
@@ -100,8 +101,10 @@ def prepare(options: Options, world: int) -> Prepared:
         )
     if run_dir is not None and not is_restart(run_dir):  # which has written there itself
         check_run_dir(run_dir, resume=options.resume)
-    model = model_source(config.model, folder)
-    return Prepared(config, run_dir, model, find_corpus(config.data, folder), strategy, optimizer)
+    of_text = config.data.function is None
+    model = model_source(config.model, folder, of_text=of_text)
+    corpus = find_corpus(config.data, folder) if of_text else find_samples(config.data)
+    return Prepared(config, run_dir, model, corpus, strategy, optimizer)
 
 
 def _run_dir(options: Options, config: TrainConfig, folder: Path) -> Path | None:

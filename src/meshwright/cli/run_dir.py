@@ -5,6 +5,7 @@ RUN_DIR/config.json     the training file as resolved      metrics.jsonl   one o
         tensorboard/    events, where tensorboard is installed
         anomalies.jsonl     one object per step that was skipped, undone, or ended the run: its loss and its samples
         model_config.json   the config of a transformers model, for meshwright checkpoint export
+        adapters.json       the config and names of adapters of peft, for the same
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.runtime.launch import launch_id, restart_count
 
-CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD, MODEL_CONFIG, ANOMALIES = (
-    "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "tensorboard", "model_config.json",
+CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD, MODEL_CONFIG, ADAPTERS, ANOMALIES = (
+    "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "tensorboard", "model_config.json", "adapters.json",
     "anomalies.jsonl",
 )  # fmt: skip
 _RUNS = Path("runs")

@@ -14,9 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.accelerated import Accelerated
 from meshwright.auto import accelerate
-from meshwright.cli.corpus import tokenized
+from meshwright.cli.adapters import adapters_of
 from meshwright.cli.request import Options, Prepared, prepare, unless_said
 from meshwright.cli.run_dir import (
+    ADAPTERS,
     CHECKPOINTS,
     CONFIG,
     MODEL_CONFIG,
@@ -26,8 +27,9 @@ from meshwright.cli.run_dir import (
     is_restart,
     write_text,
 )
+from meshwright.cli.samples import Loaded
 from meshwright.cost.device import half_peak_flops_per_s
-from meshwright.data import GlobalOrder, TokenDataset
+from meshwright.data import GlobalOrder, RepeatedStream
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError
 from meshwright.lr_scheduler import warmup_decay
 from meshwright.runtime import (
@@ -63,15 +65,12 @@ class Session:
     accelerated: Accelerated
     store: CheckpointStore
     state: TrainingState
-    order: GlobalOrder
+    order: GlobalOrder | RepeatedStream
     """Of the samples of the whole run."""
     peak_flops_per_s: float | None
     """Of all ranks together; None when a device is not known."""
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens in a global batch."""
-        return self.prepared.config.run.batch_size * self.prepared.config.data.seq_len
+    tokens_per_sample: int | None
+    """None where samples are no tokens."""
 
 
 def open_session(options: Options) -> Session:
@@ -82,16 +81,16 @@ def open_session(options: Options) -> Session:
     """
     prepared = _join(options)
     run_dir, restarted = _run_dir(options, prepared)
-    dataset = tokenized(prepared.corpus, prepared.config.data.seq_len)
-    order = GlobalOrder(len(dataset), prepared.config.run.seed)
-    accelerated = _accelerate(prepared, dataset, order)
+    data = prepared.corpus.load(prepared.config.run.seed)
+    accelerated = _accelerate(prepared, data)
     store = CheckpointStore(run_dir / CHECKPOINTS, keep=prepared.config.run.keep_checkpoints)
     state = _state(prepared, accelerated)
     if options.resume or (restarted and store.newest() is not None):
         _resume(prepared, accelerated, store, state)
-    order.start = state.samples_seen
+    data.start_at(state.samples_seen)
     _write_documents(options, prepared, run_dir, accelerated)
-    return Session(options, prepared, run_dir, accelerated, store, state, order, _peak_flops_per_s(accelerated.device))
+    peak_flops_per_s, tokens = _peak_flops_per_s(accelerated.device), data.tokens_per_sample
+    return Session(options, prepared, run_dir, accelerated, store, state, data.order, peak_flops_per_s, tokens)
 
 
 def _join(options: Options) -> Prepared:
@@ -131,21 +130,22 @@ def _run_dir(options: Options, prepared: Prepared) -> tuple[Path, bool]:
     return gather_objects(own or default_run_dir(options.file))[0], restarted
 
 
-def _accelerate(prepared: Prepared, dataset: TokenDataset, order: GlobalOrder) -> Accelerated:
+def _accelerate(prepared: Prepared, data: Loaded) -> Accelerated:
     run, optimizer = prepared.config.run, prepared.config.optimizer
     with same_on_every_rank():
-        model = prepared.model.build(prepared.corpus.tokenizer.vocab_size, dataset.seq_len)
+        model = prepared.model.build(prepared.corpus.vocab_size, prepared.corpus.seq_len)
     return accelerate(
         model,
         prepared.optimizer.build,
-        dataset,
+        data.dataset,
         prepared.model.loss_func,
         strategy=prepared.strategy,
         prepare_input=prepared.model.prepare_input,
-        model_input_format=prepared.model.model_input_format,
+        model_input_format=prepared.model.model_input_format or data.model_input_format,
         optim_args=prepared.optimizer.arguments,
         optim_param_func=prepared.optimizer.param_func,
-        dataloader_args={"batch_size": run.batch_size, "sampler": order},
+        dataloader_args=data.loader_args(run.batch_size),
+        sample_batch=data.sample_batch,
         lr_scheduler_cls=warmup_decay,
         lr_scheduler_args={
             "num_steps": run.steps,
@@ -168,6 +168,7 @@ def _state(prepared: Prepared, accelerated: Accelerated) -> TrainingState:
         accelerated.lr_scheduler,
         strategy=accelerated.strategy.to_json(),
         extra={"config": prepared.config.model_dump_json()},
+        frozen=prepared.config.run.save_frozen,
     )
 
 
@@ -230,6 +231,7 @@ def _change_of_strategy(then: str, now: Strategy, planned: bool) -> list[str]:
 
 
 def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accelerated: Accelerated) -> None:
+    adapters = adapters_of(accelerated.model)
     with same_on_every_rank():
         if rank() == 0:
             config = {
@@ -240,7 +242,9 @@ def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accele
             }
             write_text(run_dir / CONFIG, json.dumps(config, indent=2) + "\n")
             write_text(run_dir / STRATEGY, accelerated.strategy.to_json() + "\n")
-            if (model_config := _transformers_config(accelerated.model)) is not None:
+            if adapters is not None:
+                write_text(run_dir / ADAPTERS, adapters)
+            elif (model_config := _transformers_config(accelerated.model)) is not None:
                 write_text(run_dir / MODEL_CONFIG, model_config)
 
 

@@ -117,16 +117,19 @@ def _record(session: Session, result: StepResult, lr: float, started_s: float) -
     """One line of ``metrics.jsonl``."""
     loss, grad_norm = float(result.loss), float(result.grad_norm)  # waits for the device: only now is the step over
     step_time_s = time.perf_counter() - started_s
+    samples = session.prepared.config.run.batch_size
+    tokens = samples * session.tokens_per_sample if session.tokens_per_sample is not None else None
     return {
         "step": session.state.step,
         "loss": loss,
         "lr": lr,
         "grad_norm": grad_norm,
-        "tokens_per_s": session.tokens_per_step / step_time_s,
+        "tokens_per_s": tokens / step_time_s if tokens is not None else None,
         "step_time_s": step_time_s,
         "peak_memory_bytes": peak_memory_bytes(session.accelerated.device),
         "skipped": result.skipped,
         "mfu": _mfu(session, step_time_s),
+        "samples_per_s": samples / step_time_s,
     }
 
 

@@ -4,6 +4,7 @@ from meshwright.data.cache import Progress, open_tokens, token_cache
 from meshwright.data.corpus import find_files
 from meshwright.data.loader import GlobalBatchLoader, global_batch_loader, numbers_that_divide
 from meshwright.data.order import GlobalOrder, ShardedSampler, ShardedStream
+from meshwright.data.stream import RepeatedStream
 from meshwright.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
 from meshwright.data.tokens import TokenDataset
 
@@ -13,6 +14,7 @@ __all__ = [
     "GlobalOrder",
     "JsonTokenizer",
     "Progress",
+    "RepeatedStream",
     "ShardedSampler",
     "ShardedStream",
     "TokenDataset",

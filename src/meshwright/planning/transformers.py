@@ -1,10 +1,14 @@
-"""A model of transformers from its configuration alone, built on ``meta``: no weights are read or made."""
+"""Models of transformers from their configurations alone: no weights are read. For planning, on ``meta``; for training,
+with random values.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,18 +16,16 @@ from torch import nn
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.planning.models import ModuleModel, token_batch
 
-_Made = TypeVar("_Made")
 _COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_local_experts", "num_experts")
 _MOST = 10_000  # layers or experts: more take hours to build, and are a mistake
 _LONGEST = 2**24  # tokens of a sample
 _LARGEST_SIDE = 8192  # pixels of an image
-_AUTO = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForSeq2SeqLM", "AutoModelForImageClassification")
+_CAUSAL, _MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
+_AUTO = (_CAUSAL, _MASKED, "AutoModelForSeq2SeqLM", "AutoModelForImageClassification")
 
 
 def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> ModuleModel:
-    """Reads a ``config.json``, or the directory that holds one, and builds its model.
-
-    The class is the one that ``architectures`` names, else the first automatic class that takes the config.
+    """Reads a ``config.json``, or the directory that holds one, and builds its model with a sample for it.
 
     Args:
         path: Of the file or directory.
@@ -34,53 +36,112 @@ def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> 
         ConfigError: When transformers is not installed, or there is no such file.
         ModelError: When no model can be made of it, or it is too small for ``seq``.
     """
-    if not (path / "config.json" if path.is_dir() else path).is_file():
-        raise ConfigError(
-            "hf: names no transformers config",
-            expected="hf:PATH of a config.json, or of a directory that holds one",
-            got=str(path),
-            fix="correct the path; nothing is downloaded",
-        )
-    config = _of_transformers(path, lambda transformers: _config(transformers, path))
-    # Errors of its own, with what to do.
+    config = read_model_config(path)
     seq = None if hasattr(config, "image_size") else _checked_seq(config, seq)
-    return _of_transformers(path, lambda transformers: _planned(transformers, config, path, seq, on_meta))
-
-
-def _config(transformers: Any, path: Path) -> Any:
-    # Without the last, transformers asks on the terminal whether to run code that lies beside a config.
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    config.use_cache = False  # for generation; in training it only holds memory
-    for name in _COUNTS:
-        count = getattr(config, name, None)
-        if isinstance(count, int) and count > _MOST:
-            raise ValueError(f"{name} = {count}, and at most {_MOST:,} are built")
-    return config
-
-
-def _planned(transformers: Any, config: Any, path: Path, seq: int | None, on_meta: bool) -> ModuleModel:
-    with torch.device("meta" if on_meta else "cpu"):
-        module = _of_config(transformers, config)
+    module = model_of_config(config, path, on_meta=on_meta)
     if seq is None:
-        return ModuleModel(_name(config, path), module, _images(config), model_input_format="unpack_dict")
+        with _told(path):
+            images = _images(config)
+        return ModuleModel(_name(config, path), module, images, model_input_format="unpack_dict")
     ids = token_batch(seq)
     batch = {"input_ids": ids, "labels": ids}
     return ModuleModel(_name(config, path), module, batch, model_input_format="unpack_dict", seq=seq)
 
 
-def _of_transformers(path: Path, make: Callable[[Any], _Made]) -> _Made:
-    """What ``make`` makes with the library, whose errors are of every kind."""
+def check_config_path(path: Path, key: str = "hf:") -> None:
+    """Refuses a path that is no ``config.json``, nor a directory that holds one.
+
+    Raises:
+        ConfigError: Naming ``key``, where it was written.
+    """
+    if not (path / "config.json" if path.is_dir() else path).is_file():
+        raise ConfigError(
+            f"{key} names no transformers config",
+            expected="hf:PATH of a config.json, or of a directory that holds one",
+            got=str(path),
+            fix="correct the path; nothing is downloaded",
+        )
+
+
+def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key: str = "hf:") -> Any:
+    """The configuration in a ``config.json`` or in the directory that holds one, without a cache for generation.
+
+    Args:
+        path: Of the file or directory.
+        changes: Values that replace those of the file.
+        key: Where the path was written, for errors.
+
+    Raises:
+        ConfigError: When transformers is not installed, there is no such file, or it has no such keys.
+        ModelError: When it is no configuration that transformers knows.
+    """
+    check_config_path(path, key)
+    transformers = _transformers(key)
+    with _told(path):
+        # Without the last, transformers asks on the terminal whether to run code that lies beside a config.
+        given = {**(changes or {}), "local_files_only": True, "trust_remote_code": False}
+        config = transformers.AutoConfig.from_pretrained(path, **given)
+        _check_counts(config)
+    unknown = [name for name in changes or {} if not hasattr(config, name)]
+    if unknown:
+        raise ConfigError(
+            f"{type(config).__name__} does not have all of the keys that shall be changed",
+            expected="keys of the configuration",
+            got=", ".join(unknown),
+            fix="correct them",
+        )
+    config.use_cache = False  # in training it only holds memory
+    return config
+
+
+def _check_counts(config: Any) -> None:
+    for name in _COUNTS:
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count > _MOST:
+            raise ValueError(f"{name} = {count}, and at most {_MOST:,} are built")
+
+
+def model_of_config(config: Any, path: Path, *, on_meta: bool = False) -> nn.Module:
+    """The model of a configuration, with random weights, or with none on ``meta``.
+
+    The class is the one that ``architectures`` names, else the first automatic class that takes the configuration; of
+    one that could be a decoder and is not (BERT's), the one for masked language models.
+
+    Args:
+        config: As :func:`read_model_config` returns it.
+        path: Where it was read, for errors.
+        on_meta: Whether parameters have no values.
+
+    Raises:
+        ModelError: When no model can be made of it.
+    """
+    with _told(path), torch.device("meta" if on_meta else "cpu"):
+        return _of_config(_transformers(), config)
+
+
+def predicts_next_token(module: nn.Module, config: Any) -> bool:
+    """Whether a model's logits are those of the next token: it is a causal language model, and no encoder."""
+    mapping = getattr(_transformers(), _CAUSAL)._model_mapping
+    return type(config) in mapping and isinstance(module, mapping[type(config)]) and not _is_encoder(config)
+
+
+def _transformers(key: str = "hf:") -> ModuleType:
     try:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            "hf: needs transformers, which is not installed",
+            f"{key} needs transformers, which is not installed",
             expected="an importable package 'transformers'",
             got=str(error),
             fix="pip install 'meshwright[hf]'",
         ) from None
+    return transformers
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
     try:
-        return make(transformers)
+        yield
     except MeshwrightError:
         raise
     except Exception as error:
@@ -92,11 +153,11 @@ def _of_transformers(path: Path, make: Callable[[Any], _Made]) -> _Made:
         ) from error
 
 
-def _of_config(transformers: Any, config: Any) -> nn.Module:
+def _of_config(transformers: ModuleType, config: Any) -> nn.Module:
     named = next((getattr(transformers, name, None) for name in config.architectures or ()), None)
     if isinstance(named, type) and issubclass(named, transformers.PreTrainedModel):
         return named(config)
-    for name in _AUTO:
+    for name in (_MASKED, *_AUTO) if _is_encoder(config) else _AUTO:
         auto = getattr(transformers, name)
         if type(config) in auto._model_mapping:
             return auto.from_config(config)
@@ -106,6 +167,12 @@ def _of_config(transformers: Any, config: Any) -> nn.Module:
         got=str(config.architectures),
         fix='add "architectures": ["…"] to the config',
     )
+
+
+def _is_encoder(config: Any) -> bool:
+    """Whether it is of a kind whose attention sees what follows unless ``is_decoder`` says otherwise."""
+    masked = getattr(_transformers(), _MASKED)._model_mapping
+    return type(config) in masked and not getattr(config, "is_decoder", False)
 
 
 def _name(config: Any, path: Path) -> str:

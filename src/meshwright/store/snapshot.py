@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright.errors import CheckpointError, join_names
@@ -47,7 +48,8 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
     """
     entries = model_entries(state.model)
     weights = entries.tensors | masters_by_name(state.optim, entries.tensors)
-    tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
+    left_out = _left_out(state, entries)
+    tensors = {f"model.{name}": tensor for name, tensor in weights.items() if name not in left_out}
     optimizer = None
     if state.optim is not None:
         states, optimizer = capture_optimizer(inner_optimizer(state.optim), weights)
@@ -150,9 +152,10 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
     """
     entries = model_entries(state.model)
     weights = entries.tensors | masters_by_name(state.optim, entries.tensors)
-    targets = {f"model.{name}": tensor for name, tensor in weights.items()}
+    left_out = _left_out(state, entries)
+    targets = {f"model.{name}": tensor for name, tensor in weights.items() if name not in left_out}
     others = others or Others()
-    _check_model(entries, record, others)
+    _check_model(entries, record, others, left_out)
     _check_parts(state, record)
     outer_optimizer = state.optim if isinstance(state.optim, OuterOptimizer) else None
     replicas = outer_optimizer.replicas if outer_optimizer is not None else None
@@ -174,10 +177,17 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
     return Restoration(state, record, entries, own, optimizer, average, view, outer, averaged)
 
 
-def _check_model(entries: ModelEntries, record: Record, others: Others) -> None:
+def _left_out(state: TrainingState, entries: ModelEntries) -> set[str]:
+    """The frozen parameters, where they are neither saved nor loaded."""
+    if state.frozen:
+        return set()
+    return {name for name, each in entries.tensors.items() if isinstance(each, nn.Parameter) and not each.requires_grad}
+
+
+def _check_model(entries: ModelEntries, record: Record, others: Others, left_out: set[str]) -> None:
     stored = {name.removeprefix("model."): told for name, told in record.tensors.items() if name.startswith("model.")}
     wanted, given = entries.tensors.keys() | entries.values.keys(), stored.keys() | record.model_values.keys()
-    missing = sorted(name for name in wanted - given if not is_scaling_state(name))
+    missing = sorted(name for name in wanted - given - left_out if not is_scaling_state(name))
     unknown = sorted(name for name in given - wanted - others.entries if not is_scaling_state(name))
     misshapen = [
         f"{name} ({_described(told)} instead of {_described(now)})"

@@ -28,6 +28,9 @@ class TrainingState:
     """JSON text of the strategy; recorded for information, never applied."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Anything else that is plain: numbers, strings, lists, tuples and dictionaries of them; rank 0's is stored."""
+    frozen: bool = True
+    """Whether parameters that are not trained are stored too. Without them (adapters around a large model) a
+    checkpoint loads only into a model that has them already; those of one that holds them are then left alone."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""Samples that a function of the user's returns: images, masked text, or anything else a model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from meshwright.batches import usual_input_format
+from meshwright.cli.config import DataTable
+from meshwright.cli.references import call_reference, resolve_reference, takes
+from meshwright.data import GlobalOrder, RepeatedStream
+from meshwright.errors import DataError
+from meshwright.runtime import check_equal, same_on_every_rank
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A dataset, the order in which a whole run sees it, and what is known of its samples."""
+
+    dataset: Dataset[Any]
+    order: GlobalOrder | RepeatedStream
+    tokens_per_sample: int | None
+    sample_batch: Any = None
+    """A batch of one, for predictions; None where ``dataset`` can be indexed."""
+    model_input_format: str | None = None
+
+    def start_at(self, samples_seen: int) -> None:
+        """Passes over what a run has seen before."""
+        self.order.start = samples_seen
+
+    def loader_args(self, batch_size: int) -> dict[str, Any]:
+        """For ``accelerate(dataloader_args=)``."""
+        given = {"batch_size": batch_size}
+        return given | ({"sampler": self.order} if isinstance(self.order, GlobalOrder) else {})
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A function that returns a dataset, and its arguments."""
+
+    function: Callable[..., Any]
+    reference: str
+    arguments: Mapping[str, Any]
+    seq_len: int | None
+    vocab_size: None = None  # its samples need not be tokens
+
+    def load(self, seed: int) -> Loaded:
+        """Calls the function. Collective.
+
+        Raises:
+            DataError: On every rank, when it fails, returns no dataset, or the ranks' differ in length.
+        """
+        with same_on_every_rank():
+            made = self._made(seed)
+            loaded = _indexed(made, seed) if _is_indexed(made) else _streamed(made, self.reference)
+        length = str(len(made)) if _is_indexed(made) else "a stream"
+        check_equal("The length of the dataset", length, fix="return the same samples on every rank")
+        return loaded
+
+    def _made(self, seed: int) -> Any:
+        known = {"seed": seed} if takes(self.function, "seed") else {}
+        known |= {"seq_len": self.seq_len} if self.seq_len is not None else {}
+        return call_reference(
+            self.function,
+            self.reference,
+            {**known, **self.arguments},
+            key="data",
+            expected="a torch Dataset, or an iterable of samples",
+            error_cls=DataError,
+        )
+
+
+def find_samples(table: DataTable) -> Samples:
+    """Finds the function that ``data.source`` names, without calling it.
+
+    Raises:
+        ConfigError: When it is not there.
+    """
+    assert table.function is not None
+    function = resolve_reference(table.function, "data.source")
+    return Samples(function, table.function, table.args, table.seq_len if takes(function, "seq_len") else None)
+
+
+def _is_indexed(made: Any) -> bool:
+    return isinstance(made, Sized) and hasattr(made, "__getitem__") and not isinstance(made, Mapping | IterableDataset)
+
+
+def _indexed(made: Any, seed: int) -> Loaded:
+    order = GlobalOrder(len(made), seed)
+    batch = _batch_of_one(made[0])
+    return Loaded(made, order, _tokens(batch), model_input_format=usual_input_format(batch))
+
+
+def _streamed(made: Any, reference: str) -> Loaded:
+    if not isinstance(made, Iterable) or isinstance(made, Mapping | str):
+        raise DataError(
+            f"The data function {reference} returned no samples",
+            expected="a torch Dataset, or an iterable of samples",
+            got=type(made).__name__,
+            fix="return something with __getitem__ and __len__, or with __iter__",
+        )
+    stream = RepeatedStream(made)
+    batch = _batch_of_one(next(iter(stream)))
+    return Loaded(stream, stream, _tokens(batch), batch, usual_input_format(batch))
+
+
+def _batch_of_one(sample: Any) -> Any:
+    try:
+        return default_collate([sample])
+    except TypeError as error:
+        raise DataError(
+            "Samples of this kind cannot be put into batches",
+            expected="tensors and numbers, alone or in dictionaries, tuples and lists",
+            got=f"{type(sample).__name__}: {error}",
+            fix="let the data function return such samples",
+        ) from error
+
+
+def _tokens(batch: Any) -> int | None:
+    """Tokens of a sample; None where it has none."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
+    if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.dtype == torch.long:
+        return ids.shape[1]
+    return None
