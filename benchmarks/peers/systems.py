@@ -40,7 +40,7 @@ class System:
             text = line.strip()
             if text in ("# user:", "# end"):
                 inside = text == "# user:"
-            elif inside and text and not text.startswith("#"):
+            elif inside and text and not text.startswith("#") and text != "import torch":
                 counted += 1
         return counted
 

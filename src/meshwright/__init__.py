@@ -50,7 +50,7 @@ from meshwright.version import __version__
 if TYPE_CHECKING:
     from meshwright import benchmark, booster
     from meshwright.atorch import auto_accelerate
-    from meshwright.booster import launch, launch_from_torch
+    from meshwright.booster.launch import launch, launch_from_torch
     from meshwright.planning import plan
 
 __all__ = [
