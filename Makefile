@@ -18,7 +18,7 @@ help:
 	@echo "make parity  strategies and optimizers against one process, the whole matrices (make test runs a part of them)"
 	@echo "make faults  hundreds of killed runs and damaged files; KILLS=200 of them"
 	@echo "make fuzz    every parser against hostile files, FUZZ_S=300 seconds each with hypothesis and with atheris"
-	@echo "make bench   steps against loops written by hand, optimizers against single-device libraries"
+	@echo "make bench   beside DDP, FSDP2, DeepSpeed, Accelerate and Fabric; then overhead and optimizers"
 	@echo "make clean   remove the virtual environment and caches"
 
 # The first Python that is new enough; an older default or a broken shim is passed over.
@@ -58,7 +58,10 @@ fuzz: $(READY)
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_S) --out $(FUZZ_DIR)
 
 bench: $(READY)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]' setuptools wheel
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation deepspeed \
+	  || echo "DeepSpeed could not be installed; the benchmark leaves its rows out."
+	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/optimizers.py
 

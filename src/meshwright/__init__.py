@@ -1,10 +1,11 @@
 """Meshwright: plain PyTorch in; the best distributed plan out: predicted, explained, applied, trained."""
 
-from meshwright import benchmark, booster, distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from meshwright import distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
 from meshwright.accelerated import Accelerated, StepResult
-from meshwright.atorch import auto_accelerate
 from meshwright.auto import accelerate, clip_grad_norm
-from meshwright.booster import launch, launch_from_torch
 from meshwright.distributed import gather_result
 from meshwright.errors import (
     CheckpointError,
@@ -32,7 +33,6 @@ from meshwright.nn import (
     no_sync,
 )
 from meshwright.planner import Plan, plan_table
-from meshwright.planning import plan
 from meshwright.runtime import (
     init_distributed,
     print_rank,
@@ -46,6 +46,12 @@ from meshwright.store import load, save, wait_for_saves
 from meshwright.strategy import Strategy
 from meshwright.utils import print_block, print_dict, see_memory
 from meshwright.version import __version__
+
+if TYPE_CHECKING:
+    from meshwright import benchmark, booster
+    from meshwright.atorch import auto_accelerate
+    from meshwright.booster.launch import launch, launch_from_torch
+    from meshwright.planning import plan
 
 __all__ = [
     "Accelerated",
@@ -106,3 +112,25 @@ __all__ = [
     "wait_for_saves",
     "world_size",
 ]
+
+# What training with ``accelerate`` does not need is imported when it is asked for: importing costs every rank's start.
+_LATER = {
+    "auto_accelerate": "meshwright.atorch",
+    "launch": "meshwright.booster",
+    "launch_from_torch": "meshwright.booster",
+    "plan": "meshwright.planning",
+}
+_LATER_MODULES = ("benchmark", "booster")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER_MODULES:
+        return importlib.import_module(f"meshwright.{name}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -17,7 +17,6 @@ from meshwright.errors import ModelError
 from meshwright.methods import Job, apply_strategy
 from meshwright.optim import Stages, clip_gradients
 from meshwright.planner import Plan, plan_table
-from meshwright.planner.measure import measured_best
 from meshwright.request import Request
 from meshwright.runtime import (
     Settings,
@@ -31,8 +30,6 @@ from meshwright.runtime import (
     settings,
 )
 from meshwright.start_checks import check_alike, told_difference
-from meshwright.trials import run_live
-from meshwright.utils.terminal import PlainConsole
 
 # For clip_grad_norm; a strong reference would keep every model alive for ever.
 _OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Optimizer], Stages | None]]
@@ -146,6 +143,9 @@ def accelerate(
 def _decide(request: Request, world: Settings, limit: int) -> tuple[Plan, str | None]:
     """The plan, and why it was chosen: rank 0 predicts for all; candidates run on all."""
     if request.chooses and request.time_limit is not None:
+        from meshwright.planner.measure import measured_best
+        from meshwright.trials import run_live
+
         with same_on_every_rank():
             ranked = request.ranked(world, limit) if rank() == 0 else None
         run = run_live(request, lambda trial, plan: _build(trial, plan, world.device)[1], world.device)
@@ -207,6 +207,8 @@ def _announce(job: Job, plan: Plan, reason: str | None, verbose: bool) -> None:
     for line in (*([reason] if reason else []), *plan.notices, *gaps, *job.notices):
         print_rank(f"meshwright: {line}", file=sys.stderr, flush=True)
     if verbose and rank() == 0:
+        from meshwright.utils.terminal import PlainConsole
+
         PlainConsole(stderr=True).print(plan_table(plan))
 
 

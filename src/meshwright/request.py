@@ -28,7 +28,6 @@ from meshwright.data import GlobalBatchLoader, global_batch_loader
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, SampleRun
 from meshwright.planner import Plan, Workload, choose, cluster_at_hand, fitting
-from meshwright.planner.measure import check_time_limit
 from meshwright.request_checks import check_keywords, check_model
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
 from meshwright.strategy import METHOD_CONFIGS, Strategy
@@ -111,8 +110,12 @@ class Request:
         return self.strategy is None or self.finetune
 
     def _check_dry_runs(self) -> None:
+        if self.time_limit is None:
+            return
+        from meshwright.planner.measure import check_time_limit  # the rest of that room is for dry runs
+
         check_time_limit(self.time_limit)
-        if self.time_limit is None or not self.chooses:
+        if not self.chooses:
             return
         if self.optim_func is None or (self.dataset is None and self.sample_batch is None):
             raise ConfigError(

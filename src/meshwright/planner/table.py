@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from rich import box
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from meshwright.cost import copies
 from meshwright.planner.forecast import Forecast
 from meshwright.planner.plan import Plan
 from meshwright.planner.sizes import readable_bytes
 from meshwright.planner.words import number, part_name, seconds, time_parts
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 MEMORY_CLASSES = (  # fields of Memory, and what people call them
     ("parameters", "parameters"),
@@ -44,6 +45,9 @@ def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
         plan: The plan.
         measured: Bytes by class, as measured; adds a column.
     """
+    from rich import box  # imported where a table is wanted: most ranks print none
+    from rich.table import Table
+
     axes = " x ".join(f"{name} {size}" for name, size in plan.step.axes)
     methods = [str(method) for method in plan.strategy.methods if method.method_name != "parallel_mode"]
     title = f"Plan: {' + '.join(methods) or 'data parallel'} on {axes}"

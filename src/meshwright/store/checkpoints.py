@@ -31,8 +31,7 @@ from meshwright.store.manifest import (
 from meshwright.store.place import commit, delete_old, make_room, temporary_of
 from meshwright.store.record import RECORD, Record, consistent, read_record
 from meshwright.store.replicas import begin, load_means
-from meshwright.store.shard_writer import file_prefix
-from meshwright.store.shards import load_shards, save_shards
+from meshwright.store.shards import file_prefix, load_shards, save_shards
 from meshwright.store.snapshot import names_held, plan_restore
 from meshwright.store.staging import HostCopies, Staged, staged
 from meshwright.store.state import CheckpointInfo, TrainingState

@@ -23,10 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-
-def file_prefix(rank: int) -> str:
-    """How the names of the files begin that ``rank`` writes."""
-    return f"shard-{rank + 1:05d}-"
+from meshwright.store.shards import file_prefix
 
 
 class ShardWriter(HuggingFaceStorageWriter):

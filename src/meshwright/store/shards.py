@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError
 from meshwright.runtime.background import agreement_group
-from meshwright.store.shard_writer import ShardWriter
+
+
+def file_prefix(rank: int) -> str:
+    """How the names of the files begin that ``rank`` writes."""
+    return f"shard-{rank + 1:05d}-"
 
 
 def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
@@ -32,6 +32,11 @@ def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
     Raises:
         CheckpointError: On every rank, when any of them cannot write.
     """
+    # Imported here: torch's distributed checkpoint brings its launcher along, which every start of a rank would pay.
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from meshwright.store.shard_writer import ShardWriter
+
     with _agreed_errors(
         f"Writing tensors into {folder} failed", "make room on the disk, and check who may write there"
     ):
@@ -44,6 +49,9 @@ def load_shards(targets: dict[str, torch.Tensor], folder: Path) -> None:
     Raises:
         CheckpointError: On every rank, when any of them cannot read. The targets may then be partly filled.
     """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     fix = "the model is partly loaded: build it anew before going on; then check the disk"
     with _agreed_errors(f"Reading tensors from {folder} failed", fix):
         load(
@@ -55,6 +63,8 @@ def load_shards(targets: dict[str, torch.Tensor], folder: Path) -> None:
 @contextlib.contextmanager
 def _agreed_errors(what: str, fix: str) -> Iterator[None]:
     """Converts DCP's exception, which all ranks get but no ``except Exception`` catches (it is a BaseException)."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         with warnings.catch_warnings():
             # A world of one needs no process group.

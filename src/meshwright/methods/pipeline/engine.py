@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.utils._pytree import tree_leaves
 
 from meshwright.inspect import captured, hand_over_micro_batches, hand_over_stages
@@ -24,8 +23,10 @@ from meshwright.methods.pipeline.chain import Boundary, Line, StageOutput, flag_
 from meshwright.methods.pipeline.gradients import StageGradients
 from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
 from meshwright.methods.pipeline.splice import Handed, Splice
-from meshwright.methods.pipeline.stage import Stage, StageModule
 from meshwright.runtime import preserved_rng, same_on_every_rank
+
+if TYPE_CHECKING:
+    from meshwright.methods.pipeline.stage import StageModule
 
 _SHAPES_KEPT = 4  # schedules of as many batch shapes stay: each holds room for the hidden states of its micro-batches
 
@@ -198,6 +199,10 @@ class PipelineEngine:
                 module.reshard()
 
     def _build(self, num_micro_batches: int) -> tuple[Any, list[StageModule]]:
+        from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+        from meshwright.methods.pipeline.stage import Stage, StageModule
+
         stages, modules = [], []
         for number in self.line.stages:
             own = functools.partial(self._parameters_of, number)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 
 from meshwright.methods.pipeline.chain import Line
 from meshwright.methods.replicas import GradientAverager
@@ -72,6 +71,8 @@ class StageGradients:
     def reduce(self, model: nn.Module) -> None:
         """After them: FSDP2 averages over the replicas, once."""
         if isinstance(model, FSDPModule):
+            from torch.distributed.pipelining import PipelineStage
+
             # torch's own end of a pipeline step: reduces all units, frees whole weights, and waits.
             PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), 1)  # type: ignore[arg-type]
 

@@ -6,14 +6,14 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-from unittest import mock
-
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, _PipelineSchedule, get_schedule_class
-from torch.distributed.pipelining.stage import PipelineStage
+from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.errors import StrategyError
 
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+# torch.distributed.pipelining is imported where a pipeline is: it takes long, and most runs have none.
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"]
@@ -79,6 +79,10 @@ def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) 
 @functools.cache
 def _any_stage() -> Any:
     """What torch's schedules take for a stage; made once, since it takes longer than all they do with it."""
+    from unittest import mock
+
+    from torch.distributed.pipelining.stage import PipelineStage
+
     return mock.create_autospec(PipelineStage, instance=True)
 
 
@@ -86,6 +90,8 @@ def _torch_order(
     schedule: type[_PipelineSchedule], ranks: int, stages_per_rank: int, micro_batches: int
 ) -> list[list[Any]]:
     """What torch's ``get_schedule_ops`` returns."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
     stage = _any_stage()
     stage.group_rank, stage.group_size, stage.submod = 0, ranks, None
     stage.num_stages = ranks * stages_per_rank
@@ -100,6 +106,8 @@ def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> 
 
     Kinds: F forward, B backward, I and W the backward of inputs and of weights. The answer is kept: do not change it.
     """
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
     every = _torch_order(get_schedule_class(SCHEDULES[name].torch_name), ranks, stages_per_rank, micro_batches)
     # torch prints an action as 2F0, and two that overlap as (2F0;1B3)…
     printed = [" ".join(str(action) for action in row if action is not None) for row in every]

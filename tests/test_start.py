@@ -1,0 +1,30 @@
+"""Importing meshwright is a part of every rank's start: what training does not need waits until it is asked for."""
+
+import subprocess
+import sys
+
+LATE = (
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint.state_dict_saver",
+    "torch.distributed.elastic.agent.server.api",
+    "rich.table",
+    "meshwright.booster",
+    "meshwright.planning",
+    "meshwright.planner.measure",
+)
+PROGRAM = f"""
+import sys
+import meshwright as mw
+print([name for name in {LATE!r} if name in sys.modules])
+print([name for name in mw.__all__ if not hasattr(mw, name)])
+print(mw.plan.__module__, mw.launch.__module__, mw.booster.__name__)
+"""
+
+
+def test_importing_leaves_what_training_does_not_need():
+    printed = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == [
+        "[]",
+        "[]",
+        "meshwright.planning.door meshwright.booster.launch meshwright.booster",
+    ]
