@@ -1,7 +1,11 @@
+import errno
+import fcntl
 import json
 import random
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +139,50 @@ def test_a_failed_save_is_an_error_on_every_rank_and_leaves_nothing(ranks, tmp_p
     assert "step to save differs between ranks" in apart
     assert newest == tmp_path / "step-00000000"
     assert names == ["step-00000000"]
+
+
+def test_two_processes_do_not_mix_their_files(tmp_path):
+    holds = "import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], 0), fcntl.LOCK_EX); print(flush=True); input()"
+    path = _saved(tmp_path, 1)
+    other = subprocess.Popen(
+        [sys.executable, "-c", holds, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    other.stdout.readline()
+    shutil.copytree(path, tmp_path / ".step-00000002.tmp")  # what the other is writing
+    with pytest.raises(CheckpointError, match=r"Another process is saving a checkpoint into.*nothing was written"):
+        _saved(tmp_path, 2)
+    assert _names(tmp_path) == [".step-00000002.tmp", "step-00000001"]
+    assert (tmp_path / ".step-00000002.tmp" / "manifest.json").exists()
+    other.kill()
+    other.wait()
+    _saved(tmp_path, 2)
+    _saved(tmp_path, 3)
+    assert _names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
+
+
+def test_a_file_system_that_is_read_only_or_has_no_locks(tmp_path, monkeypatch):
+    path, state = _saved(tmp_path, 1), build("plain")
+    with monkeypatch.context() as patched:
+
+        def refuse(*_):
+            raise OSError(errno.ENOTSUP, "no locks")
+
+        patched.setattr(fcntl, "flock", refuse)
+        state.step = 2
+        CheckpointStore(tmp_path).save(state)
+    with monkeypatch.context() as patched:
+
+        def mkdir(*_, **__):
+            raise OSError(errno.EROFS, "Read-only file system")
+
+        patched.setattr(Path, "mkdir", mkdir)
+        state.step = 3
+        with pytest.raises(CheckpointError, match=r"cannot take a checkpoint.*Read-only file system.*are untouched"):
+            CheckpointStore(tmp_path).save(state, non_blocking=True)
+    assert CheckpointStore(tmp_path).load(state, path).step == 1
+    assert _names(tmp_path) == ["step-00000001", "step-00000002"]
+    state.step = 3
+    CheckpointStore(tmp_path).save(state)  # the lock was given back
 
 
 def _draw():

@@ -28,7 +28,7 @@ from meshwright.store.manifest import (
     write_durably,
     write_manifest,
 )
-from meshwright.store.place import commit, delete_old, make_room, temporary_of
+from meshwright.store.place import Claim, commit, delete_old, make_room, temporary_of
 from meshwright.store.record import RECORD, Record, consistent, read_record
 from meshwright.store.replicas import begin, load_means
 from meshwright.store.shards import file_prefix, load_shards, save_shards
@@ -67,6 +67,7 @@ class CheckpointStore:
         self.directory = Path(directory)
         self.keep = keep
         self._copies = HostCopies()  # what non_blocking saves are written from
+        self._claim: Claim | None = None  # on rank 0, while a save is under way
 
     def save(self, state: TrainingState, *, non_blocking: bool = False) -> Path:
         """Saves a training state as ``step-<state.step>``, then deletes the oldest; collective.
@@ -91,9 +92,14 @@ class CheckpointStore:
         self.wait()
         runtime.check_equal("The step to save", str(state.step), fix="call save at the same step on every rank")
         final = self.directory / step_name(state.step)
-        with runtime.same_on_every_rank(), storage_errors(f"{self.directory} cannot take a checkpoint", _DISK):
-            if runtime.rank() == 0:
-                make_room(final)
+        try:
+            with runtime.same_on_every_rank(), storage_errors(f"{self.directory} cannot take a checkpoint", _DISK):
+                if runtime.rank() == 0:
+                    self._claim = Claim(self.directory)
+                    make_room(final)
+        except BaseException:
+            self._release()
+            raise
         try:
             ready = staged(state)
             if non_blocking:
@@ -101,6 +107,7 @@ class CheckpointStore:
                     ready = self._copies.of(ready)
         except BaseException:
             _forget(final)
+            self._release()
             raise
         if non_blocking:
             run_later(self._write_later, ready, final, background_group())
@@ -127,12 +134,22 @@ class CheckpointStore:
             with runtime.same_on_every_rank(), storage_errors(f"Writing {final} failed", _DISK):
                 if runtime.rank() == 0:
                     commit(final)
+            with (
+                runtime.same_on_every_rank(),
+                storage_errors(f"Deleting checkpoints older than {final} failed", _DELETE),
+            ):
+                if runtime.rank() == 0:
+                    delete_old(self.directory, ready.record.step, self.keep)
         except BaseException:
             _forget(final)
             raise
-        with runtime.same_on_every_rank(), storage_errors(f"Deleting checkpoints older than {final} failed", _DELETE):
-            if runtime.rank() == 0:
-                delete_old(self.directory, ready.record.step, self.keep)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+            self._claim = None
 
     def newest(self) -> Path | None:
         """The complete checkpoint of the highest step, None when there is none; collective, equal on every rank.

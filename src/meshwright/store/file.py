@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from meshwright.store.folder import is_folder, read_folder, write_folder
 from meshwright.store.parts import PartEntries, collect_held, spread_held
 from meshwright.store.rank_order import in_model_order, to_rank_order_
 from meshwright.store.stages import collect_from_stage, refuse_stages, spread_to_stage, whole_entries
+from meshwright.store.tied import check_tied, tied_names
 from meshwright.store.transfer import collect, spread
 from meshwright.store.union import refuse_parts
 from meshwright.store.writer import wait_for_saves, write_later
@@ -153,7 +154,8 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
         file: Read as safetensors when the name ends in ``.safetensors``, else as ``torch.save`` writes. A pickle is
             read with ``weights_only=True``: it cannot run code. Or a folder of several files with an index, as
             :func:`save_folder` and transformers write it.
-        strict: Every name of the model must be in the file and the other way round.
+        strict: Every name of the model must be in the file and the other way round. Of names that are tied one is
+            enough, and all that are there must be equal.
 
     Returns:
         The names passed over; none if ``strict``.
@@ -173,7 +175,11 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
     described = gather_objects({name: _describe(value) for name, value in found.items()} if rank() == 0 else None)[0]
     parts = PartEntries.of(entries)
     wanted = _described(entries) if parts is None else parts.described()
-    keys = _compare(path, wanted, described, strict)
+    tied = tied_names(entries.raw) if parts is None else parts.tied_names()
+    if strict:
+        with same_on_every_rank():
+            check_tied(path, found, tied)
+    keys = _compare(path, wanted, described, tied, strict)
     if parts is None:
         _fill(entries, stages, found, described)
     else:
@@ -193,9 +199,11 @@ def _compare(
     path: Path,
     wanted: Mapping[str, tuple[int, ...] | None],
     described: Mapping[str, tuple[int, ...] | None],
+    tied: Mapping[str, Sequence[str]],
     strict: bool,
 ) -> LoadedKeys:
-    missing = [name for name in wanted if name not in described]
+    # transformers stores tied tensors under one of their names.
+    missing = [name for name in wanted if not any(each in described for each in (name, *tied.get(name, ())))]
     unexpected = [name for name in described if name not in wanted]
     misshapen = [
         f"{name}: {described[name]} in the file, {shape} in the model"

@@ -126,9 +126,10 @@ def read_folder(path: Path, kind: str = "model") -> tuple[dict[str, Any], dict[s
         CheckpointError: When index or files are absent, damaged, or not what the index says.
     """
     indices = [each for each in sorted(path.glob(f"*{_INDEX}")) if (_OPTIMIZER in each.name) == (kind == "optimizer")]
-    index = path if path.name.endswith(_INDEX) else _only(path, indices, "index")
+    index = path if path.name.endswith(_INDEX) else _only(path, _preferred(indices), "index")
     if index is None:
         files = [file for file in sorted(path.iterdir()) if file.suffix in _WEIGHTS and "optimizer" not in file.name]
+        files = _preferred(files)
         single = _only(path, files, "weights file")
         if single is None:
             raise CheckpointError(
@@ -146,6 +147,16 @@ def read_folder(path: Path, kind: str = "model") -> tuple[dict[str, Any], dict[s
     if absent:
         raise _damaged(index, f"its files lack {join_names(absent)}")
     return {name: tensors[name] for name in weight_map}, metadata
+
+
+def _preferred(files: list[Path]) -> list[Path]:
+    """Of what transformers and its trainer leave in a folder the weights, safetensors before pickles; else all."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        own = [file for file in files if file.name.removesuffix(_INDEX) == name]
+        safe = [file for file in files if file.name.removesuffix(_INDEX).endswith(".safetensors")]
+        if own and not set(safe) - set(own):
+            return own
+    return files
 
 
 def _only(folder: Path, found: list[Path], what: str) -> Path | None:

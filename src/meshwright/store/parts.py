@@ -140,6 +140,13 @@ class PartEntries:
         names = list(dict.fromkeys(name for name in (*part.names, *known) if name in known))
         return cls(held, others, every, names)
 
+    def tied_names(self) -> dict[str, list[str]]:
+        """For every name of a tied tensor its other names."""
+        groups: dict[str, list[str]] = {}
+        for name, first in self.tied.items():
+            groups.setdefault(first, [first]).append(name)
+        return {name: [each for each in group if each != name] for group in groups.values() for name in group}
+
     def described(self) -> dict[str, tuple[int, ...] | None]:
         """The shape of every entry, None of what is no tensor."""
         shapes = {name: each.record.shape for name, each in self.held.items()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import sys
 from pathlib import Path
 
 from meshwright.errors import CheckpointError
@@ -13,6 +16,56 @@ from meshwright.store.manifest import sync_directory
 def temporary_of(final: Path) -> Path:
     """Where a checkpoint lies until all of it is on the disk."""
     return final.with_name(f".{final.name}.tmp")
+
+
+class Claim:
+    """One process at a time saves into a directory: two that write the same step would mix their files.
+
+    A lock of the operating system, which ends with the process however that ends. Where the file system has none, as
+    some that are shared over a network, nobody is kept out.
+
+    Args:
+        directory: Made if it is missing.
+
+    Raises:
+        CheckpointError: When another process is saving there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._descriptor = -1
+        if sys.platform != "win32":
+            self._descriptor = os.open(directory, os.O_RDONLY)
+            self._lock(directory)
+
+    def _lock(self, directory: Path) -> None:
+        import fcntl
+
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._close()
+            raise CheckpointError(
+                f"Another process is saving a checkpoint into {directory}",
+                expected="one run that saves into a directory",
+                got="two at the same time",
+                fix="end the other one, or give this one a directory of its own; nothing was written",
+            ) from error
+        except OSError:  # locks of directories are not known here
+            self._close()
+
+    def release(self) -> None:
+        """Lets others save; harmless when done before."""
+        if self._descriptor >= 0 and sys.platform != "win32":
+            import fcntl
+
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also of what a forked process has inherited
+            self._close()
+
+    def _close(self) -> None:
+        os.close(self._descriptor)
+        self._descriptor = -1
 
 
 def make_room(final: Path) -> Path:
