@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import api
+import cli_page
 import house
 import methods_page
 
@@ -25,7 +26,7 @@ _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 def generated() -> dict[str, str]:
     """Every page or picture that is made from the code, by its path under ``docs/``."""
-    return {"methods.md": methods_page.page(), "images/house.svg": house.picture(), **api.pages()}
+    return {"cli.md": cli_page.page(), "images/house.svg": house.picture(), "methods.md": methods_page.page(), **api.pages()}
 
 
 def on_files(files: Any, config: Any) -> Any:
