@@ -9,7 +9,7 @@ FUZZ_S ?= 300
 FUZZ_DIR ?= runs/fuzz
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lint bench parity faults fuzz clean help
+.PHONY: run test lint bench docs parity faults fuzz clean help
 
 help:
 	@echo "make run     train a small GPT-2 on the Python standard library, 2 processes, about two minutes"
@@ -19,6 +19,7 @@ help:
 	@echo "make faults  hundreds of killed runs and damaged files; KILLS=200 of them"
 	@echo "make fuzz    every parser against hostile files, FUZZ_S=300 seconds each with hypothesis and with atheris"
 	@echo "make bench   beside DDP, FSDP2, DeepSpeed, Accelerate and Fabric; then overhead and optimizers"
+	@echo "make docs    the manual, into site/: open site/index.html, or SERVE=1 serves it while pages are edited"
 	@echo "make clean   remove the virtual environment and caches"
 
 # The first Python that is new enough; an older default or a broken shim is passed over.
@@ -65,5 +66,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/optimizers.py
 
+docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(SERVE),serve,build --strict --quiet)
+	@echo "The manual is in site/: open site/index.html."
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

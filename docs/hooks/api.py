@@ -1,0 +1,75 @@
+"""The pages of the API: one for each package, with the public names of its ``__all__`` in groups."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
+
+PACKAGES = {
+    "meshwright": ("meshwright", "`import meshwright as mw`: every name that a training script usually needs."),
+    "optim": ("meshwright.optim", "Optimizers that are right on shards, outer steps, BMTrain's optimizers."),
+    "nn": ("meshwright.nn", "BMTrain's modules: parameters that are sharded when made, blocks, parallel layers."),
+    "loss": ("meshwright.loss", "Losses in less memory."),
+    "lr_scheduler": ("meshwright.lr_scheduler", "BMTrain's schedules as torch schedulers."),
+    "store": ("meshwright.store", "Checkpoints, and files of whole models."),
+    "inspect": ("meshwright.inspect", "Statistics of parameters, gradients and what a model records."),
+    "distributed": ("meshwright.distributed", "Collectives with gradients, and how fast they are."),
+    "data": ("meshwright.data", "Text as tokens, and the order of samples."),
+    "booster": ("meshwright.booster", "ColossalAI's `Booster` and plugins."),
+    "strategy": ("meshwright.strategy", "What was decided: an immutable value."),
+    "methods": ("meshwright.methods", "How each optimisation is done. Their configs: [methods](../methods.md)."),
+    "cost": ("meshwright.cost", "The simulated step. Plain data; never imports torch."),
+    "runtime": ("meshwright.runtime", "Processes, mesh, devices and seeds."),
+    "utils": ("meshwright.utils", "Printing and small helpers."),
+}
+
+# Names that are documented on another page, or are values without a docstring of their own.
+_PARTS = {"benchmark", "booster", "distributed", "inspect", "loss", "lr_scheduler", "nn", "optim", "store", "utils"}
+_METHOD_INTERNALS = {"SAMPLED", "Cut", "ExpertTrace", "PipelineEngine", "Resolved", "SampleRun", "StageOutput",
+                     "TokensTrace", "TracedContext", "TracedSequence", "replacement_of"}  # fmt: skip
+
+
+def exported(package: str) -> list[str]:
+    """The names in a package's ``__all__``, without importing it."""
+    path = SOURCE / "__init__.py" if package == "meshwright" else SOURCE / package / "__init__.py"
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "__all__" for target in node.targets):
+            return list(ast.literal_eval(node.value))
+    raise ValueError(f"{path} has no __all__")
+
+
+def shown(package: str) -> list[str]:
+    """Those of them that its page explains."""
+    names = [name for name in exported(package) if not name.startswith("__")]
+    if package == "meshwright":
+        return [name for name in names if name not in _PARTS]
+    if package == "methods":
+        return [name for name in names if name not in _METHOD_INTERNALS]
+    return names
+
+
+def pages() -> dict[str, str]:
+    """The markdown of every page, by its path."""
+    rows = [f"| [`{module}`]({page}.md) | {text} |" for page, (module, text) in PACKAGES.items()]
+    index = [
+        "# API reference",
+        "",
+        "Made from the docstrings. Shapes, units, errors and the sources of formulas stand with each name; letters in",
+        "shapes are B batch, T tokens, H features, V vocabulary, and bytes are bytes, not bits or GB.",
+        "",
+        "| package | what is in it |",
+        "|---|---|",
+        *(row.replace("(../", "(../") for row in rows),
+        "",
+    ]
+    return {"api/index.md": "\n".join(index), **{f"api/{page}.md": _page(page) for page in PACKAGES}}
+
+
+def _page(page: str) -> str:
+    module, text = PACKAGES[page]
+    parts = [f"# {module}", "", text, ""]
+    for name in shown(page):
+        parts += [f"::: {module}.{name}", ""]
+    return "\n".join(parts)
