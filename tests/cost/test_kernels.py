@@ -64,3 +64,23 @@ def test_4_bits_gain_on_8_where_products_are_wide():
     blackwell = Machine(DEVICES["B200"], Efficiency(), Constants(gap_s=0.0, tile=1.0))
     wide = Op("matmul", 16384, 16384, 16384, dtype="fp8")
     assert 1.5 < forward_s(wide, blackwell) / forward_s(dataclasses.replace(wide, dtype="fp4"), blackwell) < 2
+
+
+def test_the_slowest_of_many_devices_counts():
+    spread = Constants(spread=0.02)
+    alone = Machine(DEVICES["H100-SXM"], Efficiency(), spread)
+    among = dataclasses.replace(alone, num_devices=512)
+    assert alone.sustained == 1.0
+    assert among.sustained == pytest.approx(1 / (1 + 0.02 * 3.532), rel=1e-3)
+    assert among.bytes_per_s == alone.bytes_per_s
+
+
+def test_products_of_early_libraries_and_casts():
+    machine = Machine(DEVICES["H100-SXM"], Efficiency(), Constants(gap_s=0.0, early=0.5, tile=0.0))
+    product = Op("matmul", 4096, 4096, 4096)
+    assert forward_s(dataclasses.replace(product, variant="early"), machine) == pytest.approx(
+        2 * forward_s(product, machine)
+    )
+    cast = dataclasses.replace(product, dtype="fp8")  # 3 bytes of both inputs, whatever the tiles cost
+    arithmetic = 2 * 4096**3 / machine.matmul_flops_per_s("fp8")
+    assert forward_s(cast, machine) == pytest.approx(arithmetic + 6 * 4096**2 / machine.bytes_per_s)

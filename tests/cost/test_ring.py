@@ -12,7 +12,8 @@ from meshwright.cost.ring import ring_s
 CLUSTER = make_cluster("A100", 4)
 KNOWN = fitted()
 EFFICIENCY = KNOWN.of(CLUSTER.device.efficiency)
-NETWORK, MACHINE = Network(CLUSTER, EFFICIENCY, KNOWN.constants), Machine(CLUSTER.device, EFFICIENCY, KNOWN.constants)
+NETWORK = Network(CLUSTER, EFFICIENCY, KNOWN.constants)
+MACHINE = Machine(CLUSTER.device, EFFICIENCY, KNOWN.constants, CLUSTER.num_devices)
 ATTENTION = Op("attention", 1024, 4096, 64, 16)
 
 

@@ -152,3 +152,29 @@ def test_dimensions_that_do_not_fit_are_refused(changes):
 def test_a_mesh_that_cannot_divide_the_model_is_refused():
     with pytest.raises(ModelError, match="cannot divide"):
         family_step(GPT, FamilyRun(1, seq=1024), [("tensor", 8)])
+
+
+def test_eager_norms_and_losses_move_more():
+    def moved(**changes):
+        step = family_step(LLAMA, FamilyRun(2, seq=4096, **changes))[0]
+        return [sum(op.num_bytes * op.count for op in block.ops if op.kind == "move") for block in step.blocks]
+
+    tokens, h, kv = 2 * 4096, 4096, 1024
+    usual, plain, fused = moved(), moved(plain_norms=True), moved(plain_norms=True, compiled=True)
+    assert plain[0] - usual[0] == pytest.approx(2 * tokens * (2 * 16 * h + 8 * (h + kv) + 2 * (h + kv)), rel=1e-6)
+    assert fused == moved(compiled=True)
+    assert moved(logit_moves=(38, 14))[1] - usual[1] == tokens * 128256 * (38 - 14)
+
+
+def test_recomputing_every_second_product_gathers_again_and_reduces_once():
+    axes = [("tensor", 8)]
+    step = family_step(LLAMA, FamilyRun(1, seq=4096), axes)[0]
+    strategy = [("parallel_mode", {"axes": axes}), "tensor_parallel", "half"]
+
+    def sent(*more):
+        traffic = cost_of(Strategy([*strategy, *more]), step).traffic
+        return {kind: sum(t.calls for t in traffic if t.kind == kind) for kind in ("all_gather", "reduce_scatter")}
+
+    assert sent() == {"all_gather": 128, "reduce_scatter": 128}
+    assert sent(("checkpoint", {"wrap_class": PER_OP})) == {"all_gather": 192, "reduce_scatter": 128}
+    assert sent(("checkpoint", {"wrap_class": BLOCK})) == {"all_gather": 192, "reduce_scatter": 160}

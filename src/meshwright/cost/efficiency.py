@@ -81,6 +81,7 @@ class Constants:
         flash1: Speed of the first generation of fused attention beside the second.
         vendor: Of the half-precision peak, what fused attention reaches that is written for its generation of devices
             (cuDNN's; FlashAttention-3 on Hopper: Shah et al. 2024, Fig. 5 and 6).
+        early: Speed of products beside today's in the first year of a generation of devices, before libraries knew it.
         tile: Times the bytes of its operands that a product's first and last tiles cost beside its arithmetic.
         host_s: What the host takes to launch one kernel of a module that is not compiled: a block cannot be faster.
         rowwise_bytes: Moved for each element of an fp8 product's inputs that is scaled row by row, beside the cast.
@@ -91,6 +92,8 @@ class Constants:
         reduce_scatter_s: What a reduce-scatter costs beside that: gloo polls for a millisecond, NCCL does not.
         accumulation: Times that the bytes of a gradient are moved when a further micro-batch adds to it; 0 where that
             is in other constants.
+        spread: Deviation of devices of one kind in sustained arithmetic, as a share of it (Sinha et al. 2022 found 8 %
+            between the slower and the faster of whole clusters).
         shared: Computing time lost per second of a collective beside it, where both run on the same cores: 1 on CPUs.
         in_step: Seconds of kernels in a step over those of the same kernels alone; 1 where the rates were fitted to
             whole steps. So are the next two.
@@ -109,6 +112,7 @@ class Constants:
     flash1: float = 0.6
     vendor: float = 0.53
     host_s: float = 5e-5
+    early: float = 0.9
     tile: float = 1.2
     rowwise_bytes: float = 5.0
     async_tensor: float = 0.5
@@ -116,6 +120,7 @@ class Constants:
     product_s: float = 0.0
     reduce_scatter_s: float = 0.0
     accumulation: float = 0.0
+    spread: float = 0.0
     shared: float = 0.0
     in_step: float = 1.0
     sharded: float = 1.0

@@ -7,6 +7,7 @@ narrow matrices reach less of the peak for it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from meshwright.cost.device import Device
@@ -27,11 +28,16 @@ class Machine:
     device: Device
     efficiency: Efficiency
     constants: Constants
+    num_devices: int = 1
 
     @property
     def sustained(self) -> float:
-        """Fraction of the peak clock that the power allows."""
-        return self.device.power_fraction**self.constants.power
+        """Fraction of the peak clock that the power allows, in the slowest of all devices: the others wait for it.
+
+        Of ``N`` speeds that are spread normally the least lies about ``sqrt(2 ln N)`` deviations below the mean.
+        """
+        slowest = 1 + self.constants.spread * math.sqrt(2 * math.log(self.num_devices))
+        return self.device.power_fraction**self.constants.power / slowest
 
     def matmul_flops_per_s(self, dtype: str) -> float:
         """What large products reach."""
@@ -106,11 +112,12 @@ def pass_flops(op: Op) -> tuple[int, int]:
 
 def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine) -> float:
     size_in, size_out = _ITEMSIZE[op.dtype]
-    moved: float = size_in * (m * k + k * n) + size_out * m * n
+    moved = machine.constants.tile * (size_in * (m * k + k * n) + size_out * m * n)
     if op.dtype in _CAST_BYTES:
         rowwise = machine.constants.rowwise_bytes if op.variant == "rowwise" else 0.0
         moved += (_CAST_BYTES[op.dtype] + rowwise) * (m * k + k * n)
-    spent = 2 * m * n * k / machine.matmul_flops_per_s(op.dtype) + machine.move_s(machine.constants.tile * moved)
+    rate = machine.matmul_flops_per_s(op.dtype) * (machine.constants.early if op.variant == "early" else 1.0)
+    spent = 2 * m * n * k / rate + machine.move_s(moved)
     return machine.constants.product_s + op.batch * spent
 
 

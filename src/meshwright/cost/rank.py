@@ -48,7 +48,7 @@ class Rank:
 def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
     """The seconds of one rank's micro-batch on a cluster."""
     efficiency = known.of(cluster.device.efficiency)
-    machine = Machine(cluster.device, efficiency, known.constants)
+    machine = Machine(cluster.device, efficiency, known.constants, cluster.num_devices)
     network = Network(cluster, efficiency, known.constants)
     inline = {moment: inline_s(step, network, moment) for moment in _MOMENTS}
     hidden = [each for each in step.traffic if each.hidden and each.moment != "update" and each.kind != "send"]

@@ -22,7 +22,8 @@ def ring_s(step: Step, network: Network, moment: str) -> float:
         return 0.0
     group = group_of(step.axes, (AXIS,), network.cluster.devices_per_node)
     travels = sum(collective_s("send", each.bytes_per_step, group, network, each.calls) for each in sent)
-    machine = Machine(network.cluster.device, network.efficiency, network.constants)
+    cluster = network.cluster
+    machine = Machine(cluster.device, network.efficiency, network.constants, cluster.num_devices)
     seconds = forward_s if moment == "forward" else backward_s
     hides = sum(b.count * seconds(op, machine) for b in step.blocks for op in b.ops if op.kind == "attention")
     return max(travels / step.num_micro_batches - hides, 0.0)

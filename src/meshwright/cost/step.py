@@ -88,7 +88,7 @@ class Op:
     functions: int = 0  # of a move: elements to which it applies a function that takes a CPU longer than their bytes
     dtype: Literal["fp32", "half", "fp8", "fp4"] = "half"
     causal: bool = False  # of an attention: half of the scores are not computed
-    variant: Literal["", "rowwise", "flash1", "vendor"] = ""  # fp8 scaled row by row; of fused attention: see Constants
+    variant: Literal["", "rowwise", "early", "flash1", "vendor"] = ""  # fp8 scaled row by row; others: see Constants
     count: int = 1
     inside: tuple[str, ...] = ()  # qualified names of the classes of the modules it lies in
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it

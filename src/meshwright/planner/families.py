@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.cost import Block, Boundary, Stages, Step
 from meshwright.errors import ModelError
-from meshwright.planner.family_ops import FamilyRun, block_ops, outside_ops
+from meshwright.planner.family_ops import PER_OP, FamilyRun, block_ops, outside_ops
 from meshwright.planner.family_saved import family_activations
 from meshwright.planner.family_shape import BLOCK, Shape, inside_parameters, outside_parameters
 
@@ -110,14 +110,18 @@ def _boundaries(
     whole, calls = run.tokens * shape.hidden * run.itemsize, shape.layers // pipeline
     found: list[Boundary] = []
 
-    def add(kind: str, moment: str, size: int, axis: str, number: int) -> None:
-        found.append(Boundary(kind, moment, size, (BLOCK,), (BLOCK,), axis=axis, count=number))  # type: ignore[arg-type]
+    def add(kind: str, moment: str, size: int, axis: str, number: int, beside: str = "", *, ends: bool = False) -> None:
+        inside = (BLOCK, beside) if beside else (BLOCK,)
+        needed = () if ends else inside
+        found.append(Boundary(kind, moment, size, inside, needed, axis=axis, count=number))  # type: ignore[arg-type]
 
     if run.tensor > 1:
+        # Nothing in a block needs what its last collective leaves. ``PER_OP`` keeps what reductions leave, and gathers
+        # again.
         kinds = ("all_gather", "reduce_scatter") if run.split_tokens else ("all_reduce",)
-        for moment, kind in itertools.product(("forward", "backward"), kinds):
-            number = 2 * shape.layers // pipeline
-            add(kind, moment, whole * number, "tensor", number)
+        for moment, kind, ends in itertools.product(("forward", "backward"), kinds, (False, True)):
+            beside, last = (PER_OP, False) if kind == "all_gather" else ("", ends)
+            add(kind, moment, whole * calls, "tensor", calls, beside, ends=last)
     if exchanges_heads and sequence > 1:
         # Queries, keys and values go out, attention's output comes back; their gradients do in backward.
         sent = run.tokens * 2 * (shape.hidden + shape.kv_width) // run.tensor * run.itemsize

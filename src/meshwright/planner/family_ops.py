@@ -13,6 +13,11 @@ ATTENTION = "CoreAttention"  # scores, softmax and their product with the values
 PRODUCT, FUSED = "aten.mm", "aten._scaled_dot_product_flash_attention"  # as operators that recomputation may keep
 PER_OP = "EverySecondMatmul"  # TorchTitan's selective policy: keeps attention's output and every other product
 
+# Elements in half that are moved for one, kernel by kernel: a norm casts to fp32 (2 + 4 bytes), squares (4 + 4), takes
+# means (4), multiplies (4 + 4), casts back (4 + 2) and multiplies by the weight (2 + 2); rotary positions cast,
+# multiply complex numbers and cast back.
+_PLAIN_NORM, _PLAIN_ROTARY = 18, 10
+
 
 @dataclass(frozen=True)
 class FamilyRun:
@@ -41,6 +46,9 @@ class FamilyRun:
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
         logit_bytes: Per logit: what is kept, and what is needed beside it while the loss runs backward; None: what
             torch's cross-entropy in fp32 does.
+        logit_moves: Bytes that the loss moves per logit in forward and in backward; None: as torch's does.
+        early: Whether products are those of a library that did not know this generation of devices well yet.
+        plain_norms: Whether norms and rotary positions are chains of kernels in fp32 where nothing fuses them.
     """
 
     micro_batch: int
@@ -63,6 +71,9 @@ class FamilyRun:
     scatters_boundary: bool = False
     balances_head: bool = False
     logit_bytes: tuple[int, int] | None = None
+    logit_moves: tuple[int, int] | None = None
+    plain_norms: bool = False
+    early: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -117,7 +128,7 @@ def _moves(shape: Shape, run: FamilyRun) -> Op:
 
 def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "") -> Op:
     names = (BLOCK, beside) if beside else (BLOCK,)
-    variant: Literal["", "rowwise"] = "rowwise" if run.rowwise else ""
+    variant: Literal["", "rowwise", "early"] = "rowwise" if run.rowwise else "early" if run.early else ""
     return Op("matmul", m, n, k, dtype=run.dtype, inside=names, needed_in=names, variant=variant, operator=PRODUCT)  # type: ignore[arg-type]
 
 
@@ -151,15 +162,26 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
     """Bytes that norms, residuals, activations and copies read and write in forward."""
     h, f, size = shape.hidden, shape.ffn_width * shape.experts_per_token, run.itemsize
     plain = (2 * 2 + 2 * 3) * h  # two norms (read, write), two residual sums (read two, write)
-    heads = (
-        2 * (shape.hidden + shape.kv_width) if shape.gated else 2 * shape.hidden
-    )  # rotary positions; copies of heads
     activation = (3 if run.compiled else 5) * f if shape.gated else 2 * f
     if run.compiled:
         plain = (2 * 2 + 2) * h
+    elif run.plain_norms:
+        plain += 2 * (_PLAIN_NORM - 2) * h
     if run.dropout:
         plain += h  # masks of one byte, written by the kernel that adds the residual
-    return size * run.tokens * (plain // run.plain_parts + (heads + activation) // run.tensor)
+    return size * run.tokens * (plain // run.plain_parts + (_moved_by_heads(shape, run) + activation) // run.tensor)
+
+
+def _moved_by_heads(shape: Shape, run: FamilyRun) -> int:
+    """Elements of rotary positions and of copies between the products and attention."""
+    h, kv = shape.hidden, shape.kv_width
+    if run.copies_heads:  # all turned, keys and values joined and turned again, rotated, attention's output turned
+        return 2 * (h + 2 * kv) + 8 * kv + 2 * (h + kv) + 2 * h
+    if not shape.gated:
+        return 2 * h
+    if run.plain_norms and not run.compiled:
+        return _PLAIN_ROTARY * (h + kv) + (2 * (h + kv) if kv < h else 0)  # heads of keys and values repeated
+    return 2 * (h + kv)
 
 
 def block_saved(shape: Shape, run: FamilyRun) -> int:
@@ -205,12 +227,14 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
     first = 0 if pipeline > 1 else None
     last = pipeline - 1 if pipeline > 1 else None
     dtype = "half" if run.dtype in ("fp8", "fp4") else run.dtype
-    # Forward: read, write in fp32, log-softmax reads and writes; backward: reads and writes fp32, casts. Fused: once.
-    forward, backward = (size, 2 * size) if run.fused_loss else (size + 12, 14 + size)
+    # torch's cross-entropy: casts to fp32 (4), log-softmax reads and writes (8); backward writes zeros with ones at the
+    # labels (4), log-softmax reads two and writes (12), and casts (4). Fused: reads once; writes in place.
+    usual = (size, 2 * size) if run.fused_loss else (size + 12, size + 20)
+    forward, backward = run.logit_moves or usual
     return (
         Op("move", num_bytes=4 * tokens * h * size // run.plain_parts, count=1, on_rank=first),
         Op("move", num_bytes=2 * tokens * h * size // run.plain_parts, on_rank=last),
-        Op("matmul", tokens, v, h, dtype=dtype, on_rank=last),  # type: ignore[arg-type]
+        Op("matmul", tokens, v, h, dtype=dtype, on_rank=last, variant="early" if run.early else ""),  # type: ignore[arg-type]
         Op("move", num_bytes=tokens * v * forward, backward_bytes=tokens * v * backward, on_rank=last),
     )
 

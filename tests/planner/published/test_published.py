@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from meshwright.errors import DataError
 from meshwright.planner.published import COLUMNS, NotCovered, Row, kendall_tau, predict_row, read_rows, score
 from meshwright.planner.published.conventions import convention_of
+from meshwright.planner.published.held import held_by
+from meshwright.planner.published.versions import convention_of_row
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data"
 TABLE, OTHERS = DATA / "published_runs.csv", DATA / "more_runs.csv"
@@ -23,9 +25,9 @@ def scores():
 def test_figures_hold(scores):
     figures = scores.as_json()
     assert figures["covered"] == figures["rows"] == 173
-    assert figures["time_mape"] < 0.06
+    assert figures["time_mape"] < 0.056
     assert figures["time_median"] < 0.03
-    assert figures["memory_mape"] < 0.10
+    assert figures["memory_mape"] < 0.05
     assert figures["oom"]["fn"] == 0  # no false "fits"
     assert figures["kendall_tau"] > 0.8
     bmtrain = figures["per_source"]["BMTrain README project README"]["oom"]
@@ -161,3 +163,21 @@ def test_conventions_by_source():
     assert convention_of("IBM fms-fsdp README").default_zero == 3
     assert convention_of("DeepSpeed blog").flops == "hardware"
     assert convention_of("a blog").words == ()
+
+
+def test_versions_of_a_project():
+    first = convention_of_row(row(source="llm-foundry A100 40GB", precision="bf16"))
+    later = convention_of_row(row(source="llm-foundry A100 80GB", precision="amp_bf16"))
+    large = convention_of_row(row(source="llm-foundry H100 (Large Scale, >= 128 GPUs)", precision="amp_bf16"))
+    assert (first.reentrant, first.reduce, first.gathers_ahead) == (True, "half", False)
+    assert (later.reentrant, later.reduce, later.gathers_ahead) == (False, "fp32", False)
+    assert large.gathers_ahead
+
+
+def test_memory_is_that_of_the_rank_that_the_source_reports():
+    cells = {"n_gpus": "16", "pp": "2", "zero_stage": "0", "micro_batch": "1", "global_batch": "64"}
+    held = held_by(predict_row(row(source="nanotron", **cells)).case)
+    assert held.counted_bytes < held.needed_bytes
+    assert predict_row(row(gpu="MI300X", source="torchtitan")).held.counted_bytes == pytest.approx(
+        1.05 * predict_row(row(gpu="MI300X", source="torchtitan")).held.peak.reserved_bytes, rel=1e-6
+    )

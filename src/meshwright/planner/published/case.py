@@ -12,7 +12,7 @@ from meshwright.methods import cost_of
 from meshwright.planner.families import family_step
 from meshwright.planner.family_ops import FamilyRun
 from meshwright.planner.family_shape import Shape
-from meshwright.planner.published.conventions import Convention, convention_of
+from meshwright.planner.published.conventions import Convention
 from meshwright.planner.published.described import Case
 from meshwright.planner.published.held import held_by
 from meshwright.planner.published.rows import Row
@@ -25,6 +25,7 @@ from meshwright.planner.published.strategies import (
     strategy_of,
     zero_stage_of,
 )
+from meshwright.planner.published.versions import convention_of_row
 
 _MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
 _MOST_STAGES = 256
@@ -42,7 +43,7 @@ def case_of(row: Row) -> Case:
         NotCovered: When the row does not say enough, or contradicts itself.
     """
     assumed: list[str] = []
-    convention = _convention(row)
+    convention = convention_of_row(row)
     try:
         cluster = _cluster(row, convention)
         if has_unknown_experts(row):
@@ -116,8 +117,9 @@ def _case(
     virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
     steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
     noted = bool(re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE)) and "vanilla" not in row.notes
+    beside = convention.async_tensor or noted
     steps = [
-        _as_source(cost_of(strategy, step), convention, stage, async_tensor=convention.async_tensor or noted)
+        _as_source(_gathering(cost_of(strategy, step), row, convention, run), convention, stage, async_tensor=beside)
         for step in _distinct(steps)
     ]
     every = _every(steps, sizes["pp"])
@@ -158,18 +160,11 @@ def _run(
         copies_heads=convention.copies_heads,
         balances_head=convention.balances_head,
         scatters_boundary=convention.scatters_boundary,
+        logit_moves=convention.logit_moves,
+        plain_norms=convention.plain_norms,
+        early=cluster.device.efficiency in convention.early_on,
         logit_bytes=_logit_bytes(convention, cluster, row.count("tp") or 1),
     )
-
-
-def _convention(row: Row) -> Convention:
-    # BMTrain's table compares with DeepSpeed and Megatron-LM, whose rows have a ZeRO stage.
-    if "bmtrain" in row.source.lower() and row.text("zero_stage"):
-        return dataclasses.replace(convention_of("deepspeed"), batch_of_device=True)
-    convention = convention_of(row.source)
-    if convention.autocast_reduces_wide and "PURE" not in row.notes and "amp" in row.text("precision").lower():
-        return dataclasses.replace(convention, reduce="fp32")
-    return convention
 
 
 def _cluster(row: Row, convention: Convention) -> Cluster:
@@ -255,12 +250,28 @@ def _every(steps: list[Step], ranks: int) -> tuple[Step, ...]:
     return (steps[0], *[steps[1]] * (ranks - 2), steps[-1])
 
 
+def _gathering(step: Step, row: Row, convention: Convention, run: FamilyRun) -> Step:
+    """Gathers in 8 bits instead of 16: where products have one scale for each tensor, it is known before."""
+    blockwise = run.rowwise or "mx" in row.text("precision").lower()
+    if not convention.gathers_fp8 or run.dtype != "fp8" or blockwise:
+        return step
+    traffic = tuple(
+        dataclasses.replace(each, bytes_per_step=each.bytes_per_step // 2) if each.kind == "all_gather" else each
+        for each in step.traffic
+    )
+    return step.replace(traffic=traffic)
+
+
 def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: bool) -> Step:
     """What a source does otherwise than our methods: gradients reduced in fp32, or parameter by parameter."""
     if convention.live_bytes and stage == 3:
         step = step.replace(gathered="nothing")  # its buffers have a fixed size
+    largest = max(sum(p.numel for p in block.parameters) for block in step.blocks if block.name != "outside")
+    whole = not 0 < convention.live_bytes < 2 * largest  # both are of half weights
     traffic = []
     for each in step.traffic:
+        if stage == 3 and each.kind == "all_gather" and not whole:
+            each = dataclasses.replace(each, hidden=False)  # no room to gather the next layer while one computes
         if each.hidden and each.kind != "send" and stage < 2:
             if stage == 0 and convention.reduce == "fp32" and step.reduce_itemsize == 2:
                 each = dataclasses.replace(each, bytes_per_step=2 * each.bytes_per_step)

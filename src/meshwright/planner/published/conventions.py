@@ -28,6 +28,8 @@ class Convention:
         reduces_each: Whether under ZeRO 1 each parameter is a collective of its own, behind backward.
         offloads: Whether the optimizer's state is in host memory.
         memory: What a peak counts.
+        first_rank: Whether it is that of the first rank, and not the most of any.
+        ddp_buckets: Whether DistributedDataParallel holds gradients in its buckets beside the parameters' own.
         flash1: Whether fused attention is of the first generation.
         vendor_attention: Whether it is cuDNN's, written for each generation of devices.
         latency_s: From node to node, where it is not that of InfiniBand or RoCE.
@@ -37,12 +39,15 @@ class Convention:
         compiled: Whether chains of elementwise kernels are one, whatever the table says.
         splits_local_batch: Whether a pipeline cuts what is called its micro-batch into as many as it has ranks.
         batch_of_device: Whether a micro-batch is a device's share of what its tensor group takes together.
-        autocast_reduces_wide: Whether precisions called ``amp`` reduce gradients in fp32, whatever ``reduce`` says.
         gathers_ahead: Whether backward gathers the next block while one computes (FSDP's BACKWARD_PRE).
         stages: Of a rank of a pipeline, where a table does not say: so many at most, and as the blocks can be divided.
         async_tensor: Whether tensor-parallel collectives run beside the products they feed.
         copies_heads: Whether copies of queries, keys and values are kept.
         logit_bytes: Per logit, kept and beside it in backward; None: torch's cross-entropy.
+        logit_moves: Bytes that the loss moves per logit, forward and backward; None: torch's cross-entropy.
+        gathers_fp8: Whether with one scale for each tensor its gathers carry 8 bits.
+        early_on: Families of devices that its libraries did not know well yet.
+        plain_norms: Whether norms and rotary positions run kernel by kernel in fp32 where they are not compiled.
         loss_parallel: Whether the loss of vocabularies that a tensor axis divides is torch's ``loss_parallel``.
         bucket_bytes: Buffers of fixed size in which gradients are reduced.
         live_bytes: Of gathered parameters under ZeRO 3, which gathers single layers instead of blocks.
@@ -66,6 +71,8 @@ class Convention:
     reduces_each: bool = False
     offloads: bool = False
     memory: Literal["allocated", "reserved"] = "reserved"
+    first_rank: bool = False
+    ddp_buckets: bool = False
     flops: Literal["full", "causal", "hardware"] = "full"
     vocab: int | None = None
     flash1: bool = False
@@ -81,8 +88,11 @@ class Convention:
     batch_of_device: bool = False
     stages: int = 1
     gathers_ahead: bool = True
-    autocast_reduces_wide: bool = False
     logit_bytes: tuple[int, int] | None = None
+    logit_moves: tuple[int, int] | None = None
+    gathers_fp8: bool = False
+    early_on: tuple[str, ...] = ()
+    plain_norms: bool = False
     loss_parallel: bool = False
     bucket_bytes: int = 0
     live_bytes: int = 0
@@ -91,6 +101,9 @@ class Convention:
     default_ac: Literal["none", "never", "full"] = "none"
 
 
+# Megatron-LM's loss of divided vocabularies (nanotron's is a copy): cast to fp32, then a maximum, a difference,
+# exponentials, a sum and a quotient, each in a kernel; backward multiplies and casts.
+_STEPWISE_LOSS = (38, 14)
 _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divided but where it is said
     words=("korthikanti", "2205.05198", "vtrain"),
     family="gpt",
@@ -103,6 +116,7 @@ _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divid
     wide_gradients=True,
     reduces_beside=False,
     scatters_boundary=True,  # Narayanan et al. 2021, §4.1
+    logit_moves=_STEPWISE_LOSS,
     vocab=51200,
     default_ac="full",
 )
@@ -125,16 +139,21 @@ _KNOWN = (
         words=("llm-foundry", "llmfoundry", "mosaic", "composer"),
         family="gpt",
         fused_loss=True,
-        reentrant=True,
+        # FlashAttention's loss, and two metrics of each training batch (LanguageCrossEntropy, LanguagePerplexity) that
+        # take torch's cross-entropy under autocast.
+        logit_moves=(2 + 2 * 14, 4),
         reduce="half",
         flash1=True,  # Triton's kernel of 2023
-        autocast_reduces_wide=True,  # its mode DEFAULT; its PURE does not
+        early_on=("H100",),  # cuBLAS of CUDA 12.1
         gathers_ahead=False,  # Composer's default is BACKWARD_POST
         vocab=50368,
         default_zero=3,
     ),
     Convention(
         words=("nanotron",),
+        first_rank=True,  # which writes its table (``log_throughput``)
+        memory="allocated",  # the table has both; the figure does not say which
+        ddp_buckets=True,  # without ``gradient_as_bucket_view``
         reentrant=True,
         wide_gradients=True,
         reduces_each=True,
@@ -145,6 +164,7 @@ _KNOWN = (
         keeps_gathered=True,
         copies_heads=True,
         logit_bytes=(6, 4),
+        logit_moves=_STEPWISE_LOSS,
         vocab=131072,
     ),
     Convention(
@@ -181,6 +201,7 @@ _KNOWN = (
     ),
     Convention(
         words=("colossal",),
+        memory="allocated",  # its benchmark prints ``max_memory_allocated``
         reentrant=True,
         reduce="half",
         wide_gradients=True,
@@ -190,6 +211,7 @@ _KNOWN = (
     Convention(  # of 2025: the loss is compiled, too
         words=("trainy",),
         expandable=True,
+        gathers_fp8=True,
         splits_local_batch=True,
         logit_bytes=(2, 2),
         vocab=128256,
@@ -198,6 +220,8 @@ _KNOWN = (
     Convention(
         words=("torchtitan", "torchao"),
         expandable=True,
+        plain_norms=True,
+        gathers_fp8=True,  # ``enable_fsdp_float8_all_gather``, ``Float8ColwiseParallel``
         loss_parallel=True,
         splits_local_batch=True,
         vocab=128256,

@@ -85,7 +85,7 @@ class Bounds:
         intra, inter = (Link(link.bytes_per_s, 0.0) for link in (cluster.intra, cluster.inter))
         self._wires = dataclasses.replace(cluster, intra=intra, inter=inter)
         efficiency = known.of(cluster.device.efficiency)
-        self._machine = Machine(cluster.device, efficiency, ideal)
+        self._machine = Machine(cluster.device, efficiency, ideal, cluster.num_devices)
         self._network = Network(self._wires, efficiency, ideal)
         self.num_probes = 0
         self.limit_bytes: int | None = None  # known when anything has been probed
