@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -97,14 +98,40 @@ class JsonTokenizer:
         self.vocab_size: int = max(num_ids, self.end_of_text + 1)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Ids of a text, int64 of shape (num_tokens,); bytes that are not UTF-8 become the replacement character."""
-        encoding = self._backend.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
+        """Ids of a text, int64 of shape (num_tokens,); bytes that are not UTF-8 become the replacement character.
+
+        Raises:
+            DataError: When the tokenizer's parts do not fit together.
+        """
+        with _explained("encode a text"):
+            encoding = self._backend.encode(text.decode("utf-8", errors="replace"), add_special_tokens=False)
         return np.asarray(encoding.ids, dtype=np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; special tokens vanish, and so do ids outside the vocabulary."""
-        text: str = self._backend.decode([int(each) for each in ids], skip_special_tokens=True)
+        """Text of ids; special tokens vanish, and so do ids outside the vocabulary.
+
+        Raises:
+            DataError: When the tokenizer's parts do not fit together.
+        """
+        with _explained("decode ids"):
+            text: str = self._backend.decode([int(each) for each in ids], skip_special_tokens=True)
         return text
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """The library raises bare Exception, and panics, for a file that it has read but cannot use."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise DataError(
+            f"The tokenizer cannot {what}",
+            expected="a file whose model, pre-tokenizer and decoder fit together",
+            got=f"{type(error).__name__}: {error}",
+            fix="name another tokenizer.json, or write it again with tokenizers",
+        ) from error
 
 
 def load_tokenizer(name: str, base: Path) -> Tokenizer:

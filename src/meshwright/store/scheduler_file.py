@@ -89,7 +89,7 @@ def check_fit(scheduler: LRScheduler, kind: str, state: dict[str, Any], path: Pa
             fix="use that scheduler, or start a new schedule",
         )
     own = scheduler.state_dict()
-    wrong = sorted(state.keys() - own.keys(), key=str) or [name for name in own if not _alike(own[name], state[name])]
+    wrong = [name for name in state if name not in own or not _alike(own[name], state[name])]
     if wrong:
         raise CheckpointError(
             f"{path} does not fit this learning-rate scheduler",
@@ -101,8 +101,10 @@ def check_fit(scheduler: LRScheduler, kind: str, state: dict[str, Any], path: Pa
 
 def _alike(own: Any, stored: Any) -> bool:
     """Whether a value can stand for another of a scheduler's: numbers for numbers, lists for lists of such."""
-    if own is None or stored is None or isinstance(own, bool | int | float | torch.Tensor):
-        return stored is None or own is None or isinstance(stored, bool | int | float | torch.Tensor)
+    if own is None:
+        return True
+    if isinstance(own, bool | int | float | torch.Tensor):
+        return isinstance(stored, bool | int | float | torch.Tensor)
     if isinstance(own, list | tuple) and isinstance(stored, list | tuple):
         return all(_alike(own[0], each) for each in stored) if own else True
     return isinstance(stored, type(own)) or isinstance(own, type(stored))
