@@ -1,11 +1,13 @@
 """Predictions against our own runs: every strategy family on this machine's CPU, on 2 and on 4 ranks.
 
-    python benchmarks/own_runs.py [--world 2|4] [--quick] [--clock auto|wall|cpu] [--json FILE]
+    python benchmarks/own_runs.py [--world 2|4] [--quick] [--peaks] [--clock auto|wall|cpu] [--json FILE]
 
 The machine is calibrated first (``meshwright calibrate``), in the same processes. Then a small GPT trains under every
 strategy: bytes of parameters, gradients and optimizer state must be as predicted, to the byte; the most bytes of
 tensors at any moment of a step are held against the prediction, and so are the seconds of a step. All strategies take
 turns, step by step, so that a machine whose speed drifts slows all alike; the median counts.
+
+With ``--peaks`` nothing is timed and the machine is not calibrated: bytes do not depend on how busy it is.
 
 Where other programs keep the machine busy, seconds are CPU time of the slowest rank, which a prediction meets without
 the waiting of a pipeline (``bubble_s``).
@@ -33,7 +35,7 @@ from rich.table import Table
 
 import meshwright as mw
 from meshwright.accelerated import Accelerated
-from meshwright.cost import Peak, memory, peak
+from meshwright.cost import memory, peak
 from meshwright.errors import MeshwrightError
 from meshwright.planner import Forecast, forecast, measured_state
 from meshwright.planner.measure import Calibrated, calibrate
@@ -166,8 +168,11 @@ def check_state(result: Accelerated) -> None:
             raise AssertionError(f"{result.strategy}: {kind} {getattr(predicted, kind)} predicted, {measured} measured")
 
 
-def peak_of(strategy: list[Any], micro_batches: int) -> tuple[int, Peak]:
-    """The most bytes of tensors that this rank holds in a step, and the prediction; state is checked beside."""
+def peak_of(strategy: list[Any], micro_batches: int) -> tuple[int, int]:
+    """The most bytes of tensors that this rank holds in a step, and the prediction; state is checked beside.
+
+    The host is the device here: what is offloaded to it counts as well.
+    """
     with LiveBytes() as live:
         result = build(strategy, micro_batches)
         batch = next(iter(result.dataloader))
@@ -177,7 +182,8 @@ def peak_of(strategy: list[Any], micro_batches: int) -> tuple[int, Peak]:
         live.peak = 0
         result.step(batch)
         plan, job = result.plan, result._job
-        return live.peak, peak(plan.steps[job.index("pipeline")] if plan.steps else plan.step)
+        held = peak(plan.steps[job.index("pipeline")] if plan.steps else plan.step).memory
+        return live.peak, held.total + held.host_total
 
 
 def times_of(jobs: dict[str, Accelerated], rounds: int) -> dict[str, tuple[float, float]]:
@@ -209,6 +215,8 @@ def predict(result: Accelerated, machine: Calibrated) -> Forecast:
 
 def run_world(options: argparse.Namespace, world: int) -> list[Result]:
     mw.init_distributed(backend="gloo")
+    if options.peaks:
+        return run_peaks(options, world)
     clock = None if options.clock == "auto" else options.clock
     machine = calibrate(scale=0.3 if options.quick else 1.0, clock=clock)
     cases = {name: case for name, case in CASES[world].items() if not options.quick or name in QUICK}
@@ -226,14 +234,24 @@ def run_world(options: argparse.Namespace, world: int) -> list[Result]:
         told = predict(job, machine).time
         seconds = told.step_time_s - (told.bubble_s if machine.clock == "cpu" else 0.0)
         held, known = max(peaks[name], key=lambda each: each[0])
-        results.append(
-            Result(
-                world, name, seconds, measured[name][machine.clock == "cpu"], asdict(told), known.allocated_bytes, held
-            )
-        )
+        results.append(Result(world, name, seconds, measured[name][machine.clock == "cpu"], asdict(told), known, held))
     if rank() == 0:
         notes = machine.document()
         Path(options.into).write_text(json.dumps({"machine": notes, "results": [asdict(each) for each in results]}))
+    mw.runtime.shutdown_distributed()
+    return results
+
+
+def run_peaks(options: argparse.Namespace, world: int) -> list[Result]:
+    """Peaks alone; seconds are left at 1."""
+    results = []
+    for name, (strategy, micro_batches) in CASES[world].items():
+        if not options.quick or name in QUICK:
+            held, known = max(gather_objects(peak_of(strategy, micro_batches)), key=lambda each: each[0])
+            results.append(Result(world, name, 1.0, 1.0, {}, known, held))
+            gc.collect()
+    if rank() == 0:
+        Path(options.into).write_text(json.dumps({"machine": None, "results": [asdict(each) for each in results]}))
     mw.runtime.shutdown_distributed()
     return results
 
@@ -264,6 +282,20 @@ def summary(results: Sequence[Result]) -> dict[str, float]:
     }  # fmt: skip
 
 
+def show_peaks(world: int, results: Sequence[Result]) -> None:
+    table = Table(title=f"{world} ranks, peak tensor bytes", box=box.MARKDOWN, title_justify="left")
+    for column in ("strategy", "predicted", "measured", "off"):
+        table.add_column(column, justify="left" if column == "strategy" else "right")
+    for each in results:
+        held = (f"{size / 2**20:.1f} MiB" for size in (each.predicted_peak_bytes, each.measured_peak_bytes))
+        table.add_row(each.name, *held, f"{each.peak_off:+.1%}")
+    console = Console(width=120)
+    console.print(table)
+    off = [abs(each.peak_off) for each in results]
+    console.print(f"peak_mape: {statistics.mean(off):.3g}")
+    console.print(f"peak_worst: {max(off):.3g}")
+
+
 def show(world: int, results: Sequence[Result], machine: dict[str, Any]) -> None:
     clock = "CPU time" if machine["clock"] == "cpu" else "time"
     table = Table(title=f"{world} ranks, {clock} of a step", box=box.MARKDOWN, title_justify="left")
@@ -285,6 +317,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", type=int, choices=sorted(CASES), help="only so many ranks")
     parser.add_argument("--quick", action="store_true", help="a few strategies, a few steps: to see that it runs")
+    parser.add_argument("--peaks", action="store_true", help="bytes alone: no calibration, no seconds")
     parser.add_argument("--rounds", type=int, default=9, help="steps of each strategy (default 9)")
     parser.add_argument("--clock", choices=("auto", "wall", "cpu"), default="auto", help="which seconds count")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
@@ -303,6 +336,10 @@ def main() -> int:
                 return status
             found = json.loads(into.read_text())
         results = [Result(**each) for each in found["results"]]
+        if options.peaks:
+            show_peaks(world, results)
+            everything[str(world)] = found
+            continue
         show(world, results, found["machine"])
         everything[str(world)] = {**found, "summary": summary(results)}
     if options.json:

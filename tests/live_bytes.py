@@ -13,26 +13,56 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts while it is entered; ``peak`` may be set back to 0 to ask for what comes next."""
+    """Counts while it is entered; ``peak`` may be set back to 0 to ask for what comes next.
 
-    def __init__(self) -> None:
+    Args:
+        told: Whether ``at_peak`` tells, of every kind of tensor that was held at the peak, how many bytes it took: by
+            the operator that made the storage, the first shape, and the backward node or phase it was made in.
+    """
+
+    def __init__(self, *, told: bool = False) -> None:
         super().__init__()
         self.storages: dict[int, StorageWeakRef] = {}
-        self.known: set[int] = set()
+        self.known: dict[
+            int, StorageWeakRef
+        ] = {}  # of the caller; as long as they are referred to, no other takes their place
         self.peak = 0
+        self.phase = ""  # whatever the caller calls what runs now
+        self.moment = ""  # the operator that ran at the peak
+        self.at_peak: dict[tuple[str, ...], int] = {}
+        self._origins: dict[int, tuple[str, ...]] | None = {} if told else None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operations on local tensors come by next
-        inputs = {StorageWeakRef(t.untyped_storage()).cdata for t in tree_leaves((args, kwargs or {})) if _counts(t)}
-        self.known |= inputs - self.storages.keys()  # held by the caller before
+        for tensor in filter(_counts, tree_leaves((args, kwargs or {}))):
+            reference = StorageWeakRef(tensor.untyped_storage())
+            if reference.cdata not in self.storages and reference.cdata not in self.known:
+                self.known[reference.cdata] = reference  # held by the caller before
         result = func(*args, **(kwargs or {}))
         for tensor in filter(_counts, tree_leaves(result)):
             reference = StorageWeakRef(tensor.untyped_storage())
             if reference.cdata not in self.known:
-                self.storages[reference.cdata] = reference
-        self.peak = max(self.peak, self._held())
+                is_new = self.storages.setdefault(reference.cdata, reference) is reference
+                if is_new and self._origins is not None:
+                    self._origins[reference.cdata] = (str(func), str(tuple(tensor.shape)), self._now())
+        held = self._held()
+        if held > self.peak and self._origins is not None:
+            self._tell(f"{func} in {self._now()}")
+        self.peak = max(self.peak, held)
         return result
+
+    def _now(self) -> str:
+        node = torch._C._current_autograd_node()
+        return f"{self.phase} {node.name() if node is not None else ''}".strip()
+
+    def _tell(self, moment: str) -> None:
+        assert self._origins is not None
+        self.moment, self.at_peak = moment, {}
+        for key, reference in self.storages.items():
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            origin = self._origins.get(key, ("", "", ""))
+            self.at_peak[origin] = self.at_peak.get(origin, 0) + storage.nbytes()
 
     def _held(self) -> int:
         held = 0

@@ -1,6 +1,6 @@
 """The simulated step: pure functions on plain data. Never imports torch."""
 
-from meshwright.cost.activations import Activations, BlockSaves, Recomputed, SavedTensor, TracedModule, Work
+from meshwright.cost.activations import Activations, BackwardAt, BlockSaves, Recomputed, SavedTensor, TracedModule, Work
 from meshwright.cost.cluster import Cluster, Link, find_cluster, make_cluster, read_cluster
 from meshwright.cost.cluster_file import write_cluster
 from meshwright.cost.copies import copies
@@ -36,6 +36,7 @@ from meshwright.cost.step import (
 )
 from meshwright.cost.timeline import Event
 from meshwright.cost.traffic import inline_traffic, send_boundaries
+from meshwright.cost.transient import Instant, Transient, outermost_instants
 from meshwright.cost.weight_copies import Average, OuterState
 from meshwright.cost.wire import Encoding, Wire
 
@@ -43,6 +44,7 @@ __all__ = [
     "DEVICES",
     "Activations",
     "Average",
+    "BackwardAt",
     "Block",
     "BlockSaves",
     "Boundary",
@@ -59,6 +61,7 @@ __all__ = [
     "Event",
     "Home",
     "Hosted",
+    "Instant",
     "Link",
     "Memory",
     "Moment",
@@ -77,6 +80,7 @@ __all__ = [
     "StepTime",
     "TracedModule",
     "Traffic",
+    "Transient",
     "Wire",
     "Work",
     "balanced_owners",
@@ -97,6 +101,7 @@ __all__ = [
     "memory",
     "moments",
     "names_class",
+    "outermost_instants",
     "padded_bytes",
     "pass_flops",
     "peak",

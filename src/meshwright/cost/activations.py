@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from meshwright.cost.placed import Placed
+from meshwright.cost.transient import Transient
 
 Running = tuple[int, ...]
 """The modules that run at some moment, by their numbers, outermost first; the model itself is left out."""
@@ -34,6 +36,7 @@ class SavedTensor:
     inputs_of: tuple[int, ...] = ()  # modules that take it as an argument
     results: tuple[tuple[str, Running], ...] = ()  # operators whose result it is, where recomputation may keep that
     places: tuple[int, ...] = ()  # see Placed
+    needed_from: int = -1  # the first place whose backward needs it: when that has run, it is free
 
     def is_kept(self, recomputed: Recomputed) -> bool:
         """Whether it lives from forward to backward while these modules are recomputed."""
@@ -79,6 +82,14 @@ class BlockSaves:
     copied_bytes: int  # more where something is saved outside of these blocks, too
 
 
+class BackwardAt(NamedTuple):
+    """A micro-batch runs backward in a stage of a pipeline's rank; its stages are counted from 0 here."""
+
+    stage: int
+    held: tuple[int, ...]  # micro-batches of each stage that are kept
+    accumulated: tuple[bool, ...]  # whether each stage has gradients of micro-batches before
+
+
 @dataclass(frozen=True)
 class Activations:
     """What forward saves for backward on one rank for one micro-batch; in a pipeline, for all that are in flight.
@@ -93,6 +104,7 @@ class Activations:
         default=((),), hash=False
     )  # of a micro-batch, by the rank's stages
     in_flight: tuple[tuple[int, ...], ...] = ((1,),)  # micro-batches of each stage that are kept at one time
+    backward_at: tuple[BackwardAt, ...] = ()  # of a pipeline: the moments of backward at which most is held
     work: tuple[Work, ...] = field(default=(), hash=False)
     recomputed: Recomputed = field(default_factory=dict, hash=False)
     working_bytes: int = 0  # of the module being recomputed
@@ -100,6 +112,9 @@ class Activations:
     loss_bytes: int = 0  # beside what is saved, while the loss runs backward: the gradient of the logits
     outside_bytes: int = 0  # of ``saved_bytes``: behind the last block, freed before the blocks run backward
     hosted_bytes: int = 0  # copied to the host instead of being saved
+    transients: tuple[Transient, ...] = field(default=(), hash=False)  # beside all of these; empty: unknown
+    kept_at: tuple[Placed, ...] = field(default=(), hash=False)  # of a micro-batch, by stages: by the first place
+    working_at: Placed = field(default=(), hash=False)  # of the module that needs most there when it is recomputed
     returned_bytes: int = 0  # back on the device at once while the blocks that saved them run backward
 
     def recompute(self, recomputed: Recomputed, *, to_the_end: bool = False) -> tuple[Activations, int]:
@@ -109,50 +124,65 @@ class Activations:
             recomputed: Modules of this rank among others.
             to_the_end: Whether they run their whole forward, and do not stop at the last saved tensor.
         """
+        again = sum(work.flops for work in self.work if work.is_recomputed(recomputed, to_the_end=to_the_end))
+        return dataclasses.replace(self, recomputed=recomputed).settled(), again
+
+    def settled(self) -> Activations:
+        """With the sums that follow from tensors and modules."""
         working: dict[int, int] = {}
-        kept = [0] * len(self.stages)
-        for stage, tensors in enumerate(self.stages):
+        places: dict[int, int] = {}  # where the recomputed modules are
+        kept: list[dict[int, int]] = []
+        for tensors in self.stages:
+            here: dict[int, int] = {}
+            kept.append(here)
             for tensor in tensors:
-                if tensor.is_kept(recomputed):
-                    kept[stage] += tensor.num_bytes
+                place = tensor.needed_from
+                if tensor.is_kept(self.recomputed):
+                    here[place] = here.get(place, 0) + tensor.num_bytes
                     continue
-                for module in {_cover(running, recomputed) for running in tensor.savers}:
+                for module in {_cover(running, self.recomputed) for running in tensor.savers}:
                     assert module is not None, "it would be kept"
                     before = working.get(module, self.modules[module].working_bytes)
-                    working[module] = before + tensor.num_bytes
-        again = sum(work.flops for work in self.work if work.is_recomputed(recomputed, to_the_end=to_the_end))
-        changed = dataclasses.replace(
+                    working[module], places[module] = before + tensor.num_bytes, place
+        most: dict[int, int] = {}
+        for module, size in working.items():
+            most[places[module]] = max(most.get(places[module], 0), size)
+        return dataclasses.replace(
             self,
-            saved_bytes=self._at_most(kept),
-            recomputed=recomputed,
+            saved_bytes=self._at_most([sum(here.values()) for here in kept]),
+            kept_at=tuple(_placed(here) for here in kept) if self.transients else (),
             working_bytes=max(working.values(), default=0),
+            working_at=_placed(most) if self.transients else (),
         )
-        return changed, again
 
     def _at_most(self, stages: Sequence[int]) -> int:
         """The most that is held at one time, of what one micro-batch has in every stage."""
         return max(sum(count * size for count, size in zip(held, stages, strict=True)) for held in self.in_flight)
 
     def cut(
-        self, stages: tuple[Callable[[tuple[int, ...]], bool], ...], in_flight: tuple[tuple[int, ...], ...]
+        self,
+        stages: tuple[Callable[[tuple[int, ...]], bool], ...],
+        in_flight: tuple[tuple[int, ...], ...],
+        backward_at: tuple[BackwardAt, ...] = (),
     ) -> Activations:
         """Those of a pipeline rank.
 
         Args:
             stages: Of this rank: whether each has any of some places.
             in_flight: See the attribute.
+            backward_at: See the attribute.
         """
         every = [tensor for stage in self.stages for tensor in stage]
         places = {tensor.places for tensor in every} | {(work.place,) for work in self.work}  # few, of many
         held = [{each for each in places if has(each)} for has in stages]
-        changed = dataclasses.replace(
+        return dataclasses.replace(
             self,
             stages=tuple(tuple(tensor for tensor in every if tensor.places in here) for here in held),
             in_flight=in_flight,
+            backward_at=backward_at,
             work=tuple(work for work in self.work if any((work.place,) in here for here in held)),
-        )
-        kept = [sum(t.num_bytes for t in tensors if t.is_kept(self.recomputed)) for tensors in changed.stages]
-        return dataclasses.replace(changed, saved_bytes=changed._at_most(kept))
+            transients=tuple(each for each in self.transients if any(has((each.place,)) for has in stages)),
+        ).settled()
 
     def first_blocks(self) -> tuple[BlockSaves, ...]:
         """What copying all that the first block saves to the host would change; the first two; and so on."""
@@ -174,6 +204,10 @@ class Activations:
                 inside = [place for module in running if (place := self.modules[module].block) is not None]
                 found.add(inside[0] if inside else None)
         return found | {self.modules[module].block for module in tensor.inputs_of if module in self.recomputed}
+
+
+def _placed(amounts: Mapping[int, int]) -> Placed:
+    return tuple(((place,), amounts[place]) for place in sorted(amounts))
 
 
 def _cover(running: Running, recomputed: Recomputed) -> int | None:

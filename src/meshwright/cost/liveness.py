@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.cost.by_place import backward_by_place
 from meshwright.cost.memory import Memory, memory, whole_gradients, whole_weights_bytes
 from meshwright.cost.step import Step
 
@@ -57,9 +58,15 @@ def moments(step: Step) -> dict[Moment, Memory]:
             whole, gradients=gradients, gathered=gathered, activations=activations, recomputation=recomputation
         )
 
+    loss = at(lasting, weights + accumulated, at_loss)
+    recomputed = at(lasting, weights + accumulated + of_block, saved - behind, whole.recomputation)
+    if known is not None and known.transients:
+        found = sorted(backward_by_place(step, whole), key=lambda each: each[1].total)
+        recomputed = next((held for is_behind, held in reversed(found) if not is_behind), found[-1][1])
+        loss = next((held for is_behind, held in reversed(found) if is_behind), recomputed)
     return {
-        "loss": at(lasting, weights + accumulated, at_loss),
-        "recomputation": at(lasting, weights + accumulated + of_block, saved - behind, whole.recomputation),
+        "loss": loss,
+        "recomputation": recomputed,
         "reduction": at(whole.gradients, weights + accumulated + of_outside, 0),
         "update": at(whole.gradients, at_update, 0),
     }
@@ -86,7 +93,8 @@ def _reserved(every: dict[Moment, Memory], weights: int) -> int:
     """
 
     def computing(each: Memory) -> int:
-        return (each.activations or 0) + each.recomputation + max(each.gathered - weights, 0)
+        twice = max(each.gradients - whole.gradients, 0)  # in DDP's buffers, too
+        return (each.activations or 0) + each.recomputation + max(each.gathered - weights, 0) + twice
 
     whole = every["update"]
     lasting = whole.parameters + whole.master + whole.optimizer + whole.buffers + whole.gradients

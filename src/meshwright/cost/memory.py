@@ -231,13 +231,18 @@ def _gathered_bytes(step: Step) -> int:
 
 def whole_weights_bytes(step: Step) -> int:
     """Whole copies of sharded parameters that live at once."""
-    if not _gathers(step):
-        return 0
-    weights = [(block, _whole_bytes(step, block, functools.partial(gathered_itemsize, step))) for block in step.blocks]
+    weights = whole_weights(step)
     if step.gathered == "model":
         return sum(block.count * size for block, size in weights)
     inside = [size for block, size in weights if block.name != "outside"]
     return sum(size for block, size in weights if block.name == "outside") + 2 * max(inside, default=0)
+
+
+def whole_weights(step: Step) -> list[tuple[Block, int]]:
+    """Per distinct block, the bytes of one's gathered weights."""
+    if not _gathers(step):
+        return []
+    return [(block, _whole_bytes(step, block, functools.partial(gathered_itemsize, step))) for block in step.blocks]
 
 
 def whole_gradients(step: Step) -> list[tuple[Block, int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.cost import Activations, Boundary, Placed
+from meshwright.cost import Activations, Boundary, Placed, Transient
 from meshwright.methods.expert.trace import without_grouped_kernels
 from meshwright.methods.float8.trace import Fp8Trace
 from meshwright.methods.sequence.trace import one_sequence_per_sample
@@ -29,7 +30,9 @@ from meshwright.planner.profile.continued import (
     continued_ops,
 )
 from meshwright.planner.profile.device import converted_to, device_of_pass, kernels_of_device
+from meshwright.planner.profile.held import HeldBytes
 from meshwright.planner.profile.model_ops import ModelOps, model_ops
+from meshwright.planner.profile.places import Places
 from meshwright.planner.profile.recorder import OpRecorder, Ops, sort_kernels
 from meshwright.planner.profile.repeated import Repeated
 from meshwright.planner.saved import SavedTensors, record_saved
@@ -63,7 +66,8 @@ class Pass:
         param_dtype: Precision of the parameters as they compute; None keeps their own.
         autocast_dtype: Precision of autocast; None runs without.
         split: Lets the model run as one rank of the axes that divide layers, tokens or experts; None runs it whole.
-        blocks: Those that a pipeline cuts: activations and operations are told apart by their places then.
+        blocks: Of a list that runs in this order: activations and operations are told apart by their places in it.
+            None: those that the model repeats.
         fp8: The layers that multiply in 8 bits, while the model runs as with them.
         device: What it will train on; None: where its parameters are.
     """
@@ -84,11 +88,7 @@ class Pass:
         Raises:
             Exception: Whatever the model raises when it runs without data.
         """
-        recorded = self._record()
-        activations = summarise(self.model, recorded.saved)
-        if recorded.placed is not None:
-            activations = dataclasses.replace(activations, flops_at=recorded.placed)
-        return self._predicted(activations, recorded.boundaries, recorded.ops)
+        return self._predicted(self._record())
 
     def predict_repeated(self, repeated: Repeated, *, check: bool) -> Predicted:
         """Runs a few of a list's blocks, and continues for all of them.
@@ -112,42 +112,63 @@ class Pass:
         return self._continued(few, repeated, repeated.blocks)
 
     def _continued(self, few: _Recorded, repeated: Repeated, blocks: Sequence[nn.Module]) -> Predicted:
-        saved = continued(few.saved, repeated.kept(), blocks)
-        boundaries = continued_boundaries(few.boundaries, repeated, blocks)
-        ops = continued_ops(few.ops, repeated.kept(), blocks)
-        return self._predicted(summarise(self.model, saved), boundaries, ops)
+        left_out = {*repeated.blocks} - {*blocks}
+        every = [block for block in self._blocks if block not in left_out]
+        places = Places(few.blocks, every, repeated, blocks)
+        return self._predicted(
+            _Recorded(
+                continued(few.saved, repeated.kept(), blocks, places),
+                continued_boundaries(few.boundaries, repeated, blocks),
+                continued_ops(few.ops, repeated.kept(), blocks),
+                every,
+                places.placed(few.placed),
+                places.transients(few.transients),
+            )
+        )
 
-    def _predicted(self, activations: Activations, boundaries: tuple[Boundary, ...], ops: Ops) -> Predicted:
-        named = model_ops(self.model, ops)
-        return Predicted(activations, named.flops, boundaries, named)
+    def _predicted(self, recorded: _Recorded) -> Predicted:
+        activations = summarise(self.model, recorded.saved, recorded.transients)
+        activations = dataclasses.replace(activations, flops_at=recorded.placed)
+        named = model_ops(self.model, recorded.ops)
+        return Predicted(activations, named.flops, recorded.boundaries, named)
 
     def _record(self) -> _Recorded:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         device = device_of_pass(self.model, self.device)
         state, inputs = self._state(fake, device), self._fake_inputs(fake, device)
         counter = FlopCounterMode(display=False)
-        work = PlacedWork(self.model, self.blocks, counter) if self.blocks else None
+        blocks = self._blocks_here()
+        work = PlacedWork(self.model, blocks, counter)
         autocast = torch.autocast(device.type, dtype=self.autocast_dtype) if self.autocast_dtype else _nothing()
-        found = record_saved(self.model, counter=counter, blocks=self.blocks)
+        found = record_saved(self.model, counter=counter, blocks=blocks)
+        held = HeldBytes(state.values(), _tensors(inputs))
         with warnings.catch_warnings(), fake, counter, autocast, found as saved:
             warnings.simplefilter("ignore")
-            recorder = self._recorder(saved)
+            recorder = self._recorder(saved, held)
             with recorder, _runs_without_data(), kernels_of_device(self.device, device):
-                with self._as_one_rank(saved.log), work.counting() if work is not None else _nothing():
+                with self._as_one_rank(saved.log), work.counting():
                     loss = torch.func.functional_call(_Forward(self.model, self.forward), state, (inputs,))
                 boundaries = self.split.boundaries(self.model, saved.log) if self.split is not None else ()
-                backward = _Backward(loss)
-                placed = work.everything(backward) if work is not None else None  # type: ignore[arg-type]
-                if work is None:
-                    backward.attempt()
-        blocks = [block for _, block in find_blocks(self.model)]
-        ops = sort_kernels(recorder, blocks, saved.log, has_backward=backward.has_run)
-        return _Recorded(saved, boundaries, ops, placed)
+                backward = _Backward(loss, device.type)
+                placed = work.everything(backward)  # type: ignore[arg-type]
+            transients = held.transients(saved) if backward.has_run else ()
+        listed = [block for _, block in find_blocks(self.model)]
+        ops = sort_kernels(recorder, listed, saved.log, has_backward=backward.has_run)
+        return _Recorded(saved, boundaries, ops, blocks, placed, transients)
 
-    def _recorder(self, saved: SavedTensors) -> OpRecorder:
+    def _blocks_here(self) -> list[nn.Module]:
+        """Those of the blocks that the model has now, while a list may be cut."""
+        here = {module for _, module in self.model.named_modules()}
+        return [block for block in self._blocks if block in here]
+
+    @functools.cached_property
+    def _blocks(self) -> Sequence[nn.Module]:
+        return self.blocks or [block for _, block in find_blocks(self.model)]
+
+    def _recorder(self, saved: SavedTensors, held: HeldBytes) -> OpRecorder:
         if self.fp8 is None:
-            return OpRecorder(saved.running, saved.log)
-        return OpRecorder(saved.running, saved.log, self.fp8.layers.values(), rowwise=self.fp8.rowwise)
+            return OpRecorder(saved, held)
+        return OpRecorder(saved, held, self.fp8.layers.values(), rowwise=self.fp8.rowwise)
 
     def _as_one_rank(self, log: SaveLog) -> contextlib.AbstractContextManager[None]:
         return self.split.running(log) if self.split is not None else _nothing()
@@ -180,10 +201,16 @@ class _Recorded(NamedTuple):
     saved: SavedTensors
     boundaries: tuple[Boundary, ...]
     ops: Ops
-    placed: Placed | None  # operations, where a pipeline cuts the model
+    blocks: Sequence[nn.Module]  # those that ran, of which places are told
+    placed: Placed  # operations
+    transients: tuple[Transient, ...]
 
 
 _nothing = contextlib.nullcontext
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 @contextlib.contextmanager
@@ -196,19 +223,16 @@ def _runs_without_data() -> Iterator[None]:
 class _Backward:
     """Backward of a loss. Where a user's function cannot run it without data, it is taken to follow by rule."""
 
-    def __init__(self, loss: Any) -> None:
-        self._loss = loss
+    def __init__(self, loss: Any, device_type: str) -> None:
+        self._loss, self._device_type = loss, device_type
         self.has_run = False
 
     def backward(self) -> None:
-        """Runs it."""
-        self._loss.backward()
+        """Runs it, as behind autocast, which lets go of the weights that it has cast."""
+        torch.clear_autocast_cache()
+        with torch.autocast(self._device_type, enabled=False):
+            self._loss.backward()
         self.has_run = True
-
-    def attempt(self) -> None:
-        """Runs it if it can run."""
-        with contextlib.suppress(Exception):
-            self.backward()
 
 
 class _Forward(nn.Module):

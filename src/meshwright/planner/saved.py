@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -47,18 +48,27 @@ class SavedTensors:
     savers: dict[int, list[tuple[nn.Module, ...]]] = field(default_factory=dict)  # storage -> module stacks
     inputs: dict[nn.Module, dict[int, int]] = field(default_factory=dict)  # module -> storage of an argument -> bytes
     weights: set[int] = field(default_factory=set)  # storages of parameters and buffers: saved, but not by forward
-    alive: list[Any] = field(default_factory=list)  # keeps storages from being freed and their addresses reused
+    met: list[StorageWeakRef] = field(default_factory=list)  # keeps addresses of storages from being reused
     log: SaveLog = field(default_factory=list)  # the module stack of every save, in order
     places: dict[int, set[int]] = field(default_factory=dict)  # storage -> where in the list of blocks it was saved
     run_at: dict[nn.Module, set[int]] = field(default_factory=dict)  # module -> where it ran
     results: dict[int, Result] = field(default_factory=dict)  # storage -> who made it, where all is watched
     work: list[Call] = field(default_factory=list)  # then: calls of operators, in order
     running: list[nn.Module] = field(default_factory=list)  # the modules that run now, outermost first
+    place: int = -1  # where in the list of blocks
 
     @property
     def bytes(self) -> int:
         """Bytes saved, every storage counted once and weights not at all."""
         return sum(size for storage, size in self.sizes.items() if storage not in self.weights)
+
+    def kept_by_place(self) -> dict[int, int]:
+        """The same bytes by the first place where each storage was saved."""
+        found: dict[int, int] = {}
+        for storage, places in self.places.items():
+            if storage not in self.weights:
+                found[min(places)] = found.get(min(places), 0) + self.sizes[storage]
+        return found
 
 
 @contextlib.contextmanager
@@ -69,8 +79,8 @@ def record_saved(
 
     Args:
         model: The model that runs; gathered weights of sharded modules are recognised while they run.
-        counter: Records operators too, with the operations that it counts, and keeps every tensor until the end of the
-            record: only for fake tensors, which hold no data.
+        counter: Records operators too, with the operations that it counts, and keeps the address of every storage
+            until the end of the record: only for fake tensors, which hold no data.
         blocks: Those of a list that a pipeline cuts, in the order in which they run; places are told by them.
     """
     recorder = _Recorder(counter, blocks)
@@ -92,7 +102,7 @@ def record_saved(
     finally:
         for hook in hooks:
             hook.remove()
-        recorder.saved.alive.clear()
+        recorder.saved.met.clear()
 
 
 class _Recorder:
@@ -103,44 +113,43 @@ class _Recorder:
         self._counter = counter
         self._index = {block: number for number, block in enumerate(blocks)}
         self._stack = self.saved.running
-        self._place = -1  # where in the list of blocks
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd saves a tensor."""
         saved, running = self.saved, tuple(self._stack)
-        key, size = _storage(tensor)
+        key, size = storage_of(tensor)
         saved.sizes[key] = size
         saved.savers.setdefault(key, []).append(running)
-        saved.places.setdefault(key, set()).add(self._place)
+        saved.places.setdefault(key, set()).add(saved.place)
         saved.log.append(running)
         if self._counter is not None:
-            saved.alive.append(tensor)
+            saved.met.append(_reference(tensor))
         return tensor
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A module begins to run."""
         saved = self.saved
         self._stack.append(module)
-        self._place = self._index.get(module, self._place)
-        saved.run_at.setdefault(module, set()).add(self._place)
+        saved.place = self._index.get(module, saved.place)
+        saved.run_at.setdefault(module, set()).add(saved.place)
         tensors = _tensors_in((args, kwargs))
-        saved.inputs.setdefault(module, {}).update(map(_storage, tensors))
+        saved.inputs.setdefault(module, {}).update(map(storage_of, tensors))
         if self._counter is not None:
-            saved.alive.extend(tensors)
+            saved.met.extend(map(_reference, tensors))
         inside = is_compiled(module)  # no hook runs there
         for tensor in (*module.parameters(recurse=inside), *module.buffers(recurse=inside)):
-            saved.weights.add(_storage(tensor)[0])
+            saved.weights.add(storage_of(tensor)[0])
 
     def leave(self, module: nn.Module, *_: Any) -> None:
         """A module has run."""
         self._stack.pop()
-        self._place += self._index.get(module) == len(self._index) - 1  # behind the last one
+        self.saved.place += self._index.get(module) == len(self._index) - 1  # behind the last one
 
     def keep(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator runs, whose result a recomputed module may keep."""
         result = operator(*args, **kwargs)
         if kept_now(operator, args, kwargs):
-            self.saved.sizes.update(map(_storage, _tensors_in(result)))
+            self.saved.sizes.update(map(storage_of, _tensors_in(result)))
         return result
 
     def watch(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,13 +161,13 @@ class _Recorder:
         result = operator(*args, **kwargs)
         name, running, flops = operator_name(operator), tuple(self._stack), counter.get_total_flops() - before
         if flops:
-            saved.work.append(Call(name, running, position, flops, self._place))
+            saved.work.append(Call(name, running, position, flops, saved.place))
         if can_keep(operator, args, kwargs):
-            for key, size in map(_storage, _tensors_in(result)):
+            for key, size in map(storage_of, _tensors_in(result)):
                 made = saved.results.setdefault(key, Result(size))
                 made.operators.append((name, running))
-                made.places.add(self._place)
-            saved.alive.append(result)
+                made.places.add(saved.place)
+                saved.met.extend(map(_reference, _tensors_in(result)))
         return result
 
 
@@ -177,8 +186,17 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _storage(tensor: torch.Tensor) -> tuple[int, int]:
+def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """What tells a tensor's storage from all others that are alive, and its bytes."""
+    storage = _plain(tensor).untyped_storage()
+    return storage._cdata, storage.nbytes()
+
+
+def _reference(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(_plain(tensor).untyped_storage())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
     while is_traceable_wrapper_subclass(tensor):  # a DTensor, a weight gathered in 8 bits: what they wrap is held
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
-    storage = tensor.untyped_storage()
-    return storage._cdata, storage.nbytes()
+    return tensor

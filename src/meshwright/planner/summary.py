@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from torch import nn
 
-from meshwright.cost import Activations, SavedTensor, TracedModule, Work
+from meshwright.cost import Activations, SavedTensor, TracedModule, Transient, Work
 from meshwright.cost.activations import Running
 from meshwright.nn import class_names, find_blocks
 from meshwright.planner.saved import SavedTensors
 
-_Key = tuple[tuple[Running, ...], tuple[int, ...], tuple[tuple[str, Running], ...], tuple[int, ...]]  # of equal tensors
+_Key = tuple[tuple[Running, ...], tuple[int, ...], tuple[tuple[str, Running], ...], tuple[int, ...], int]  # of equals
 
 
-def summarise(model: nn.Module, saved: SavedTensors) -> Activations:
+def summarise(model: nn.Module, saved: SavedTensors, transients: tuple[Transient, ...]) -> Activations:
     """What the forward pass of a plain model keeps, and what recomputation can change of that."""
     named = [(path, module) for path, module in model.named_modules() if path]
     numbers = {module: number for number, (_, module) in enumerate(named)}
@@ -26,7 +27,8 @@ def summarise(model: nn.Module, saved: SavedTensors) -> Activations:
         blocks=tuple(numbers[block] for block in blocks),
         stages=(_tensors(saved, numbers),),
         work=_work(saved, numbers),
-    )
+        transients=transients,
+    ).settled()
 
 
 def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedTensor, ...]:
@@ -54,14 +56,15 @@ def _tensors(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[SavedT
             tuple(sorted(set(inputs.get(storage, [])))),
             tuple(sorted({(operator, _running(stack, numbers)) for operator, stack in made_by})),
             tuple(sorted(places[storage])),
+            min(saved.places.get(storage) or places[storage]),
         )
-        key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places)
+        key = (tensor.savers, tensor.inputs_of, tensor.results, tensor.places, tensor.needed_from)
         found[key] = tensor if key not in found else _larger(found[key], size)
     return tuple(found[key] for key in sorted(found))  # two runs that save the same are equal
 
 
 def _larger(tensor: SavedTensor, more: int) -> SavedTensor:
-    return SavedTensor(tensor.num_bytes + more, tensor.savers, tensor.inputs_of, tensor.results, tensor.places)
+    return dataclasses.replace(tensor, num_bytes=tensor.num_bytes + more)
 
 
 def _work(saved: SavedTensors, numbers: dict[nn.Module, int]) -> tuple[Work, ...]:

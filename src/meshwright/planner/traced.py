@@ -17,6 +17,7 @@ from meshwright.errors import ModelError
 from meshwright.methods import ExpertTrace
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.float8.trace import Fp8Trace
+from meshwright.nn import find_blocks
 from meshwright.planner.prediction import Pass, Predicted
 from meshwright.planner.profile.device import stands_in
 from meshwright.planner.profile.failure import reason_of
@@ -34,7 +35,7 @@ class Conditions:
     autocast_dtype: str | None
     samples: int  # of a micro-batch
     split: Trace | None  # how axes divide layers, tokens or experts
-    blocks: tuple[nn.Module, ...] = ()  # those that a pipeline cuts
+    blocks: tuple[nn.Module, ...] = ()  # those that a pipeline cuts; none: those that the model repeats
     fp8: Fp8Trace | None = None  # the layers that multiply in 8 bits
 
 
@@ -84,6 +85,7 @@ class Tracer:
         Raises:
             ModelError: When the model cannot be divided as they say.
         """
+        conditions = dataclasses.replace(conditions, blocks=conditions.blocks or self._blocks)
         if conditions not in self._known:
             self._known[conditions] = self._trace(conditions)
         return self._known[conditions]
@@ -106,7 +108,7 @@ class Tracer:
                 if isinstance(error, ModelError):
                     raise  # training would fail in the same way
                 return _untraced(reason)._replace(boundaries=self._sent_to_experts(now))
-            whole = dataclasses.replace(now, split=None, blocks=())
+            whole = dataclasses.replace(now, split=None)
             if now.split is not None and self._trace(whole).activations is not None:
                 raise _does_not_fit(reason) from error
             return _untraced(reason)
@@ -134,7 +136,7 @@ class Tracer:
     def _predict(self, one: Pass, now: Conditions) -> Predicted:
         """A pass of a few blocks where all are equal, else of the whole model."""
         repeated = self._repeated
-        if repeated is None or now.blocks:
+        if repeated is None:
             return one.predict()
         # Blocks that are divided alike repeat as they do undivided.
         kind = repeated.divided_alike(now.split.dims if now.split else {}) or now.split, now.fp8
@@ -148,6 +150,10 @@ class Tracer:
             self._repeats[kind] = True
             return found
         return one.predict()
+
+    @functools.cached_property
+    def _blocks(self) -> tuple[nn.Module, ...]:
+        return tuple(block for _, block in find_blocks(self._model))
 
     @functools.cached_property
     def _repeated(self) -> Repeated | None:

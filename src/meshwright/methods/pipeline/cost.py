@@ -7,7 +7,7 @@ import functools
 import math
 
 from meshwright.cost import Activations, Block, Buffer, Parameter, Placed, Stages, Step, Traffic, local_shape
-from meshwright.methods.pipeline.schedules import held_at_most
+from meshwright.methods.pipeline.schedules import backward_moments, held_at_most
 
 
 def stage_cost(schedule: str, step: Step) -> Step:
@@ -62,9 +62,10 @@ def _kept(schedule: str, step: Step, stages: Stages) -> Activations:
         micro_batches = min(micro_batches, 2 * ranks)  # no more are in flight after it, and torch's tables are slow
     held = held_at_most(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
     in_flight = tuple(tuple(dict(moment)[stage] for stage in stages.own) for moment in held)
+    backward_at = backward_moments(schedule, ranks, len(stages.ranks) // ranks, micro_batches)[stages.here]
     is_last = stages.here == stages.ranks[-1]
     return dataclasses.replace(
-        known.cut(tuple(functools.partial(stages.has, stage) for stage in stages.own), in_flight),
+        known.cut(tuple(functools.partial(stages.has, stage) for stage in stages.own), in_flight, backward_at),
         loss_bytes=known.loss_bytes if is_last else 0,
         outside_bytes=known.outside_bytes if is_last else 0,
     )

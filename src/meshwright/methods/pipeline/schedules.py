@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from meshwright.cost import BackwardAt
 from meshwright.errors import StrategyError
 
 if TYPE_CHECKING:
@@ -156,6 +157,39 @@ def held_at_most(
             moments.add(tuple(held.items()))
         found.append(tuple(m for m in sorted(moments) if not any(_less(m, other) for other in moments)))
     return tuple(found)
+
+
+@functools.cache
+def backward_moments(
+    name: str, ranks: int, stages_per_rank: int, micro_batches: int
+) -> tuple[tuple[BackwardAt, ...], ...]:
+    """Of every rank, the moments of backward of its stages at which most micro-batches are kept."""
+    if stages_per_rank == 1:
+        return tuple(_of_one_stage(name, ranks - rank, micro_batches) for rank in range(ranks))
+    found = []
+    for row in actions(name, ranks, stages_per_rank, micro_batches):
+        own = sorted({stage for _, stage, _ in row})
+        held, begun = dict.fromkeys(own, 0), dict.fromkeys(own, False)
+        moments = set()
+        for kind, stage, _ in row:
+            if kind != "F":
+                moments.add(BackwardAt(own.index(stage), tuple(held.values()), tuple(begun.values())))
+                begun[stage] |= kind != "I"
+            held[stage] += {"F": 1, "B": -1, "I": 0, "W": -1}[kind]
+        found.append(tuple(m for m in sorted(moments) if not any(_holds_less(m, other) for other in moments)))
+    return tuple(found)
+
+
+def _of_one_stage(name: str, stages_left: int, micro_batches: int) -> tuple[BackwardAt, ...]:
+    first = micro_batches if name == "gpipe" else min(micro_batches, stages_left)
+    later = first if first < micro_batches else first - 1
+    accumulated = (BackwardAt(0, (later,), (True,)),) if later else ()
+    return (BackwardAt(0, (first,), (False,)), *accumulated)
+
+
+def _holds_less(one: BackwardAt, other: BackwardAt) -> bool:
+    pairs = (*zip(one.held, other.held, strict=True), *zip(one.accumulated, other.accumulated, strict=True))
+    return one != other and one.stage == other.stage and all(mine <= theirs for mine, theirs in pairs)
 
 
 def _less(held: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:

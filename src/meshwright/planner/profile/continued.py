@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.cost import Boundary
 from meshwright.nn import class_name
+from meshwright.planner.profile.places import Places
 from meshwright.planner.profile.recorder import Ops
 from meshwright.planner.profile.repeated import RUN, Repeated
 from meshwright.planner.saved import Call, SavedTensors
@@ -19,22 +20,28 @@ class NotRepeatedError(Exception):
     """What was recorded does not repeat from block to block."""
 
 
-def continued(saved: SavedTensors, kept: Sequence[nn.Module], every: Sequence[nn.Module]) -> SavedTensors:
+def continued(
+    saved: SavedTensors, kept: Sequence[nn.Module], every: Sequence[nn.Module], places: Places
+) -> SavedTensors:
     """What a run of all blocks would have saved, from that of four of them.
 
     Args:
         saved: Of the run.
         kept: The blocks that ran.
         every: Those that would have run: the first three and the last are the same.
+        places: Where the run was.
 
     Raises:
         NotRepeatedError: When a tensor is shared by blocks in a way that has no obvious continuation.
     """
-    return _Continued(saved, kept, every).saved
+    return _Continued(saved, kept, every, places).saved
 
 
 class _Continued:
-    def __init__(self, saved: SavedTensors, kept: Sequence[nn.Module], every: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, saved: SavedTensors, kept: Sequence[nn.Module], every: Sequence[nn.Module], places: Places
+    ) -> None:
+        self._places = places
         self._number = {module: number for number, block in enumerate(kept) for module in block.modules()}
         template = [list(block.modules()) for block in kept[1:3]]
         # For a shift: modules of the second block, and of the third, to those of blocks so many further on.
@@ -51,10 +58,13 @@ class _Continued:
             saved,
             sizes=dict(saved.sizes),
             savers=dict(saved.savers),
-            places=dict(saved.places),
-            run_at=dict(saved.run_at),
+            places={storage: self._at(found) for storage, found in saved.places.items()},
+            run_at={module: self._at(found) for module, found in saved.run_at.items()},
             inputs={m: {} if m in self._number else dict(taken) for m, taken in saved.inputs.items()},
-            results=dict(saved.results),
+            results={
+                storage: dataclasses.replace(made, places=self._at(made.places))
+                for storage, made in saved.results.items()
+            },
             log=self._log(saved),
             work=self._work(saved),
         )
@@ -64,6 +74,9 @@ class _Continued:
                 self._takers.setdefault(storage, []).append(module)
         for storage in {**saved.savers, **self._takers, **saved.results}:
             self._continue(storage)
+
+    def _at(self, places: set[int], shift: int = 0) -> set[int]:
+        return {self._places.of(place, shift) for place in places}
 
     def _log(self, saved: SavedTensors) -> list[tuple[nn.Module, ...]]:
         """The third block's saves, and after them those of its copies."""
@@ -78,14 +91,16 @@ class _Continued:
         saves, copies = log[1] - log[0], len(self._shifted) - 1
 
         def later(call: Call, shift: int) -> Call:
-            moved = self._move(call.stack, shift)
-            return dataclasses.replace(call, stack=moved, num_saved_before=call.num_saved_before + shift * saves)
+            moved, place = self._move(call.stack, shift), self._places.of(call.place, shift)
+            before = call.num_saved_before + shift * saves
+            return dataclasses.replace(call, stack=moved, num_saved_before=before, place=place)
 
         copied = [later(call, shift) for shift in range(1, copies + 1) for call in calls[first:end]]
         behind = [
-            dataclasses.replace(call, num_saved_before=call.num_saved_before + copies * saves) for call in calls[end:]
+            dataclasses.replace(later(call, 0), num_saved_before=call.num_saved_before + copies * saves)
+            for call in calls[end:]
         ]
-        return [*calls[:end], *copied, *behind]
+        return [*(later(call, 0) for call in calls[:end]), *copied, *behind]
 
     def _third(self, stacks: Sequence[tuple[nn.Module, ...]]) -> tuple[int, int]:
         """From the first to behind the last of what the third block does; nothing, at the end, where it does none."""
@@ -129,26 +144,31 @@ class _Continued:
     ) -> None:
         if stacks:
             self.saved.savers[key] = [self._move(stack, shift) for stack in stacks]
-            self.saved.places[key] = self._old.places[old]
+            self.saved.places[key] = self._at(self._old.places[old], shift)
         if old in self._old.results:
             made = self._old.results[old]
             operators = [(name, self._move(stack, shift)) for name, stack in made.operators]
-            self.saved.results[key] = dataclasses.replace(made, operators=operators)
+            self.saved.results[key] = dataclasses.replace(
+                made, operators=operators, places=self._at(made.places, shift)
+            )
         for module in takers:
             size = self._old.inputs[module][old]
-            self._taken(self._shifted[shift].get(module, module))[key] = size
+            self._taken(module, shift)[key] = size
 
     def _share(self, storage: int, stacks: list[tuple[nn.Module, ...]], takers: list[nn.Module]) -> None:
         """A tensor of all blocks: copies of the third save and take it as well."""
         self._put(storage, storage, stacks, takers, 0)
+        third = self._places.third
         for shift in range(1, len(self._shifted)):
+            if third in self._old.places.get(storage, ()):
+                self.saved.places[storage] |= {self._places.of(third, shift)}
             own = [self._move(stack, shift) for stack in stacks if self._place(stack) == 2]
             if own:
                 self.saved.savers[storage] = [*self.saved.savers[storage], *own]
             self._share_results(storage, shift)
             for module in takers:
                 if self._number[module] == 2:
-                    self._taken(self._shifted[shift][module])[storage] = self._old.inputs[module][storage]
+                    self._taken(module, shift)[storage] = self._old.inputs[module][storage]
 
     def _share_results(self, storage: int, shift: int) -> None:
         made = self.saved.results.get(storage)
@@ -157,9 +177,10 @@ class _Continued:
         if made is not None and own:
             self.saved.results[storage] = dataclasses.replace(made, operators=[*made.operators, *own])
 
-    def _taken(self, module: nn.Module) -> dict[int, int]:
-        self.saved.run_at.setdefault(module, {-1})
-        return self.saved.inputs.setdefault(module, {})
+    def _taken(self, module: nn.Module, shift: int) -> dict[int, int]:
+        twin = self._shifted[shift].get(module, module)
+        self.saved.run_at.setdefault(twin, self._at(self._old.run_at[module], shift))
+        return self.saved.inputs.setdefault(twin, {})
 
 
 def continued_ops(ops: Ops, kept: Sequence[nn.Module], every: Sequence[nn.Module]) -> Ops:

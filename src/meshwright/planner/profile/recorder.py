@@ -17,7 +17,9 @@ from meshwright.cost import Op
 from meshwright.methods.recompute.operators import operator_name
 from meshwright.methods.tensor.trace import SaveLog
 from meshwright.nn import class_names
+from meshwright.planner.profile.held import HeldBytes
 from meshwright.planner.profile.operators import kernels_of
+from meshwright.planner.saved import SavedTensors
 
 _NO_NUMBER = 2**64 - 1  # of the nodes that accumulate gradients
 
@@ -40,22 +42,23 @@ class OpRecorder(TorchDispatchMode):
     A kernel of backward belongs to the modules that ran when its autograd node was made: nodes carry numbers.
 
     Args:
-        running: The modules that run now, outermost first; kept up to date by whoever watches the model.
-        log: Grows with every tensor that is saved for backward.
+        saved: The modules that run now, where they are and what they have saved, kept up to date by whoever watches the
+            model.
+        held: Told of every operator, with the place whose backward it is.
         fp8: Layers whose products run in 8 bits. What they cast belongs to these products (see ``cost.kernels``).
         rowwise: Whether these have a scale for each row.
     """
 
     def __init__(
-        self, running: list[nn.Module], log: SaveLog, fp8: Collection[nn.Module] = (), *, rowwise: bool = False
+        self, saved: SavedTensors, held: HeldBytes, fp8: Collection[nn.Module] = (), *, rowwise: bool = False
     ) -> None:
         super().__init__()
-        self._running, self._log, self._fp8, self._rowwise = running, log, set(fp8), rowwise
+        self._saved, self._held, self._fp8, self._rowwise = saved, held, set(fp8), rowwise
         self.forward: list[Kernel] = []
         self.backward: list[Kernel] = []
         self._nodes: list[int] = []  # numbers of autograd nodes, rising
-        self._made: list[tuple[_Stack, int]] = []  # for each: the modules that ran, and the position
-        self._latest: tuple[_Stack, int] = ((), 0)
+        self._made: list[tuple[_Stack, int, int]] = []  # for each: the modules that ran, the position, and the place
+        self._latest: tuple[_Stack, int, int] = ((), 0, -1)
         self._calls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -70,15 +73,17 @@ class OpRecorder(TorchDispatchMode):
             ops = kernels_of(func, args, given, result)
             name = operator_name(func)
             self._note_forward(tuple(dataclasses.replace(op, operator=name) for op in ops), (args, given))
+            self._held.note(result, (args, given), self._saved.place, "forward" if self._saved.running else "loss")
         else:
             self._note_backward(kernels_of(func, args, given, result), node._sequence_nr())
+            self._held.note(result, (args, given), self._latest[2], "backward")
         return result
 
     def _note_forward(self, kernels: tuple[Op, ...], given: Any) -> None:
-        number, running = torch._C._autograd._get_sequence_nr() - 1, tuple(self._running)
+        number, running = torch._C._autograd._get_sequence_nr() - 1, tuple(self._saved.running)
         if not self._nodes or number > self._nodes[-1]:
             self._nodes.append(number)
-            self._made.append((running, self._calls))
+            self._made.append((running, self._calls, self._saved.place))
         self._calls += 1
         if kernels:
             needs_grad = any(leaf.requires_grad for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor))
@@ -88,12 +93,12 @@ class OpRecorder(TorchDispatchMode):
         if number != _NO_NUMBER and self._nodes:
             self._latest = self._made[max(bisect.bisect_right(self._nodes, number) - 1, 0)]
         if kernels:
-            running, position = self._latest
+            running, position, _ = self._latest
             ops = tuple(dataclasses.replace(op, moment="backward") for op in kernels)
             self.backward += self._kernels(ops, running, position + 1, needs_grad=True)
 
     def _kernels(self, ops: tuple[Op, ...], running: _Stack, position: int, *, needs_grad: bool) -> list[Kernel]:
-        saved = len(self._log)
+        saved = len(self._saved.log)
         if self._fp8 and not self._fp8.isdisjoint(running):
             variant: Literal["", "rowwise"] = "rowwise" if self._rowwise else ""
             ops = tuple(dataclasses.replace(op, dtype="fp8", variant=variant) for op in ops if op.kind == "matmul")
