@@ -15,7 +15,7 @@ _TITLES = {
     "distributed": "exchange and looking",
     "optim": "parts",
     "nn": "modules",
-    "strategy": "what was decided, what was saved",
+    "strategy": "decided · saved",
     "methods": "how it is done",
     "planner": "which strategy",
     "batches": "requests",

@@ -26,7 +26,12 @@ _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
 
 def generated() -> dict[str, str]:
     """Every page or picture that is made from the code, by its path under ``docs/``."""
-    return {"cli.md": cli_page.page(), "images/house.svg": house.picture(), "methods.md": methods_page.page(), **api.pages()}
+    return {
+        "cli.md": cli_page.page(),
+        "images/house.svg": house.picture(),
+        "methods.md": methods_page.page(),
+        **api.pages(),
+    }
 
 
 def on_files(files: Any, config: Any) -> Any:
