@@ -226,6 +226,7 @@ def misuse():
         (lambda: booster.boost(model, None, None, None, schedule), "no optimizer"),
         (lambda: booster.boost(print), "not a module"),
         (lambda: Booster(plugin=TorchDDPPlugin(methods=[("gradient_accumulation", 2)])).boost(model), "calls backward"),
+        (lambda: Booster(plugin=TorchDDPPlugin(methods=["loss_spike"])).boost(model), "losses of Accelerated.step"),
         (lambda: two_norms.boost(helpers.build()[0]), "name different norms"),
         (lambda: Booster(device="cuda", plugin=TorchDDPPlugin()).boost(model), "another device"),
         (lambda: booster.no_sync(model).__enter__(), "not one that this Booster"),
