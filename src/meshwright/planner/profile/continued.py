@@ -160,7 +160,7 @@ class _Continued:
         self._put(storage, storage, stacks, takers, 0)
         third = self._places.third
         for shift in range(1, len(self._shifted)):
-            if third in self._old.places.get(storage, ()):
+            if third is not None and third in self._old.places.get(storage, ()):
                 self.saved.places[storage] |= {self._places.of(third, shift)}
             own = [self._move(stack, shift) for stack in stacks if self._place(stack) == 2]
             if own:
