@@ -14,6 +14,8 @@ for _name in (
     "transformers.models.bert.modeling_bert",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.vit.modeling_vit",
+    "peft",
     "tests.methods.test_parity",
 ):
     with contextlib.suppress(ImportError):

@@ -24,11 +24,10 @@ from meshwright.data import ByteTokenizer, GlobalOrder, TokenDataset, find_files
 from meshwright.lr_scheduler import warmup_decay
 
 HERE = Path(__file__).parent
+CONFIG = HERE.parent / "llama" / "config.json"
 
 
-def build_model(
-    base: str | Path | None = None, config: str | Path = HERE.parent / "llama" / "config.json", rank: int = 8
-) -> nn.Module:
+def build_model(base: str | Path | None = None, config: str | Path = CONFIG, rank: int = 8) -> nn.Module:
     """A causal language model of transformers, frozen, with adapters of a rank around all of its linear layers.
 
     Args:
@@ -55,7 +54,7 @@ def text(seq_len: int) -> TokenDataset:
 def main(arguments: list[str] | None = None) -> None:
     options = parse_options(arguments)
     mw.init_distributed(seed=0)
-    model, dataset = build_model(options.base, rank=options.rank), text(options.seq_len)
+    model, dataset = build_model(options.base, options.config, options.rank), text(options.seq_len)
     total = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     job = mw.accelerate(
@@ -90,6 +89,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--base", metavar="FOLDER", help="a trained model in transformers' format (default: random weights)")
+    add("--config", default=CONFIG, help="of the model with random weights (default: the one of examples/llama)")
     add("--rank", type=int, default=8, help="inner dim of the adapters (default: 8)")
     add("--steps", type=int, default=300, help="optimizer steps (default: 300)")
     add("--batch-size", type=int, default=16, help="sequences per step over all ranks (default: 16)")

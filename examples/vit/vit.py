@@ -40,12 +40,12 @@ class Shapes(Dataset):
         generator = torch.Generator().manual_seed(self.seed * self.length + index)
         label = int(torch.randint(len(SHAPES), (), generator=generator))
         x, y, radius = torch.rand(3, generator=generator).tolist()
-        radius = 0.2 + 0.15 * radius  # all of them as parts of the image
+        radius = 0.25 + 0.1 * radius  # all of them as parts of the image
         center = [radius + (1 - 2 * radius) * place for place in (x, y)]
-        colour, ground = torch.randn(2, 3, 1, 1, generator=generator)
+        bright, dark = torch.rand(2, 3, 1, 1, generator=generator) + 0.5
         shape = inside(SHAPES[label], self.image_size, center, radius)
         noise = 0.3 * torch.randn(3, self.image_size, self.image_size, generator=generator)
-        return {"pixel_values": torch.where(shape, colour, ground) + noise, "labels": torch.tensor(label)}
+        return {"pixel_values": torch.where(shape, bright, -dark) + noise, "labels": torch.tensor(label)}
 
 
 def inside(name: str, image_size: int, center: list[float], radius: float) -> Tensor:
@@ -110,7 +110,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=400, help="optimizer steps (default: 400)")
     add("--images", type=int, default=20_000, help="different images (default: 20000)")
     add("--batch-size", type=int, default=64, help="images per step over all ranks (default: 64)")
-    add("--lr", type=float, default=1e-3, help="highest learning rate (default: 1e-3)")
+    add("--lr", type=float, default=2e-3, help="highest learning rate (default: 2e-3)")
     add("--strategy", help="such as \"fsdp + amp_native(dtype='bf16')\" (default: chosen)")
     add("--save", metavar="FILE", help="write the weights there in the end: an ordinary state dict")
     return parser.parse_args(arguments)

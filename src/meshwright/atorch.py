@@ -26,6 +26,7 @@ _EXTRA_ARGUMENTS = {
     "sample_batch": None,
     "batch_size": None,
     "sampler_seed": 0,
+    "memory_limit": None,
 }
 
 
@@ -59,7 +60,8 @@ def auto_accelerate(
         save_strategy_to_file: Path of a JSON file to write the strategy to; rank 0 writes it.
         **kargs: ``verbose``; ``time_limit``: seconds in which the best few candidates may be run to choose the fastest
             (None chooses by prediction alone); ``find_unused_parameters``; ``ignore_dryrun_on_load_strategy=False``
-            runs forward and backward once before returning; ``sample_batch``; ``batch_size``; ``sampler_seed``.
+            runs forward and backward once before returning; ``sample_batch``; ``batch_size``; ``sampler_seed``;
+            ``memory_limit``: bytes one rank may hold.
 
     Returns:
         ``(status, result, best_strategy)``; ``(False, None, None)`` when it failed, with the reason printed on rank 0.
@@ -80,6 +82,7 @@ def auto_accelerate(
             sample_batch=extra["sample_batch"], batch_size=extra["batch_size"], sampler_seed=extra["sampler_seed"],
             dry_run=load_strategy is not None and not extra["ignore_dryrun_on_load_strategy"],
             time_limit=extra["time_limit"], finetune_strategy=finetune_strategy, verbose=extra["verbose"],
+            memory_limit=extra["memory_limit"],
         )  # fmt: skip
         if save_strategy_to_file is not None:
             _save(result.strategy, save_strategy_to_file)

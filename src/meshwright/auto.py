@@ -81,8 +81,10 @@ def accelerate(
         dataset: torch Dataset; None makes no dataloader.
         loss_func: ``loss_func(model_input, model_output)``: the loss, or a list or tuple with the loss first. None
             takes the loss that the model's output carries.
-        strategy: A Strategy, or anything it can be made from; None chooses the first of data, zero2, fsdp and fsdp
-            with checkpoint that fits into a rank's memory.
+        strategy: A Strategy, or anything it can be made from. None chooses: where the devices are known by name (CUDA),
+            the fastest by prediction of all that a search finds to fit into a rank's memory, with the caller's
+            precision and number of micro-batches; elsewhere (the CPU), where seconds cannot be told, the first of
+            data, zero2, fsdp and fsdp with checkpoint that fits.
         prepare_input: ``(data, device) -> model input``; None moves the tensors of a batch to the device.
         model_input_format: None for ``model(x)``, ``"unpack_sequence"`` for ``model(*x)``, ``"unpack_dict"`` for
             ``model(**x)``.
@@ -102,7 +104,8 @@ def accelerate(
         sample_batch: A batch for predictions where there is no dataset; of any number of samples.
         batch_size: Samples per step over all ranks, for predictions where there is no dataset.
         sampler_seed: Seed of the order of samples.
-        memory_limit: Bytes one rank may hold; None takes what the device has.
+        memory_limit: Bytes that a strategy that is chosen may need on a rank, by prediction; None takes what the device
+            has. Allocations are not held to it.
         time_limit: Where a strategy is chosen: seconds in which the best few by prediction may be run for a few steps
             each, on copies of the model, to choose the fastest; None chooses by prediction. A candidate that fails on
             every rank is passed over; one that ends a rank ends the program.
