@@ -28,10 +28,11 @@ def _train(options, signal_at_step=None):
     path, said, step = list(sys.path), io.StringIO(), training._step
 
     def _signalled(session, *given, **named):
-        step(session, *given, **named)
+        result = step(session, *given, **named)
         if session.state.step == signal_at_step and int(os.environ.get("RANK", "1")) == 1:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.1)
+        return result
 
     runtime.seed_everything(0)  # as a process does that starts
     try:
