@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "gpt2"))
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "examples" / "gpt2")]
 
 Step = Callable[[Tensor], Tensor]
 """Trains on this rank's (batch, seq_len) token ids; returns the loss, of this rank or of all, 0-dim."""

@@ -30,7 +30,10 @@ class System:
 
     @property
     def version(self) -> str:
-        return importlib.metadata.version(self.package.replace("_", "-"))
+        try:
+            return importlib.metadata.version(self.package.replace("_", "-"))
+        except importlib.metadata.PackageNotFoundError:  # it lies on the path, not installed
+            return "source"
 
     @property
     def user_lines(self) -> int:

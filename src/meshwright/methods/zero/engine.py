@@ -59,6 +59,10 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     )
     if job.wire is not None and job.size(job.shard_axis) > 1:
         _quantise(job, job.wire)
+    elif job.device.type == "cpu":
+        # A stream would carry the gathers that are started ahead; without one they run in gloo's threads, or are
+        # waited for where they start.
+        job.model._set_unshard_async_op(True)  # type: ignore[operator]
     if config.forward_prefetch and reshard_after_forward is not False:
         _prefetch_forward(units)
     _move_ignored(units.ignored, job.device)
