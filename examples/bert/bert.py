@@ -41,7 +41,7 @@ class MaskedText(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(self.seed * len(self) + index)
-        ids = self.tokens[index]
+        ids = self.tokens[index].clone()
         places = torch.randperm(len(ids), generator=generator)[: max(1, round(0.15 * len(ids)))]
         labels = torch.full_like(ids, IGNORED)
         labels[places] = ids[places]
