@@ -146,6 +146,8 @@ def plan_optimizer(
     record: OptimizerRecord,
     tensors: Mapping[str, TensorRecord],
     elsewhere: frozenset[str] = frozenset(),
+    *,
+    role: str = "optimizer",
 ) -> OptimizerPlan:
     """Checks that a stored optimizer fits this one, and makes the tensors that its states will be read into.
 
@@ -155,6 +157,7 @@ def plan_optimizer(
         record: The stored optimizer.
         tensors: Shapes and types of all stored tensors.
         elsewhere: Parameters that optimizers of other ranks update, and this one does not.
+        role: What it is called in errors.
 
     Raises:
         CheckpointError: When kinds or parameters differ, or a group would mix hyperparameters of several.
@@ -162,7 +165,7 @@ def plan_optimizer(
     names = _names(optimizer, weights)
     stored = {name: group.values for group in record.groups for name in group.parameters}
     updated = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
-    _check_fits(optimizer, record, set(stored) - elsewhere, updated)
+    _check_fits(optimizer, record, set(stored) - elsewhere, updated, role)
     plan = OptimizerPlan(optimizer, {}, [], [])
     for group in optimizer.param_groups:
         plan.values.append(_common_values([names[id(p)] for p in group["params"]], stored))
@@ -177,17 +180,17 @@ def plan_optimizer(
     return plan
 
 
-def _check_fits(optimizer: Optimizer, record: OptimizerRecord, stored: set[str], present: set[str]) -> None:
+def _check_fits(optimizer: Optimizer, record: OptimizerRecord, stored: set[str], present: set[str], role: str) -> None:
     if record.kind != _kind(optimizer):
         raise CheckpointError(
-            "The checkpoint was written with another optimizer",
+            f"The checkpoint was written with another {role}",
             expected=_kind(optimizer),
             got=record.kind,
             fix=f"train on with {record.kind}, or load the weights only (a TrainingState with optim=None)",
         )
     if stored != present:
         raise CheckpointError(
-            "The checkpoint's optimizer does not update the same parameters",
+            f"The checkpoint's {role} does not update the same parameters",
             expected=f"{len(present)} parameters",
             got=f"missing: {join_names(sorted(present - stored))}; not wanted: {join_names(sorted(stored - present))}",
             fix="freeze and group parameters as before, or load the weights only (a TrainingState with optim=None)",

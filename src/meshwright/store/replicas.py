@@ -261,7 +261,8 @@ def plan_outer(optimizer: OuterOptimizer, weights: Mapping[str, torch.Tensor], v
         for name, tensor in view.record.tensors.items()
         if not name.startswith(_STATE)
     }
-    states = plan_optimizer(optimizer.outer, copies, _restricted(record.optimizer, copies), told)
+    stored = _restricted(record.optimizer, copies)
+    states = plan_optimizer(optimizer.outer, copies, stored, told, role="outer optimizer")
     targets: dict[str, torch.Tensor] = {f"model.{name}": copy for name, copy in copies.items()}
     targets |= {_OUTER_STATE + name.removeprefix(_STATE): tensor for name, tensor in states.targets.items()}
     landed: dict[int, list[torch.Tensor]] = {}
