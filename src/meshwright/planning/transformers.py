@@ -79,8 +79,9 @@ def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key:
     transformers = _transformers(key)
     with _told(path):
         # Without the last, transformers asks on the terminal whether to run code that lies beside a config.
-        given = {**(changes or {}), "local_files_only": True, "trust_remote_code": False}
-        config = transformers.AutoConfig.from_pretrained(path, **given)
+        config = transformers.AutoConfig.from_pretrained(
+            path, **{**(changes or {}), "local_files_only": True, "trust_remote_code": False}
+        )
         _check_counts(config)
     unknown = [name for name in changes or {} if not hasattr(config, name)]
     if unknown:
