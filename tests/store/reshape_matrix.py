@@ -142,7 +142,7 @@ def page(measured: dict[str, float | str]) -> str:
     for number, source in enumerate(names):
         row = " | ".join(_cell(measured, source, name, notes) for name in names)
         cells.append(f"| {number + 1} {source} | {row} |")
-    refused = [f"{number + 1}. {note}" for number, note in enumerate(notes)]
+    refused = [f"{number + 1}. {note}." for number, note in enumerate(notes)]
     return "\n".join([HEAD, *strategies, "", *cells, "", "## Refused", "", *refused]) + "\n"
 
 
@@ -152,9 +152,10 @@ def _cell(measured: dict[str, float | str], source: str, name: str, notes: list[
     found = measured.get(key(source, name), "not run")
     if not isinstance(found, str):
         return "✓"
-    if found not in notes:
-        notes.append(found)
-    return f"[{notes.index(found) + 1}]"
+    what = found.partition(". Expected")[0]  # without the names of the two
+    if what not in notes:
+        notes.append(what)
+    return f"[{notes.index(what) + 1}]"
 
 
 def measure(wanted: list[str]) -> None:

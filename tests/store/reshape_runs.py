@@ -283,7 +283,7 @@ def family(name: str) -> tuple[str, str]:
 
 def reference(name: str) -> str:
     """One process of the same family: the first of it."""
-    return next(other for other in ROWS if family(other) == family(name))
+    return next(other for other, row in ROWS.items() if row.world == 1 and family(other) == family(name))
 
 
 FAMILIES = list(dict.fromkeys(map(family, ROWS)))
