@@ -2,6 +2,7 @@
 
 import gc
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -36,24 +37,23 @@ def off_by(model, data, strategy, micro_batches=1, **given):
     return predicted / measured - 1
 
 
-def gpts(cases):
+def gpts(cases, num_layers):
     found = {}
     for name, (strategy, micro_batches) in cases.items():
         torch.manual_seed(0)
         ids = torch.randint(0, VOCAB, (4 * BATCH, SEQ))
-        model = gpt2.GPT2(vocab_size=VOCAB, seq_len=SEQ, dim=64, num_layers=4, num_heads=4)
+        model = gpt2.GPT2(vocab_size=VOCAB, seq_len=SEQ, dim=64, num_layers=num_layers, num_heads=4)
         found[name] = off_by(model, ids, strategy, micro_batches, loss_func=loss_func)
     return found
 
 
-CASES = {
-    "zero2, 4 micro-batches": (["zero2"], 4),
-    "fsdp, checkpoint": (["fsdp", "checkpoint"], 1),
-    "fsdp": (["fsdp"], 1),
-    "pipeline": ([("parallel_mode", {"pipeline": 2}), ("pipeline_parallel", {"schedule": "1f1b"})], 4),
-}
+def test_a_gpt_holds_what_is_predicted(ranks):
+    (off,) = ranks(2).run(gpts, {"fsdp": (["fsdp"], 1)}, 2)[0].values()
+    assert abs(off) < 0.03
 
 
-def test_a_gpt_holds_what_is_predicted_under_every_kind_of_strategy(ranks):
-    found = ranks(2).run(gpts, CASES)[0]
+@pytest.mark.long
+def test_so_it_does_with_micro_batches_and_recomputation(ranks):
+    cases = {"zero2, 4 micro-batches": (["zero2"], 4), "fsdp, checkpoint": (["fsdp", "checkpoint"], 1)}
+    found = ranks(2).run(gpts, cases, 4)[0]
     assert all(abs(off) < 0.03 for off in found.values()), found
