@@ -39,13 +39,13 @@ def valid(tmp_path_factory):
 def test_nothing_but_the_documented_error(valid, parser, request):
     trial, duration_s = Trial(parser, valid), request.config.getoption("--fuzz-s")
     examples = 500 if duration_s else FEW if parser in SLOW else GLANCE
-    ends_s, number = time.monotonic() + duration_s, 0
+    ends_s, number = time.process_time() + duration_s, 0  # pauses do not count
 
     def tried(content):
         trial(content)
 
     with trial.restoring():
-        while number == 0 or time.monotonic() < ends_s:
+        while number == 0 or time.process_time() < ends_s:
             number += 1
             options = settings(max_examples=examples, database=None, phases=[Phase.generate, Phase.shrink])
             seed(number)(options(given(files(trial.valid))(tried)))()
