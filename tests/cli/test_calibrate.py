@@ -41,7 +41,7 @@ def test_two_ranks_measure_this_machine(tmp_path):
     assert 0 < known.matmul <= 1
     assert 1e-7 < cluster.calibration.constants.gap_s < 1e-2
     assert 0.2 < cluster.calibration.constants.in_step < 5
-    assert "Whole steps take " in result.stdout
+    assert "In whole steps kernels take " in result.stdout
     assert 1e9 < cluster.device.fp32_flops_per_s < 1e13
     document = json.loads((tmp_path / "c.json").read_text())
     assert document["version"] == 1

@@ -137,7 +137,9 @@ def _show(file: Path, measured: Calibrated) -> None:
         off = [f"{value:.0%}" for value in (each.median, each.worst)] if each.num_samples > 1 else ["", ""]
         table.add_row(each.part, known.get(each.part, ""), str(each.num_samples), *off)
     console.print(table)
-    console.print(f"Whole steps take {known['in a step']} what these parts do.")
+    console.print(f"In whole steps kernels take {known['in a step']} what they take alone.")
+    if cluster.num_devices > 1:
+        console.print(f"Gathers and reductions of shards take {known['shards']}; ranks wait {known['waiting']}.")
     if measured.clock == "cpu":
         console.print(
             f"Other programs were busy (work took {measured.disturbed:.1f} times as long by the clock on the wall): "

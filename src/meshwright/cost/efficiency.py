@@ -96,9 +96,12 @@ class Constants:
             between the slower and the faster of whole clusters).
         shared: Computing time lost per second of a collective beside it, where both run on the same cores: 1 on CPUs.
         in_step: Seconds of kernels in a step over those of the same kernels alone; 1 where the rates were fitted to
-            whole steps. So are the next two.
-        sharded: The same of gathers and reductions of shards, which are copied in and out of one buffer.
-        waited: The same of collectives that blocks wait for: they begin when the last rank arrives.
+            whole steps.
+        sharded: Seconds of the bytes that are gathered and reduced of shards over those of bare collectives: they are
+            copied in and out of one buffer.
+        shard_s: What one of these takes beside its bytes, ranks that wait included; 0: what a bare collective does.
+        wait_s: Seconds until the last rank arrives at a collective that computing waits for, and all go on.
+        per_core: Ranks that take turns on a core of a CPU: what one leaves idle, another uses.
     """
 
     gap_s: float = 3e-6
@@ -124,7 +127,9 @@ class Constants:
     shared: float = 0.0
     in_step: float = 1.0
     sharded: float = 1.0
-    waited: float = 1.0
+    shard_s: float = 0.0
+    wait_s: float = 0.0
+    per_core: float = 1.0
 
 
 @dataclass(frozen=True)

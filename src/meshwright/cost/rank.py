@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwright.cost.cluster import Cluster
@@ -18,6 +18,7 @@ from meshwright.cost.update import accumulated_bytes, update_s
 
 _FORWARD_SHARE = 1 / 3  # of ``Step.flops``, where only their sum is known
 _MOMENTS = ("forward", "backward")
+_SMALL_SHARE = 8  # of the largest messages: those that are small beside them
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,14 @@ def _update_s(step: Step, machine: Machine, cluster: Cluster, moved: Copying) ->
 def one_s(step: Step, traffic: Traffic, network: Network) -> float:
     """Seconds of a step's collectives of one kind, were they alone."""
     group = group_of(step.axes, (traffic.axis,), network.cluster.devices_per_node)
-    seconds = collective_s(traffic.kind, traffic.bytes_per_step, group, network, traffic.calls) / traffic.every
+    known, calls = network.constants, traffic.calls
     if traffic.hidden and traffic.kind in ("all_gather", "reduce_scatter"):
-        seconds *= network.constants.sharded
-    return seconds * (network.constants.async_tensor if traffic.beside else 1.0)
+        bytes_s = collective_s(traffic.kind, traffic.bytes_per_step, group, network, 0 if known.shard_s else calls)
+        return (bytes_s * known.sharded + calls * known.shard_s) / traffic.every
+    seconds = collective_s(traffic.kind, traffic.bytes_per_step, group, network, calls)
+    if traffic.hidden:
+        seconds += calls * known.wait_s
+    return seconds / traffic.every * (known.async_tensor if traffic.beside else 1.0)
 
 
 def _gathers(traffic: Traffic) -> bool:
@@ -104,9 +109,15 @@ def _of_micro_batch(step: Step, traffic: Traffic, network: Network) -> float:
 
 def inline_s(step: Step, network: Network, moment: str) -> float:
     """Seconds of the collectives that a micro-batch's blocks wait for, in forward or in backward."""
-    waited_for = (each for each in step.traffic if each.moment == moment and not each.hidden and each.kind != "send")
-    seconds = sum(one_s(step, each, network) for each in waited_for) / step.num_micro_batches
-    return (seconds + ring_s(step, network, moment)) * network.constants.waited
+    waited_for = [each for each in step.traffic if each.moment == moment and not each.hidden and each.kind != "send"]
+    seconds = sum(one_s(step, each, network) for each in waited_for) + _met(waited_for) * network.constants.wait_s
+    return seconds / step.num_micro_batches + ring_s(step, network, moment)
+
+
+def _met(waited_for: Sequence[Traffic]) -> int:
+    """How often ranks wait for each other: small messages, of norms' gradients, follow others at once."""
+    large = max((each.bytes_per_step / each.calls for each in waited_for), default=0.0) / _SMALL_SHARE
+    return sum(each.calls for each in waited_for if each.bytes_per_step / each.calls >= large)
 
 
 def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, float]) -> Passes:

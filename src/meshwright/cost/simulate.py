@@ -125,6 +125,7 @@ def _pipelined(
     micro_batches = step.num_micro_batches
     slowest = max(each.forward_s + each.backward_s for each in times) * micro_batches
     whole = pipeline_s(stages.schedule, times, hop, per_rank, micro_batches)
+    whole = max(whole / known.constants.per_core, slowest)
     rounds = last_rounds(len(ranks), per_rank, micro_batches)
     once = max(0.0, *(once_s(each) - (0.0 if in_turn else each.passes.backward_total_s * rounds) for each in ranks))
     compute = max(each.passes.compute_s for each in ranks) * micro_batches
@@ -136,7 +137,7 @@ def hop_s(step: Step, cluster: Cluster, known: Calibration) -> float:
     network = Network(cluster, known.of(cluster.device.efficiency), known.constants)
     group = group_of(step.axes, ("pipeline",), cluster.devices_per_node)
     size = step.stages.boundary_bytes if step.stages is not None else None
-    return collective_s("send", size or 0, group, network) + known.constants.p2p_s
+    return collective_s("send", size or 0, group, network) + known.constants.p2p_s + known.constants.wait_s
 
 
 def once_s(rank: Rank) -> float:

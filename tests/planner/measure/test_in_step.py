@@ -1,54 +1,112 @@
-"""What steps add to their parts: measured on two ranks, and counted where it belongs."""
+"""What steps add to their parts: found from steps that have run, and counted where it belongs."""
 
 import dataclasses
-import time
 
 import pytest
 
 from meshwright.cost import Calibration, Cluster, Device, Op, Step, Traffic, simulate
+from meshwright.cost.collectives import Group, Network, collective_s
 from meshwright.cost.efficiency import Constants, Efficiency
-from meshwright.cost.step import Block, Parameter
-from meshwright.planner.measure.in_step import _beyond
+from meshwright.cost.rank import one_s
+from meshwright.cost.step import Block, Parameter, Stages
+from meshwright.planner.measure import in_step
+from meshwright.planner.measure.in_step import Timed, _of_shards, _solved, with_constants
+from meshwright.planner.measure.reference import Reference, Size, reference
 from meshwright.runtime import settings
+from meshwright.strategy import Strategy
 
 DEVICE = Device("CPU", 2**33, 40e9, 110e9, 9e9, efficiency="measured")
 CONSTANTS = Constants(gap_s=0.0, step_s=0.0, shared=1.0, interference=0.0, host_s=0.0)
+CLUSTER = Cluster(DEVICE, 2, 2, calibration=Calibration({"measured": Efficiency()}, CONSTANTS))
+SHARDS = Traffic("reduce_scatter", "zero", 4_000_000, moment="backward", hidden=True, calls=2)
+INLINE = Traffic("all_reduce", "zero", 4_000_000, moment="forward", hidden=False, calls=4)
+TINY = Traffic("all_reduce", "zero", 4_000, moment="forward", hidden=False, calls=20)
 
 
-def time_of(constants, *traffic):
-    ops = (Op("move", num_bytes=9_000_000),)
-    step = Step(
-        blocks=(Block("blocks", 2, (Parameter("w", (8, 8), 4),), ops=ops),),
-        axes=(("zero", 2),),
-        traffic=traffic,
-        on_cpu=True,
-    )
-    return simulate(step, Cluster(DEVICE, 2, 2), Calibration({"measured": Efficiency()}, constants))
+def step_of(*traffic, moved=9_000_000):
+    ops = (Op("move", num_bytes=moved),)
+    blocks = (Block("blocks", 2, (Parameter("w", (8, 8), 4),), ops=ops),)
+    return Step(blocks=blocks, axes=(("zero", 2),), traffic=traffic, on_cpu=True)
 
 
-def test_each_constant_stretches_its_part_alone():
-    shards = Traffic("reduce_scatter", "zero", 4_000_000, moment="backward", hidden=True)
-    inline = Traffic("all_reduce", "zero", 4_000_000, moment="forward", hidden=False)
-    plain = time_of(CONSTANTS, shards, inline)
-    for name, part in (("in_step", "compute_s"), ("waited", "inline_s"), ("sharded", "exposed_s")):
-        slower = time_of(dataclasses.replace(CONSTANTS, **{name: 2.0}), shards, inline)
-        others = {"compute_s", "inline_s", "exposed_s"} - {part}
-        grown = getattr(slower, part) / getattr(plain, part)
-        assert grown == pytest.approx(2.0, rel=0.02), (name, grown)
-        for other in others - ({"exposed_s"} if name == "in_step" else set()):
-            assert getattr(slower, other) == pytest.approx(getattr(plain, other), rel=0.02), (name, other)
+def time_of(*traffic, **constants):
+    return simulate(step_of(*traffic), with_constants(CLUSTER, **constants))
 
 
-def told():
-    calls = []
-    run = {seconds: (lambda s=seconds: (calls.append(s), time.sleep(s))) for seconds in (0.004, 0.016, 0.006)}
-    beyond = _beyond(run[0.004], run[0.016], run[0.006], settings(), "wall")
-    never_less = _beyond(run[0.016], run[0.004], run[0.006], settings(), "wall")
-    return beyond, never_less, len(calls)
+def timed(seconds, *traffic, moved=9_000_000):
+    return Timed(Reference(lambda: None, step_of(*traffic, moved=moved)), seconds)
 
 
-def test_what_a_collective_adds_is_a_ratio_of_turns(ranks):
-    for beyond, never_less, calls in ranks(2).run(told):
-        assert 1.0 <= beyond < 6.0
-        assert never_less == 1.0
-        assert calls == 2 * 3 * (1 + 5)
+def test_each_constant_lengthens_its_part_alone():
+    plain = time_of(SHARDS, INLINE)
+    for name, value, part, longer in (
+        ("in_step", 2.0, "compute_s", plain.compute_s),
+        ("sharded", 2.0, "exposed_s", plain.exposed_s),
+        ("wait_s", 0.01, "inline_s", 4 * 0.01),
+    ):
+        slower = time_of(SHARDS, INLINE, **{name: value})
+        assert getattr(slower, part) - getattr(plain, part) == pytest.approx(longer, rel=0.03), name
+        for other in {"compute_s", "inline_s", "exposed_s"} - {part}:
+            if (name, other) != ("in_step", "exposed_s"):  # more is hidden
+                assert getattr(slower, other) == pytest.approx(getattr(plain, other), rel=0.02), (name, other)
+
+
+def test_gathers_and_reductions_of_shards_take_their_own_seconds_instead_of_a_bare_collectives():
+    step, known = step_of(SHARDS), with_constants(CLUSTER, sharded=1.5, shard_s=0.006).calibration
+    bytes_s = collective_s("reduce_scatter", 4_000_000, Group(2, 2), Network(CLUSTER, Efficiency(), CONSTANTS), 0)
+    network = Network(CLUSTER, Efficiency(), known.constants)
+    assert one_s(step, SHARDS, network) == pytest.approx(1.5 * bytes_s + 2 * 0.006)
+
+
+def test_messages_that_are_small_beside_others_are_not_waited_for():
+    grown = time_of(INLINE, TINY, wait_s=0.01).inline_s - time_of(INLINE, TINY).inline_s
+    assert grown == pytest.approx(4 * 0.01)
+    assert time_of(TINY, wait_s=0.01).inline_s - time_of(TINY).inline_s == pytest.approx(20 * 0.01)
+
+
+def test_constants_are_found_from_seconds():
+    true = with_constants(CLUSTER, in_step=1.2, wait_s=0.004, sharded=1.5, shard_s=0.006)
+    inline = timed(0.0, INLINE)
+    inline = dataclasses.replace(inline, seconds=inline.predicted_s(true))
+    found = _solved(with_constants(CLUSTER, in_step=1.2), "wait_s", (0.0, 1.0), inline)
+    assert found.calibration.constants.wait_s == pytest.approx(0.004, rel=1e-3)
+
+    def of(*traffic, moved):
+        each = timed(0.0, *traffic, moved=moved)
+        return dataclasses.replace(
+            each, seconds=1.1 * each.predicted_s(true) if not traffic else each.predicted_s(true)
+        )
+
+    many = dataclasses.replace(SHARDS, calls=40)
+    large = dataclasses.replace(SHARDS, bytes_per_step=400_000_000)
+    exact = [timed(step.predicted_s(true), moved=9_000_000) for step in (timed(0.0), timed(0.0))]
+    shards = [of(large, moved=9_000_000), of(many, moved=9_000_000)]
+    constants = _of_shards(with_constants(CLUSTER, in_step=1.2), shards, exact).calibration.constants
+    assert (constants.sharded, constants.shard_s) == (pytest.approx(1.5, rel=0.01), pytest.approx(0.006, rel=0.01))
+
+
+def test_what_no_value_explains_is_the_nearest_bound():
+    never = _solved(CLUSTER, "sharded", (0.2, 8.0), timed(1e-9, SHARDS)).calibration.constants.sharded
+    assert never == pytest.approx(0.2, rel=1e-3)
+
+
+def test_ranks_that_take_turns_on_a_core_leave_it_to_others_in_bubbles():
+    stages = Stages(ranks=(0, 1), ranges=((0, 1), (1, 2)), num_blocks=2, here=0, boundary_bytes=0, schedule="gpipe")
+    each = [dataclasses.replace(step_of(moved=90_000_000), axes=(("pipeline", 2),), stages=stages)] * 2
+    own, shared = (simulate(each, with_constants(CLUSTER, per_core=cores)) for cores in (1.0, 2.0))
+    assert own.bubble_s > own.compute_s / 2
+    assert shared.bubble_s < own.bubble_s / 10
+    assert shared.compute_s == own.compute_s
+
+
+def steps():
+    small = Size(64, 2, 32, 2, 8)
+    kinds = (None, Strategy([("parallel_mode", {"zero": 2}), "fsdp"]),
+             Strategy([("parallel_mode", {"tensor": 1, "data": 2})]))  # fmt: skip
+    built = [reference(kind, small, settings()) for kind in kinds]
+    return [(each.seconds, each.predicted_s(CLUSTER)) for each in in_step._in_turns(built, settings(), "wall", 3)]
+
+
+def test_the_reference_trains_under_its_strategies(ranks):
+    for rank in ranks(2).run(steps):
+        assert all(0 < seconds < 10 and predicted > 0 for seconds, predicted in rank)

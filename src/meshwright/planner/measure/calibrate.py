@@ -20,15 +20,15 @@ from meshwright.errors import ConfigError
 from meshwright.planner.measure.beside import beside_collective, host_copies, small_step_s
 from meshwright.planner.measure.fit_kernels import fit_kernels, kernel_residuals
 from meshwright.planner.measure.fit_links import Links, fit_links, link_residuals
-from meshwright.planner.measure.in_step import kernels_in_step, shards_in_step, waits_in_step
+from meshwright.planner.measure.in_step import constants_in_step
 from meshwright.planner.measure.kernel_probes import kernel_probes, num_probes
 from meshwright.planner.measure.link_probes import link_samples, link_sizes, tiers_of
 from meshwright.planner.measure.samples import LinkSample, Residual, Sample
-from meshwright.planner.measure.timing import Clock, cold_time_of, slowest, tells_cpu_time, time_of
+from meshwright.planner.measure.timing import Clock, Timing, cold_time_of, slowest, tells_cpu_time, time_of
 from meshwright.runtime import Settings, gather_objects, memory_limit_bytes, settings, world_size
 
 FAMILY = "measured"
-_KERNEL_WINDOW_S, _LINK_WINDOW_S, _STEP_WINDOW_S = 0.03, 0.05, 0.2
+_KERNEL_WINDOW_S, _LINK_WINDOW_S = 0.03, 0.03
 _DISTURBED = 1.1  # wall over CPU time from which other programs have taken part of the machine
 _DISK_BYTES = 2**26
 _ACCUMULATION = 3.0  # a further gradient and the sum are read, the sum is written
@@ -73,8 +73,9 @@ class Calibrated:
             "memory": f"{reached / 1e9:.3g} GB/s",
             "functions": f"{constants.function_s * 1e9:.3g} ns an element",
             "update": f"{reached * efficiency.update / 1e9:.3g} GB/s",
-            "in a step": f"{constants.in_step:.2f} (kernels), {constants.sharded:.2f} (gathers and reductions of "
-            f"shards) and {constants.waited:.2f} times (collectives that are waited for)",
+            "in a step": f"{constants.in_step:.2f} times",
+            "shards": f"{constants.sharded:.2f} times and {constants.shard_s * 1e3:.3g} ms a collective",
+            "waiting": f"{constants.wait_s * 1e3:.3g} ms for the last rank at a collective",
         }
         for dtype, peak in (("fp32", device.fp32_flops_per_s), ("half", device.half_flops_per_s)):
             found[f"{dtype} products"] = f"{peak * efficiency.matmul / 1e12:.3g} TFLOP/s"
@@ -109,13 +110,16 @@ def calibrate(
     tell = on_progress or (lambda what, done, total: None)
     kernels, links = _measure(now, scale, tell)
     chosen, disturbed = _clock(kernels, now, clock)
+    kernels = [_in_turn(each, now) for each in kernels]
     machine = _with_fp8(fit_kernels(kernels, _device(now), fitted().constants, chosen))
     step_s = _of(small_step_s(now.device), chosen)
-    constants = dataclasses.replace(machine.constants, step_s=step_s, accumulation=_ACCUMULATION)
+    constants = dataclasses.replace(
+        machine.constants, step_s=step_s, accumulation=_ACCUMULATION, per_core=_per_core(now)
+    )
     known = fit_links(links, Links(_cluster(now, machine), machine.efficiency, constants), chosen)
     known = dataclasses.replace(known, constants=_overlapping(now, known, chosen))
     tell("whole steps", 0, 1)
-    known = dataclasses.replace(known, constants=_in_step(now, known, chosen, scale))
+    known = dataclasses.replace(known, constants=constants_in_step(now, _calibrated(known), chosen, scale))
     cluster = dataclasses.replace(_calibrated(known), host_link=host_copies(now.device) or known.cluster.host_link)
     machine = Machine(cluster.device, known.efficiency, known.constants)
     residuals = (*kernel_residuals(kernels, machine, chosen), *link_residuals(links, known, chosen))
@@ -149,11 +153,24 @@ def _measure(
     return kernels, links
 
 
+def _per_core(now: Settings) -> float:
+    """How many of our ranks a core has to serve; 1 where each has its own."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else now.local_world_size
+    return max(1.0, now.local_world_size / cores)
+
+
+def _in_turn(sample: Sample, now: Settings) -> Sample:
+    """As in a step where ranks take turns on a core: one short call alone is over before another's turn comes."""
+    turns = _per_core(now)
+    if sample.timing is None or turns == 1.0 or not tells_cpu_time(now.device):
+        return sample
+    return dataclasses.replace(sample, timing=Timing(sample.timing.cpu_s * turns, sample.timing.cpu_s))
+
+
 def _clock(samples: Sequence[Sample], now: Settings, wanted: Clock | None) -> tuple[Clock, float]:
     """The clock that counts, and how far the two are apart beyond what our own ranks do to each other."""
     ratios = [each.timing.wall_s / each.timing.cpu_s for each in samples if each.timing is not None]
-    own = max(1.0, now.local_world_size / len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 1.0
-    disturbed = statistics.median(ratios) / own
+    disturbed = statistics.median(ratios) / _per_core(now)
     if wanted is not None:
         return wanted, disturbed
     return ("cpu" if tells_cpu_time(now.device) and disturbed > _DISTURBED else "wall"), disturbed
@@ -206,16 +223,6 @@ def _overlapping(now: Settings, links: Links, clock: Clock) -> Constants:
     if now.device.type == "cpu":
         return dataclasses.replace(constants, shared=min(slower_s / collective_s, 1.5), interference=0.0)
     return dataclasses.replace(constants, interference=min(slower_s / min(alone_s, collective_s), 1.0))
-
-
-def _in_step(now: Settings, links: Links, clock: Clock, scale: float) -> Constants:
-    """What whole steps take beyond their kernels and collectives."""
-    window_s = _STEP_WINDOW_S * scale
-    found = {"in_step": kernels_in_step(now, _calibrated(links), clock, window_s)}
-    if world_size() > 1:
-        found["sharded"] = shards_in_step(now, clock)
-        found["waited"] = waits_in_step(now, clock)
-    return dataclasses.replace(links.constants, **found)
 
 
 def _calibrated(links: Links) -> Cluster:

@@ -1,153 +1,123 @@
-"""What a step adds to its parts: the same kernels and collectives, timed alone and inside training steps.
+"""What a step adds to its parts: kernels and collectives, timed alone before, inside training steps.
 
 A kernel timed alone finds its memory allocated and its ranks in step; in a training step memory comes and goes, shards
 are copied in and out of one buffer, and a collective that blocks wait for begins when the last rank arrives. Small
-models, not those that are predicted later, tell by how much.
+models, not those that are predicted later, train alone, split and sharded, in turns; each constant is what makes the
+predictions of these steps the seconds that they took.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
 
-import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
-
-from meshwright.cost import Cluster
-from meshwright.cost.rank import rank_of
-from meshwright.distributed.benchmark import benchmark_operation
-from meshwright.distributed.members import members_of
-from meshwright.planner.measure.timing import Clock, Timing, calls_of, slowest, time_together, together
-from meshwright.planner.workload import Workload
+from meshwright.cost import Calibration, Cluster, Constants, simulate
+from meshwright.planner.measure.reference import Reference, reference, sizes_on
+from meshwright.planner.measure.timing import Clock, calls_of, slowest, together
 from meshwright.runtime import Settings, gather_objects, world_size
 from meshwright.strategy import Strategy
 
-_HEAD_WIDTH, _DEPTH = 64, 3
-_LAYERS, _LINEARS = 4, 3  # of the sharded stack
-_REPEATED = 8  # collectives that are waited for, in one run
 _TURNS = 5
+_FACTOR, _SECONDS = (0.2, 8.0), (0.0, 1.0)  # bounds of what is looked for
+_HALVINGS = 30
+_ROUNDS = 8  # of two constants that are found in turns
+_LARGEST_TENSOR_GROUP = 8
 
 
-class _Layer(nn.Module):
-    """A transformer's, in its plainest form."""
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A step that has run.
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = width // _HEAD_WIDTH
-        self.before, self.behind = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.taken, self.given = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    Args:
+        step: With its prediction.
+        seconds: Of forward and backward.
+    """
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states, ``(samples, tokens, width)``."""
-        parts = self.taken(self.before(hidden)).unflatten(-1, (3, self.heads, _HEAD_WIDTH)).unbind(2)
-        query, key, value = (part.transpose(1, 2) for part in parts)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        hidden = hidden + self.given(mixed.transpose(1, 2).flatten(2))
-        return hidden + self.down(F.gelu(self.up(self.behind(hidden))))
+    step: Reference
+    seconds: float
 
-
-def _loss(model: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    return model(hidden).square().mean()
+    def predicted_s(self, cluster: Cluster, **constants: float) -> float:
+        """Of the same, on a cluster with other constants."""
+        time = simulate(self.step.step, with_constants(cluster, **constants))
+        return time.step_time_s - time.update_s - time.overhead_s
 
 
-def kernels_in_step(now: Settings, cluster: Cluster, clock: Clock, window_s: float) -> float:
-    """Seconds of a small model's forward and backward over those predicted; the ranks run side by side. Collective."""
-    shapes = ((1024, 2, 1024), (2048, 2, 2048)) if now.device.type == "cuda" else ((320, 8, 128), (512, 4, 256))
-    ratios = []
-    for width, samples, tokens in shapes:
-        model = nn.Sequential(*(_Layer(width) for _ in range(_DEPTH))).to(now.device)
-        hidden = torch.randn(samples, tokens, width, device=now.device)
+def constants_in_step(now: Settings, cluster: Cluster, clock: Clock, scale: float = 1.0) -> Constants:
+    """The cluster's constants with those that whole steps tell. Collective.
 
-        def run(model: nn.Module = model, hidden: torch.Tensor = hidden) -> None:
-            model.zero_grad(set_to_none=True)
-            _loss(model, hidden).backward()
+    These are ``in_step`` and, where there are several ranks, ``wait_s``, ``sharded`` and ``shard_s``.
 
-        measured_s = _seconds(run, now, clock, window_s)
-        ratios.append(measured_s / _predicted_s(model, hidden, now, cluster))
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+    Args:
+        now: Of this rank.
+        cluster: Calibrated but for these.
+        clock: Which clock counts.
+        scale: Of the number of turns.
+    """
+    world, (wide, narrow) = world_size(), sizes_on(now.device)
+    steps = [reference(None, size, now) for size in (wide, narrow)]
+    group = math.gcd(now.local_world_size, world, _LARGEST_TENSOR_GROUP)
+    if world > 1:
+        sharded = Strategy([("parallel_mode", {"zero": world}), "fsdp"])
+        steps += [reference(sharded, size, now) for size in (wide, narrow)]
+    if group > 1:
+        split = Strategy([("parallel_mode", {"data": world // group, "tensor": group}), "tensor_parallel"])
+        steps.append(reference(split, wide, now))
+    timed = _in_turns(steps, now, clock, max(3, round(_TURNS * scale)))
+    ratios = [each.seconds / each.predicted_s(cluster, in_step=1.0) for each in timed[:2]]
+    cluster = with_constants(cluster, in_step=math.sqrt(ratios[0] * ratios[1]))
+    if group > 1:
+        cluster = _solved(cluster, "wait_s", _SECONDS, timed[4])
+    if world > 1:
+        cluster = _of_shards(cluster, timed[2:4], timed[:2])
+    return _constants(cluster)
 
 
-def _predicted_s(model: nn.Module, hidden: torch.Tensor, now: Settings, cluster: Cluster) -> float:
+def _in_turns(steps: Sequence[Reference], now: Settings, clock: Clock, turns: int) -> list[Timed]:
+    """Medians over turns, each as long as on the slowest rank. Of two steps of a turn the first warms up."""
+    found: list[list[float]] = [[] for _ in steps]
+    for _ in range(turns):
+        for step, seconds in zip(steps, found, strict=True):
+            together()
+            calls_of(step.run, now.device, 1)
+            seconds.append(slowest(gather_objects(calls_of(step.run, now.device, 1))).of(clock))
+    return [Timed(step, statistics.median(seconds)) for step, seconds in zip(steps, found, strict=True)]
+
+
+def _of_shards(cluster: Cluster, sharded: Sequence[Timed], alone: Sequence[Timed]) -> Cluster:
+    """Bytes count most in the wide model, calls in the narrow one: each tells one constant, given the other.
+
+    What is off in their computing alone is no matter of shards.
+    """
+    wide, narrow = (
+        dataclasses.replace(each, seconds=each.seconds - single.seconds + single.predicted_s(cluster))
+        for each, single in zip(sharded, alone, strict=True)
+    )
+    cluster = with_constants(cluster, shard_s=_constants(cluster).call_s)
+    for _ in range(_ROUNDS):
+        cluster = _solved(cluster, "sharded", _FACTOR, wide)
+        cluster = _solved(cluster, "shard_s", _SECONDS, narrow)
+    return cluster
+
+
+def _solved(cluster: Cluster, name: str, bounds: tuple[float, float], timed: Timed) -> Cluster:
+    """With the value of one constant at which a step takes as long as it did, or the nearest within bounds."""
+    low, high = bounds
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        too_short = timed.predicted_s(cluster, **{name: middle}) < timed.seconds
+        low, high = (middle, high) if too_short else (low, middle)
+    return with_constants(cluster, **{name: (low + high) / 2})
+
+
+def with_constants(cluster: Cluster, **constants: float) -> Cluster:
+    """The cluster with some constants of its calibration changed."""
     assert cluster.calibration is not None
-    alone = Workload(
-        model, now.device, torch.optim.SGD, lambda samples: hidden[:samples], _loss, len(hidden), 1, 1, 0, None
-    )
-    return rank_of(alone.plan(Strategy(())).step, cluster, cluster.calibration).passes.compute_s
+    changed = dataclasses.replace(_constants(cluster), **constants)
+    return dataclasses.replace(cluster, calibration=Calibration(cluster.calibration.devices, changed))
 
 
-def shards_in_step(now: Settings, clock: Clock) -> float:
-    """Seconds that ``fully_shard`` adds to steps of next to no computing, over its bare collectives'. Collective."""
-    width = 4096 if now.device.type == "cuda" else 512
-    hidden = torch.randn(8, width, device=now.device)
-    mesh = init_device_mesh(now.device.type, (world_size(),))
-
-    def stack(*, sharded: bool) -> Callable[[], None]:
-        layers = [nn.Sequential(*(nn.Linear(width, width) for _ in range(_LINEARS))) for _ in range(_LAYERS)]
-        model = nn.Sequential(*layers).to(now.device)
-        for part in (*layers, model) if sharded else ():
-            fully_shard(part, mesh=mesh)
-
-        def run() -> None:
-            model.zero_grad(set_to_none=True)
-            _loss(model, hidden).backward()
-
-        return run
-
-    message = torch.zeros(_LINEARS * width * (width + 1) // world_size() * world_size(), device=now.device)
-    gather, scatter = (
-        benchmark_operation(kind, message, members_of(None)) for kind in ("all_gather", "reduce_scatter")
-    )
-
-    def bare() -> None:
-        # Forward and backward gather every layer; the last stays gathered in between.
-        for _ in range(2 * _LAYERS - 1):
-            gather()
-        for _ in range(_LAYERS):
-            scatter()
-
-    return _beyond(stack(sharded=False), stack(sharded=True), bare, now, clock)
-
-
-def waits_in_step(now: Settings, clock: Clock) -> float:
-    """Seconds of all-reduces that computing waits for, over those of bare ones. Collective."""
-    rows, width = (8192, 4096) if now.device.type == "cuda" else (1024, 512)
-    left, right = torch.ones(rows, width, device=now.device), torch.ones(width, width, device=now.device)
-    reduce = benchmark_operation("all_reduce", torch.zeros(rows, width, device=now.device), members_of(None))
-
-    def repeat(*parts: Callable[[], object]) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(_REPEATED):
-                for part in parts:
-                    part()
-
-        return run
-
-    def computing() -> None:
-        F.gelu(left @ right)
-
-    return _beyond(repeat(computing), repeat(computing, reduce), repeat(reduce), now, clock)
-
-
-def _beyond(
-    without: Callable[[], None], with_them: Callable[[], None], bare: Callable[[], None], now: Settings, clock: Clock
-) -> float:
-    """What collectives add to a step over what they take alone, never less than that; the three take turns."""
-    runs = (without, with_them, bare)
-    for run in runs:
-        run()
-    turns = [[slowest(gather_objects(_once(run, now.device))).of(clock) for run in runs] for _ in range(_TURNS)]
-    return max(statistics.median((both - alone) / link for alone, both, link in turns), 1.0)
-
-
-def _once(run: Callable[[], None], device: torch.device) -> Timing:
-    together()
-    return calls_of(run, device, 1)
-
-
-def _seconds(run: Callable[[], None], now: Settings, clock: Clock, window_s: float) -> float:
-    return slowest(gather_objects(time_together(run, now.device, window_s=window_s, windows=_TURNS))).of(clock)
+def _constants(cluster: Cluster) -> Constants:
+    assert cluster.calibration is not None
+    return cluster.calibration.constants

@@ -50,7 +50,7 @@ def link_samples(tier: Tier, device: torch.device, *, window_s: float) -> Iterat
         for num_bytes in link_sizes(device):
             message = torch.ones(max(num_bytes // 4 // size, 1) * size, device=device)
             run = benchmark_operation(op, message, tier.members)
-            timing = slowest(gather_objects(time_together(run, device, window_s=window_s, windows=3)))
+            timing = slowest(gather_objects(time_together(run, device, window_s=window_s)))
             kind, payload = _as_traffic(op, message.nbytes, size)
             yield LinkSample(tier.name, kind, payload, timing)
 

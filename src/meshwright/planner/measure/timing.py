@@ -71,14 +71,18 @@ def cold_time_of(run: Callable[[], object], device: torch.device, *, window_s: f
 
 
 def time_together(run: Callable[[], object], device: torch.device, *, window_s: float, windows: int = 5) -> Timing:
-    """The same for what all ranks must call equally often; collective."""
+    """For what all ranks must call equally often: the fastest window, which nothing disturbed; collective.
+
+    That ranks disturb each other in whole steps is another figure (``in_step``).
+    """
     for _ in range(2):
         run()
     together()
     once_s = max(gather_objects(calls_of(run, device, 2).wall_s))
     calls = max(1, min(_MAX_CALLS, int(window_s / once_s)))
     together()
-    return _median([calls_of(run, device, calls) for _ in range(windows)])
+    times = [calls_of(run, device, calls) for _ in range(windows)]
+    return Timing(min(each.wall_s for each in times), min(each.cpu_s for each in times))
 
 
 def slowest(timings: list[Timing]) -> Timing:
