@@ -28,6 +28,7 @@ from meshwright.optim import (
     WeightAverage,
     average_of,
     clip_gradients,
+    clipped_step,
     guard_of,
 )
 from meshwright.planner import Plan, measured_state, record_saved
@@ -100,8 +101,7 @@ class Accelerated:
         self.args = {"use_optim_backward": False, "requires_set_gradient_accumulation_boundary": False}
         self.strategy: Strategy = job.strategy
         self.plan = plan
-        self.device = job.device
-        self.mesh = job.mesh
+        self.device, self.mesh = job.device, job.mesh
         self.replica, self.num_replicas = job.replica, job.num_replicas
         self.num_micro_batches = num_micro_batches
         self.max_grad_norm, self.grad_norm_type = max_grad_norm, job.grad_norm_type
@@ -136,9 +136,10 @@ class Accelerated:
         self.optim.zero_grad()
         with kept_buffers(self.model, self._job.skip_nonfinite or self._job.spikes is not None) as restore_buffers:
             loss = self._mean(self._forward_backward(micro_batches(batch, self.num_micro_batches)), _AVERAGED_LOSS)
-            grad_norm = self.clip_grad_norm()
+            limit, p = self.max_grad_norm, self.grad_norm_type
+            grad_norm, update = clipped_step(self.model, self.optim, limit, p, self.stages)
             spike = judge_loss(loss, self._guard, self._job.spikes)
-            self.optim.step()
+            update()
             skipped = self._guard is not None and self._guard.step_was_skipped
             if skipped:
                 restore_buffers()
@@ -264,8 +265,7 @@ class Accelerated:
             max_norm: Largest norm allowed; None: ``max_grad_norm``, or measured only where there is none.
             norm_type: p of the p-norm; None: ``grad_clip``'s, or 2.
         """
-        limit = max_norm if max_norm is not None else self.max_grad_norm
-        limit = limit if limit is not None else float("inf")
+        limit = next((each for each in (max_norm, self.max_grad_norm) if each is not None), float("inf"))
         p = norm_type if norm_type is not None else self.grad_norm_type
         return clip_gradients(self.model, self.optim, limit, p, self._job.stages)
 

@@ -60,6 +60,7 @@ class AmpNative(HalfPrecisionMethod):
             with torch.autocast(job.device.type, dtype=dtype):
                 return forward(*args, **kwargs)
 
+        self.widen(job)
         wrap_method(job.model, "forward", in_autocast)
         if hasattr(type(job.model), "generate"):
             wrap_method(job.model, "generate", in_autocast)

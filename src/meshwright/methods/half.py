@@ -38,6 +38,7 @@ class Half(HalfPrecisionMethod):
         prepare_input, loss_func = job.prepare_input, job.loss_func
         job.prepare_input = lambda data, device: _cast(prepare_input(data, device), dtype)
         job.loss_func = lambda inputs, outputs: loss_func(inputs, _cast(outputs, torch.float32))
+        self.widen(job)
         self.scale_loss(job)
         if job.shard_axis is not None and self.master_weights:
             job.precision = Precision(compute=self.dtype, reduce=self.dtype)

@@ -12,6 +12,7 @@ from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.dtypes import HalfDType
 from meshwright.methods.job import Job
+from meshwright.nn import widen_products
 
 
 class LossScaleConfig(BaseModel):
@@ -54,6 +55,11 @@ class HalfPrecisionMethod(Method):
         """Asks for loss scaling where gradients would underflow without: in fp16."""
         job.loss_scaling = self.dtype == "fp16"
         job.loss_scale = self.loss_scale.model_dump() if self.loss_scale is not None else {}
+
+    def widen(self, job: Job) -> None:
+        """Multiplies in fp32 on CPUs that are slow in bf16; what is compiled is left as it is."""
+        if self.dtype == "bf16" and "compile" not in job.strategy:
+            widen_products(job.model, job.device)
 
     def check(self, job: Job) -> None:
         """Refuses bf16 on a CUDA device that cannot compute in it."""

@@ -34,6 +34,7 @@ from meshwright.optim import (
     Stages,
     inner_optimizer,
     separate_layouts,
+    step_on_local_tensors,
 )
 from meshwright.optim.wrapped import call_around
 from meshwright.strategy import Strategy
@@ -179,6 +180,7 @@ class Job:
         if self.is_split:
             _check_fused(self.model, inner)
             separate_layouts(inner_optimizer(inner))
+        step_on_local_tensors(inner_optimizer(inner))
         if not (self.loss_scaling or self.skip_nonfinite or self.spikes or master):
             return inner
         scaler = LossScaler(self.device.type, **self.loss_scale) if self.loss_scaling else None

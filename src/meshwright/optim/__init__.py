@@ -4,6 +4,7 @@ from meshwright.optim.adafactor import Adafactor, DistributedAdaFactor
 from meshwright.optim.adam import AdamOffloadOptimizer, AdamOptimizer
 from meshwright.optim.came import CAME, DistributedCAME
 from meshwright.optim.clip import Stages, clip_grad_norm_, local_tensor, total_norm
+from meshwright.optim.clipped_step import clipped_step
 from meshwright.optim.distributed_names import cast_to_distributed
 from meshwright.optim.eight_bit import AdamW8bit
 from meshwright.optim.ema import EmaPolicy, WeightAverage, average_of
@@ -19,6 +20,7 @@ from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.held import Held, tell_held
 from meshwright.optim.lamb import DistributedLamb, Lamb
 from meshwright.optim.layouts import separate_layouts
+from meshwright.optim.local_step import step_on_local_tensors
 from meshwright.optim.loss_scaler import LossScaler
 from meshwright.optim.manager import OptimManager
 from meshwright.optim.master import MasterWeights
@@ -81,6 +83,7 @@ __all__ = [
     "cast_to_distributed",
     "clip_grad_norm_",
     "clip_gradients",
+    "clipped_step",
     "copies_for",
     "get_galore_param_groups",
     "guard_of",
@@ -89,6 +92,7 @@ __all__ = [
     "muon_param_groups",
     "separate_layouts",
     "spike_watch_of",
+    "step_on_local_tensors",
     "tell_held",
     "total_norm",
     "watch_spikes",

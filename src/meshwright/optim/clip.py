@@ -173,7 +173,8 @@ def clip_grad_norm_(
     norm = total_norm(counted, norm_type, stages, alike)
     if max_norm < float("inf"):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        multiply_([local_tensor(gradient) for gradient in gradients], scale)
+        if scale.device.type != "cpu" or scale != 1.0:  # on the host it is known whether there is anything to do
+            multiply_([local_tensor(gradient) for gradient in gradients], scale)
     return norm
 
 
