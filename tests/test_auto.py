@@ -9,6 +9,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright import Strategy
+from meshwright.strategy import METHOD_CONFIGS
 from tests import tiny
 
 LR = {"lr": 0.1, "momentum": 0.9}
@@ -206,7 +207,7 @@ def bad_calls():
     cases = [
         ({"dataloader_args": {"batch_size": 7}}, "multiple of 2"),
         ({"dataset": tiny.Tokens(0)}, "empty"),
-        ({"model": plain.to("meta")}, "meta"),
+        ({"model": plain.to("meta")}, "to_empty(device='cpu'), then load_state_dict"),
         ({"model": nn.parallel.DistributedDataParallel(tiny.build("plain"))}, "already distributed"),
         ({"model": print}, "not a module"),
         ({"model_input_format": "unpack"}, "unpack_dict"),
@@ -238,10 +239,18 @@ def test_bad_calls_raise_one_paragraph_on_every_rank(ranks):
 
 def twice():
     model = tiny.build("plain")
-    accelerate(model=model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(METHOD_CONFIGS["grad_clip"], "check", refuse)
+        with pytest.raises(mw.ModelError, match="on purpose"):
+            accelerate(["grad_clip"], model=model)
+    accelerate(model=model)  # a check has failed, and nothing was changed
     with pytest.raises(mw.ModelError, match=r"accelerated before.*What to do: build the model anew"):
         accelerate(model=model)
     return True
+
+
+def refuse(*_):
+    raise mw.ModelError("on purpose")
 
 
 def test_a_model_is_accelerated_once(ranks):

@@ -44,6 +44,12 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def on_post_build(config: Any) -> None:
+    """Writes the index of the search as a script, too: pages that are opened from a folder may not fetch files."""
+    index = Path(config.site_dir, "search", "search_index.json")
+    index.with_suffix(".js").write_text(f"var __index = {index.read_text(encoding='utf-8')}", encoding="utf-8")
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Points links to files outside ``docs/`` to their pages; what has none becomes text."""
     origin = {page: path for path, page in ELSEWHERE.items()}.get(page.file.src_uri, f"docs/{page.file.src_uri}")

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from meshwright.accelerated import Accelerated
 from meshwright.errors import ModelError
-from meshwright.methods import Job, apply_strategy
+from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.optim import Stages, clip_gradients
 from meshwright.planner import Plan, plan_table
 from meshwright.request import Request
@@ -165,6 +165,7 @@ def _build(request: Request, plan: Plan, device: torch.device) -> tuple[Job, Acc
     with same_on_every_rank():
         job = request.job(plan, device)
         dataloader = request.dataloader(job)
+    check_strategy(job)
     _TAKEN.add(request.model)
     apply_strategy(job)
     return job, _finish(request, job, plan, dataloader)

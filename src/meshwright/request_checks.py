@@ -41,7 +41,11 @@ def check_model(model: nn.Module, device: torch.device) -> None:
         )
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     if not devices <= {device, torch.device("cpu")} or len(devices) > 1:
-        meta = "parameters on meta have no values: build the model on the CPU"
+        meta = (
+            "parameters on meta have no values. Build the model outside torch.device('meta'), or fill it: "
+            "model.to_empty(device='cpu'), then load_state_dict. One that no machine can hold whole is built "
+            "in shards: see DistributedModule"
+        )
         raise ModelError(
             "The model is on a wrong device",
             expected=f"all parameters and buffers on {device}"

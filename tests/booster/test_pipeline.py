@@ -143,10 +143,11 @@ def overflowing():
 
 
 def without_a_step():
-    """Outputs and losses of execute_pipeline and of a loop by hand; accumulated gradients of tied weights."""
+    """Outputs and losses of execute_pipeline, with the criterion that boost returned, and of a loop by hand;
+    accumulated gradients of tied weights."""
     booster, model, optim, loader = boosted("tied", pp_size=2, zero_stage=3, num_microbatches=None, microbatch_size=2)
     batch = next(iter(loader))
-    only = booster.execute_pipeline(iter([batch]), model, criterion, None, return_outputs=True)
+    only = booster.execute_pipeline(iter([batch]), model, booster.own_criterion, None, return_outputs=True)
     with torch.no_grad():
         by_hand = booster.own_criterion(model(**batch), batch)
     grads = []
@@ -154,7 +155,7 @@ def without_a_step():
         optim.zero_grad()
         with accumulate():
             booster.execute_pipeline(iter([batch]), model, criterion, optim)
-        booster.execute_pipeline(iter([batch]), model, criterion, optim)
+        booster.execute_pipeline(iter([batch]), model, booster.own_criterion, optim)
         grads.append({name: full(p.grad) for name, p in model.named_parameters()})
     return only["loss"].item(), only["outputs"], by_hand.item(), grads
 

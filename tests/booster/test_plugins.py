@@ -131,6 +131,22 @@ def test_experts_are_an_axis_and_a_method():
     assert "expert_parallel" not in MoeHybridParallelPlugin(ep_size=1).strategy(4)
 
 
+def test_fp8_arguments_are_methods():
+    sharded, replicated = ("comm", {"all_gather": "fp8", "reduce": "int8"}), ("comm", "int8")
+    for plugin, methods in (
+        (LowLevelZeroPlugin(precision="bf16", use_fp8=True, fp8_communication=True), ["fp8", sharded]),
+        (GeminiPlugin(precision="bf16", use_fp8=True, fp8_communication=True), ["fp8", sharded]),
+        (HybridParallelPlugin(zero_stage=1, fp8_communication=True), [sharded]),
+        (HybridParallelPlugin(use_fp8=True), ["fp8"]),
+        (TorchFSDPPlugin(fp8_communication=True), [sharded]),
+        (TorchDDPPlugin(fp8_communication=True), [replicated]),
+    ):
+        strategy = plugin.strategy(2)
+        wanted = mw.Strategy([("fp8", "tensorwise") if method == "fp8" else method for method in methods])
+        assert [strategy.get(name) for name in ("fp8", "comm")] == [wanted.get(name) for name in ("fp8", "comm")]
+        assert len([notice for notice in plugin.notices() if "is the method comm" in notice]) == ("comm" in strategy)
+
+
 def test_the_keyword_arguments_of_the_seed_are_accepted():
     plugin = HybridParallelPlugin(tp_size=1, zero_stage=2, pp_size=1, enable_all_optimization=True)
     (notice,) = plugin.notices()
@@ -178,7 +194,12 @@ TOKENS = {"enable_sequence_parallelism": True}
         ),
         (lambda: HybridParallelPlugin(**HYBRID, zero_stage=4), "zero_stage"),
         (lambda: HybridParallelPlugin(**HYBRID, custom_policy=object()), "Shardformer"),
-        (lambda: HybridParallelPlugin(**HYBRID, use_fp8=True), "fp8"),
+        (
+            lambda: HybridParallelPlugin(**PIPELINE, fp8_communication=True),
+            "cannot be had where stages",
+        ),
+        (lambda: HybridParallelPlugin(tp_size=2, fp8_communication=True), "divided weights.*a zero_stage"),
+        (lambda: MoeHybridParallelPlugin(**HYBRID, ep_size=2, fp8_communication=True), "experts.*ep_size=1"),
         (lambda: HybridParallelPlugin(**HYBRID, num_microbatches=0), "not a count"),
         (lambda: HybridParallelPlugin(**HYBRID, communication_dtype=torch.bfloat16), "needs a ZeRO stage"),
         (lambda: HybridParallelPlugin(**HYBRID, microbatch_size=3).num_micro_batches(4), "does not divide the batch"),

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from meshwright.booster import Booster, HybridParallelPlugin
 from meshwright.strategy import METHOD_CONFIGS
@@ -47,7 +49,32 @@ def stopped(zero_stage, precision, folder):
     return losses + train(model, optim, optim.backward, STOP, STEPS)
 
 
+class Plain(nn.Module):
+    """Brings no plan and no dummy inputs: a sample shows how its layers can be divided."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def plain(batch):
+    torch.manual_seed(3)
+    booster, model = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32")), Plain()
+    expected = nn.functional.mse_loss(model(batch[0]), batch[1]).item()
+    loader = booster.plugin.prepare_dataloader(TensorDataset(*batch), BATCH)
+    model, _, criterion, *_ = booster.boost(model, None, nn.MSELoss(), loader)
+    assert any("DTensor" in type(parameter).__name__ for parameter in model.parameters())
+    return criterion(model(batch[0]), batch[1]).item(), expected
+
+
 def cases(folder):
+    loss, alone = plain((torch.linspace(-1, 1, 24).reshape(4, 6), torch.linspace(0, 1, 24).reshape(4, 6)))
+    assert loss == pytest.approx(alone, rel=1e-5)
     model, optim = build()
     expected = train(model, optim, torch.Tensor.backward, 0, STEPS)
     for zero_stage in (0, 2, 3):

@@ -1,13 +1,16 @@
 """The small parts of a run: request, directory, metrics, sparkline, models from configurations."""
 
+import io
 import json
 import math
 import sys
 
 import pytest
 import torch
+from rich.console import Console
 
 from meshwright.cli.config import ModelTable
+from meshwright.cli.failures import laid_out
 from meshwright.cli.models import model_source
 from meshwright.cli.progress import duration, readable_count, status_line
 from meshwright.cli.references import find_modules_beside
@@ -168,3 +171,19 @@ def test_modules_beside_the_file_come_first(tmp_path):
     find_modules_beside(tmp_path)
     find_modules_beside(tmp_path)
     assert sys.path == [str(tmp_path), *before]
+
+
+def test_an_error_at_a_terminal_is_laid_out_and_told_once():
+    error = ConfigError(
+        "'h100' names no cluster", expected="DEVICExNUMBER, such as h100x64", got="'h100'", fix="correct it"
+    )
+    console = Console(file=io.StringIO(), width=40, force_terminal=True, color_system=None)
+    console.print(laid_out(error, ["Epoch 3."], "rank 1 "))
+    assert [line.rstrip() for line in console.file.getvalue().splitlines()] == [
+        "meshwright: rank 1 error: 'h100' names",
+        "no cluster",
+        "  expected    DEVICExNUMBER, such as",
+        "              h100x64",
+        "  what to do  correct it",
+        "Epoch 3.",
+    ]

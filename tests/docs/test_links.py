@@ -80,3 +80,18 @@ def test_the_house_is_drawn_as_it_is_built():
 def test_blocks_name_their_language():
     bare = [block.where for page in pages() for block in blocks(page, "") if page.startswith("docs/api")]
     assert not bare
+
+
+def cells(row):
+    return len(re.findall(r"(?<!\\)\|", row)) - 1
+
+
+@pytest.mark.parametrize("page", pages())
+def test_tables_have_as_many_columns_in_every_row(page):
+    """A line below the headings with another number of columns makes text of the table."""
+    for table in re.findall(
+        r"(?:^\|.*\n)+", re.sub(r"^```.*?^```", "", pages()[page], flags=re.M | re.S), re.MULTILINE
+    ):
+        rows = table.splitlines()
+        assert re.fullmatch(r"[|: -]+", rows[1]), f"{page}: {rows[0]}"
+        assert {cells(row) for row in rows} == {cells(rows[0])}, f"{page}: {rows[0]}"

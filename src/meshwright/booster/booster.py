@@ -95,8 +95,8 @@ class Booster(CheckpointVerbs):
             model: Plain, initialised, equal on every rank.
             optimizer: Built over ``model.parameters()`` and not stepped; goes on with its groups and hyperparameters.
             criterion: Computes the loss from what it is called with.
-            dataloader: Returned as it is; ``plugin.prepare_dataloader`` makes one with this rank's share. Where tokens
-                or blocks are divided, the first sample of its dataset shows how the model runs.
+            dataloader: Returned as it is; ``plugin.prepare_dataloader`` makes one with this rank's share. Where layers,
+                tokens or blocks are divided, the first sample of its dataset shows how the model runs.
             lr_scheduler: Over ``optimizer``; returned as it is, and goes on steering it.
 
         Returns:
@@ -116,7 +116,9 @@ class Booster(CheckpointVerbs):
             checks.check_scheduler(lr_scheduler, optimizer, strategy)
         ddp_options = self.plugin.ddp_options if self.plugin is not None else {}
         notices = self._prepare(model, device)
-        sample = sample_of(dataloader) if needs_sample(strategy) else None
+        sample = None
+        if needs_sample(strategy, model):
+            sample = sample_of(dataloader, model, strategy, has_criterion=criterion is not None)
         accelerated = accelerate(
             model,
             optimizer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -112,14 +113,41 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def needs_sample(strategy: Strategy) -> bool:
-    """Whether methods look at how the model runs on its own data, of which a transformers dummy is no example."""
-    divides_tokens = getattr(strategy.get("tensor_parallel"), "sequence", False)
-    return divides_tokens or not {"pipeline_parallel", "sequence_parallel"}.isdisjoint(strategy.names)
+def needs_sample(strategy: Strategy, model: Any) -> bool:
+    """Whether methods look at how the model runs on its own data.
+
+    Where layers are divided and tokens are not, the dummy that transformers' models bring is an example, too.
+    """
+    tensor = strategy.get("tensor_parallel")
+    divides_tokens = getattr(tensor, "sequence", False)
+    if divides_tokens or not {"pipeline_parallel", "sequence_parallel"}.isdisjoint(strategy.names):
+        return True
+    return tensor is not None and getattr(model, "dummy_inputs", None) is None
 
 
-def sample_of(dataloader: Any) -> Any:
-    """A batch of one sample to see with what each stage needs, without taking any from the loader; None if none can."""
+def sample_of(dataloader: Any, model: nn.Module, strategy: Strategy, *, has_criterion: bool) -> Any:
+    """What the model takes of a batch of one sample, without taking any from the loader; None if there is none."""
+    batch = _first_of(dataloader)
+    # execute_pipeline hands the model whole batches; loops hand it what they like.
+    is_whole = "pipeline_parallel" in strategy or not isinstance(model, nn.Module)
+    return batch if is_whole else _taken_by(model, batch, has_criterion)
+
+
+def _taken_by(model: nn.Module, batch: Any, has_criterion: bool) -> Any:
+    """The part of a batch that a loop hands to the model: with a criterion, the labels go there."""
+    known = inspect.signature(model.forward).parameters.values()
+    kinds = {parameter.kind for parameter in known}
+    if isinstance(batch, Mapping):
+        names = {parameter.name for parameter in known}
+        return batch if inspect.Parameter.VAR_KEYWORD in kinds else {k: v for k, v in batch.items() if k in names}
+    if not isinstance(batch, list | tuple) or inspect.Parameter.VAR_POSITIONAL in kinds:
+        return batch
+    places = [each for each in known if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    needed = sum(each.default is each.empty for each in places)
+    return tuple(batch[: max(1, needed if has_criterion else len(places))])
+
+
+def _first_of(dataloader: Any) -> Any:
     dataset, collate = getattr(dataloader, "dataset", None), getattr(dataloader, "collate_fn", None)
     if collate is None or dataset is None or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return None

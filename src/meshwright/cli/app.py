@@ -49,7 +49,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
@@ -58,20 +58,24 @@ def _common(
 @app.command("train")
 def train_command(
     file: Annotated[Path | None, typer.Argument(metavar="FILE.toml", help="Training file.")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this machine.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps of the whole run (run.steps).")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out.")] = False,
+    nproc: Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes on this machine.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Optimizer steps of the whole run (run.steps).")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", metavar="", help="Go on from the newest checkpoint in --out.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Where the run is written.")] = None,
     changes: Annotated[
         list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the file; repeatable.")
     ] = None,
     max_restarts: Annotated[
         int,
-        typer.Option(min=0, help="Times that all ranks start again, from a checkpoint, when one fails."),
+        typer.Option(metavar="N", min=0, help="Times that all ranks start again, from a checkpoint, when one fails."),
     ] = 0,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
     help_config: Annotated[
-        bool, typer.Option("--help-config", help="Explain every key of FILE.toml and exit.")
+        bool, typer.Option("--help-config", metavar="", help="Explain every key of FILE.toml and exit.")
     ] = False,
 ) -> None:
     """Train the model of a training file, on all processes and under a strategy given or chosen."""
@@ -135,22 +139,27 @@ def bench_comm_command(
         list[str] | None,
         typer.Option("--op", metavar="OP", help=f"{', '.join(BENCHMARK_OPS)}; repeatable.", show_default="all"),
     ] = None,
-    min_bytes: Annotated[int, typer.Option(help="Smallest message.")] = 2**10,
+    min_bytes: Annotated[int, typer.Option(metavar="BYTES", help="Smallest message.")] = 2**10,
     max_bytes: Annotated[
-        int | None, typer.Option(help="Largest message, doubling.", show_default="16 MiB on the CPU, 1 GiB on CUDA")
+        int | None,
+        typer.Option(
+            metavar="BYTES", help="Largest message, doubling.", show_default="16 MiB on the CPU, 1 GiB on CUDA"
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="Element type.")] = "fp32",
-    iterations: Annotated[int, typer.Option(min=1, help="Timings per size; the median counts.")] = 10,
-    warmup: Annotated[int, typer.Option(min=0, help="Runs per size before them.")] = 3,
+    iterations: Annotated[int, typer.Option(metavar="N", min=1, help="Timings per size; the median counts.")] = 10,
+    warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Runs per size before them.")] = 3,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes on this machine.", show_default="one per CUDA device, or 2 on the CPU"),
+        typer.Option(
+            metavar="N", min=1, help="Processes on this machine.", show_default="one per CUDA device, or 2 on the CPU"
+        ),
     ] = None,
     device: Annotated[str, typer.Option(metavar="auto|cpu", help="Where; auto takes CUDA if there is some.")] = "auto",
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures as JSON too; - prints it alone.")
     ] = None,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
 ) -> None:
     """Measure the bandwidth of collectives between ranks by message size (BMTrain's benchmarks)."""
     wanted = tuple(ops or BENCHMARK_OPS)
@@ -173,13 +182,15 @@ def calibrate_command(
     out: Annotated[Path, typer.Option(metavar="FILE.json", help="Where to write the cluster.")] = Path("cluster.json"),
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks on this machine.", show_default="one per CUDA device, or 2 on the CPU"),
+        typer.Option(
+            metavar="N", min=1, help="Ranks on this machine.", show_default="one per CUDA device, or 2 on the CPU"
+        ),
     ] = None,
     device: Annotated[str, typer.Option(metavar="auto|cpu", help="Where; auto takes CUDA if there is some.")] = "auto",
     clock: Annotated[
         str, typer.Option(metavar="auto|wall|cpu", help="Which clock counts; auto: cpu where others keep it busy.")
     ] = "auto",
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
 ) -> None:
     """Measure this machine's kernels and links in about a minute, for predictions (use as --cluster FILE.json)."""
     options = CalibrateOptions(out, processes, device, clock)
@@ -198,7 +209,7 @@ def _calibrate(options: CalibrateOptions) -> int:
 
 @app.command("methods")
 def methods_command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON, with every reason.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print it as JSON, with every reason.")] = False,
 ) -> None:
     """List the methods that a strategy can name: what they do, what they need, what they do not go together with."""
     print_methods(as_json=as_json)

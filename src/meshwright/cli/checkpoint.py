@@ -25,7 +25,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 checkpoint_app = typer.Typer(help="Checkpoints: list, verify, export.", no_args_is_help=True)
 _Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A run, its checkpoints, or one checkpoint.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+_Json = Annotated[bool, typer.Option("--json", metavar="", help="Print it as JSON.")]
 
 
 @checkpoint_app.command("list")

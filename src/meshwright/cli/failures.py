@@ -6,11 +6,17 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
+
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from meshwright.errors import MeshwrightError, printable
 from meshwright.runtime import rank, synchronize, world_size
+from meshwright.utils.terminal import PlainConsole
 
 INTERRUPTED = 130  # after Ctrl-C, as shells have it
 # What gloo and NCCL say on the ranks that did not fail.
@@ -64,11 +70,33 @@ def _wait_until_told(error: Exception) -> None:
 def _tell_error(error: MeshwrightError, show_traceback: bool) -> None:
     agreed = getattr(error, "agreed", False)
     if agreed and rank() != 0:
-        return
+        return None
     if show_traceback:
         traceback.print_exception(error)
-    notes = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-    _say(f"{'' if agreed else _own_name()}error: {error}{notes}")
+    notes = tuple(getattr(error, "__notes__", ()))
+    console = PlainConsole(stderr=True, highlight=False)
+    if console.is_terminal:
+        return console.print(laid_out(error, notes, "" if agreed else _own_name()))
+    return _say(" ".join([f"{'' if agreed else _own_name()}error: {error}", *notes]))
+
+
+def laid_out(error: MeshwrightError, notes: Sequence[str] = (), own_name: str = "") -> Group:
+    """An error for people at a terminal: a line for each of its parts; files and pipes get one paragraph.
+
+    Args:
+        error: Its parts.
+        notes: What was added to it on the way.
+        own_name: Of the rank that tells it, for one that met it alone.
+    """
+    title = Text.assemble(f"meshwright: {own_name}", ("error", "bold red"), f": {error.what}")
+    parts = Table.grid(padding=(0, 2, 0, 0))
+    parts.add_column(no_wrap=True, style="dim")
+    parts.add_column(overflow="fold")
+    got = "" if error.got in error.what else error.got  # nothing is told twice
+    for label, text in (("expected", error.expected), ("got", got), ("what to do", error.fix)):
+        if text:
+            parts.add_row(label, Text(text))
+    return Group(title, Padding(parts, (0, 0, 0, 2)), *(Text(note) for note in notes))
 
 
 def _tell_unforeseen(error: Exception) -> None:

@@ -121,18 +121,22 @@ def in_phase_order(strategy: Strategy) -> list[Method]:
     return sorted((method for method in strategy.methods if isinstance(method, Method)), key=lambda m: m.phase)
 
 
-def apply_strategy(job: Job) -> None:
-    """Applies every method of ``job.strategy`` to the real job: all checks first, then phase by phase.
+def check_strategy(job: Job) -> None:
+    """Asks every method of ``job.strategy`` whether it can be applied; changes nothing.
 
     Raises:
-        MeshwrightError: From a method's ``check``, on every rank, before anything is changed.
+        MeshwrightError: From a method's ``check``, on every rank.
     """
-    methods = in_phase_order(job.strategy)
     with same_on_every_rank():
         job.replacement = replacement_of(job.strategy, job.model, job.axes, job.device)
         with job.replacement.tried(job.model):  # the model that the methods will find
-            for method in methods:
+            for method in in_phase_order(job.strategy):
                 method.check(job)
+
+
+def apply_strategy(job: Job) -> None:
+    """Applies every method of ``job.strategy``, which :func:`check_strategy` has found right, phase by phase."""
+    methods = in_phase_order(job.strategy)
     if job.shard_axis is None and job.size("tensor") == job.size("pipeline") == job.size("expert") == 1:
         job.model.to(job.device)  # a method that splits moves it part by part: whole, it may not fit
     for method in methods:

@@ -12,7 +12,6 @@ from meshwright.planner.family_shape import BLOCK, Shape
 
 _PASSED_OVER = {
     "module_replace": "module_replace: which kernels it exchanges is not simulated for a family",
-    "offload": "offload: copies to and from the host count for memory, and not for time",
 }
 
 

@@ -215,22 +215,23 @@ def num_micro_batches(resolved: Resolved, given: int | None) -> int:
     """The strategy's own number, what ``accelerate`` was given, or the fewest that keep every rank busy.
 
     Raises:
-        StrategyError: When ``gradient_accumulation`` has another number than was given.
+        StrategyError: When the strategy has another number than was given.
     """
-    accumulation = resolved.strategy.get("gradient_accumulation")
-    if isinstance(accumulation, GradientAccumulation):
-        if given not in (None, accumulation.num_micro_batches):
+    for name in ("gradient_accumulation", "pipeline_parallel"):
+        method = resolved.strategy.get(name)
+        own = method.num_micro_batches if isinstance(method, GradientAccumulation | PipelineParallel) else None
+        if own is not None and given not in (None, own):
             raise StrategyError(
-                "gradient_accumulation and num_micro_batches name different numbers",
+                f"{name} and num_micro_batches name different numbers",
                 expected="one of the two, or the same number",
-                got=f"{accumulation} and num_micro_batches={given}",
+                got=f"{method} and num_micro_batches={given}",
                 fix="leave num_micro_batches out: the strategy says it",
             )
-        given = accumulation.num_micro_batches
+        given = own or given
     method, ranks = resolved.strategy.get("pipeline_parallel"), dict(resolved.axes).get("pipeline", 1)
     if not isinstance(method, PipelineParallel):
         return _simulated(given or 1)
-    return _simulated(method.num_micro_batches or given or method.fewest_micro_batches(ranks))
+    return _simulated(given or method.fewest_micro_batches(ranks))
 
 
 def _simulated(count: int) -> int:

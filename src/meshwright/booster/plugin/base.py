@@ -23,6 +23,11 @@ def inert(default: Any, why: str) -> Any:
     return field(default=default, metadata={"inert": why})
 
 
+def near(default: Any, what: str) -> Any:
+    """An argument that means something close to what it means in ColossalAI; the user is told once what."""
+    return field(default=default, metadata={"near": what})
+
+
 def only(default: Any, what: str, fix: str) -> Any:
     """An argument with one possible value: any other would change the result, and cannot be honoured."""
     return field(default=default, metadata={"only": what, "fix": fix})
@@ -96,12 +101,14 @@ class Plugin(ABC):
         return False
 
     def notices(self) -> list[str]:
-        """What the user should know of arguments that change nothing; one sentence each."""
-        given = [option for option in fields(self) if "inert" in option.metadata and not self._is_default(option)]
-        return [
-            f"{type(self).__name__}: {each.name}={getattr(self, each.name)!r} changes nothing; {each.metadata['inert']}"
+        """What the user should know of arguments that change nothing, or mean something else; one sentence each."""
+        given = [option for option in fields(self) if not self._is_default(option)]
+        said = [
+            (each, f" changes nothing; {each.metadata['inert']}" if "inert" in each.metadata else each.metadata["near"])
             for each in given
+            if not {"inert", "near"}.isdisjoint(each.metadata)
         ]
+        return [f"{type(self).__name__}: {each.name}={getattr(self, each.name)!r}{text}" for each, text in said]
 
     def prepare_model(self, model: nn.Module, device: torch.device) -> list[str]:
         """Changes modules of the plain model before its strategy is applied; returns notices."""

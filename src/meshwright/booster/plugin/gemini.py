@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.booster.plugin.base import inert, only
-from meshwright.booster.plugin.options import KernelArguments, LossScaleArguments, check_choice, mesh_of
+from meshwright.booster.plugin.options import KernelArguments, LossScaleArguments, check_choice, in_fp8, mesh_of
 from meshwright.strategy import Strategy
 
 _NO_CHUNKS = "there are no chunks: FSDP2 gathers one block of the model at a time"
@@ -65,7 +65,8 @@ class GeminiPlugin(KernelArguments, LossScaleArguments):
         methods += ["tensor_parallel"] if self.tp_size > 1 else []
         methods += [] if self.strict_ddp_mode else [_METHOD_OF_FRACTION[self.shard_param_frac]]
         precision = self.precision_methods(self.precision, master_weights=self.master_weights)
-        return self.with_methods([*methods, *precision, *self._offloaded()])
+        fp8 = in_fp8(self.use_fp8, self.fp8_communication, gathers=not self.strict_ddp_mode)
+        return self.with_methods([*methods, *precision, *fp8, *self._offloaded()])
 
     def _offloaded(self) -> list[Any]:
         if not (self.offload_optim_frac or self.offload_param_frac):

@@ -11,7 +11,14 @@ import torch
 from meshwright.booster.plugin.axes import AxisArguments, axis_methods, axis_notices, axis_sizes, check_axes
 from meshwright.booster.plugin.base import inert, only
 from meshwright.booster.plugin.low_level_zero import zero_keys
-from meshwright.booster.plugin.options import KernelArguments, LossScaleArguments, check_choice, mesh_of, offloaded
+from meshwright.booster.plugin.options import (
+    KernelArguments,
+    LossScaleArguments,
+    check_choice,
+    in_fp8,
+    mesh_of,
+    offloaded,
+)
 from meshwright.booster.plugin.torch_ddp import ddp_options
 from meshwright.errors import ConfigError
 from meshwright.strategy import Strategy
@@ -83,6 +90,19 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments, AxisArguments):
                 fix="leave communication_dtype out, or choose a stage",
             )
         self._check_micro_batches()
+        if self.pp_size > 1:
+            self._refuse_fp8_communication("stages reduce gradients", "pp_size=1")
+        elif self.tp_size > 1 and self.zero_stage == 0:
+            self._refuse_fp8_communication("replicas of divided weights average gradients", "a zero_stage")
+
+    def _refuse_fp8_communication(self, why: str, expected: str) -> None:
+        if self.fp8_communication:
+            raise ConfigError(
+                f"{type(self).__name__}: fp8_communication cannot be had where {why} in their own way",
+                expected=f"{expected} beside it",
+                got=repr(self),
+                fix="leave fp8_communication out",
+            )
 
     def _check_micro_batches(self) -> None:
         for name in ("num_microbatches", "microbatch_size"):
@@ -98,8 +118,9 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments, AxisArguments):
         methods: list[Any] = [("parallel_mode", mesh), *axis_methods(self)]
         if self.zero_stage:
             methods.append((_ZERO[self.zero_stage], zero_keys(self.communication_dtype)))
-        precision = self.precision_methods(self.precision)
-        return self.with_methods([*methods, *precision, *offloaded(self.cpu_offload)])
+        methods += self.precision_methods(self.precision)
+        methods += in_fp8(self.use_fp8, self.fp8_communication, gathers=self.zero_stage > 0)
+        return self.with_methods([*methods, *offloaded(self.cpu_offload)])
 
     def notices(self) -> list[str]:
         """Also of what means something for other styles only."""
@@ -160,6 +181,9 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
                 got=", ".join(f"{name}={size}" for name, size in others.items()),
                 fix="use zero_stage to lower a rank's memory, or ep_size=1",
             )
+
+        if self.ep_size > 1:
+            self._refuse_fp8_communication("the gradients of experts are averaged", "ep_size=1")
 
     def strategy(self, world: int) -> Strategy:
         """With ``expert_parallel`` over the axis expert, inside data parallelism."""

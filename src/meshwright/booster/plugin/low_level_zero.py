@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.booster.plugin.base import inert, only
-from meshwright.booster.plugin.options import LossScaleArguments, check_choice, mesh_of, offloaded
+from meshwright.booster.plugin.options import LossScaleArguments, check_choice, compressed, in_fp8, mesh_of, offloaded
 from meshwright.strategy import Strategy
 
 _OWN_BUCKETS = "FSDP2 gathers and reduces one block of the model at a time"
@@ -35,8 +35,8 @@ class LowLevelZeroPlugin(LossScaleArguments):
     master_weights: bool = True
     verbose: bool = inert(False, "there is nothing to tell; Meshwright's plan table is accelerate(verbose=True)")
     cast_inputs: bool = only(True, "inputs that are not cast to the model's precision", "cast inside the model instead")
-    fp8_communication: bool = only(False, "communication in fp8", "leave it out")
-    use_fp8: bool = only(False, "matrix products in fp8", "use precision='bf16'")
+    fp8_communication: bool = compressed()
+    use_fp8: bool = False
     extra_dp_size: int = 1
 
     def __post_init__(self) -> None:
@@ -49,7 +49,8 @@ class LowLevelZeroPlugin(LossScaleArguments):
         mesh = mesh_of(self, world, {"data": self.extra_dp_size}, rest="zero")
         zero = (f"zero{self.stage}", zero_keys(self.communication_dtype))
         precision = self.precision_methods(self.precision, master_weights=self.master_weights)
-        return self.with_methods([("parallel_mode", mesh), zero, *precision, *offloaded(self.cpu_offload)])
+        fp8 = in_fp8(self.use_fp8, self.fp8_communication, gathers=True)
+        return self.with_methods([("parallel_mode", mesh), zero, *precision, *fp8, *offloaded(self.cpu_offload)])
 
     @property
     def clipping(self) -> tuple[float, float]:

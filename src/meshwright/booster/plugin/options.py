@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.booster.plugin.base import Plugin, inert, only
+from meshwright.booster.plugin.base import Plugin, inert, near
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.strategy import Strategy
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 _FUSED = "PyTorch's scaled_dot_product_attention and torch.compile fuse what can be fused"
+
+
+def compressed() -> Any:
+    """The argument ``fp8_communication``."""
+    return near(False, " is the method comm: gradients travel in int8, gathered weights in fp8, with a scale per block")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -58,10 +63,8 @@ class KernelArguments(Plugin):
     enable_flash_attention: bool = inert(False, _FUSED)
     enable_jit_fused: bool = inert(False, _FUSED)
     enable_sequence_overlap: bool = inert(False, "what overlaps is torch's to decide")
-    use_fp8: bool = only(False, "matrix products in fp8", "use precision='bf16'")
-    fp8_communication: bool = only(
-        False, "communication in fp8", "leave it out; bf16 parameters are gathered and reduced in bf16"
-    )
+    use_fp8: bool = False
+    fp8_communication: bool = compressed()
 
 
 def check_choice(plugin: Plugin, name: str, value: object, choices: tuple[Any, ...]) -> None:
@@ -78,6 +81,18 @@ def check_choice(plugin: Plugin, name: str, value: object, choices: tuple[Any, .
             got=repr(value),
             fix=f"choose another {name}",
         )
+
+
+def in_fp8(products: bool, communication: bool, *, gathers: bool) -> list[Any]:
+    """The methods that ``use_fp8`` and ``fp8_communication`` mean.
+
+    Args:
+        products: ``use_fp8``: as in ColossalAI, each tensor is scaled by its own largest value.
+        communication: ``fp8_communication``.
+        gathers: Whether weights are sharded, and travel too.
+    """
+    wire = ("comm", {"all_gather": "fp8" if gathers else None, "reduce": "int8"})
+    return [*([("fp8", "tensorwise")] if products else []), *([wire] if communication else [])]
 
 
 def offloaded(cpu_offload: bool) -> list[Any]:

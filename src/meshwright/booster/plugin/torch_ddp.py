@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from meshwright.booster.plugin.base import Plugin, inert, only
+from meshwright.booster.plugin.base import Plugin, inert
+from meshwright.booster.plugin.options import compressed, in_fp8
 from meshwright.runtime import world_size
 from meshwright.strategy import Strategy
 
@@ -40,11 +41,12 @@ class TorchDDPPlugin(Plugin):
     check_reduction: bool = inert(False, "torch ignores it")
     gradient_as_bucket_view: bool = inert(False, "gradients are always views of the buckets, which saves a copy")
     static_graph: bool = False
-    fp8_communication: bool = only(False, "communication in fp8", "leave it out")
+    fp8_communication: bool = compressed()
 
     def strategy(self, world: int) -> Strategy:
         """Data parallelism over all ranks."""
-        return self.with_methods([("parallel_mode", {"data": world})])
+        fp8 = in_fp8(False, self.fp8_communication, gathers=False)
+        return self.with_methods([("parallel_mode", {"data": world}), *fp8])
 
     @property
     def controls_precision(self) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.booster.plugin.base import Plugin, only
-from meshwright.booster.plugin.options import check_choice
+from meshwright.booster.plugin.base import Plugin
+from meshwright.booster.plugin.options import check_choice, compressed, in_fp8
 from meshwright.errors import ConfigError, join_names
 from meshwright.strategy import Strategy
 
@@ -36,7 +36,7 @@ class TorchFSDPPlugin(Plugin):
     ignored_modules: Any = None
     param_init_fn: Any = None
     sync_module_states: bool = False
-    fp8_communication: bool = only(False, "communication in fp8", "leave it out")
+    fp8_communication: bool = compressed()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +73,8 @@ class TorchFSDPPlugin(Plugin):
         """fsdp, zero2 or data parallelism over all ranks."""
         method = _METHODS[self._sharding()]
         methods = [] if method is None else [(method, {"sync_module_states": self.sync_module_states, **self._keys()})]
-        return self.with_methods([("parallel_mode", {"data": world}), *methods, *self._offloaded()])
+        fp8 = in_fp8(False, self.fp8_communication, gathers=method is not None)
+        return self.with_methods([("parallel_mode", {"data": world}), *methods, *fp8, *self._offloaded()])
 
     def _offloaded(self) -> list[Any]:
         asked = getattr(self.cpu_offload, "offload_params", bool(self.cpu_offload))

@@ -52,6 +52,7 @@ class PipelineEngine:
         self._boundaries: dict[int, Boundary] = {}
         self._schedules: dict[Any, tuple[Any, list[StageModule]]] = {}
         self.saved_bytes = 0
+        self._shares_loss = False  # a loss function called inside another is that one's part
         self._reduces = True  # False: gradients of a plain backward pass only accumulate
 
     def finish(self, model: nn.Module, gradients: StageGradients, compute: torch.dtype | None) -> None:
@@ -85,17 +86,20 @@ class PipelineEngine:
         """A loss function that knows the loss on every rank and whose backward reaches every stage."""
 
         def everywhere(inputs: Any, output: Any) -> Any:
-            if self._splice.is_running:
+            if self._splice.is_running or self._shares_loss:
                 return loss_func(inputs, output)
             if isinstance(output, StageOutput):
                 hand_over_stages({})
                 return self._finishing(shared_loss(self.line, output.token, None))
+            self._shares_loss = True
             try:
                 with captured() as records:
                     loss = loss_func(inputs, output)
             except Exception:
                 shared_loss(self.line, None, None)  # the others wait for a loss
                 raise
+            finally:
+                self._shares_loss = False
             hand_over_stages({self.line.last: records})
             first = loss[0] if isinstance(loss, list | tuple) else loss
             first = self._finishing(shared_loss(self.line, None, first))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.planner.explain.figures import MOMENTS, memory_classes, mfu, per_gpu, short, with_micro_batches
@@ -49,10 +49,18 @@ def why(found: Found) -> Why:
         intro = f"{short(best)} comes first{looked if found.num_considered else ''}{more}."
     return Why(
         chosen=(intro, *time_sentences(best), memory_sentence(best)),
-        others=tuple(f"{with_micro_batches(plan)}: {against(plan, best)}" for plan in found.plans[1:]),
+        others=_told_once((with_micro_batches(plan), against(plan, best)) for plan in found.plans[1:]),
         too_large=tuple(f"{with_micro_batches(plan)}: {too_large(plan)}" for plan in found.too_large),
         refused=tuple(f"{strategy}: {reason}" for strategy, reason in found.refused[:_REFUSALS]),
     )
+
+
+def _told_once(lines: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Plans and their reasons; one line for plans of the same reason."""
+    plans: dict[str, list[str]] = {}
+    for plan, reason in lines:
+        plans.setdefault(reason, []).append(plan)
+    return tuple(f"{'; '.join(dict.fromkeys(alike))}: {reason}" for reason, alike in plans.items())
 
 
 def time_sentences(plan: Plan) -> tuple[str, ...]:

@@ -63,7 +63,8 @@ def ended_early(max_predictions: int) -> StrategyError:
 
 
 def _largest_class(held: Memory) -> tuple[str, int]:
-    sizes = {each.name: getattr(held, each.name) or 0 for each in fields(held) if not each.name.startswith("disk_")}
+    on_device = (each.name for each in fields(held) if not each.name.startswith(("disk_", "host_")))
+    sizes = {name: getattr(held, name) or 0 for name in on_device}
     name = max(sizes, key=sizes.__getitem__)
     return name, sizes[name]
 
