@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.cost import Activations, Boundary, Placed, Transient
 from meshwright.methods.expert.trace import without_grouped_kernels
@@ -30,6 +29,7 @@ from meshwright.planner.profile.continued import (
     continued_ops,
 )
 from meshwright.planner.profile.device import converted_to, device_of_pass, kernels_of_device
+from meshwright.planner.profile.flops import FlopCount
 from meshwright.planner.profile.held import HeldBytes
 from meshwright.planner.profile.model_ops import ModelOps, model_ops
 from meshwright.planner.profile.places import Places
@@ -136,7 +136,7 @@ class Pass:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         device = device_of_pass(self.model, self.device)
         state, inputs = self._state(fake, device), self._fake_inputs(fake, device)
-        counter = FlopCounterMode(display=False)
+        counter = FlopCount()
         blocks = self._blocks_here()
         work = PlacedWork(self.model, blocks, counter)
         autocast = torch.autocast(device.type, dtype=self.autocast_dtype) if self.autocast_dtype else _nothing()

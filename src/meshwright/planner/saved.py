@@ -12,12 +12,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.methods.recompute.operators import can_keep, kept_now, operator_name
 from meshwright.methods.recompute.wrapping import keeps_results
 from meshwright.methods.tensor.trace import SaveLog
 from meshwright.nn import is_compiled, outside_compiled
+from meshwright.planner.profile.flops import FlopCount
 
 
 @dataclass
@@ -73,7 +73,7 @@ class SavedTensors:
 
 @contextlib.contextmanager
 def record_saved(
-    model: nn.Module, *, counter: FlopCounterMode | None = None, blocks: Sequence[nn.Module] = ()
+    model: nn.Module, *, counter: FlopCount | None = None, blocks: Sequence[nn.Module] = ()
 ) -> Iterator[SavedTensors]:
     """Records what a forward pass inside the block saves for backward, results that ``checkpoint`` keeps among them.
 
@@ -108,7 +108,7 @@ def record_saved(
 class _Recorder:
     """What :func:`record_saved` has called: by autograd, by modules, by operators."""
 
-    def __init__(self, counter: FlopCounterMode | None, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, counter: FlopCount | None, blocks: Sequence[nn.Module]) -> None:
         self.saved = SavedTensors()
         self._counter = counter
         self._index = {block: number for number, block in enumerate(blocks)}
@@ -157,9 +157,9 @@ class _Recorder:
         saved, counter = self.saved, self._counter
         if counter is None or not self._stack:
             return operator(*args, **kwargs)
-        position, before = len(saved.log), counter.get_total_flops()
+        position, before = len(saved.log), counter.total
         result = operator(*args, **kwargs)
-        name, running, flops = operator_name(operator), tuple(self._stack), counter.get_total_flops() - before
+        name, running, flops = operator_name(operator), tuple(self._stack), counter.total - before
         if flops:
             saved.work.append(Call(name, running, position, flops, saved.place))
         if can_keep(operator, args, kwargs):

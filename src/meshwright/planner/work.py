@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.cost import Placed
+from meshwright.planner.profile.flops import FlopCount
 
 BACKWARD_FLOPS = 2  # the two products of backward, each as large as the one of forward
 
@@ -25,7 +25,7 @@ class PlacedWork:
         counter: Counts while the model runs.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], counter: FlopCounterMode) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], counter: FlopCount) -> None:
         self._model, self._counter = model, counter
         self._index = {block: index for index, block in enumerate(blocks)}
         self._place, self._before = -1, 0
@@ -48,7 +48,7 @@ class PlacedWork:
 
     def everything(self, loss: torch.Tensor) -> Placed:
         """Forward and backward; the latter runs now. Where it cannot, it counts as twice the forward."""
-        start = self._counter.get_total_flops()
+        start = self._counter.total
         try:
             loss.backward()
         except Exception:  # what a user's function does to tensors without data; time is an estimate all the same
@@ -61,10 +61,10 @@ class PlacedWork:
         if place not in marks:
             return 0  # before the blocks, where the first block's end cannot be told from it; or all is frozen
         following = [marks[earlier] for earlier in range(place) if earlier in marks]
-        return (following[-1] if following else self._counter.get_total_flops()) - marks[place]
+        return (following[-1] if following else self._counter.total) - marks[place]
 
     def _switch(self, place: int) -> None:
-        now = self._counter.get_total_flops()
+        now = self._counter.total
         self.forward[self._place] += now - self._before
         self._place, self._before = place, now
 
@@ -80,4 +80,4 @@ class PlacedWork:
             self._switch(index + 1)
 
     def _note(self, index: int) -> None:
-        self._arrived.setdefault(index, self._counter.get_total_flops())
+        self._arrived.setdefault(index, self._counter.total)

@@ -78,7 +78,8 @@ class HeldBytes:
             else:
                 self._live[key] = _Made(StorageWeakRef(tensor.untyped_storage()), size, len(self._moments))
                 self._held += size
-        for key in [key for key, made in self._live.items() if made.reference.expired()]:
+        expired = torch.UntypedStorage._expired  # type: ignore[attr-defined]  # as StorageWeakRef.expired, called often
+        for key in [key for key, made in self._live.items() if expired(made.reference.cdata)]:
             self._held -= self._live.pop(key).num_bytes
         self._moments.append((place, during, self._held))
 

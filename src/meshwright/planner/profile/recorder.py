@@ -61,6 +61,11 @@ class OpRecorder(TorchDispatchMode):
         self._latest: tuple[_Stack, int, int] = ((), 0, -1)
         self._calls = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled, and torch's guard against it takes longer than the operators without data do."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for before and after every operator

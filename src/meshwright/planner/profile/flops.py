@@ -1,0 +1,47 @@
+"""Floating-point operations of the operators that run, by torch's own formulas."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+class FlopCount(TorchDispatchMode):
+    """Adds up what torch's ``FlopCounterMode`` does, of the whole pass alone: without its records of modules.
+
+    Attributes:
+        total: Floating-point operations so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled, and torch's guard against it takes longer than the operators without data do."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        given = kwargs or {}
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **given)
+        result = func(*args, **given)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **given, out_val=result)
+        return result
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operator is nothing but others, which are then counted."""
+    return _COMPOSITE in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
