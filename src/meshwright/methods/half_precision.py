@@ -13,6 +13,7 @@ from meshwright.methods.base import Method, Phase
 from meshwright.methods.dtypes import HalfDType
 from meshwright.methods.job import Job
 from meshwright.nn import widen_products
+from meshwright.strategy import Strategy
 
 
 class LossScaleConfig(BaseModel):
@@ -57,9 +58,13 @@ class HalfPrecisionMethod(Method):
         job.loss_scale = self.loss_scale.model_dump() if self.loss_scale is not None else {}
 
     def widen(self, job: Job) -> None:
-        """Multiplies in fp32 on CPUs that are slow in bf16; what is compiled is left as it is."""
-        if self.dtype == "bf16" and "compile" not in job.strategy:
+        """Multiplies in fp32 on CPUs that are slow in bf16."""
+        if self.widens(job.strategy):
             widen_products(job.model, job.device)
+
+    def widens(self, strategy: Strategy) -> bool:
+        """Whether it does; what is compiled is left as it is."""
+        return self.dtype == "bf16" and "compile" not in strategy
 
     def check(self, job: Job) -> None:
         """Refuses bf16 on a CUDA device that cannot compute in it."""

@@ -13,7 +13,7 @@ from meshwright.nn.classes import class_name, class_names, modules_of, outermost
 from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
 from meshwright.nn.forward import class_with, wrap_method, wrap_methods
 from meshwright.nn.fsdp_groups import parameter_groups
-from meshwright.nn.half_linear import widen_products
+from meshwright.nn.half_linear import widen_products, widened_products
 from meshwright.nn.initialization import grouped_parameters, init_parameters
 from meshwright.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from meshwright.nn.model_wrapper import BMTrainModelWrapper
@@ -68,6 +68,7 @@ __all__ = [
     "stages_of",
     "whole_model",
     "widen_products",
+    "widened_products",
     "wrap_method",
     "wrap_methods",
 ]

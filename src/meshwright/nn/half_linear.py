@@ -6,8 +6,9 @@ both ways, up to the order of the sums. oneDNN does it for every product anew; h
 
 from __future__ import annotations
 
+import contextlib
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -39,6 +40,18 @@ def widen_products(model: nn.Module, device: torch.device) -> int:
     layers = [module for module in model.modules() if type(module).forward is nn.Linear.forward]
     wrap_methods(layers, "forward", _widened)
     return len(layers)
+
+
+@contextlib.contextmanager
+def widened_products(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """:func:`widen_products` for a while: afterwards the model is as it was."""
+    classes = {module: type(module) for module in model.modules() if isinstance(module, nn.Linear)}
+    widen_products(model, device)
+    try:
+        yield
+    finally:
+        for module, cls in classes.items():
+            module.__class__ = cls
 
 
 def has_bf16_products() -> bool:

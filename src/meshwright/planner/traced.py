@@ -17,7 +17,7 @@ from meshwright.errors import ModelError
 from meshwright.methods import ExpertTrace
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.float8.trace import Fp8Trace
-from meshwright.nn import find_blocks
+from meshwright.nn import find_blocks, widened_products
 from meshwright.planner.prediction import Pass, Predicted
 from meshwright.planner.profile.device import stands_in
 from meshwright.planner.profile.failure import reason_of
@@ -37,6 +37,7 @@ class Conditions:
     split: Trace | None  # how axes divide layers, tokens or experts
     blocks: tuple[nn.Module, ...] = ()  # those that a pipeline cuts; none: those that the model repeats
     fp8: Fp8Trace | None = None  # the layers that multiply in 8 bits
+    widened: bool = False  # whether bf16 products are made in fp32 where the device is slow in bf16
 
 
 class Traced(NamedTuple):
@@ -129,9 +130,14 @@ class Tracer:
             device=self._device,
         )
         assumed = stands_in(self._model, self._device)
-        with now.fp8.running() if now.fp8 is not None else contextlib.nullcontext():
+        with now.fp8.running() if now.fp8 is not None else self._widened(now):
             found = self._predict(one, now)
         return Traced(found.activations, found.flops, found.boundaries, (assumed,) if assumed else (), found.ops)
+
+    def _widened(self, now: Conditions) -> contextlib.AbstractContextManager[None]:
+        if not now.widened or self._device is None:
+            return contextlib.nullcontext()
+        return widened_products(self._model, self._device)
 
     def _predict(self, one: Pass, now: Conditions) -> Predicted:
         """A pass of a few blocks where all are equal, else of the whole model."""

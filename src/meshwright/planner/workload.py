@@ -25,6 +25,7 @@ from meshwright.methods import (
     resolve,
 )
 from meshwright.methods.float8.trace import Fp8Trace
+from meshwright.methods.half_precision import HalfPrecisionMethod
 from meshwright.methods.pipeline.trace import Dataflow
 from meshwright.planner.allocator import taken_bytes
 from meshwright.planner.forecast import Forecast, forecast
@@ -129,7 +130,8 @@ class Workload:
         samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
         param_dtype, autocast_dtype = _precision_of(resolved)
         blocks = pipeline.blocks if pipeline is not None else ()
-        traced = self._tracer.of(Conditions(param_dtype, autocast_dtype, samples, split, blocks, fp8))
+        widened = _widens(resolved)
+        traced = self._tracer.of(Conditions(param_dtype, autocast_dtype, samples, split, blocks, fp8, widened))
         step = Step(
             blocks=(),
             axes=resolved.axes,
@@ -258,6 +260,13 @@ def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:
         dtype = amp.dtype  # type: ignore[attr-defined]
         return (dtype if resolved.shard_axis is not None else None), dtype
     return None, None
+
+
+def _widens(resolved: Resolved) -> bool:
+    """Whether bf16 products may be made in fp32: of plain tensors, as they are not where layers are divided."""
+    divided = dict(resolved.axes).get("tensor", 1) > 1
+    half = (each for each in resolved.strategy.methods if isinstance(each, HalfPrecisionMethod))
+    return not divided and any(each.widens(resolved.strategy) for each in half)
 
 
 def _replicas(resolved: Resolved) -> int:
