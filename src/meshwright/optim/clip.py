@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from meshwright.errors import ModelError
 
@@ -107,15 +108,23 @@ def layout_of(tensor: torch.Tensor) -> Layout:
     """
     if not isinstance(tensor, DTensor):
         return None
-    if any(isinstance(placement, Partial) for placement in tensor.placements):
+    split = _split_dims(tensor.placements)
+    if split is None:
         raise ModelError(
             "A gradient is an unreduced partial sum",
             expected="gradients that are sharded or replicated",
             got=str(tensor.placements),
             fix="finish the backward pass (with gradient synchronisation) before taking the norm",
         )
-    split = [dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate)]
-    return tensor.device_mesh, tuple(split)
+    return tensor.device_mesh, split
+
+
+@functools.lru_cache
+def _split_dims(placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
+    """The mesh dims that split a tensor; None where it is a partial sum."""
+    if any(isinstance(placement, Partial) for placement in placements):
+        return None
+    return tuple(dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate))
 
 
 def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -164,17 +173,16 @@ def clip_grad_norm_(
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm is the largest gradient norm allowed. Expected a number above 0. Got {max_norm!r}.")
-    with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
-    gradients = [parameter.grad for parameter in with_gradient if parameter.grad is not None]
+    gradients = {p: gradient for p in parameters if (gradient := p.grad) is not None}  # slow to ask for on DTensors
     elsewhere = stages.counted_elsewhere if stages is not None else frozenset()
     together = stages.alike if stages is not None else frozenset()
-    counted = [p.grad for p in with_gradient if p.grad is not None and p not in elsewhere and p not in together]
-    alike = [p.grad for p in with_gradient if p.grad is not None and p in together]
+    counted = [gradient for p, gradient in gradients.items() if p not in elsewhere and p not in together]
+    alike = [gradient for p, gradient in gradients.items() if p in together]
     norm = total_norm(counted, norm_type, stages, alike)
     if max_norm < float("inf"):
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         if scale.device.type != "cpu" or scale != 1.0:  # on the host it is known whether there is anything to do
-            multiply_([local_tensor(gradient) for gradient in gradients], scale)
+            multiply_([local_tensor(gradient) for gradient in gradients.values()], scale)
     return norm
 
 

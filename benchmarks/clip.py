@@ -1,0 +1,114 @@
+"""What clipping and the optimizer's step cost beside the fused kernel alone, with gradients of a real model.
+
+2 processes train the GPT of ``overhead.py`` under ``data`` and ``fsdp``. After every backward pass one of these runs,
+in turn and over the same parameters: torch's ``_fused_adamw_`` on local tensors (``kernel``); the norm, clipping in the
+kernel and the step as ``Accelerated.step`` runs them (``ours``); torch's ``clip_grad_norm_`` and ``AdamW.step``
+(``torch``). Figures are medians of CPU time of the rank's main thread, which other programs and the wait for the other
+rank disturb least.
+
+    python benchmarks/clip.py [--rounds N] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from overhead import BATCH, MAX_NORM, OPTIM, SIZES, build, loss_func
+
+import meshwright as mw
+from meshwright.optim import clipped_step, local_tensor
+from meshwright.runtime import settings, synchronize_device
+from meshwright.runtime.launch import inside_launcher, launch
+
+
+def kernel_alone(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """One call of torch's kernel over all local tensors, with states of its own."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    local = [local_tensor(parameter.data) for parameter in parameters]
+    means, squares = [torch.zeros_like(each) for each in local], [torch.zeros_like(each) for each in local]
+    steps = [torch.zeros((), device=local[0].device) for _ in local]
+
+    @torch.no_grad()
+    def step() -> None:
+        gradients = [local_tensor(parameter.grad) for parameter in parameters]
+        torch._fused_adamw_(local, gradients, means, squares, [], steps, lr=1e-3, beta1=0.9, beta2=0.999,
+                            weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False)  # fmt: skip
+
+    return step
+
+
+def contestants(job: mw.Accelerated) -> dict[str, Callable[[], None]]:
+    plain = torch.optim.AdamW(job.model.parameters(), **OPTIM)
+
+    def ours() -> None:
+        _, step = clipped_step(job.model, job.optim, MAX_NORM)
+        step()
+
+    def theirs() -> None:
+        torch.nn.utils.clip_grad_norm_(job.model.parameters(), MAX_NORM)
+        plain.step()
+
+    return {"kernel": kernel_alone(job.optim), "ours": ours, "torch": theirs}
+
+
+def measure(kind: str, rounds: int, device: torch.device) -> dict[str, float | str]:
+    ids = torch.randint(0, SIZES["vocab_size"], (BATCH, SIZES["seq_len"]), device=device)
+    job = mw.accelerate(
+        build(device),
+        torch.optim.AdamW,
+        None,
+        loss_func,
+        strategy=[] if kind == "data" else [kind],
+        optim_args=OPTIM,
+        sample_batch=ids,
+        max_grad_norm=MAX_NORM,
+    )
+    calls = contestants(job)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for index in range(rounds + 2):
+        for name, call in calls.items():
+            job.optim.zero_grad()
+            loss_func(ids, job.model(ids)).backward()
+            synchronize_device(device)
+            start = time.thread_time() if device.type == "cpu" else time.perf_counter()
+            call()
+            synchronize_device(device)
+            elapsed = (time.thread_time() if device.type == "cpu" else time.perf_counter()) - start
+            if index >= 2:  # the first rounds make states
+                times[name].append(elapsed)
+    medians = {f"{name}_s": statistics.median(found) for name, found in times.items()}
+    return {"case": kind, **medians, "ratio": medians["ours_s"] / medians["kernel_s"],
+            "torch_ratio": medians["torch_s"] / medians["kernel_s"]}  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20, help="turns of each (default 20)")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    arguments = parser.parse_args()
+    if not inside_launcher():
+        return launch([__file__, *sys.argv[1:]], 2)
+    mw.init_distributed()
+    results = []
+    mw.print_rank(
+        f"{'strategy':10} {'kernel':>9} {'ours':>9} {'torch':>9} {'ours / kernel':>14} {'torch / kernel':>15}"
+    )
+    for kind in ("data", "fsdp"):
+        found = measure(kind, arguments.rounds, settings().device)
+        results.append(found)
+        cells = " ".join(f"{1e3 * float(found[name]):7.2f}ms" for name in ("kernel_s", "ours_s", "torch_s"))
+        mw.print_rank(f"{kind:10} {cells} {found['ratio']:14.2f} {found['torch_ratio']:15.2f}", flush=True)
+    if arguments.json and mw.rank() == 0:
+        arguments.json.write_text(json.dumps({"torch": torch.__version__, "cases": results}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
