@@ -125,7 +125,9 @@ def test_numbers_for_people():
     assert [duration(each) for each in (None, 5, 65.4, 3661)] == ["–", "0:05", "1:05", "1:01:01"]
     assert [readable_count(each) for each in (7, 1234, 5e6)] == ["7", "1.23k", "5M"]
     record = {"loss": 1.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_s": 10.0, "peak_memory_bytes": 2**20}
-    assert "skipped  " in status_line({**record, "skipped": True, "mfu": None}, None, None)
+    assert "skipped  " in status_line({**record, "skipped": True, "mfu": None}, None)
+    usual = {"loss": 3.437, "lr": 2.9e-3, "grad_norm": 1.0, "tokens_per_s": 1340.0, "mfu": 0.25, "skipped": False}
+    assert len(status_line({**usual, "peak_memory_bytes": 450741862}, None)) <= 80
 
 
 def test_peaks():

@@ -10,8 +10,6 @@ from tests.optim.contestants import BUILD
 from tests.optim.parity_table import LIMIT, PAGE, STEPS, headings_of, over_ranks, section, worst_by_layout
 from tests.optim.plugin_parity import PLUGINS, worst_by_plugin
 
-SOME_PLUGINS = ("HybridParallel, tp 2, zero 2", "LowLevelZero, stage 2", "Gemini (ZeRO-3)")
-
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_layouts(ranks, request, world):
@@ -26,12 +24,9 @@ def test_layouts(ranks, request, world):
 
 
 @pytest.mark.long
-def test_plugins(ranks, request):
-    everything = request.config.getoption("--parity") == "all"
-    kinds = tuple(BUILD) if everything else ("GaLore", "Adafactor")
-    plugins = tuple(PLUGINS) if everything else SOME_PLUGINS
-    cells = over_ranks(ranks(4).run(worst_by_plugin, kinds, plugins, STEPS if everything else STEPS // 2))
-    assert len(cells) == len(kinds) * len(plugins)
+def test_plugins(ranks):
+    cells = over_ranks(ranks(4).run(worst_by_plugin, tuple(BUILD), tuple(PLUGINS), STEPS))
+    assert len(cells) == len(BUILD) * len(PLUGINS)
     assert {cell: value for cell, value in cells.items() if not value <= LIMIT} == {}
     rows, columns = headings_of(section(PAGE.read_text(), "plugins").group(1))
     assert rows == list(PLUGINS)

@@ -8,13 +8,16 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from meshwright.cli.progress import TrainingProgress, status_line
+from rich.console import RenderableType
+
+from meshwright.cli.progress import TrainingProgress, duration, status_line
 from meshwright.cli.run_dir import METRICS, TENSORBOARD, MetricsFile
 from meshwright.cli.session import Session
 from meshwright.planner import plan_table
 from meshwright.utils.terminal import PlainConsole
 
 _SMOOTHING = 0.9
+_LINES_BELOW = 4  # the bar, the line, and room for a prompt
 _SCALARS = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu")
 
 
@@ -39,21 +42,32 @@ class Observer:
         self._smoothed: float | None = None
 
     def __enter__(self) -> Self:
-        self._console.print(plan_table(self._plan))
+        table = plan_table(self._plan)
+        if self._progress.visible and len(self._console.render_lines(table)) < self._console.height - _LINES_BELOW:
+            self._progress.above = table  # until it can be told with what was measured
+        else:
+            self._console.print(table)
         self._progress.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._print_instead(self._progress.above)
         self._progress.stop()
         self._metrics.close()
         if self._board is not None:
             self._board.close()
 
     def show_measured(self, measured: Mapping[str, int]) -> None:
-        """Prints the plan again, with what the first step really held beside it."""
-        self._console.print(plan_table(self._plan, measured))
+        """Prints the plan with what the first step really held beside it."""
+        self._print_instead(plan_table(self._plan, measured))
+
+    def _print_instead(self, table: RenderableType | None) -> None:
+        """Prints a table for good, in the place of the one above the bar."""
+        self._progress.above = None
+        if table is not None:
+            self._console.print(table)
 
     def show_step(self, record: dict[str, Any]) -> None:
         """Writes one step down, and shows it."""
@@ -63,11 +77,12 @@ class Observer:
                 if record[name] is not None:
                     self._board.add_scalar(name, record[name], record["step"])
         self._smooth(record["loss"])
-        line = status_line(record, self._smoothed, self._eta_s(record["step"]))
+        line, eta_s = status_line(record, self._smoothed), self._eta_s(record["step"])
         if self._progress.visible:
-            self._progress.show(record["step"], line)
+            self._progress.show(record["step"], line, eta_s)
         elif record["step"] % self._run.log_every == 0 or record["step"] in (self._first_step, self._run.steps):
-            self._console.print(f"step {record['step']}/{self._run.steps}  {line}", soft_wrap=True, highlight=False)
+            line = f"step {record['step']}/{self._run.steps}  {line}  ETA {duration(eta_s)}"
+            self._console.print(line, soft_wrap=True, highlight=False)
 
     def rewind(self, step: int) -> None:
         """Forgets what came after a step."""

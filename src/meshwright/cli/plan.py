@@ -94,4 +94,4 @@ def _progress() -> Iterator[Callable[[int, int], None] | None]:
         yield None
         return
     with console.status("planning") as status:
-        yield lambda done, most: status.update(f"planning: {done:,} strategies simulated")
+        yield lambda done, most: status.update(f"planning, strategies simulated: {done:,}")

@@ -16,32 +16,40 @@ UNKNOWN = "–"
 
 
 class TrainingProgress(Progress):
-    """A bar over the steps, and one line of numbers; nothing where there is no terminal."""
+    """A bar over the steps, and one line of numbers; nothing where there is no terminal.
+
+    Attributes:
+        above: Stands over the bar for as long as it is set.
+    """
 
     def __init__(self, console: Console, steps: int, done: int) -> None:
+        ends = TextColumn("ETA {task.fields[eta]}")
         columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TaskProgressColumn(), TimeElapsedColumn())
-        super().__init__(*columns, console=console, disable=not console.is_terminal, expand=True)
+        self.above: RenderableType | None = None
+        super().__init__(*columns, ends, console=console, disable=not console.is_terminal, expand=True)
         self._line = "first step …"
-        self._steps_task = self.add_task("step", total=steps, completed=done)
+        self._steps_task = self.add_task("step", total=steps, completed=done, eta=UNKNOWN)
 
     @property
     def visible(self) -> bool:
         """Whether anybody can see it."""
         return not self.disable
 
-    def show(self, step: int, line: str) -> None:
+    def show(self, step: int, line: str, eta_s: float | None) -> None:
         """Moves the bar and changes the line."""
         self._line = line
-        self.update(self._steps_task, completed=step)
+        self.update(self._steps_task, completed=step, eta=duration(eta_s))
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The bar and the line, for rich."""
+        """What is above, the bar and the line, for rich."""
+        if self.above is not None:
+            yield self.above
         yield self.make_tasks_table(self.tasks)
         yield Text(getattr(self, "_line", ""))  # rich asks before __init__ is done
 
 
-def status_line(record: Mapping[str, Any], smoothed_loss: float | None, eta_s: float | None) -> str:
-    """One step in one line of 80 columns or little more."""
+def status_line(record: Mapping[str, Any], smoothed_loss: float | None) -> str:
+    """One step in one line of 80 columns."""
     return "  ".join(
         (
             f"loss {smoothed_loss if smoothed_loss is not None else record['loss']:.3f}",
@@ -50,7 +58,6 @@ def status_line(record: Mapping[str, Any], smoothed_loss: float | None, eta_s: f
             speed([record]),
             f"MFU {percent(record['mfu'])}",
             f"mem {readable_bytes(record['peak_memory_bytes'])}",
-            f"ETA {duration(eta_s)}",
         )
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import StrategyError
@@ -66,6 +66,11 @@ def mesh_of(axes: tuple[tuple[str, int], ...]) -> tuple[str, dict[str, object]]:
     return "parallel_mode", {"axes": axes}
 
 
+def axes_text(sizes: Mapping[str, int]) -> str:
+    """``"tensor 2, pipeline 4"``; what is not divided is left out."""
+    return ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "data parallelism"
+
+
 class Candidates:
     """All branches of a space for a world; what cannot be is refused with a reason, each reason once."""
 
@@ -85,7 +90,8 @@ class Candidates:
             replicas = ranks * sizes.get("replica", 1) * sizes.get("expert", 1)
             if self.batch_size is not None and self.batch_size % replicas:
                 self.refuse(
-                    f"a batch of {self.batch_size} samples does not divide between {replicas} replicas", str(sizes)
+                    f"a batch of {self.batch_size} samples does not divide between {replicas} replicas",
+                    axes_text(sizes),
                 )
                 continue
             inner = tuple((axis, sizes[axis]) for axis in INNER if sizes.get(axis, 1) > 1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from meshwright.errors import MeshwrightError
 from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.search.bounds import Bounds, probing
-from meshwright.planner.search.candidates import Branch, Candidates, Mesh, replicas_of
+from meshwright.planner.search.candidates import Branch, Candidates, Mesh, axes_text, replicas_of
 from meshwright.planner.search.objective import Objective, Rank, rank_of_plan, rounded
 
 _SMALLEST_KEPT = 5
@@ -141,7 +141,7 @@ class Engine:
         try:
             self._push(*self._of_mesh(mesh, probed=probed))
         except MeshwrightError as error:
-            self.candidates.refuse(error.what, str(dict(mesh.inner)))
+            self.candidates.refuse(error.what, axes_text(dict(mesh.inner)))
 
     def _unfold_mesh(self, mesh: Mesh) -> None:
         for branch in self.candidates.branches(mesh):

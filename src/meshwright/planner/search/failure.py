@@ -31,9 +31,10 @@ def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> Strat
     said = f"{_MOMENTS[most.moment]} it holds {readable_bytes(size)} of {name.replace('_', ' ')}"
     enough = f"take {devices} of these devices" if devices is not None else "take more devices"
     remedies = [f"{enough}, or devices with more memory", *([_REMEDIES[name]] if name in _REMEDIES else [])]
+    devices_here = "1 device" if subject.world == 1 else f"{subject.world} devices"
     return StrategyError(
         "No strategy fits into the memory of a rank",
-        expected=f"at most {readable_bytes(smallest.limit_bytes or 0)} on each of {subject.world}",
+        expected=f"at most {readable_bytes(smallest.limit_bytes or 0)} on each of {devices_here}",
         got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {_named(smallest)}; {said}",
         fix="; or ".join(remedies) + "; or name a strategy yourself to try it all the same",
     )
