@@ -93,7 +93,7 @@ def record_saved(
         )
     ]
     if counter is not None:
-        watched: contextlib.AbstractContextManager[Any] = _Operators(recorder.watch)
+        watched: contextlib.AbstractContextManager[Any] = _WithoutData(recorder.watch)
     else:
         watched = _Operators(recorder.keep) if keeps_results(model) else contextlib.nullcontext()
     try:
@@ -177,6 +177,18 @@ class _Operators(TorchDispatchMode):
     def __init__(self, around: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
         self._around = around
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._around(func, args, kwargs or {})
+
+
+class _WithoutData(_Operators):
+    """The same for operators without data, of which none is compiled."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch's guard against compilation takes longer than the operators do."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._around(func, args, kwargs or {})

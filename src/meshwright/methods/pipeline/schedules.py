@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -188,12 +189,13 @@ def _of_one_stage(name: str, stages_left: int, micro_batches: int) -> tuple[Back
 
 
 def _holds_less(one: BackwardAt, other: BackwardAt) -> bool:
-    pairs = (*zip(one.held, other.held, strict=True), *zip(one.accumulated, other.accumulated, strict=True))
-    return one != other and one.stage == other.stage and all(mine <= theirs for mine, theirs in pairs)
+    if one.stage != other.stage or not all(map(operator.le, one.held, other.held)):
+        return False
+    return one != other and all(map(operator.le, one.accumulated, other.accumulated))
 
 
 def _less(held: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...]) -> bool:
-    return held != other and all(mine <= theirs for (_, mine), (_, theirs) in zip(held, other, strict=True))
+    return held != other and all(map(operator.le, held, other))  # of the same stages
 
 
 def bubble_fraction(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:

@@ -90,6 +90,8 @@ class Bounds:
         self.num_probes = 0
         self.limit_bytes: int | None = None  # known when anything has been probed
         self._probes: dict[object, Probe | MeshwrightError] = {}
+        self._undivided: dict[Branch, Probe] = {}
+        self._divided: dict[Branch, Probe] = {}
         self._computed: dict[object, tuple[float, float, float]] = {}
         self._states: dict[object, State] = {}
         self._state_of: dict[Branch, State] = {}
@@ -102,12 +104,13 @@ class Bounds:
             MeshwrightError: When the subject refuses these axes.
         """
         key = mesh.inner, mesh.inner_methods, methods
-        if key not in self._probes:
+        found = self._probes.get(key)
+        if found is None:
             try:
-                self._probes[key] = self._probed(mesh, methods)
+                found = self._probed(mesh, methods)
             except MeshwrightError as error:
-                self._probes[key] = error
-        found = self._probes[key]
+                found = error
+            self._probes[key] = found
         if isinstance(found, MeshwrightError):
             raise found
         return found
@@ -123,16 +126,22 @@ class Bounds:
 
     def known_probe(self, branch: Branch) -> bool:
         """Whether the probe of a branch has been made."""
+        if branch in self._divided:  # found by the branch itself: to hash its methods takes long
+            return True
         return (branch.mesh.inner, branch.mesh.inner_methods, _probing(branch)) in self._probes
 
     def undivided(self, branch: Branch) -> Probe:
         """The probe without inner axes."""
-        mesh = dataclasses.replace(branch.mesh, inner=(), inner_methods=())
-        return self.probe(mesh, _probing(branch))
+        if branch not in self._undivided:
+            mesh = dataclasses.replace(branch.mesh, inner=(), inner_methods=())
+            self._undivided[branch] = self.probe(mesh, _probing(branch))
+        return self._undivided[branch]
 
     def divided(self, branch: Branch) -> Probe:
         """The probe of a branch's inner axes."""
-        return self.probe(branch.mesh, _probing(branch))
+        if branch not in self._divided:
+            self._divided[branch] = self.probe(branch.mesh, _probing(branch))
+        return self._divided[branch]
 
     def mesh_s(self, mesh: Mesh, samples: int, methods: Choice, *, probed: bool) -> float:
         """Seconds of computing on one rank of a mesh, whatever else is done on it.

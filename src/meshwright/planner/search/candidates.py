@@ -146,15 +146,17 @@ class Candidates:
 
     def _allowed(self, branch: Branch, sizes: dict[str, int]) -> bool:
         key = branch.methods, frozenset(axis for axis, size in sizes.items() if size > 1)
-        if key not in self._lawful:
-            strategy = branch.strategy()
-            try:
-                check_law(strategy, sizes)
-                self._lawful[key] = True
-            except StrategyError as error:
-                self.refuse(error.what, strategy)
-                self._lawful[key] = False
-        return self._lawful[key]
+        known = self._lawful.get(key)
+        return self._lawful.setdefault(key, self._is_lawful(branch, sizes)) if known is None else known
+
+    def _is_lawful(self, branch: Branch, sizes: dict[str, int]) -> bool:
+        strategy = branch.strategy()
+        try:
+            check_law(strategy, sizes)
+        except StrategyError as error:
+            self.refuse(error.what, strategy)
+            return False
+        return True
 
     def micro_batches(self, mesh: Mesh) -> tuple[int | None, ...]:
         """Numbers of micro-batches of a step, the fewest first."""
