@@ -44,8 +44,9 @@ FAMILIES = ("default", "A100", "H100", "B200", "MI300X", "V100")
 STRENGTH = {"matmul": (0.6, 0.4), "fp8": (0.6, 0.2), "attention": (0.6, 0.15), "memory": (0.5, 0.3)}
 STRENGTH |= {"intra": (0.4, 0.5), "inter": (0.7, 0.7)}
 SHARED_STRENGTH = 0.2  # of other constants
-# What others have measured and a table of whole steps can hardly tell from other terms keeps close to their figure.
-KNOWN_NAMES, KNOWN_STRENGTH = ("interference", "vendor", "host_s"), 0.7
+# What a table of whole steps can hardly tell from other terms keeps close to what others have measured. ``early`` keeps
+# close to an assumption: only one project has it, and it trades against what its devices reach later.
+KNOWN_NAMES, KNOWN_STRENGTH = ("interference", "vendor", "host_s", "early"), 0.7
 SPREAD = 0.01
 HUBER = 0.03  # residuals beyond count linearly,
 OUTLIER = 0.3  # and beyond this less and less: such a row has a cause of its own
@@ -53,7 +54,7 @@ OUTLIER = 0.3  # and beyond this less and less: such a row has a cause of its ow
 # TFLOP/s in bf16 and fp8 on H100, 620 and 990 on MI300X; cuBLAS reaches 250 to 270 on A100, some 1.6 and 3.2 PFLOP/s on
 # B200. Attention: Dao 2023 measured FlashAttention-2 at half of A100's peak and a third of H100's (forward and
 # backward, causal); it does not use the matrix instructions that are new in Blackwell and gains little on it. Memory:
-# elementwise kernels reach 0.8 to 0.9 of what datasheets state.
+# elementwise kernels reach 0.8 to 0.9 of what datasheets state. All of these are quoted from memory.
 KNOWN = {
     "A100": Efficiency(matmul=0.84, attention=0.5, memory=0.85),
     "H100": Efficiency(matmul=0.73, fp8=0.65, attention=0.33, memory=0.85),

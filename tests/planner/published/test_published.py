@@ -181,3 +181,12 @@ def test_memory_is_that_of_the_rank_that_the_source_reports():
     assert predict_row(row(gpu="MI300X", source="torchtitan")).held.counted_bytes == pytest.approx(
         1.05 * predict_row(row(gpu="MI300X", source="torchtitan")).held.peak.reserved_bytes, rel=1e-6
     )
+
+
+def test_the_stage_with_most_blocks_sets_the_pace_wherever_it_is():
+    described = {"source": "nanotron", "model": "Llama-80B", "gpu": "H100", "n_gpus": "256", "tp": "4", "pp": "16"}
+    shape = {"layers": "80", "hidden": "8192", "heads": "64", "kv_heads": "64", "ffn": "28672", "seq": "4096"}
+    case = predict_row(row(**described, **shape, micro_batch="1", global_batch="256")).case
+    blocks = [sum(block.count for block in step.blocks if block.name != "outside") for step in case.steps]
+    assert sum(blocks) == 80
+    assert sorted(set(blocks)) == [4, 5, 6]  # the head spares the last stage one, which another takes

@@ -118,11 +118,14 @@ def _case(
     steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
     noted = bool(re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE)) and "vanilla" not in row.notes
     beside = convention.async_tensor or noted
-    steps = [
-        _as_source(_gathering(cost_of(strategy, step), row, convention, run), convention, stage, async_tensor=beside)
-        for step in _distinct(steps)
-    ]
-    every = _every(steps, sizes["pp"])
+    shown = _shown_by(steps)
+    costed = {
+        rank: _as_source(
+            _gathering(cost_of(strategy, steps[rank]), row, convention, run), convention, stage, async_tensor=beside
+        )
+        for rank in dict.fromkeys(shown)
+    }
+    every = tuple(costed[rank] for rank in shown)
     return Case(row, convention, shape, run, cluster, strategy, stage, every, global_batch, tuple(assumed))
 
 
@@ -239,15 +242,18 @@ def _dtype(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8", "fp4"
     return "half"
 
 
-def _distinct(steps: list[Step]) -> list[Step]:
-    """Of a pipeline's ranks: the first, those of the middle as one, and the last."""
-    return steps if len(steps) <= 3 else [steps[0], steps[len(steps) // 2], steps[-1]]
+def _shown_by(steps: list[Step]) -> list[int]:
+    """For every rank of a pipeline the one that stands for it: of the middle ones the first with as many blocks.
 
-
-def _every(steps: list[Step], ranks: int) -> tuple[Step, ...]:
-    if ranks <= len(steps):
-        return tuple(steps)
-    return (steps[0], *[steps[1]] * (ranks - 2), steps[-1])
+    Of equal ones it keeps most, since more of its micro-batches are in flight.
+    """
+    firsts: dict[tuple[bool, bool, int], int] = {}
+    shown = []
+    for rank, step in enumerate(steps):
+        ranges = [step.stages.ranges[stage] for stage in step.stages.own] if step.stages is not None else []
+        kind = (rank == 0, rank == len(steps) - 1, sum(end - first for first, end in ranges))
+        shown.append(firsts.setdefault(kind, rank))
+    return shown
 
 
 def _gathering(step: Step, row: Row, convention: Convention, run: FamilyRun) -> Step:
