@@ -64,6 +64,7 @@ bench: $(READY)
 	  || echo "DeepSpeed could not be installed; the benchmark leaves its rows out."
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/clip.py
 	$(BIN)/python benchmarks/optimizers.py
 
 docs: $(READY)
