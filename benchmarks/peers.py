@@ -34,7 +34,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--case", action="append", help="only the case of this name; may be repeated")
     parser.add_argument("--system", action="append", choices=tuple(SYSTEMS), help="only this one; may be repeated")
-    parser.add_argument("--turns", type=int, help="of each system (default 9, quick and CUDA 3)")
+    parser.add_argument("--turns", type=int, help="of each system (default 5, quick and CUDA 3)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--plot", type=Path, help="draw them into this SVG file")
     return parser.parse_args()
@@ -86,7 +86,7 @@ def main() -> int:
     options = parsed()
     world, on_cpu = devices(options.device), options.device == "cpu"
     names = installed(options.system or list(QUICK if options.quick else SYSTEMS))
-    schedule = Schedule(turns=options.turns or (9 if on_cpu and not options.quick else 3),
+    schedule = Schedule(turns=options.turns or (5 if on_cpu and not options.quick else 3),
                         steps=4 if on_cpu else 10, alive=on_cpu)  # fmt: skip
     cases, everything = chosen_cases(options, world), {}
     document: dict[str, Any] = {"machine": machine(names, world), "cases": [], "best_peer_ratio": {}, "ratios": {}}

@@ -7,7 +7,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 FLOORS = [
-    {"errors", "version"},
+    {"collector", "errors", "version"},
     {"runtime", "cost"},
     {"distributed", "inspect", "utils"},
     {"optim", "loss", "lr_scheduler", "data"},

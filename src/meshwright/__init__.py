@@ -3,52 +3,55 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from meshwright import distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
-from meshwright.accelerated import Accelerated, StepResult
-from meshwright.auto import accelerate, clip_grad_norm
-from meshwright.distributed import gather_result
-from meshwright.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    InspectError,
-    LaunchError,
-    LossSpikeError,
-    MeshwrightError,
-    ModelError,
-    NonFiniteError,
-    ReplicaError,
-    StrategyError,
-    UnsoundStepError,
-)
-from meshwright.methods import register_replace_pair
-from meshwright.nn import (
-    Block,
-    BMTrainModelWrapper,
-    CheckpointBlock,
-    DistributedModule,
-    DistributedParameter,
-    ParameterInitializer,
-    PipelineTransformerBlockList,
-    TransformerBlockList,
-    grouped_parameters,
-    init_parameters,
-    no_sync,
-)
-from meshwright.planner import Plan, plan_table
-from meshwright.runtime import (
-    init_distributed,
-    print_rank,
-    rank,
-    shutdown_distributed,
-    sum_loss,
-    synchronize,
-    world_size,
-)
-from meshwright.store import load, save, wait_for_saves
-from meshwright.strategy import Strategy
-from meshwright.utils import print_block, print_dict, see_memory
-from meshwright.version import __version__
+from meshwright.collector import paused_collection
+
+with paused_collection():
+    from meshwright import distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
+    from meshwright.accelerated import Accelerated, StepResult
+    from meshwright.auto import accelerate, clip_grad_norm
+    from meshwright.distributed import gather_result
+    from meshwright.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        InspectError,
+        LaunchError,
+        LossSpikeError,
+        MeshwrightError,
+        ModelError,
+        NonFiniteError,
+        ReplicaError,
+        StrategyError,
+        UnsoundStepError,
+    )
+    from meshwright.methods import register_replace_pair
+    from meshwright.nn import (
+        Block,
+        BMTrainModelWrapper,
+        CheckpointBlock,
+        DistributedModule,
+        DistributedParameter,
+        ParameterInitializer,
+        PipelineTransformerBlockList,
+        TransformerBlockList,
+        grouped_parameters,
+        init_parameters,
+        no_sync,
+    )
+    from meshwright.planner import Plan, plan_table
+    from meshwright.runtime import (
+        init_distributed,
+        print_rank,
+        rank,
+        shutdown_distributed,
+        sum_loss,
+        synchronize,
+        world_size,
+    )
+    from meshwright.store import load, save, wait_for_saves
+    from meshwright.strategy import Strategy
+    from meshwright.utils import print_block, print_dict, see_memory
+    from meshwright.version import __version__
 
 if TYPE_CHECKING:
     from meshwright import benchmark, booster

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from meshwright.accelerated import Accelerated
+from meshwright.collector import paused_collection
 from meshwright.errors import ModelError
 from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.optim import Stages, clip_gradients
@@ -157,7 +158,7 @@ def _decide(request: Request, world: Settings, limit: int) -> tuple[Plan, str | 
         run = run_live(request, lambda trial, plan: _build(trial, plan, world.device)[1], world.device)
         plan, reason, _ = measured_best(gather_objects(ranked)[0], run, request.time_limit)
         return plan, reason
-    with same_on_every_rank():
+    with same_on_every_rank(), paused_collection():
         decided = request.plan(world, limit) if rank() == 0 else None
     plan, reason = gather_objects(decided)[0]
     return plan, reason
