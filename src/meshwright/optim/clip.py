@@ -180,16 +180,34 @@ def clip_grad_norm_(
     alike = [gradient for p, gradient in gradients.items() if p in together]
     norm = total_norm(counted, norm_type, stages, alike)
     if max_norm < float("inf"):
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        if scale.device.type != "cpu" or scale != 1.0:  # on the host it is known whether there is anything to do
-            multiply_([local_tensor(gradient) for gradient in gradients.values()], scale)
+        divide_([local_tensor(gradient) for gradient in gradients.values()], clip_divisor(norm, max_norm))
     return norm
+
+
+def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """What gradients of this norm are divided by, 0-dim.
+
+    torch multiplies by its reciprocal. Fused kernels divide, and clipping beforehand gives the same bits.
+    """
+    return torch.clamp((norm + 1e-6) / max_norm, min=1.0)
+
+
+def divide_(tensors: list[torch.Tensor], divisor: torch.Tensor) -> None:
+    """Divides plain tensors of any devices and types by a 0-dim one, in place."""
+    if divisor.device.type == "cpu" and divisor == 1.0:  # on the host it is known whether there is anything to do
+        return
+    for (device, _), group in _by_kind(tensors).items():
+        torch._foreach_div_(group, divisor.to(device))
 
 
 def multiply_(tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
     """Multiplies plain tensors of any devices and types by a 0-dim one, in place."""
+    for (device, _), group in _by_kind(tensors).items():
+        torch._foreach_mul_(group, scale.to(device))
+
+
+def _by_kind(tensors: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         by_kind[tensor.device, tensor.dtype].append(tensor)
-    for (device, _), group in by_kind.items():
-        torch._foreach_mul_(group, scale.to(device))
+    return by_kind

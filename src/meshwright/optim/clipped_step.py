@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from meshwright.optim.clip import Stages, local_tensor, multiply_
+from meshwright.optim.clip import Stages, clip_divisor, divide_, local_tensor
 from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.wrappers import clip_gradients
 
@@ -67,13 +67,13 @@ def _divide_and_step(
     clipped: Iterable[torch.Tensor], optimizer: Optimizer, fused: Optimizer, norm: torch.Tensor, max_norm: float
 ) -> None:
     """Steps with divided gradients; those of ``clipped`` that are not updated are divided, too."""
-    divisor = torch.clamp((norm + 1e-6) / max_norm, min=1.0)
+    divisor = clip_divisor(norm, max_norm)
     if divisor.device.type == "cpu" and divisor == 1.0:  # known without waiting for a device
         optimizer.step()
         return
     updated = {id(parameter) for group in fused.param_groups for parameter in group["params"]}
     beside = [p.grad for p in clipped if p.grad is not None and id(p) not in updated]
-    multiply_([local_tensor(gradient) for gradient in beside], divisor.reciprocal())
+    divide_([local_tensor(gradient) for gradient in beside], divisor)
     fused.grad_scale = divisor  # type: ignore[attr-defined]
     try:
         optimizer.step()
