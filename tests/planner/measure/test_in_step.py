@@ -71,17 +71,16 @@ def test_constants_are_found_from_seconds():
     found = _solved(with_constants(CLUSTER, in_step=1.2), "wait_s", (0.0, 1.0), inline)
     assert found.calibration.constants.wait_s == pytest.approx(0.004, rel=1e-3)
 
-    def of(*traffic, moved):
-        each = timed(0.0, *traffic, moved=moved)
-        return dataclasses.replace(
-            each, seconds=1.1 * each.predicted_s(true) if not traffic else each.predicted_s(true)
-        )
+    slower_s = 0.05  # computing, in every step
+
+    def of(*traffic):
+        each = timed(0.0, *traffic)
+        return dataclasses.replace(each, seconds=each.predicted_s(true) + slower_s)
 
     many = dataclasses.replace(SHARDS, calls=40)
     large = dataclasses.replace(SHARDS, bytes_per_step=400_000_000)
-    exact = [timed(step.predicted_s(true), moved=9_000_000) for step in (timed(0.0), timed(0.0))]
-    shards = [of(large, moved=9_000_000), of(many, moved=9_000_000)]
-    constants = _of_shards(with_constants(CLUSTER, in_step=1.2), shards, exact).calibration.constants
+    shards, alone = [of(large), of(many)], [of(), of()]
+    constants = _of_shards(with_constants(CLUSTER, in_step=1.2), shards, alone).calibration.constants
     assert (constants.sharded, constants.shard_s) == (pytest.approx(1.5, rel=0.01), pytest.approx(0.006, rel=0.01))
 
 
@@ -100,9 +99,10 @@ def test_ranks_that_take_turns_on_a_core_leave_it_to_others_in_bubbles():
 
 
 def steps():
-    small = Size(64, 2, 32, 2, 8)
-    kinds = (None, Strategy([("parallel_mode", {"zero": 2}), "fsdp"]),
-             Strategy([("parallel_mode", {"tensor": 1, "data": 2})]))  # fmt: skip
+    small = Size(128, 2, 32, 2, 8)
+    sharded = Strategy([("parallel_mode", {"zero": 2}), "fsdp"])
+    split = Strategy([("parallel_mode", {"tensor": 2}), "tensor_parallel"])
+    kinds = (None, sharded, split)
     built = [reference(kind, small, settings()) for kind in kinds]
     return [(each.seconds, each.predicted_s(CLUSTER)) for each in in_step._in_turns(built, settings(), "wall", 3)]
 

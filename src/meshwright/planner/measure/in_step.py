@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Sequence
 
 from meshwright.cost import Calibration, Cluster, Constants, simulate
-from meshwright.planner.measure.reference import Reference, reference, sizes_on
+from meshwright.planner.measure.reference import Reference, Size, reference, sizes_on
 from meshwright.planner.measure.timing import Clock, calls_of, slowest, together
 from meshwright.runtime import Settings, gather_objects, world_size
 from meshwright.strategy import Strategy
@@ -56,21 +56,23 @@ def constants_in_step(now: Settings, cluster: Cluster, clock: Clock, scale: floa
         scale: Of the number of turns.
     """
     world, (wide, narrow) = world_size(), sizes_on(now.device)
-    steps = [reference(None, size, now) for size in (wide, narrow)]
-    group = math.gcd(now.local_world_size, world, _LARGEST_TENSOR_GROUP)
+    kinds: list[tuple[Strategy | None, Size]] = [(None, wide), (None, narrow)]
     if world > 1:
         sharded = Strategy([("parallel_mode", {"zero": world}), "fsdp"])
-        steps += [reference(sharded, size, now) for size in (wide, narrow)]
+        kinds += [(sharded, wide), (sharded, narrow)]
+    group = math.gcd(now.local_world_size, world, _LARGEST_TENSOR_GROUP)
     if group > 1:
         split = Strategy([("parallel_mode", {"data": world // group, "tensor": group}), "tensor_parallel"])
-        steps.append(reference(split, wide, now))
-    timed = _in_turns(steps, now, clock, max(3, round(_TURNS * scale)))
-    ratios = [each.seconds / each.predicted_s(cluster, in_step=1.0) for each in timed[:2]]
+        kinds.append((split, wide))
+    steps = [reference(strategy, size, now) for strategy, size in kinds]
+    timed = dict(zip(kinds, _in_turns(steps, now, clock, max(3, round(_TURNS * scale))), strict=True))
+    alone = [timed[None, size] for size in (wide, narrow)]
+    ratios = [each.seconds / each.predicted_s(cluster, in_step=1.0) for each in alone]
     cluster = with_constants(cluster, in_step=math.sqrt(ratios[0] * ratios[1]))
     if group > 1:
-        cluster = _solved(cluster, "wait_s", _SECONDS, timed[4])
+        cluster = _solved(cluster, "wait_s", _SECONDS, timed[split, wide])
     if world > 1:
-        cluster = _of_shards(cluster, timed[2:4], timed[:2])
+        cluster = _of_shards(cluster, [timed[sharded, size] for size in (wide, narrow)], alone)
     return _constants(cluster)
 
 

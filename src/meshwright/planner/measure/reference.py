@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.cost import Step
-from meshwright.methods import Job, SampleRun, apply_strategy
+from meshwright.methods import Job, SampleRun, apply_strategy, check_strategy
 from meshwright.planner.workload import Workload
 from meshwright.runtime import Settings, coordinate_of, rank, world_size
 from meshwright.strategy import Strategy
@@ -67,6 +67,7 @@ def reference(strategy: Strategy | None, size: Size, now: Settings) -> Reference
         coordinate=coordinate_of(rank(), plan.step.axes), shard_axis=plan.step.shard_axis,
         sample=SampleRun(workload.inputs_of, _loss_of),
     )  # fmt: skip
+    check_strategy(job)
     apply_strategy(job)
 
     def run() -> None:
