@@ -169,6 +169,9 @@ def choices():
     assert chosen(fsdp - 1) == ("parallel_mode", "fsdp", "checkpoint")
     assert chosen(data, excluded=["zero2"], included=["checkpoint"]) == ("parallel_mode", "checkpoint")
     assert "zero1" in chosen(data, included=["zero1"])
+    for half in ("amp_native", "half"):  # fp16, their own default, is what CPUs are slow in
+        chose = accelerate(memory_limit=data, model=tiny.plain(num_layers=6), included=[half]).strategy
+        assert chose.get(half).dtype == "bf16"
     with pytest.raises(mw.StrategyError, match=r"No strategy fits.*Expected at most.*smallest.*What to do"):
         chosen(recompute - 1)
     with pytest.raises(mw.StrategyError, match="did you mean 'zero"):

@@ -97,7 +97,7 @@ def accelerate(
         lr_scheduler_cls: ``lr_scheduler_cls(optimizer, **lr_scheduler_args)``, stepped once per optimizer step.
         lr_scheduler_args: Its keyword arguments.
         excluded: Methods that an automatic choice must not use.
-        included: Methods that an automatic choice must use.
+        included: Methods that an automatic choice must use; of half precision, what the device is fastest in.
         max_grad_norm: Largest gradient norm; None measures it without clipping.
         num_micro_batches: Parts into which ``step`` cuts a batch; None takes ``init_distributed``'s, or 1, or under a
             pipeline one for each of its ranks (stages, where the schedule needs as many).

@@ -47,6 +47,11 @@ class Device:
     aliases: tuple[str, ...] = field(default=(), compare=False)
     fp4_flops_per_s: float | None = None
 
+    @property
+    def half_dtype(self) -> str:
+        """What half precision is: ``bf16`` where the device has it, else ``fp16``."""
+        return "bf16" if self.bf16 else "fp16"
+
     def peak_flops_per_s(self, dtype: str) -> float:
         """Peak of matrix products in ``fp32``, ``half``, ``fp8`` or ``fp4`` (or of the next wider type)."""
         if dtype == "fp32":

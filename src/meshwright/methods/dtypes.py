@@ -29,6 +29,13 @@ def torch_dtype(name: str) -> torch.dtype:
     return _TORCH[name]
 
 
+def half_dtype(device: torch.device) -> str:
+    """What half precision is on a device: ``bf16``; ``fp16`` on CUDA devices that only emulate it (before Ampere)."""
+    # CPUs without bf16 instructions multiply it in fp32; of fp16 they have no fast way.
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if has_bf16 else "fp16"
+
+
 def itemsize(name: str) -> int:
     """Bytes per element of a precision."""
     return _TORCH[name].itemsize

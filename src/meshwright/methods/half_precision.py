@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_va
 
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
-from meshwright.methods.dtypes import HalfDType
+from meshwright.methods.dtypes import HalfDType, half_dtype
 from meshwright.methods.job import Job
 from meshwright.nn import widen_products
 from meshwright.strategy import Strategy
@@ -68,7 +68,7 @@ class HalfPrecisionMethod(Method):
 
     def check(self, job: Job) -> None:
         """Refuses bf16 on a CUDA device that cannot compute in it."""
-        if self.dtype == "bf16" and job.device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        if self.dtype == "bf16" and half_dtype(job.device) != "bf16":
             raise StrategyError(
                 f"{self.method_name}: this device cannot compute in bf16",
                 expected="a CUDA device of compute capability 8.0 or above",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from meshwright.errors import StrategyError
 from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.search import Found, default_space, search_in_stages
-from meshwright.planner.search.constraints import check_names
+from meshwright.planner.search.constraints import HALF, check_names
 from meshwright.planner.sizes import readable_bytes
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 
@@ -41,7 +41,7 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
     """
     if getattr(workload, "cluster", None) is not None:
         return _searched(workload, excluded, included)
-    candidates = _candidates(excluded, included)
+    candidates = _candidates(workload, excluded, included)
     tried: list[Plan] = []
     for candidate in candidates:
         plan = workload.plan(candidate)
@@ -85,11 +85,11 @@ def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequen
     """
     if getattr(workload, "cluster", None) is not None:
         return list(_found(workload, excluded, included).plans)
-    plans = [workload.plan(candidate) for candidate in _candidates(excluded, included)]
+    plans = [workload.plan(candidate) for candidate in _candidates(workload, excluded, included)]
     return [plan for plan in plans if plan.fits] or [choose(workload, excluded=excluded, included=included)[0]]
 
 
-def _candidates(excluded: Sequence[str], included: Sequence[str]) -> list[Strategy]:
+def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[str]) -> list[Strategy]:
     check_names(excluded, included)
     kept = []
     sharding = {name for name, config in METHOD_CONFIGS.items() if getattr(config, "shards", False)}
@@ -100,7 +100,8 @@ def _candidates(excluded: Sequence[str], included: Sequence[str]) -> list[Strate
         for name in own if wanted_sharding else ():
             candidate = candidate.without(name)
         for name in included:
-            candidate = candidate if name in candidate else candidate.with_method(name)
+            method = (name, workload.half_dtype) if name in HALF else name
+            candidate = candidate if name in candidate else candidate.with_method(method)
         if not set(excluded).intersection(candidate.names) and candidate not in kept:
             kept.append(candidate)
     if not kept:

@@ -69,6 +69,11 @@ class FamilyWorkload:
         """Number of ranks."""
         return self.cluster.num_devices
 
+    @property
+    def half_dtype(self) -> str:
+        """What half precision is on the cluster's devices."""
+        return self.cluster.device.half_dtype
+
     def plan(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
         """Predicts one strategy.
 

@@ -66,6 +66,10 @@ class Subject(Protocol):
     def batch_size(self) -> int | None:
         """Samples per step over all ranks."""
 
+    @property
+    def half_dtype(self) -> str:
+        """What half precision is on its devices: ``bf16`` wherever they have it."""
+
     def plan(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
         """Predicts one strategy.
 

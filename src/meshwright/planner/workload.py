@@ -24,6 +24,7 @@ from meshwright.methods import (
     replacement_of,
     resolve,
 )
+from meshwright.methods.dtypes import half_dtype
 from meshwright.methods.float8.trace import Fp8Trace
 from meshwright.methods.half_precision import HalfPrecisionMethod
 from meshwright.methods.pipeline.trace import Dataflow
@@ -83,6 +84,11 @@ class Workload:
     optim_param_func: Callable[[nn.Module], Any] | None = None
     cluster: Cluster | None = None
     calibration: Calibration | None = None
+
+    @property
+    def half_dtype(self) -> str:
+        """What half precision is on its devices; CPUs that have no bf16 multiply it in fp32."""
+        return half_dtype(self.device) if self.cluster is None else self.cluster.device.half_dtype
 
     def plan(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
         """Predicts one strategy.

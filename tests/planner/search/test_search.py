@@ -102,6 +102,13 @@ def test_wishes_are_kept(included, excluded):
         assert not set(excluded) & set(plan.strategy.names)
 
 
+@pytest.mark.parametrize(("cluster", "dtype"), [("v100-32x8", "fp16"), ("a100-80x8", "bf16"), ("cpux2", "bf16")])
+def test_included_half_precision_is_what_the_devices_have(cluster, dtype):
+    for name in ("amp_native", "half"):
+        best = quick(workload(cluster), included=[name], top=1).plans[0]
+        assert best.strategy.get(name).dtype == dtype
+
+
 def test_fp8_is_used_where_it_is_asked_for_and_the_device_has_it():
     large = FamilyWorkload(Shape("llama", 8, 8192, 64, 32000, 4096), find_cluster("h100x4"), 4, "bf16")
     plain, eight = (quick(large, included=names, top=1).plans[0] for names in ([], ["fp8"]))

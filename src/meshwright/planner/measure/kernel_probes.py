@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.cost import Op
+from meshwright.methods.dtypes import half_dtype, torch_dtype
 from meshwright.planner.measure.samples import Sample
 from meshwright.planner.profile.operators import kernels_of
 
@@ -73,8 +74,7 @@ def num_probes(device: torch.device) -> int:
 
 def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """On CUDA without bf16 (before Ampere), half precision is fp16."""
-    half = torch.bfloat16 if device.type == "cpu" or torch.cuda.is_bf16_supported() else torch.float16
-    return torch.float32, half
+    return torch.float32, torch_dtype(half_dtype(device))
 
 
 def _name(dtype: torch.dtype) -> str:

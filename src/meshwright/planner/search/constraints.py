@@ -12,7 +12,8 @@ from meshwright.planner.search.space import Choice, Space, choices, divisors_of,
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 
 _MESH = "parallel_mode"
-_HALF = ("amp_native", "half")
+HALF = ("amp_native", "half")
+"""Methods that lower the precision: by themselves to fp16, as the seed; included by name, to what the devices have."""
 
 
 def check_names(excluded: Sequence[str], included: Sequence[str]) -> None:
@@ -89,8 +90,8 @@ def _including(space: Space, name: str, world: int, node: int) -> Space:
         return space.replace(recompute=_having(space.recompute, name) or choices(name))
     if name == "offload":
         return space.replace(offload=_having(space.offload, name) or offloads())
-    if name in _HALF:
-        return space.replace(precision=_having(space.precision, name) or choices(name))
+    if name in HALF:
+        return space.replace(precision=_having(space.precision, name) or choices((name, space.half_dtype)))
     return space if name == _MESH else space.replace(extra=(*space.extra, *choices(name)[0]))
 
 

@@ -32,6 +32,7 @@ class Space:
         hybrid: Whether parameters may be sharded within groups that hold copies of each other (HSDP).
         inner_axes: Most of the axes ``tensor``, ``sequence``, ``context`` and ``expert`` that are used together.
         precision: What may lower the precision, what computes fastest first.
+        half_dtype: What half precision is on the devices.
         recompute: What may recompute activations, the least first.
         offload: What may leave the device.
         extra: Methods that every candidate has.
@@ -44,6 +45,7 @@ class Space:
     hybrid: bool = True
     inner_axes: int = 2
     precision: tuple[Choice, ...] = ((),)
+    half_dtype: str = "bf16"
     recompute: tuple[Choice, ...] = ((),)
     offload: tuple[Choice, ...] = ((),)
     extra: Choice = ()
@@ -88,6 +90,7 @@ def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
         },
         sharding=choices(None, "zero1", "zero2", "fsdp"),
         precision=_precisions(cluster) if lower_precision else ((),),
+        half_dtype=subject.half_dtype,
         recompute=_recomputations(),
     )
 
@@ -131,7 +134,7 @@ def _precisions(cluster: Cluster | None) -> tuple[Choice, ...]:
     """Mixed precision: its gradients add up in fp32. ``half``, which is faster and less exact, is tried when asked."""
     if cluster is None or cluster.device.is_host:
         return ((),)
-    return choices(("amp_native", "bf16" if cluster.device.bf16 else "fp16"))
+    return choices(("amp_native", cluster.device.half_dtype))
 
 
 def _recomputations() -> tuple[Choice, ...]:
