@@ -62,7 +62,7 @@ def collective_s(kind: str, num_bytes: float, group: Group, network: Network, ca
 
     Args:
         kind: As in ``Traffic``; so is what ``num_bytes`` counts.
-        num_bytes: Payload of the whole tensors.
+        num_bytes: Payload of the whole tensors; of an all-to-all, what one rank has for all.
         group: Who takes part. All groups of the axis run at once, so that each has its own devices' share of a node's
             links and no more.
         network: The links.
@@ -96,9 +96,9 @@ def _ring_s(num_bytes: float, group: Group, network: Network) -> float:
 
 
 def _all_to_all_s(num_bytes: float, group: Group, network: Network) -> float:
-    own = num_bytes / group.size
-    inside = own * (group.in_node - 1) / group.size / network.intra_bytes_per_s
-    across = own * (group.size - group.in_node) / group.size / network.inter_bytes_per_s
+    one = num_bytes / group.size  # what one rank has for another
+    inside = one * (group.in_node - 1) / network.intra_bytes_per_s
+    across = one * (group.size - group.in_node) / network.inter_bytes_per_s
     return max(inside, across)
 
 

@@ -90,7 +90,8 @@ def one_s(step: Step, traffic: Traffic, network: Network) -> float:
     """Seconds of a step's collectives of one kind, were they alone."""
     group = group_of(step.axes, (traffic.axis,), network.cluster.devices_per_node)
     known, calls = network.constants, traffic.calls
-    if traffic.hidden and traffic.kind in ("all_gather", "reduce_scatter"):
+    reduction = "all_to_all" if step.on_cpu else "reduce_scatter"  # of shards
+    if traffic.hidden and traffic.kind in ("all_gather", reduction):
         bytes_s = collective_s(traffic.kind, traffic.bytes_per_step, group, network, 0 if known.shard_s else calls)
         return (bytes_s * known.sharded + calls * known.shard_s) / traffic.every
     seconds = collective_s(traffic.kind, traffic.bytes_per_step, group, network, calls)

@@ -44,10 +44,10 @@ def gather_traffic(
 
 
 def reduce_traffic(step: Step, axis: str, num_bytes: int, *, calls: int = 1, each: bool = False) -> tuple[Traffic, ...]:
-    """A reduce-scatter of so many bytes; with a wire, an all-to-all, in a hierarchy within nodes first."""
+    """A reduce-scatter of so many bytes; an all-to-all on CPUs and with a wire, in a hierarchy within nodes first."""
     around = _between_nodes(step, axis, num_bytes)
     calls = max(calls, 1)
-    if step.wire is None or (step.wire.reduce is None and around is None):
+    if not step.on_cpu and (step.wire is None or (step.wire.reduce is None and around is None)):
         return (Traffic("reduce_scatter", axis, num_bytes, "backward", calls=calls, per_micro_batch=each),)
     sizes = (num_bytes,) if around is None else (num_bytes, around)
     return tuple(Traffic("all_to_all", axis, size, "backward", calls=calls, per_micro_batch=each) for size in sizes)

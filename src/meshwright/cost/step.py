@@ -190,7 +190,8 @@ class Traffic:
     """One kind of collective in a step.
 
     ``bytes_per_step`` is the payload of the whole tensor: the output of an all-gather, the input of a reduce-scatter,
-    the buffer of an all-reduce, padding included. A ``send`` counts what this rank sends to its neighbours.
+    the buffer of an all-reduce, padding included. An ``all_to_all`` counts what this rank has for all, itself included,
+    a ``send`` what it sends to its neighbours.
     """
 
     kind: CollectiveKind

@@ -12,6 +12,7 @@ from meshwright.nn.blocks import find_blocks, require_blocks
 from meshwright.nn.classes import class_name, class_names, modules_of, outermost
 from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
 from meshwright.nn.forward import class_with, wrap_method, wrap_methods
+from meshwright.nn.fsdp_exchange import is_mean, reduce_by_exchange
 from meshwright.nn.fsdp_groups import parameter_groups
 from meshwright.nn.half_linear import widen_products, widened_products
 from meshwright.nn.initialization import grouped_parameters, init_parameters
@@ -55,6 +56,7 @@ __all__ = [
     "grouped_parameters",
     "init_parameters",
     "is_compiled",
+    "is_mean",
     "keep_part_of_whole",
     "keep_rank_order",
     "modules_of",
@@ -64,6 +66,7 @@ __all__ = [
     "parameter_groups",
     "part_of_whole",
     "rank_orders",
+    "reduce_by_exchange",
     "require_blocks",
     "stages_of",
     "whole_model",

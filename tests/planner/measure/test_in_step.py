@@ -18,7 +18,7 @@ from meshwright.strategy import Strategy
 DEVICE = Device("CPU", 2**33, 40e9, 110e9, 9e9, efficiency="measured")
 CONSTANTS = Constants(gap_s=0.0, step_s=0.0, shared=1.0, interference=0.0, host_s=0.0)
 CLUSTER = Cluster(DEVICE, 2, 2, calibration=Calibration({"measured": Efficiency()}, CONSTANTS))
-SHARDS = Traffic("reduce_scatter", "zero", 4_000_000, moment="backward", hidden=True, calls=2)
+SHARDS = Traffic("all_to_all", "zero", 4_000_000, moment="backward", hidden=True, calls=2)
 INLINE = Traffic("all_reduce", "zero", 4_000_000, moment="forward", hidden=False, calls=4)
 TINY = Traffic("all_reduce", "zero", 4_000, moment="forward", hidden=False, calls=20)
 
@@ -53,7 +53,7 @@ def test_each_constant_lengthens_its_part_alone():
 
 def test_gathers_and_reductions_of_shards_take_their_own_seconds_instead_of_a_bare_collectives():
     step, known = step_of(SHARDS), with_constants(CLUSTER, sharded=1.5, shard_s=0.006).calibration
-    bytes_s = collective_s("reduce_scatter", 4_000_000, Group(2, 2), Network(CLUSTER, Efficiency(), CONSTANTS), 0)
+    bytes_s = collective_s("all_to_all", 4_000_000, Group(2, 2), Network(CLUSTER, Efficiency(), CONSTANTS), 0)
     network = Network(CLUSTER, Efficiency(), known.constants)
     assert one_s(step, SHARDS, network) == pytest.approx(1.5 * bytes_s + 2 * 0.006)
 

@@ -20,8 +20,7 @@ from meshwright.cost import Encoding, Wire
 from meshwright.distributed.packing import Packing
 from meshwright.distributed.transport import all_gather_flat
 from meshwright.distributed.two_level import Route, gathered_messages, reduced_row
-from meshwright.errors import StrategyError
-from meshwright.nn import parameter_groups
+from meshwright.nn import is_mean, parameter_groups
 
 
 def quantise_units(model: nn.Module, wire: Wire, way: Route) -> None:
@@ -134,16 +133,5 @@ class _ReduceScatter(_Comm):
         way = self._unit.way
         rows = input_tensor.view(way.size, -1)
         total = reduced_row(rows, self._unit.reduced(rows.shape[1]), way)
-        output_tensor.copy_(total / way.size if _is_mean(op) else total)
+        output_tensor.copy_(total / way.size if is_mean(op) else total)
         return None
-
-
-def _is_mean(op: Any) -> bool:
-    if op in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
-        return bool(op == dist.ReduceOp.AVG)
-    raise StrategyError(
-        "comm cannot reduce gradients in this way",
-        expected="a sum or a mean",
-        got=str(op),
-        fix="do not call set_gradient_divide_factor on the model, or leave comm out",
-    )

@@ -20,7 +20,7 @@ from meshwright.methods.replicas import broadcast_states
 from meshwright.methods.wire.sharded import quantise_units
 from meshwright.methods.zero.config import ZeroMethod
 from meshwright.methods.zero.units import Units, choose_units, unit_of
-from meshwright.nn import average_gradients, find_blocks
+from meshwright.nn import average_gradients, find_blocks, reduce_by_exchange
 
 
 def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, reduce_once: bool) -> None:
@@ -57,6 +57,8 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     fully_shard(  # type: ignore[call-overload]
         job.model, reshard_after_forward=False, offload_policy=_offload(job, ""), **options
     )
+    if job.device.type == "cpu":
+        reduce_by_exchange(job.model)
     if job.wire is not None and job.size(job.shard_axis) > 1:
         _quantise(job, job.wire)
     elif job.device.type == "cpu":

@@ -51,10 +51,5 @@ def link_samples(tier: Tier, device: torch.device, *, window_s: float) -> Iterat
             message = torch.ones(max(num_bytes // 4 // size, 1) * size, device=device)
             run = benchmark_operation(op, message, tier.members)
             timing = slowest(gather_objects(time_together(run, device, window_s=window_s)))
-            kind, payload = _as_traffic(op, message.nbytes, size)
-            yield LinkSample(tier.name, kind, payload, timing)
-
-
-def _as_traffic(op: str, num_bytes: int, size: int) -> tuple[str, int]:
-    """As ``Traffic`` counts: of an all-to-all, the tensors of all ranks."""
-    return ("send", num_bytes) if op == "send_recv" else (op, num_bytes * (size if op == "all_to_all" else 1))
+            kind = "send" if op == "send_recv" else op  # as ``Traffic`` names it; it counts bytes alike
+            yield LinkSample(tier.name, kind, message.nbytes, timing)
