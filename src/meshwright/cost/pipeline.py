@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Action = tuple[str, int, int]  # F or B, the stage, the micro-batch
+SPLIT_BACKWARD = ("zbv", "dualpipev")  # schedules that leave gradients of weights for later
 
 _PLAYED_ACTIONS = 100_000
 _SETTLED_ROUNDS = 1  # after so many rounds over the ranks every further micro-batch takes the same
@@ -54,7 +55,7 @@ def pipeline_s(
         return slowest * micro_batches
     if ranks * ranks * stages_per_rank > _PLAYED_ACTIONS:  # of so many ranks: as if all were the slowest
         return slowest * micro_batches + (ranks - 1) * (slowest / stages_per_rank + 2 * hop_s)
-    if schedule in ("zbv", "dualpipev"):
+    if schedule in SPLIT_BACKWARD:
         # Qi et al. 2024, Table 2 and DeepSeek-AI 2025, Table 2: with I = W = F the bubble is at most a rank's F a hop.
         return slowest * micro_batches + (ranks - 1) * (slowest / 6 / max(stages_per_rank, 1) + 2 * hop_s)
     rest = micro_batches % ranks
@@ -86,7 +87,7 @@ def play(
             row = rows[rank]
             while position[rank] < len(row):
                 action = row[position[rank]]
-                ready = _ready(action, last, hop_s, done)
+                ready = ready_s(action, last, hop_s, done)
                 if ready is None:
                     break
                 seconds = times[rank].forward_s if action[0] == "F" else times[rank].backward_s
@@ -100,7 +101,8 @@ def play(
     return played
 
 
-def _ready(action: Action, last: int, hop_s: float, done: dict[Action, float]) -> float | None:
+def ready_s(action: Action, last: int, hop_s: float, done: dict[Action, float]) -> float | None:
+    """When an action's input is there; None while what makes it has not been played."""
     kind, stage, part = action
     if kind == "F":
         source = ("F", stage - 1, part) if stage else None

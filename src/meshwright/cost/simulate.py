@@ -15,8 +15,9 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network, collective_s, group_of
 from meshwright.cost.efficiency import Calibration, fitted
 from meshwright.cost.passes import pass_s, pass_tasks
-from meshwright.cost.pipeline import StageTimes, pipeline_s
+from meshwright.cost.pipeline import SPLIT_BACKWARD, StageTimes, order, pipeline_s
 from meshwright.cost.rank import Rank, rank_of
+from meshwright.cost.shared_cores import play_on_cores
 from meshwright.cost.step import Step
 from meshwright.cost.timeline import Event, schedule
 
@@ -124,12 +125,32 @@ def _pipelined(
     times = [stage_times(each) for each in ranks]
     micro_batches = step.num_micro_batches
     slowest = max(each.forward_s + each.backward_s for each in times) * micro_batches
-    whole = pipeline_s(stages.schedule, times, hop, per_rank, micro_batches)
-    whole = max(whole / known.constants.per_core, slowest)
-    rounds = last_rounds(len(ranks), per_rank, micro_batches)
-    once = max(0.0, *(once_s(each) - (0.0 if in_turn else each.passes.backward_total_s * rounds) for each in ranks))
+    if known.constants.per_core > 1:
+        whole = max(_on_shared_cores(stages.schedule, times, hop, per_rank, micro_batches, known), slowest)
+    else:
+        whole = pipeline_s(stages.schedule, times, hop, per_rank, micro_batches)
+    rounds = 0.0 if in_turn else last_rounds(len(ranks), per_rank, micro_batches)
+    once = max(_left_s(each, once_s(each), each.passes.backward_total_s * rounds) for each in ranks)
     compute = max(each.passes.compute_s for each in ranks) * micro_batches
     return whole + once, compute, once + slowest - compute, whole - slowest
+
+
+def _on_shared_cores(
+    schedule: str, times: Sequence[StageTimes], hop: float, per_rank: int, micro_batches: int, known: Calibration
+) -> float:
+    """Of ranks that take turns on cores; their times are those of ranks that all compute at once."""
+    turns = known.constants.per_core
+    alone = [StageTimes(each.forward_s / turns, each.backward_s / turns) for each in times]
+    cores = max(1, round(len(times) / turns))
+    if schedule in SPLIT_BACKWARD:  # they leave next to nothing idle
+        return sum(each.forward_s + each.backward_s for each in alone) * micro_batches / cores
+    return play_on_cores(order(schedule, len(times), per_rank, micro_batches), alone, hop, per_rank, cores)
+
+
+def _left_s(rank: Rank, collectives_s: float, computing_s: float) -> float:
+    """Of collectives beside computing, what does not hide behind it: on shared cores nothing does."""
+    hidden = min(collectives_s, computing_s)
+    return collectives_s - hidden * (1 - min(rank.passes.shared, 1.0))
 
 
 def hop_s(step: Step, cluster: Cluster, known: Calibration) -> float:
@@ -159,8 +180,8 @@ def stage_times(rank: Rank) -> StageTimes:
     passes = rank.passes
     forward = passes.forward_total_s
     if rank.gathers_each:
-        forward = max(forward, passes.all_gathers_s)
+        forward += _left_s(rank, passes.all_gathers_s, forward)
     backward = passes.backward_total_s
     if rank.reduces_each:
-        backward = max(backward, passes.all_reductions_s)
+        backward += _left_s(rank, passes.all_reductions_s, backward)
     return StageTimes(forward, backward)
