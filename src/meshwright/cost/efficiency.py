@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -97,10 +98,11 @@ class Constants:
         shared: Computing time lost per second of a collective beside it, where both run on the same cores: 1 on CPUs.
         in_step: Seconds of kernels in a step over those of the same kernels alone; 1 where the rates were fitted to
             whole steps.
+        half_in_step: Times as long as ``in_step`` that products and attention take in half precision, with their casts.
         sharded: Seconds of the bytes that are gathered and reduced of shards over those of bare collectives: they are
             copied in and out of one buffer.
         shard_s: What one of these takes beside its bytes, ranks that wait included; 0: what a bare collective does.
-        wait_s: Seconds until the last rank arrives at a collective that computing waits for, and all go on.
+        wait_s: Seconds until the second of two ranks arrives at a collective that computing waits for, and both go on.
         per_core: Ranks that take turns on a core of a CPU: what one leaves idle, another uses.
     """
 
@@ -126,10 +128,15 @@ class Constants:
     spread: float = 0.0
     shared: float = 0.0
     in_step: float = 1.0
+    half_in_step: float = 1.0
     sharded: float = 1.0
     shard_s: float = 0.0
     wait_s: float = 0.0
     per_core: float = 1.0
+
+    def waits_s(self, ranks: int) -> float:
+        """Until the last of so many arrives: of independent delays the longest grows with the logarithm."""
+        return self.wait_s * math.log2(ranks) if ranks > 1 else 0.0
 
 
 @dataclass(frozen=True)

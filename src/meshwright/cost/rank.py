@@ -96,7 +96,7 @@ def one_s(step: Step, traffic: Traffic, network: Network) -> float:
         return (bytes_s * known.sharded + calls * known.shard_s) / traffic.every
     seconds = collective_s(traffic.kind, traffic.bytes_per_step, group, network, calls)
     if traffic.hidden:
-        seconds += calls * known.wait_s
+        seconds += calls * known.waits_s(group.size)
     return seconds / traffic.every * (known.async_tensor if traffic.beside else 1.0)
 
 
@@ -111,14 +111,15 @@ def _of_micro_batch(step: Step, traffic: Traffic, network: Network) -> float:
 def inline_s(step: Step, network: Network, moment: str) -> float:
     """Seconds of the collectives that a micro-batch's blocks wait for, in forward or in backward."""
     waited_for = [each for each in step.traffic if each.moment == moment and not each.hidden and each.kind != "send"]
-    seconds = sum(one_s(step, each, network) for each in waited_for) + _met(waited_for) * network.constants.wait_s
+    seconds = sum(one_s(step, each, network) for each in waited_for)
+    seconds += sum(each.calls * network.constants.waits_s(step.size(each.axis)) for each in _met(waited_for))
     return seconds / step.num_micro_batches + ring_s(step, network, moment)
 
 
-def _met(waited_for: Sequence[Traffic]) -> int:
-    """How often ranks wait for each other: small messages, of norms' gradients, follow others at once."""
+def _met(waited_for: Sequence[Traffic]) -> list[Traffic]:
+    """Those at which ranks wait for each other: small messages, of norms' gradients, follow others at once."""
     large = max((each.bytes_per_step / each.calls for each in waited_for), default=0.0) / _SMALL_SHARE
-    return sum(each.calls for each in waited_for if each.bytes_per_step / each.calls >= large)
+    return [each for each in waited_for if each.bytes_per_step / each.calls >= large]
 
 
 def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, float]) -> Passes:
@@ -156,7 +157,7 @@ def _computing(
 ) -> tuple[list[float], list[float], tuple[float, float]]:
     """Seconds of every block's forward and backward, and of what is outside; from the FLOPs alone without ops."""
     outside = [op for block in step.blocks if block.name == "outside" for op in block.ops if _runs_here(step, op)]
-    apart = sum(forward_s(op, machine) for op in outside), sum(backward_s(op, machine) for op in outside)
+    apart = _seconds(outside, machine)
     if any(block.ops for block in step.blocks):
         each = [_block_s(block.ops, machine) for block in blocks]
     else:
@@ -174,11 +175,21 @@ def _computing(
 def _block_s(ops: tuple[Op, ...], machine: Machine) -> tuple[float, float]:
     """Seconds of one block's forward and backward: of its kernels, or of launching them where these are short."""
     host = machine.constants.host_s
-    forward, backward = sum(forward_s(op, machine) for op in ops), sum(backward_s(op, machine) for op in ops)
+    forward, backward = _seconds(ops, machine)
     launched = sum(op.count for op in ops if op.moment != "backward")
     behind = sum(op.count for op in ops if op.moment != "forward" or op.recomputed)
     behind += sum(op.count for op in ops if op.moment == "both" and op.recomputed)
     return max(forward, launched * host), max(backward, behind * host)
+
+
+def _seconds(ops: Sequence[Op], machine: Machine) -> tuple[float, float]:
+    """Forward and backward of kernels."""
+    forward = backward = 0.0
+    for op in ops:
+        slower = machine.constants.half_in_step if op.kind != "move" and op.dtype == "half" else 1.0
+        forward += slower * forward_s(op, machine)
+        backward += slower * backward_s(op, machine)
+    return forward, backward
 
 
 def _from_flops(step: Step, machine: Machine) -> tuple[float, float]:

@@ -26,5 +26,5 @@ def ring_s(step: Step, network: Network, moment: str) -> float:
     machine = Machine(cluster.device, network.efficiency, network.constants, cluster.num_devices)
     seconds = forward_s if moment == "forward" else backward_s
     hides = sum(b.count * seconds(op, machine) for b in step.blocks for op in b.ops if op.kind == "attention")
-    waits = sum(each.calls for each in sent) * network.constants.wait_s
+    waits = sum(each.calls * network.constants.waits_s(step.size(each.axis)) for each in sent)
     return max(travels / step.num_micro_batches - hides, 0.0) + waits / step.num_micro_batches

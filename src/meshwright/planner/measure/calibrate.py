@@ -73,7 +73,7 @@ class Calibrated:
             "memory": f"{reached / 1e9:.3g} GB/s",
             "functions": f"{constants.function_s * 1e9:.3g} ns an element",
             "update": f"{reached * efficiency.update / 1e9:.3g} GB/s",
-            "in a step": f"{constants.in_step:.2f} times",
+            "in a step": f"{constants.in_step:.2f} times, in half precision {constants.half_in_step:.2f} times that",
             "shards": f"{constants.sharded:.2f} times and {constants.shard_s * 1e3:.3g} ms a collective",
             "waiting": f"{constants.wait_s * 1e3:.3g} ms for the last rank at a collective",
         }

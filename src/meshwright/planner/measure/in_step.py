@@ -47,7 +47,7 @@ class Timed:
 def constants_in_step(now: Settings, cluster: Cluster, clock: Clock, scale: float = 1.0) -> Constants:
     """The cluster's constants with those that whole steps tell. Collective.
 
-    These are ``in_step`` and, where there are several ranks, ``wait_s``, ``sharded`` and ``shard_s``.
+    These are ``in_step``, ``half_in_step`` and, where there are several ranks, ``wait_s``, ``sharded`` and ``shard_s``.
 
     Args:
         now: Of this rank.
@@ -65,15 +65,24 @@ def constants_in_step(now: Settings, cluster: Cluster, clock: Clock, scale: floa
         split = Strategy([("parallel_mode", {"data": world // group, "tensor": group}), "tensor_parallel"])
         kinds.append((split, wide))
     steps = [reference(strategy, size, now) for strategy, size in kinds]
-    timed = dict(zip(kinds, _in_turns(steps, now, clock, max(3, round(_TURNS * scale))), strict=True))
+    steps += [reference(None, size, now, in_half=True) for size in (wide, narrow)]
+    *every, wide_half, narrow_half = _in_turns(steps, now, clock, max(3, round(_TURNS * scale)))
+    timed = dict(zip(kinds, every, strict=True))
     alone = [timed[None, size] for size in (wide, narrow)]
     ratios = [each.seconds / each.predicted_s(cluster, in_step=1.0) for each in alone]
     cluster = with_constants(cluster, in_step=math.sqrt(ratios[0] * ratios[1]))
+    cluster = _of_half(cluster, (wide_half, narrow_half))
     if group > 1:
         cluster = _solved(cluster, "wait_s", _SECONDS, timed[split, wide])
     if world > 1:
         cluster = _of_shards(cluster, [timed[sharded, size] for size in (wide, narrow)], alone)
     return _constants(cluster)
+
+
+def _of_half(cluster: Cluster, timed: Sequence[Timed]) -> Cluster:
+    """What steps in half precision add beside others: the geometric mean of the models."""
+    found = [_constants(_solved(cluster, "half_in_step", _FACTOR, each)).half_in_step for each in timed]
+    return with_constants(cluster, half_in_step=statistics.geometric_mean(found))
 
 
 def _in_turns(steps: Sequence[Reference], now: Settings, clock: Clock, turns: int) -> list[Timed]:

@@ -154,7 +154,7 @@ def _functions(sizes: Sizes, device: torch.device) -> Iterator[Sample]:
     for numel in sizes.moved:
         x = torch.randn(numel // width, width, device=device, requires_grad=True)
         for label, functions, function in (
-            ("gelu", 2, lambda x: F.gelu(x, approximate="tanh")),
+            ("gelu", 3, lambda x: F.gelu(x, approximate="tanh")),
             ("layer norm", 1, lambda x: F.layer_norm(x, (width,))),
             ("softmax", 1, lambda x: F.log_softmax(x, -1)),
         ):

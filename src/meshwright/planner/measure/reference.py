@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from meshwright.cost import Step
 from meshwright.methods import Job, SampleRun, apply_strategy, check_strategy
+from meshwright.methods.dtypes import half_dtype, torch_dtype
+from meshwright.nn import widen_products
 from meshwright.planner.workload import Workload
 from meshwright.runtime import Settings, coordinate_of, rank, world_size
 from meshwright.strategy import Strategy
@@ -49,8 +51,15 @@ class Reference:
     step: Step
 
 
-def reference(strategy: Strategy | None, size: Size, now: Settings) -> Reference:
-    """Builds the model under a strategy of this world; None: on every rank for itself. Collective."""
+def reference(strategy: Strategy | None, size: Size, now: Settings, *, in_half: bool = False) -> Reference:
+    """Builds the model under a strategy of this world; None: on every rank for itself. Collective.
+
+    Args:
+        strategy: Its methods.
+        size: Of the model.
+        now: Of this rank.
+        in_half: Of a model on every rank for itself: whether it trains in mixed precision.
+    """
     model, world = _Model(size), 1 if strategy is None else world_size()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, size.vocabulary, (size.samples, size.tokens), generator=generator).to(now.device)
@@ -58,10 +67,11 @@ def reference(strategy: Strategy | None, size: Size, now: Settings) -> Reference
         model, now.device, torch.optim.SGD, lambda samples: ids[:samples], _loss_of,
         batch_size=size.samples * world, num_micro_batches=1, world=world, zero_level=0, limit_bytes=None,
     )  # fmt: skip
-    plan = workload.plan(strategy or Strategy(()))
+    dtype = half_dtype(now.device) if in_half else None
+    plan = workload.plan(strategy or Strategy([("amp_native", dtype)] if dtype else ()))
     model.to(now.device)
     if strategy is None:
-        return Reference(lambda: _backward(model, _loss_of(model, ids)), plan.step)
+        return Reference(_alone(model, ids, dtype), plan.step)
     job = Job(
         model, plan.strategy, now.device, _loss, lambda inputs, device: inputs, axes=plan.step.axes,
         coordinate=coordinate_of(rank(), plan.step.axes), shard_axis=plan.step.shard_axis,
@@ -75,6 +85,21 @@ def reference(strategy: Strategy | None, size: Size, now: Settings) -> Reference
             _backward(job.model, job.loss_func(ids, job.model(ids)))
 
     return Reference(run, plan.step)
+
+
+def _alone(model: nn.Module, ids: torch.Tensor, dtype: str | None) -> Callable[[], None]:
+    """Forward and backward of a plain model; in half precision as the method ``amp_native`` has it."""
+    if dtype is None:
+        return lambda: _backward(model, _loss_of(model, ids))
+    if dtype == "bf16":
+        widen_products(model, ids.device)
+
+    def run() -> None:
+        with torch.autocast(ids.device.type, dtype=torch_dtype(dtype)):
+            loss = _loss_of(model, ids)
+        _backward(model, loss)
+
+    return run
 
 
 class _Layer(nn.Module):
