@@ -267,7 +267,7 @@ class Accelerated:
         """
         limit = next((each for each in (max_norm, self.max_grad_norm) if each is not None), float("inf"))
         p = norm_type if norm_type is not None else self.grad_norm_type
-        return clip_gradients(self.model, self.optim, limit, p, self._job.stages)
+        return clip_gradients(self.model.parameters(), self.optim, limit, p, self._job.stages)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

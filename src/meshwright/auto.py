@@ -247,4 +247,4 @@ def clip_grad_norm(
     known, stages = _OPTIMIZERS.get(model, (None, None))
     if optimizer is None and known is not None:
         optimizer = known()
-    return clip_gradients(model, optimizer, max_norm, norm_type, stages)
+    return clip_gradients(model.parameters(), optimizer, max_norm, norm_type, stages)

@@ -173,14 +173,17 @@ def clip_grad_norm_(
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm is the largest gradient norm allowed. Expected a number above 0. Got {max_norm!r}.")
-    gradients = {p: gradient for p in parameters if (gradient := p.grad) is not None}  # slow to ask for on DTensors
-    elsewhere = stages.counted_elsewhere if stages is not None else frozenset()
-    together = stages.alike if stages is not None else frozenset()
-    counted = [gradient for p, gradient in gradients.items() if p not in elsewhere and p not in together]
-    alike = [gradient for p, gradient in gradients.items() if p in together]
+    each_once = {id(parameter): parameter for parameter in parameters}.values()  # tensors are slow to hash
+    found = [(parameter, gradient) for parameter in each_once if (gradient := parameter.grad) is not None]
+    gradients = counted = [gradient for _, gradient in found]
+    alike: list[torch.Tensor] = []
+    if stages is not None:
+        once = stages.counted_elsewhere | stages.alike
+        counted = [gradient for parameter, gradient in found if parameter not in once]
+        alike = [gradient for parameter, gradient in found if parameter in stages.alike]
     norm = total_norm(counted, norm_type, stages, alike)
     if max_norm < float("inf"):
-        divide_([local_tensor(gradient) for gradient in gradients.values()], clip_divisor(norm, max_norm))
+        divide_([local_tensor(gradient) for gradient in gradients], clip_divisor(norm, max_norm))
     return norm
 
 

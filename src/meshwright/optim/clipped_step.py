@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -38,12 +38,12 @@ def clipped_step(
         norm_type: p of the p-norm.
         stages: Where the model is one pipeline rank's part: the norm is that of all of them.
     """
-    fused = _fused_optimizer(optimizer)
+    fused, parameters = _fused_optimizer(optimizer), list(model.parameters())
     if fused is None or max_norm is None or not max_norm > 0:  # the last is refused
         limit = _INFINITY if max_norm is None else max_norm
-        return clip_gradients(model, optimizer, limit, norm_type, stages), optimizer.step
-    norm = clip_gradients(model, optimizer, _INFINITY, norm_type, stages)
-    clipped = () if optimizer is not fused else model.parameters()  # guards clip what their optimizer updates
+        return clip_gradients(parameters, optimizer, limit, norm_type, stages), optimizer.step
+    norm = clip_gradients(parameters, optimizer, _INFINITY, norm_type, stages)
+    clipped = parameters if optimizer is fused else ()  # guards clip what their optimizer updates
     return norm, functools.partial(_divide_and_step, clipped, optimizer, fused, norm, max_norm)
 
 
@@ -64,7 +64,7 @@ def _fused_optimizer(optimizer: Optimizer) -> Optimizer | None:
 
 
 def _divide_and_step(
-    clipped: Iterable[torch.Tensor], optimizer: Optimizer, fused: Optimizer, norm: torch.Tensor, max_norm: float
+    clipped: Sequence[torch.Tensor], optimizer: Optimizer, fused: Optimizer, norm: torch.Tensor, max_norm: float
 ) -> None:
     """Steps with divided gradients; those of ``clipped`` that are not updated are divided, too."""
     divisor = clip_divisor(norm, max_norm)

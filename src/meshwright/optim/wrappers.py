@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.optim.clip import Stages, clip_grad_norm_
@@ -26,7 +27,7 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def clip_gradients(
-    model: nn.Module,
+    parameters: Iterable[torch.Tensor],
     optimizer: Optimizer | None,
     max_norm: float,
     norm_type: float = 2.0,
@@ -35,7 +36,7 @@ def clip_gradients(
     """Clips the gradients of a model, prepared as its optimizer wants them; returns their norm before (0-dim).
 
     Args:
-        model: As a strategy has changed it.
+        parameters: Of the model as a strategy has changed it.
         optimizer: Its optimizer, with guards and replicas around it or without.
         max_norm: Largest norm allowed.
         norm_type: p of the p-norm.
@@ -46,4 +47,4 @@ def clip_gradients(
     guard = guard_of(optimizer)
     if guard is not None:
         return guard.clip_grad_norm(max_norm, norm_type)
-    return clip_grad_norm_(model.parameters(), max_norm, norm_type, stages)
+    return clip_grad_norm_(parameters, max_norm, norm_type, stages)
