@@ -12,7 +12,7 @@ from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.dtypes import HalfDType, half_dtype
 from meshwright.methods.job import Job
-from meshwright.nn import widen_products
+from meshwright.nn import widen
 from meshwright.strategy import Strategy
 
 
@@ -58,9 +58,9 @@ class HalfPrecisionMethod(Method):
         job.loss_scale = self.loss_scale.model_dump() if self.loss_scale is not None else {}
 
     def widen(self, job: Job) -> None:
-        """Multiplies in fp32 on CPUs that are slow in bf16."""
+        """Multiplies and attends in fp32 on CPUs that are slow in bf16."""
         if self.widens(job.strategy):
-            widen_products(job.model, job.device)
+            widen(job.model, job.device)
 
     def widens(self, strategy: Strategy) -> bool:
         """Whether it does; what is compiled is left as it is."""

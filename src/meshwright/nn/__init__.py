@@ -14,7 +14,8 @@ from meshwright.nn.compiled import compile_forward, is_compiled, outside_compile
 from meshwright.nn.forward import class_with, wrap_method, wrap_methods
 from meshwright.nn.fsdp_exchange import is_mean, reduce_by_exchange
 from meshwright.nn.fsdp_groups import parameter_groups
-from meshwright.nn.half_linear import widen_products, widened_products
+from meshwright.nn.half_attention import carried
+from meshwright.nn.half_wide import widen, widened
 from meshwright.nn.initialization import grouped_parameters, init_parameters
 from meshwright.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from meshwright.nn.model_wrapper import BMTrainModelWrapper
@@ -48,6 +49,7 @@ __all__ = [
     "TransformerBlockList",
     "VPEmbedding",
     "average_gradients",
+    "carried",
     "class_name",
     "class_names",
     "class_with",
@@ -70,8 +72,8 @@ __all__ = [
     "require_blocks",
     "stages_of",
     "whole_model",
-    "widen_products",
-    "widened_products",
+    "widen",
+    "widened",
     "wrap_method",
     "wrap_methods",
 ]

@@ -6,9 +6,9 @@ both ways, up to the order of the sums. oneDNN does it for every product anew; h
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,18 +42,7 @@ def widen_products(model: nn.Module, device: torch.device) -> int:
     return len(layers)
 
 
-@contextlib.contextmanager
-def widened_products(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """:func:`widen_products` for a while: afterwards the model is as it was."""
-    classes = {module: type(module) for module in model.modules() if isinstance(module, nn.Linear)}
-    widen_products(model, device)
-    try:
-        yield
-    finally:
-        for module, cls in classes.items():
-            module.__class__ = cls
-
-
+@functools.cache
 def has_bf16_products() -> bool:
     """Whether this CPU multiplies bf16 numbers; True for those that are not known here."""
     if platform.machine().lower() not in ("x86_64", "amd64"):

@@ -17,7 +17,7 @@ from meshwright.errors import ModelError
 from meshwright.methods import ExpertTrace
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.float8.trace import Fp8Trace
-from meshwright.nn import find_blocks, widened_products
+from meshwright.nn import find_blocks, widened
 from meshwright.planner.prediction import Pass, Predicted
 from meshwright.planner.profile.device import stands_in
 from meshwright.planner.profile.failure import reason_of
@@ -137,7 +137,7 @@ class Tracer:
     def _widened(self, now: Conditions) -> contextlib.AbstractContextManager[None]:
         if not now.widened or self._device is None:
             return contextlib.nullcontext()
-        return widened_products(self._model, self._device)
+        return widened(self._model, self._device)
 
     def _predict(self, one: Pass, now: Conditions) -> Predicted:
         """A pass of a few blocks where all are equal, else of the whole model."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from meshwright.methods.recompute.operators import keeping, selective_contexts
-from meshwright.nn import is_compiled, outside_compiled, wrap_methods
+from meshwright.nn import carried, is_compiled, outside_compiled, wrap_methods
 
 _KEEPING: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that keep results of operators
 
@@ -42,7 +42,7 @@ def keeps_results(model: nn.Module) -> bool:
 def _whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return torch_checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return torch_checkpoint(carried(forward), *args, use_reentrant=False, **kwargs)
 
 
 def _selective(kept: frozenset[str], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -50,14 +50,14 @@ def _selective(kept: frozenset[str], forward: Callable[..., Any], *args: Any, **
         return forward(*args, **kwargs)
     contexts = functools.partial(selective_contexts, kept)
     with keeping(kept):
-        return torch_checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return torch_checkpoint(carried(forward), *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     # It takes positional arguments only, and only those get gradients.
-    names, count = list(kwargs), len(args)
+    names, count, forward = list(kwargs), len(args), carried(forward)
 
     def positional(*every: Any) -> Any:
         return forward(*every[:count], **dict(zip(names, every[count:], strict=True)))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from meshwright.cost import Step
 from meshwright.methods import Job, SampleRun, apply_strategy, check_strategy
 from meshwright.methods.dtypes import half_dtype, torch_dtype
-from meshwright.nn import widen_products
+from meshwright.nn import widen
 from meshwright.planner.workload import Workload
 from meshwright.runtime import Settings, coordinate_of, rank, world_size
 from meshwright.strategy import Strategy
@@ -92,7 +92,7 @@ def _alone(model: nn.Module, ids: torch.Tensor, dtype: str | None) -> Callable[[
     if dtype is None:
         return lambda: _backward(model, _loss_of(model, ids))
     if dtype == "bf16":
-        widen_products(model, ids.device)
+        widen(model, ids.device)
 
     def run() -> None:
         with torch.autocast(ids.device.type, dtype=torch_dtype(dtype)):

@@ -1,0 +1,102 @@
+"""bf16 attention in fp32 on CPUs: the numbers, what is kept, when it is left alone, and recomputation."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.nn import half_linear
+from meshwright.nn.half_attention import WideAttention, _Widened, attends_wide, carried, with_wide_attention
+
+pytestmark = pytest.mark.skipif(not attends_wide(torch.device("cpu")), reason="for x86")
+CAUSAL = torch.ones(24, 24).tril().bool()
+MASKS = {
+    "causal": None,
+    "truths": CAUSAL[None, None],
+    "added": torch.zeros(24, 24).masked_fill(~CAUSAL, float("-inf")),
+}
+
+
+@pytest.fixture(params=[False, True], ids=["no bf16", "bf16"], autouse=True)
+def has_bf16(monkeypatch, request):
+    monkeypatch.setattr(half_linear, "has_bf16_products", lambda: request.param)
+    return request.param
+
+
+def given(*shape, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
+
+
+def attend(query, key, value, mask=None):
+    parts = (each.transpose(1, 2) for each in (query, key, value))
+    return F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None)
+
+
+def trained(run, leaves, mask, autocast):
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        out = run(attend, *leaves, mask)
+    out.float().square().sum().backward()
+    return [out.double(), *(leaf.grad.double() for leaf in leaves)]
+
+
+def plain(forward, *args):
+    return forward(*args)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("mask", MASKS)
+def test_it_is_as_near_to_the_truth_as_torchs(mask, autocast):
+    dtype = torch.float32 if autocast else torch.bfloat16
+    exact = trained(plain, given(2, 24, 3, 16), MASKS[mask], False)
+    torchs = trained(plain, given(2, 24, 3, 16, dtype=dtype), MASKS[mask], autocast)
+    ours = trained(with_wide_attention, given(2, 24, 3, 16, dtype=dtype), MASKS[mask], autocast)
+    for true, theirs, own in zip(exact, torchs, ours, strict=True):
+        assert (own - true).norm() < 1.05 * (theirs - true).norm() < 0.02 * true.norm()
+
+
+def test_only_bf16_is_kept():
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.dtype) or t, lambda t: t):
+        with_wide_attention(attend, *given(2, 24, 3, 16, dtype=torch.bfloat16))
+    assert kept.count(torch.bfloat16) == 4  # and the sums of scores
+    assert kept.count(torch.float32) == 1
+
+
+def test_what_is_not_bf16_or_not_the_kernels_is_torchs(monkeypatch, has_bf16):
+    monkeypatch.setattr(_Widened, "apply", None)
+    query, key, value = (each.transpose(1, 2) for each in given(2, 24, 4, 16, dtype=torch.bfloat16))
+    few = key[:, :2]
+    with WideAttention():
+        attend(*given(2, 24, 3, 16))
+        attend(*given(2, 24, 3, 16, dtype=torch.float64))
+        F.scaled_dot_product_attention(query, few, few, enable_gqa=True)
+        F.scaled_dot_product_attention(query, key, value, dropout_p=0.5)
+        F.scaled_dot_product_attention(query[0], key[0], value[0])
+        F.scaled_dot_product_attention(query, key, value, torch.zeros(24, 24, requires_grad=True))
+        if has_bf16:  # long rows are faster there as they are
+            attend(*given(1, 300, 1, 8, dtype=torch.bfloat16))
+
+
+class Recomputed(nn.Module):
+    """Attends in its own forward, which runs again in backward, when modes have been left."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return checkpoint(carried(attend), *(x * self.weight,) * 3, use_reentrant=False)
+
+
+def test_what_runs_again_runs_alike(monkeypatch):
+    calls, apply = [], _Widened.apply
+    monkeypatch.setattr(_Widened, "apply", lambda *args: calls.append(1) or apply(*args))
+    model, (x, *_) = Recomputed(), given(2, 24, 3, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = with_wide_attention(model, x).float().square().sum()
+    loss.backward()
+    assert len(calls) == 2
+    assert model.weight.grad.isfinite().all()
+    assert carried(attend) is attend
