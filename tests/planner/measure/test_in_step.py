@@ -10,7 +10,7 @@ from meshwright.cost.efficiency import Constants, Efficiency
 from meshwright.cost.rank import one_s
 from meshwright.cost.step import Block, Parameter, Stages
 from meshwright.planner.measure import in_step
-from meshwright.planner.measure.in_step import Timed, _of_shards, _solved, with_constants
+from meshwright.planner.measure.in_step import Timed, _of_half, _of_shards, _solved, with_constants
 from meshwright.planner.measure.reference import Reference, Size, reference
 from meshwright.runtime import settings
 from meshwright.strategy import Strategy
@@ -89,6 +89,24 @@ def test_what_no_value_explains_is_the_nearest_bound():
     assert never == pytest.approx(0.2, rel=1e-3)
 
 
+def test_half_precision_lengthens_its_products_alone():
+    half, wide = (dataclasses.replace(step_of(), blocks=(product_in(dtype),)) for dtype in ("half", "fp32"))
+    slow = with_constants(CLUSTER, half_in_step=1.5)
+    assert simulate(half, slow).compute_s == pytest.approx(1.5 * simulate(half, CLUSTER).compute_s)
+    assert simulate(wide, slow).compute_s == simulate(wide, CLUSTER).compute_s
+    timed_steps = [Timed(Reference(lambda: None, half), simulate(half, slow).compute_s) for _ in range(2)]
+    assert _of_half(CLUSTER, timed_steps).calibration.constants.half_in_step == pytest.approx(1.5, rel=1e-3)
+
+
+def product_in(dtype):
+    return Block("blocks", 2, (Parameter("w", (8, 8), 4),), ops=(Op("matmul", 512, 512, 512, dtype=dtype),))
+
+
+def test_ranks_wait_longer_the_more_they_are():
+    waits = with_constants(CLUSTER, wait_s=0.01).calibration.constants
+    assert [waits.waits_s(ranks) for ranks in (1, 2, 4, 8)] == pytest.approx([0.0, 0.01, 0.02, 0.03])
+
+
 def test_ranks_that_take_turns_on_a_core_leave_it_to_others_in_bubbles():
     stages = Stages(ranks=(0, 1), ranges=((0, 1), (1, 2)), num_blocks=2, here=0, boundary_bytes=0, schedule="gpipe")
     each = [dataclasses.replace(step_of(moved=90_000_000), axes=(("pipeline", 2),), stages=stages)] * 2
@@ -104,6 +122,7 @@ def steps():
     split = Strategy([("parallel_mode", {"tensor": 2}), "tensor_parallel"])
     kinds = (None, sharded, split)
     built = [reference(kind, small, settings()) for kind in kinds]
+    built.append(reference(None, small, settings(), in_half=True))
     return [(each.seconds, each.predicted_s(CLUSTER)) for each in in_step._in_turns(built, settings(), "wall", 3)]
 
 

@@ -19,7 +19,7 @@ from meshwright.planner.measure.timing import Clock, calls_of, slowest, together
 from meshwright.runtime import Settings, gather_objects, world_size
 from meshwright.strategy import Strategy
 
-_TURNS = 5
+_TURNS, _STEPS_OF_TURN = 5, 2  # timed
 _FACTOR, _SECONDS = (0.2, 8.0), (0.0, 1.0)  # bounds of what is looked for
 _HALVINGS = 30
 _ROUNDS = 8  # of two constants that are found in turns
@@ -86,13 +86,15 @@ def _of_half(cluster: Cluster, timed: Sequence[Timed]) -> Cluster:
 
 
 def _in_turns(steps: Sequence[Reference], now: Settings, clock: Clock, turns: int) -> list[Timed]:
-    """Medians over turns, each as long as on the slowest rank. Of two steps of a turn the first warms up."""
+    """Medians over the steps of all turns, each as long as on the slowest rank. The first of a turn warms up."""
     found: list[list[float]] = [[] for _ in steps]
     for _ in range(turns):
         for step, seconds in zip(steps, found, strict=True):
-            together()
             calls_of(step.run, now.device, 1)
-            seconds.append(slowest(gather_objects(calls_of(step.run, now.device, 1))).of(clock))
+            for _ in range(_STEPS_OF_TURN):
+                step.between()
+                together()
+                seconds.append(slowest(gather_objects(calls_of(step.run, now.device, 1))).of(clock))
     return [Timed(step, statistics.median(seconds)) for step, seconds in zip(steps, found, strict=True)]
 
 

@@ -13,6 +13,7 @@ from meshwright.cost import Step
 from meshwright.methods import Job, SampleRun, apply_strategy, check_strategy
 from meshwright.methods.dtypes import half_dtype, torch_dtype
 from meshwright.nn import widen
+from meshwright.optim import local_tensor
 from meshwright.planner.workload import Workload
 from meshwright.runtime import Settings, coordinate_of, rank, world_size
 from meshwright.strategy import Strategy
@@ -45,10 +46,12 @@ class Reference:
     Args:
         run: Does them once, on this rank; collective where the strategy communicates.
         step: As the twins predict it.
+        between: What an optimizer does to the caches between two steps: reads and writes weights and two states.
     """
 
     run: Callable[[], None]
     step: Step
+    between: Callable[[], None] = lambda: None
 
 
 def reference(strategy: Strategy | None, size: Size, now: Settings, *, in_half: bool = False) -> Reference:
@@ -71,7 +74,7 @@ def reference(strategy: Strategy | None, size: Size, now: Settings, *, in_half: 
     plan = workload.plan(strategy or Strategy([("amp_native", dtype)] if dtype else ()))
     model.to(now.device)
     if strategy is None:
-        return Reference(_alone(model, ids, dtype), plan.step)
+        return Reference(_alone(model, ids, dtype), plan.step, _optimizer_like(model))
     job = Job(
         model, plan.strategy, now.device, _loss, lambda inputs, device: inputs, axes=plan.step.axes,
         coordinate=coordinate_of(rank(), plan.step.axes), shard_axis=plan.step.shard_axis,
@@ -84,7 +87,13 @@ def reference(strategy: Strategy | None, size: Size, now: Settings, *, in_half: 
         with job.micro_batch(True):
             _backward(job.model, job.loss_func(ids, job.model(ids)))
 
-    return Reference(run, plan.step)
+    return Reference(run, plan.step, _optimizer_like(job.model))
+
+
+def _optimizer_like(model: nn.Module) -> Callable[[], None]:
+    weights = [local_tensor(parameter.data) for parameter in model.parameters()]
+    every = [*weights, *(torch.zeros_like(each) for each in (*weights, *weights))]
+    return lambda: torch._foreach_mul_(every, 1.0)
 
 
 def _alone(model: nn.Module, ids: torch.Tensor, dtype: str | None) -> Callable[[], None]:
