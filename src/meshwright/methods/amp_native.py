@@ -20,8 +20,8 @@ class AmpNative(HalfPrecisionMethod):
     """Autocast around the model and the loss; fp16 adds dynamic loss scaling and skips overflowing steps.
 
     Under zero1, zero2 and fsdp parameters are gathered in ``dtype`` and gradients reduced in fp32. CPUs without bf16
-    instructions multiply bf16 numbers in fp32, which gives the same sums several times as fast; on x86 attention runs in
-    fp32 where torch's kernel is slower in bf16.
+    instructions multiply bf16 numbers in fp32, which gives the same sums several times as fast; on x86 attention, too,
+    runs in fp32 where torch's kernel is slower in bf16.
 
     Config: ``"bf16"``, or keys. ``skip_if_nonfinite`` skips steps whose gradients hold inf or nan under bf16 too.
     """
