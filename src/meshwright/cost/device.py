@@ -102,7 +102,7 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 """Presets by name."""
 
 _MEMORY = re.compile(r"(\d+)\s*G(?:i?B)?(?![a-z])", re.IGNORECASE)
-_WATTS = re.compile(r"(\d{3,4})\s*W(?![a-z])", re.IGNORECASE)
+_WATTS = re.compile(r"(?<!\d)([1-9]\d{2,3})\s*W(?![a-z])", re.IGNORECASE)
 _TDP_WATTS = {
     "B200": 1000,
     "GB200": 1200,

@@ -16,6 +16,7 @@ BLOCK = "TransformerBlock"
 _ADAM = 2  # fp32 tensors as large as the parameter
 _FP32_BYTES = 4
 _LARGEST = 2**31  # of any dimension: what is larger is a mistake
+_MOST_LAYERS = 10_000  # ten times the deepest model that was trained; each is an entry of its own
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,13 @@ class Shape:
 
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("family", "tied")}
-        wrong = [f"{k}={v}" for k, v in numbers.items() if v is not None and not 1 <= v <= _LARGEST]
+        most = {"layers": _MOST_LAYERS}
+        wrong = [f"{k}={v}" for k, v in numbers.items() if v is not None and not 1 <= v <= most.get(k, _LARGEST)]
         if wrong or self.hidden % self.heads or self.heads % (self.kv_heads or self.heads):
             raise ModelError(
                 "The dimensions of a model do not fit together",
-                expected=f"numbers from 1 to {_LARGEST:,}, a width that heads divide, and heads that kv_heads divide",
+                expected=f"numbers from 1 to {_LARGEST:,}, at most {_MOST_LAYERS:,} layers, a width that heads divide, "
+                "and heads that kv_heads divide",
                 got=", ".join(wrong) or f"hidden={self.hidden}, heads={self.heads}, kv_heads={self.kv_heads}",
                 fix="correct the dimensions",
             )
