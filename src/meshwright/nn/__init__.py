@@ -12,7 +12,7 @@ from meshwright.nn.blocks import find_blocks, require_blocks
 from meshwright.nn.classes import class_name, class_names, modules_of, outermost
 from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
 from meshwright.nn.forward import class_with, wrap_method, wrap_methods
-from meshwright.nn.fsdp_exchange import is_mean, reduce_by_exchange
+from meshwright.nn.fsdp_exchange import Comm, is_mean, reduce_by_exchange
 from meshwright.nn.fsdp_groups import parameter_groups
 from meshwright.nn.half_attention import carried
 from meshwright.nn.half_wide import widen, widened
@@ -36,6 +36,7 @@ __all__ = [
     "Block",
     "CheckpointBlock",
     "ColumnParallelLinear",
+    "Comm",
     "DistributedModule",
     "DistributedParameter",
     "Linear",

@@ -35,15 +35,19 @@ def reduce_by_exchange(model: nn.Module) -> None:
             module.set_custom_reduce_scatter(_Exchange())  # type: ignore[arg-type]
 
 
-class _Exchange:
-    """gloo's ring adds a row up rank by rank, each waiting for the one before; here rows travel at once.
-
-    They are added in the order of ranks, and half precision in fp32.
-    """
+class Comm:
+    """What FSDP2 asks of a custom collective besides being called."""
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer for FSDP2 to pack into."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Exchange(Comm):
+    """gloo's ring adds a row up rank by rank, each waiting for the one before; here rows travel at once.
+
+    They are added in the order of ranks, and half precision in fp32.
+    """
 
     @torch.no_grad()
     def __call__(

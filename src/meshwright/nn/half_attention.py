@@ -23,7 +23,7 @@ from meshwright.nn import half_linear
 
 _aten = torch.ops.aten
 _MASK_DIMS = (2, 4)  # that the fused kernel takes
-_MOST_TOKENS = 256  # over which backward is faster in fp32 on CPUs that multiply bf16
+_MOST_TOKENS = 256  # up to which backward is faster in fp32 on CPUs that multiply bf16
 
 
 class WideAttention(TorchFunctionMode):

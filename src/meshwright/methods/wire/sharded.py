@@ -20,7 +20,7 @@ from meshwright.cost import Encoding, Wire
 from meshwright.distributed.packing import Packing
 from meshwright.distributed.transport import all_gather_flat
 from meshwright.distributed.two_level import Route, gathered_messages, reduced_row
-from meshwright.nn import is_mean, parameter_groups
+from meshwright.nn import Comm, is_mean, parameter_groups
 
 
 def quantise_units(model: nn.Module, wire: Wire, way: Route) -> None:
@@ -81,19 +81,11 @@ class _Unit:
         )
 
 
-class _Comm:
-    """What FSDP2 asks of a custom collective besides being called."""
+class _AllGather(Comm):
+    """In the place of FSDP2's all-gather."""
 
     def __init__(self, unit: _Unit) -> None:
         self._unit = unit
-
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for FSDP2 to pack into."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Comm):
-    """In the place of FSDP2's all-gather."""
 
     @torch.no_grad()
     def __call__(
@@ -117,8 +109,11 @@ class _AllGather(_Comm):
         return None  # done, in the order of the stream
 
 
-class _ReduceScatter(_Comm):
+class _ReduceScatter(Comm):
     """In the place of FSDP2's reduce-scatter."""
+
+    def __init__(self, unit: _Unit) -> None:
+        self._unit = unit
 
     @torch.no_grad()
     def __call__(
