@@ -45,6 +45,17 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
                 host_gradients=0 if step.num_micro_batches == 1 else whole.host_gradients,
             )
             yield each.place == behind, at_peak
+            if 0 <= each.place < behind and (on_way := _exchanged_bytes(step)):
+                weights = _weights(step, each.place, behind)
+                yield (
+                    False,
+                    dataclasses.replace(
+                        at_peak,
+                        activations=held - later - kept.get(each.place, 0),
+                        gathered=weights + on_way + known.transients[-1].gradients,
+                        recomputation=0,
+                    ),
+                )
             if each.forward and not (step.gathered == "model" and step.num_micro_batches > 1):  # gathered before
                 most = max(instant.activations for instant in each.forward)
                 yield (
@@ -133,6 +144,14 @@ class _Gradients:
             before = sum(size for block, size in every if block.name == "outside")  # of the micro-batch before
             return self.whole.gradients, on_way if later > waiting else on_way + before
         return self.whole.gradients * (later - waiting) // max(total, 1), on_way
+
+
+def _exchanged_bytes(step: Step) -> int:
+    """Of a block whose gradients a CPU reduces: all of them packed, what arrives in their place, and the shard."""
+    if not step.on_cpu or step.whole_gradients or step.size(step.shard_axis) == 1:
+        return 0
+    largest = max((size for block, size in whole_gradients(step) if block.name != "outside"), default=0)
+    return 2 * largest + largest // step.size(step.shard_axis)
 
 
 def _largest_block(step: Step) -> int:
