@@ -72,8 +72,9 @@ def _share_root(module: nn.Module) -> None:
     # A unit that ran on its own before is a root of its own, and stays one.
     if not units or module in units or any(has_run(unit) for unit in units):
         return
-    # All parameters are ignored: those of the units are theirs, and the others gather on use.
-    fully_shard(module, mesh=zero_mesh(), reshard_after_forward=False, ignored_params=set(module.parameters()))
+    # All parameters are ignored: those of the units are theirs, and the others gather on use. In a list, for torch 2.11
+    # refuses what derives from ModuleList, even where it can be called.
+    fully_shard([module], mesh=zero_mesh(), reshard_after_forward=False, ignored_params=set(module.parameters()))
     for inner in module.modules():
         link = getattr(inner, "link_prefetch", None)
         if link is not None:

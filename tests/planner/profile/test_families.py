@@ -11,16 +11,22 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from meshwright.cost import pass_flops
 from meshwright.planner.prediction import Pass
 from meshwright.planner.profile.continued import NotRepeatedError
+from meshwright.planner.profile.flops import FlopCount
 from meshwright.planner.profile.repeated import find_repeated
 from tests.planner.profile.models import BLOCKS, FAMILIES
 
 
 def _attention(query, key, value, *args, out_shape=None, **kwargs):
-    return sdpa_flop_count(query, key, value)
+    return sdpa_flop_count(query, *_all_heads(query, key, value))
 
 
 def _attention_backward(gradient, query, key, value, *args, out_shape=None, **kwargs):
-    return sdpa_backward_flop_count(gradient, query, key, value)
+    return sdpa_backward_flop_count(gradient, query, *_all_heads(query, key, value))
+
+
+def _all_heads(query, *grouped):
+    """torch 2.11 counts no attention with fewer keys than queries."""
+    return [torch.Size((shape[0], query[1], *shape[2:])) for shape in grouped]
 
 
 def _grouped(left, right, *args, out_shape=None, **kwargs):
@@ -62,6 +68,13 @@ def test_operations_are_those_torch_counts_and_a_few_blocks_stand_for_all(name):
     assert few.agrees(whole)
     assert few.activations.saved_bytes == whole.activations.saved_bytes > 0
     assert len(list(repeated.holder)) == BLOCKS  # the list is whole again
+
+
+def test_attention_with_fewer_keys_than_queries_is_counted_by_its_queries():
+    query, key, value = (torch.empty(2, heads, 16, 8, device="meta") for heads in (6, 2, 2))
+    with FlopCount() as counter:
+        torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)
+    assert counter.total == 2 * (2 * 2 * 6 * 16 * 16 * 8)
 
 
 class Named(nn.Module):

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 
 from meshwright.methods.pipeline.chain import Boundary, Line
+from meshwright.methods.pipeline.earlier_stage import AnyStage
 from meshwright.methods.pipeline.splice import Handed, Splice
 
 Parameters = Callable[[], Iterator[nn.Parameter]]
@@ -88,7 +88,7 @@ class StageModule(nn.Module):
         )
 
 
-class Stage(PipelineStage):
+class Stage(AnyStage):  # type: ignore[misc,valid-type]
     """torch's stage, which neither synchronises gradients nor leaves its peers waiting when it fails."""
 
     @classmethod

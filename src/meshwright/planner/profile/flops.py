@@ -37,8 +37,18 @@ class FlopCount(TorchDispatchMode):
         result = func(*args, **given)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:
-            self.total += formula(*args, **given, out_val=result)
+            self.total += formula(*_with_all_heads(func, args), **given, out_val=result)
         return result
+
+
+def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Grouped keys and values of attention as the queries are, (B, H, S, D): torch 2.11's formulas know no groups."""
+    if "scaled_dot_product" not in func._opname:
+        return args
+    sized = [each for each in args if isinstance(each, torch.Tensor) and each.dim() == 4]
+    heads = max((each.shape[1] for each in sized), default=0)
+    grouped = {id(each) for each in sized if each.shape[1] != heads}
+    return tuple(each[:, :1].expand(-1, heads, -1, -1) if id(each) in grouped else each for each in args)
 
 
 @functools.cache

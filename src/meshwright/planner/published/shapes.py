@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from meshwright.planner.family_shape import Family, Shape
@@ -55,12 +56,13 @@ def has_unknown_experts(row: Row) -> bool:
 def size_b(row: Row) -> float | None:
     """Billions of parameters: the cell, or what the model's name says."""
     cell = row.number("params_b")
-    if cell:
+    if cell is not None and cell > 0:
         return cell / 1e9 if cell > 1e6 else cell
     found = _SIZE.search(row.text("model"))
     if found is None:
         return None
-    return float(found.group(1)) * {"m": 1e-3, "b": 1.0, "t": 1e3}[found.group(2).lower()]
+    named = float(found.group(1)) * {"m": 1e-3, "b": 1.0, "t": 1e3}[found.group(2).lower()]
+    return named if 0 < named < math.inf else None
 
 
 def _family(row: Row, convention: Convention) -> Family:
