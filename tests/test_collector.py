@@ -21,3 +21,24 @@ def test_who_has_switched_it_off_finds_it_off():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+def test_what_is_there_to_stay_counts_as_old_unless_somebody_has_frozen_things():
+    with paused_collection(to_stay=True):
+        stays = Cycle()
+    assert any(each is stays for each in gc.get_objects(generation=2))
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with paused_collection(to_stay=True):
+            young = Cycle()
+        assert gc.get_freeze_count() == frozen
+        assert not any(each is young for each in gc.get_objects(generation=2))
+    finally:
+        gc.unfreeze()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.collector import paused_collection
 
-with paused_collection():
+with paused_collection(to_stay=True):
     from meshwright import distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
     from meshwright.accelerated import Accelerated, StepResult
     from meshwright.auto import accelerate, clip_grad_norm
