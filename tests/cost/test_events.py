@@ -1,10 +1,12 @@
 """The step laid out in time ends when the simulation says, whatever the strategy."""
 
+import dataclasses
 import itertools
 
 import pytest
 
 from meshwright.cost import coalesced, make_cluster, simulate, step_events
+from meshwright.cost.efficiency import fitted
 from meshwright.methods import cost_of
 from meshwright.planner.families import family_step
 from meshwright.planner.family_ops import FamilyRun
@@ -60,6 +62,17 @@ def test_the_last_event_ends_with_the_step(name):
     # Slowed down beside collectives, but never faster than alone.
     assert time.compute_s + time.inline_s <= max(busy) * (1 + 1e-6)
     assert (time.inline_s > 0) == any(event.lane == "collective" for event in events)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv"])
+def test_ranks_that_share_cores_end_with_the_step_too(name):
+    known = fitted()
+    shared = dataclasses.replace(known, constants=dataclasses.replace(known.constants, per_core=2.0))
+    cluster = dataclasses.replace(make_cluster("A100", 16), calibration=shared)
+    every = steps(*LAYOUTS[name])
+    time = simulate(every, cluster)
+    assert time.step_time_s != simulate(every, cluster, known).step_time_s
+    assert max(event.end_s for event in step_events(every, cluster)) == pytest.approx(time.step_time_s, rel=1e-9)
 
 
 @pytest.mark.parametrize("name", ["fsdp, micro-batches", "1f1b"])

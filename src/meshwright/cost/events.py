@@ -15,9 +15,9 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.collectives import Network
 from meshwright.cost.efficiency import Calibration, fitted
 from meshwright.cost.passes import pass_tasks
-from meshwright.cost.pipeline import Action, StageTimes, order, pipeline_s, play
+from meshwright.cost.pipeline import Action, StageTimes, order, play
 from meshwright.cost.rank import Rank, inline_s, rank_of
-from meshwright.cost.simulate import StepTime, hop_s, last_rounds, once_s, simulate, stage_times
+from meshwright.cost.simulate import StepTime, hop_s, last_rounds, once_s, played_s, simulate, stage_times
 from meshwright.cost.step import Step
 from meshwright.cost.timeline import Task, makespan_s, schedule
 
@@ -65,10 +65,10 @@ def step_events(
     Args:
         steps: The step of a rank after all ``cost`` twins; with a pipeline, of every rank of its axis.
         cluster: What it runs on.
-        calibration: What kernels and links reach; None: the fitted presets.
+        calibration: What kernels and links reach; None: what the cluster was measured to, or else the fitted presets.
     """
     every = [steps] if isinstance(steps, Step) else list(steps)
-    known = calibration or fitted()
+    known = calibration or cluster.calibration or fitted()
     time = simulate(every, cluster, known)
     distinct = {id(step): step for step in every}  # comparing steps takes longer than playing some of them twice
     played = {number: rank_of(step, cluster, known) for number, step in distinct.items()}
@@ -185,12 +185,15 @@ def _lane(task: Task) -> Lane:
 def _pipelined(
     steps: Sequence[Step], ranks: Sequence[Rank], cluster: Cluster, known: Calibration
 ) -> tuple[_Score, float]:
-    """Every rank's micro-batches in the order of the schedule, and when the last backward ends."""
+    """Every rank's micro-batches in the order of the schedule, and when the last backward ends.
+
+    Ranks that share cores are laid out as if each had its own: what they wait for a core is in what they compute.
+    """
     stages = steps[0].stages
     assert stages is not None
     per_rank, micro_batches = len(stages.ranks) // (max(stages.ranks) + 1), steps[0].num_micro_batches
     times, hop = [stage_times(each) for each in ranks], hop_s(steps[0], cluster, known)
-    whole = pipeline_s(stages.schedule, times, hop, per_rank, micro_batches)
+    whole = played_s(steps[0], times, hop, known)
     if stages.schedule not in _ORDERS:
         return _back_to_back(times, whole, micro_batches), whole
     rows = order(stages.schedule, len(ranks), per_rank, micro_batches)

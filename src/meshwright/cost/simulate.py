@@ -120,19 +120,26 @@ def _pipelined(
     step = steps[0]
     stages = step.stages
     assert stages is not None
-    hop = hop_s(step, cluster, known)
     per_rank = len(stages.ranks) // (max(stages.ranks) + 1)
     times = [stage_times(each) for each in ranks]
     micro_batches = step.num_micro_batches
     slowest = max(each.forward_s + each.backward_s for each in times) * micro_batches
-    if known.constants.per_core > 1:
-        whole = max(_on_shared_cores(stages.schedule, times, hop, per_rank, micro_batches, known), slowest)
-    else:
-        whole = pipeline_s(stages.schedule, times, hop, per_rank, micro_batches)
+    whole = played_s(step, times, hop_s(step, cluster, known), known)
     rounds = 0.0 if in_turn else last_rounds(len(ranks), per_rank, micro_batches)
     once = max(_left_s(each, once_s(each), each.passes.backward_total_s * rounds) for each in ranks)
     compute = max(each.passes.compute_s for each in ranks) * micro_batches
     return whole + once, compute, once + slowest - compute, whole - slowest
+
+
+def played_s(step: Step, times: Sequence[StageTimes], hop: float, known: Calibration) -> float:
+    """Seconds until the last backward of a pipeline ends, on cores of its ranks' own or on those that they share."""
+    stages = step.stages
+    assert stages is not None
+    per_rank, micro_batches = len(stages.ranks) // (max(stages.ranks) + 1), step.num_micro_batches
+    if known.constants.per_core <= 1:
+        return pipeline_s(stages.schedule, times, hop, per_rank, micro_batches)
+    slowest = max(each.forward_s + each.backward_s for each in times) * micro_batches
+    return max(_on_shared_cores(stages.schedule, times, hop, per_rank, micro_batches, known), slowest)
 
 
 def _on_shared_cores(

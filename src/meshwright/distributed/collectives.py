@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-from torch.autograd.function import Function, FunctionCtx
+from torch.autograd.function import FunctionCtx
 
 from meshwright.distributed.header import Header, check_alike, check_call, exchange, on_all_ranks
 from meshwright.distributed.members import Group, Members, members_of
@@ -24,6 +24,7 @@ from meshwright.distributed.transport import (
     reduced_to_root,
 )
 from meshwright.errors import ConfigError, LaunchError, did_you_mean
+from meshwright.runtime.function import Function
 
 Gradient = Literal["replicated", "partial"]
 ReduceOp = Literal["sum", "avg", "max", "min", "prod"]

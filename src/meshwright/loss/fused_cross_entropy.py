@@ -24,6 +24,7 @@ from meshwright.loss.rows import (
     without_autocast,
 )
 from meshwright.runtime import tensor_size
+from meshwright.runtime.function import Function
 
 
 def fused_cross_entropy(
@@ -94,7 +95,7 @@ def _check(input: Tensor, target: Tensor, weight: Tensor | None, groups: int) ->
     check_class_weight(weight, groups * (input.shape[0] if input.dim() == 1 else input.shape[1]), "weight")
 
 
-class _RowLosses(torch.autograd.Function):
+class _RowLosses(Function):
     """Losses (N,) of logits (N, C)."""
 
     @staticmethod

@@ -18,6 +18,7 @@ from meshwright.loss.checks import check_class_weight, check_floating, check_opt
 from meshwright.loss.head import head_gradients, head_losses, scaled
 from meshwright.loss.once import once
 from meshwright.loss.rows import Rows, make_rows, mean
+from meshwright.runtime.function import Function
 
 _SMALLEST_CHUNK = 256  # with fewer, reading and writing the gradient of the weight takes longer than the products
 
@@ -137,7 +138,7 @@ def _check_chunk_size(chunk_size: int | None) -> None:
         )
 
 
-class _SumOfLosses(torch.autograd.Function):
+class _SumOfLosses(Function):
     """The sum of all losses; its gradients are computed beside it, and scaled in backward."""
 
     @staticmethod
@@ -159,7 +160,7 @@ class _SumOfLosses(torch.autograd.Function):
         return (*gradients, *[None] * 7)
 
 
-class _EachLoss(torch.autograd.Function):
+class _EachLoss(Function):
     """Losses (N,); backward, which alone knows how much each one counts, computes the logits again."""
 
     @staticmethod

@@ -20,6 +20,7 @@ from meshwright.loss.checks import check_class_weight, check_options, check_targ
 from meshwright.loss.once import once
 from meshwright.loss.rows import Rows, make_rows, mean, rows_at_a_time, slices, without_autocast
 from meshwright.runtime import tensor_mesh
+from meshwright.runtime.function import Function
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _check_targets(rows: Rows, num_classes: int) -> None:
     torch._assert_async(inside.all(), f"targets are not in 0..{num_classes - 1}")  # type: ignore[call-arg]
 
 
-class _ParallelRowLosses(torch.autograd.Function):
+class _ParallelRowLosses(Function):
     """Losses (N,) of logits (N, c)."""
 
     @staticmethod

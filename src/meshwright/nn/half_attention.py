@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from meshwright.nn import half_linear
+from meshwright.runtime.function import Function
 
 _aten = torch.ops.aten
 _MASK_DIMS = (2, 4)  # that the fused kernel takes

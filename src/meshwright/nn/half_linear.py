@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from meshwright.nn.forward import wrap_methods
+from meshwright.runtime.function import Function
 
 _MIN_ROWS = 32  # fewer do not pay for widening the weight
 

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from meshwright.distributed import all_gather
 from meshwright.distributed.members import Members, members_of
 from meshwright.distributed.transport import Pending, exchanged, gather_async, reduce_async, reduce_scatter_async
 from meshwright.errors import ConfigError
 from meshwright.runtime import tensor_mesh, tensor_size
+from meshwright.runtime.function import Function
 
 
 class ReduceType(Enum):

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.runtime.function import Function
+
 
 class ExpertAxis:
     """The ranks that hold the parts of one layer's experts; each has tokens of its own.
@@ -58,7 +60,7 @@ class ExpertAxis:
         return result
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Function):
     @staticmethod
     def forward(
         ctx: Any,

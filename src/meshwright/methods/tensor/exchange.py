@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.distributed.transport import all_gather_flat, reduce_scatter_flat
+from meshwright.runtime.function import Function
 
 
 class TensorAxis:
@@ -89,7 +90,7 @@ class TensorAxis:
         return parts if dim == 0 else torch.cat(parts.chunk(self.size), dim)
 
 
-class _Copy(torch.autograd.Function):
+class _Copy(Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
         ctx.axis = axis
@@ -100,7 +101,7 @@ class _Copy(torch.autograd.Function):
         return ctx.axis.sum(gradient), None
 
 
-class _Add(torch.autograd.Function):
+class _Add(Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
         return axis.sum(part)
@@ -110,7 +111,7 @@ class _Add(torch.autograd.Function):
         return gradient, None
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -121,7 +122,7 @@ class _Gather(torch.autograd.Function):
         return ctx.axis.part_of(gradient, ctx.dim), None, None
 
 
-class _Cut(torch.autograd.Function):
+class _Cut(Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -132,7 +133,7 @@ class _Cut(torch.autograd.Function):
         return ctx.axis.whole_of(gradient, ctx.dim), None, None
 
 
-class _GatherSum(torch.autograd.Function):
+class _GatherSum(Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -143,7 +144,7 @@ class _GatherSum(torch.autograd.Function):
         return ctx.axis.summed_part(gradient, ctx.dim), None, None
 
 
-class _ScatterSum(torch.autograd.Function):
+class _ScatterSum(Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, dim: int, axis: TensorAxis) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.nn.fp8.cast import Scaled, cast, largest, product, transposed
 from meshwright.nn.fp8.recipe import GRADIENT, INPUT, WEIGHT, DelayedScaling
+from meshwright.runtime.function import Function
 
 PERSISTENT = ("fp8_amax_history", "fp8_scale", "fp8_num_updates")
 BUFFERS = (*PERSISTENT, "fp8_amax", "fp8_weight")
@@ -109,7 +110,7 @@ def _computing_dtype(input: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
 
 
-class _Product(torch.autograd.Function):
+class _Product(Function):
     """``input @ weight.t()``, from both in 8 bits; backward casts the gradient and multiplies it with both."""
 
     @staticmethod
