@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 from typing import Any, get_args
 
@@ -74,9 +75,10 @@ def parse_family(text: str) -> Shape:
     if name in known:
         return dataclasses.replace(known[name], **given)
     if name not in get_args(Family):
+        nearest = difflib.get_close_matches(name, known, n=len(known), cutoff=0.0)
         raise ModelError(
             f"{name!r} is neither a family nor a known model{did_you_mean(name, (*get_args(Family), *known))}",
-            expected=f"a family ({join_names(get_args(Family))}) with dimensions, or one of {join_names(known, 60)}",
+            expected=f"a family ({join_names(get_args(Family))}) with dimensions, or one of {join_names(nearest, 8)}",
             got=repr(text),
             fix="correct the name, or write family:layers=…,hidden=…,heads=…,vocab=…",
         )

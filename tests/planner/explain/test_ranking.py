@@ -3,6 +3,7 @@
 import dataclasses
 import io
 
+import pytest
 from rich.console import Console
 
 from meshwright.planner import plan_table, readable_bytes
@@ -26,6 +27,19 @@ def test_a_wide_table_has_all_figures_and_a_narrow_one_what_fits():
     assert max(map(len, narrow.splitlines())) <= 80
     assert all(word in narrow for word in ("#", "strategy", "step", "tokens/s", "reserved", "binds"))
     assert "1 x" in narrow  # how the batch is cut stands with the strategy
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 140, 160])
+def test_what_binds_is_always_there_to_read_and_strategies_have_room(width):
+    lines = printed(ranked_table(found().plans, "Plans", width), width).splitlines()
+    assert max(map(len, lines)) <= width
+    header = next(line for line in lines if "strategy" in line)
+    assert "binds" in header
+    assert ("batch" in header) != any("; 1 x" in line for line in lines)
+    if width >= 100:
+        assert header.index("strategy") + 30 <= header.index("batch")
+    bound = {"compute", "bubble", "update", "data collectives", "blocks' collectives"}
+    assert any(word in line for line in lines for word in bound)
 
 
 def test_the_table_of_one_plan_has_its_time():

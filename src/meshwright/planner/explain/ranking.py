@@ -23,8 +23,9 @@ from meshwright.planner.words import number, part_name, percent, seconds
 
 _BINDS = {"tensor or sequence collectives": "blocks' collectives", "pipeline bubble": "bubble"}
 _TOLD_S = 1e-6
-_WIDE = 120  # characters from which on all columns can be read
-_WIDE_ONLY = ("batch", "per device", "allocated", "$/1e9 tokens")
+_WIDE = 120
+_DISPENSABLE = ("per device", "allocated", "$/1e9 tokens", "batch")  # on narrow terminals, in this order
+_STRATEGY, _BINDING, _GAP = 34, 10, 2  # characters: a strategy in two or three lines, what binds, between columns
 _LABELS = dict(MEMORY_CLASSES)
 
 
@@ -44,14 +45,14 @@ def entries_table(entries: Sequence[Mapping[str, Any]], title: str = "Plans", wi
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("#", justify="right")
     table.add_column("strategy", overflow="fold", min_width=18)
-    columns = {name: cells for name, cells in _columns(entries, wide=width >= _WIDE).items() if any(cells)}
+    columns = _fitting({name: cells for name, cells in _columns(entries).items() if any(cells)}, width)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("binds", overflow="fold")
     for number_of_row, entry in enumerate(entries):
         cells = (column[number_of_row] for column in columns.values())
         style = "bold" if number_of_row == 0 else ""
-        cut = "" if width >= _WIDE else f"; {_cut(entry)}"
+        cut = "" if "batch" in columns else f"; {_cut(entry)}"
         table.add_row(str(number_of_row + 1), entry["summary"] + cut, *cells, _binds(entry), style=style)
     limits = {entry["memory"]["limit_bytes"] for entry in entries}
     if len(limits) == 1 and None not in limits:
@@ -61,7 +62,18 @@ def entries_table(entries: Sequence[Mapping[str, Any]], title: str = "Plans", wi
     return table
 
 
-def _columns(entries: Sequence[Mapping[str, Any]], *, wide: bool) -> dict[str, list[str]]:
+def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
+    """The columns that leave room for a strategy."""
+    kept = dict(columns)
+    for name in _DISPENSABLE:
+        taken = sum(max(map(len, (title, *cells))) + _GAP for title, cells in kept.items())
+        if taken + _STRATEGY + _BINDING + 4 * _GAP <= width:
+            break
+        kept.pop(name, None)
+    return kept
+
+
+def _columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Cells by column; a column without any is not shown."""
     tokens = any(_of(entry, "tokens_per_s") is not None for entry in entries)
     rate = "tokens/s" if tokens else "samples/s"
@@ -79,7 +91,7 @@ def _columns(entries: Sequence[Mapping[str, Any]], *, wide: bool) -> dict[str, l
     for kind in ("allocated", "reserved"):
         found[kind] = [_most(entry, f"{kind}_bytes") for entry in entries]
     found["memory"] = [] if any(found["reserved"]) else [_needed(entry) for entry in entries]
-    return found if wide else {name: cells for name, cells in found.items() if name not in _WIDE_ONLY}
+    return found
 
 
 def _cut(entry: Mapping[str, Any]) -> str:
