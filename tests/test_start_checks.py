@@ -41,12 +41,18 @@ def _unlike():
         patch.setattr(start_checks, "_own_versions", lambda: f"version {mw.rank()}")
         with pytest.raises(LaunchError, match="installed code") as other:
             start_checks.check_alike("same", "same")
-    return str(caught.value), taken, str(other.value)
+    with pytest.raises(LaunchError, match="model differs") as model:
+        mw.accelerate(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2 + mw.rank())), strategy=[])
+    with pytest.raises(LaunchError, match="model differs") as longer:
+        mw.accelerate(torch.nn.Linear(3, 4, bias=mw.rank() == 0), strategy=[])
+    return str(caught.value), taken, str(other.value), str(model.value), str(longer.value)
 
 
 def test_ranks_that_do_not_start_alike(ranks):
     answers = ranks(2).run(_unlike)
-    for differ, taken, code in answers:
+    for differ, taken, code, model, longer in answers:
+        assert "Expected 1.weight (2, 4) torch.float32 (rank 0). Got 1.weight (3, 4) torch.float32 (rank 1)" in model
+        assert "Expected bias (4,) torch.float32 (rank 0). Got no further parameter (rank 1)" in longer
         assert "last.weight on ranks 0, 1, of which no majority holds the same" in differ
         assert all(equal for equal, _ in taken)
         assert "Expected version 0 (rank 0)" in code

@@ -129,7 +129,7 @@ def accelerate(
     with same_on_every_rank():
         request.check(world.device)
         _check_not_taken(model)
-    check_alike(request.strategy_digest(), request.model_digest())
+    check_alike(request.strategy_digest(), request.model_digest(), request.parameter_lines())
     difference = difference_between_ranks(dict(model.named_parameters()))
     plan, reason = _decide(request, world, limit)
     told = told_difference(difference, plan)

@@ -273,8 +273,15 @@ class Request:
             return f"the methods of {Strategy(self.strategy)} with configs chosen automatically"
         return str(Strategy(self.strategy))
 
+    def parameter_lines(self) -> list[str]:
+        """Name, shape and type of every parameter."""
+        return [
+            f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
+            for name, p in self.model.named_parameters()
+        ]
+
     def model_digest(self) -> str:
         """A short text that two models of equal parameter names, shapes and dtypes share."""
-        lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in self.model.named_parameters()]
+        lines = self.parameter_lines()
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
         return f"{type(self.model).__name__} with {len(lines)} parameters, digest {digest}"

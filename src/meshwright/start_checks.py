@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 
-from meshwright.errors import ModelError
+from meshwright.errors import LaunchError, ModelError
 from meshwright.planner import Plan
-from meshwright.runtime import Difference, agreed, check_all_equal, code_versions
+from meshwright.runtime import Difference, agreed, check_all_equal, code_versions, gather_objects
 
 _own_versions = functools.cache(code_versions)  # it reads every source file
 
 
-def check_alike(strategy: str, model: str) -> None:
-    """Refuses ranks that do not start alike; collective, one gather.
+def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> None:
+    """Refuses ranks that do not start alike; collective.
 
     Args:
         strategy: The strategy asked for, as text.
         model: A short text that tells models apart.
+        parameters: A line for each of its parameters; gathered only where models differ.
 
     Raises:
-        LaunchError: On every rank, naming ranks.
+        LaunchError: On every rank, naming ranks, and the first parameter that differs.
     """
     check_all_equal(
         ("The installed code", _own_versions(), "install the same Meshwright and torch on every machine"),
         ("The strategy", strategy, "pass the same strategy on every rank"),
-        ("The model", model, "build the same model on every rank"),
+    )
+    models = gather_objects(model)
+    other = next((rank for rank, each in enumerate(models) if each != models[0]), None)
+    if other is None:
+        return
+    lines = gather_objects(list(parameters))
+    pairs = itertools.zip_longest(lines[0], lines[other], fillvalue="no further parameter")
+    ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), (models[0], models[other]))
+    raise agreed(
+        LaunchError(
+            "The model differs between ranks",
+            expected=f"{ours} (rank 0)",
+            got=f"{theirs} (rank {other})",
+            fix="build the same model on every rank",
+        )
     )
 
 
