@@ -15,6 +15,7 @@ import torch
 from meshwright.methods.context.kernels import Block
 from meshwright.methods.context.visible import Table, View, view_of
 from meshwright.methods.sequence.order import TokenOrder
+from meshwright.runtime.function import Function
 
 Arriving = Callable[[], list[torch.Tensor]]
 """Waits for what is on its way."""
@@ -48,7 +49,7 @@ class _Merged:
         known.copy_(total)
 
 
-class RingAttention(torch.autograd.Function):
+class RingAttention(Function):
     """Of (batch, heads, tokens / n, features) and keys and values of as many tokens, to all tokens."""
 
     @staticmethod

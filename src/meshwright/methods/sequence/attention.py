@@ -16,6 +16,7 @@ from meshwright.errors import ModelError
 from meshwright.methods.sequence.calls import TokenRanks, check_among_parts, check_mask
 from meshwright.methods.sequence.order import TokenOrder
 from meshwright.methods.tensor.exchange import TensorAxis
+from meshwright.runtime.function import Function
 
 METHOD = "sequence_parallel"
 
@@ -97,7 +98,7 @@ class SequenceRanks(TokenRanks):
         return mask.narrow(-3, own * self.order.index, own)
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Function):
     """Its own backward: what row r became of came from rank r."""
 
     @staticmethod
