@@ -21,6 +21,7 @@ except ImportError:
 from tests.fuzz.guided import fuzz
 from tests.fuzz.parsers import PARSERS
 
+_OWN_FAILURE = 70
 _PROGRESS = re.compile(r"#(\d+)\s.*?cov: (\d+) ft: (\d+) corp: (\d+)")
 
 
@@ -46,7 +47,11 @@ def run(name: str, seconds: float, folder: Path) -> tuple[int, ...]:
 
 
 def _in_a_child(name: str, seconds: float, log: Path) -> float:
-    """Forked, since importing and instrumenting take longer than everything else; its seconds of processor time."""
+    """Forked, since importing and instrumenting take longer than everything else; its seconds of processor time.
+
+    Raises:
+        SystemExit: When the fuzzer itself fails: what was fuzzed until then is no result.
+    """
     child = os.fork()
     if child == 0:
         try:
@@ -54,11 +59,14 @@ def _in_a_child(name: str, seconds: float, log: Path) -> float:
             os.dup2(stream, 1)
             os.dup2(stream, 2)
             fuzz(name, seconds, log.parent)
+        except SystemExit:
+            os._exit(0)
         except BaseException:
             traceback.print_exc()
-        finally:
-            os._exit(1)
-    used = os.wait4(child, 0)[2]
+            os._exit(_OWN_FAILURE)
+    _, status, used = os.wait4(child, 0)
+    if os.waitstatus_to_exitcode(status) == _OWN_FAILURE:
+        raise SystemExit(f"the fuzzer of {name} failed itself; see the end of {log}")
     return used.ru_utime + used.ru_stime
 
 
