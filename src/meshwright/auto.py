@@ -148,8 +148,7 @@ def accelerate(
 def _decide(request: Request, world: Settings, limit: int) -> tuple[Plan, str | None]:
     """The plan, and why it was chosen: rank 0 predicts for all; candidates run on all."""
     # Rank 0 needs it to predict, and optimizers and DDP on all: those who wait import it now, not one after the other.
-    with paused_collection(to_stay=True):
-        importlib.import_module("torch._dynamo")
+    importlib.import_module("torch._dynamo")
     if request.chooses and request.time_limit is not None:
         from meshwright.planner.measure import measured_best
         from meshwright.trials import run_live
