@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tests.fuzz.guided import fuzz
 from tests.fuzz.parsers import PARSERS
 
 _OWN_FAILURE = 70
+_MEMORY = Path("/dev/shm")  # ten times as many runs as on a disk
 _PROGRESS = re.compile(r"#(\d+)\s.*?cov: (\d+) ft: (\d+) corp: (\d+)")
 
 
@@ -36,7 +38,8 @@ def run(name: str, seconds: float, folder: Path) -> tuple[int, ...]:
     left, runs, reached = seconds, 0, [0, 0, 0]
     while left >= 1:
         before = log.stat().st_size if log.exists() else 0
-        left -= _in_a_child(name, left, log)
+        with tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None) as place:
+            left -= _in_a_child(name, left, log, Path(place))
         text = log.read_bytes()[before:].decode(errors="replace")
         told = _PROGRESS.findall(text)
         if not told:
@@ -46,7 +49,7 @@ def run(name: str, seconds: float, folder: Path) -> tuple[int, ...]:
     return runs, *reached, len(findings)
 
 
-def _in_a_child(name: str, seconds: float, log: Path) -> float:
+def _in_a_child(name: str, seconds: float, log: Path, place: Path) -> float:
     """Forked, since importing and instrumenting take longer than everything else; its seconds of processor time.
 
     Raises:
@@ -58,7 +61,7 @@ def _in_a_child(name: str, seconds: float, log: Path) -> float:
             stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(stream, 1)
             os.dup2(stream, 2)
-            fuzz(name, seconds, log.parent)
+            fuzz(name, seconds, log.parent, place)
         except SystemExit:
             os._exit(0)
         except BaseException:

@@ -100,9 +100,16 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def fuzz(name: str, seconds: float, folder: Path) -> NoReturn:
-    """Fuzzes for so many seconds of processor time, which other programs do not shorten; libFuzzer ends the process."""
-    valid = Path(tempfile.mkdtemp(dir=folder))
+def fuzz(name: str, seconds: float, folder: Path, place: Path) -> NoReturn:
+    """Fuzzes for so many seconds of processor time, which other programs do not shorten; libFuzzer ends the process.
+
+    Args:
+        name: Of the parser.
+        seconds: For it.
+        folder: For corpus and findings.
+        place: An existing folder for the file that is read, again and again: best in memory.
+    """
+    valid = Path(tempfile.mkdtemp(dir=place))
     write_valid(valid)
     trial = Trial(name, valid)
     trial.valid_is_read()
