@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from meshwright.batches import usual_input_format
@@ -21,6 +21,7 @@ from meshwright.planner import known_models
 from meshwright.planning import ModuleModel, PlannedModel, PlanRequest
 from meshwright.planning.door import named_model
 from meshwright.planning.models import token_batch
+from meshwright.strategy import Bytes
 
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FAMILIES = ("gpt", "llama", "mixtral")
@@ -115,7 +116,7 @@ def _bytes(text: str | None) -> int | None:
     if text is None:
         return None
     try:
-        size = int(TypeAdapter(ByteSize).validate_python(text))
+        size = int(TypeAdapter(Bytes).validate_python(text))
     except (ValidationError, OverflowError):
         size = 0
     if size < 1:

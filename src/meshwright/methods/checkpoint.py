@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
-from pydantic import ByteSize, PositiveFloat, PositiveInt
+from pydantic import PositiveFloat, PositiveInt
 from torch import nn
 
 from meshwright.cost import Activations, Boundary, Step, Traffic, inline_traffic, names_class
@@ -21,6 +21,7 @@ from meshwright.methods.recompute.repeated import Repeated
 from meshwright.methods.recompute.wrapping import recompute
 from meshwright.methods.references import ClassReferences
 from meshwright.nn import modules_of, outermost, require_blocks
+from meshwright.strategy import Bytes
 
 Granularity = Literal["none", "selective", "full"]
 ModuleT = TypeVar("ModuleT")  # a path or a number
@@ -68,7 +69,7 @@ class Checkpoint(Method):
     and 1.0: that fraction of them."""
     each: tuple[Granularity, ...] | None = None
     """What every module does; ``selective`` keeps what ``policy`` names."""
-    memory_budget: ByteSize | None = None
+    memory_budget: Bytes | None = None
     """What a rank may hold in all, in bytes or as "24 GiB": the plan then recomputes as few operations as fit, and the
     strategy it applies says so with ``each``."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, ByteSize, PositiveInt
+from pydantic import BeforeValidator, PositiveInt
 from torch import nn
 
 from meshwright.cost import Step
@@ -32,6 +32,7 @@ from meshwright.methods.pipeline.splice import Splice
 from meshwright.methods.pipeline.trace import Dataflow
 from meshwright.methods.replicas import broadcast_states
 from meshwright.nn import keep_part_of_whole, wrap_method
+from meshwright.strategy import Bytes
 
 AXIS = "pipeline"
 
@@ -94,7 +95,7 @@ class PipelineParallel(Method):
     """Stages on every rank: 2 or more for ``interleaved``, 2 for ``zbv`` and ``dualpipev``, 1 for the others."""
     split: tuple[PositiveInt, ...] | None = None
     """Blocks of every stage; None balances their time, as far as memory lasts."""
-    memory_limit: ByteSize | None = None
+    memory_limit: Bytes | None = None
     """What a rank may hold, in bytes or as "40 GiB"; None: the memory of a CUDA device, no limit on the CPU."""
     blocks: str | None = None
     """Path of the ModuleList that is cut; None: the only one there is."""

@@ -58,7 +58,11 @@ def _mapping_to_plain(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
 
 
 def from_plain(value: Any) -> Any:
-    """The value that :func:`to_plain` turned into JSON types."""
+    """The value that :func:`to_plain` turned into JSON types.
+
+    Raises:
+        Exception: KeyError, TypeError, ValueError or AttributeError, for what no value was turned into.
+    """
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if not isinstance(value, dict):
@@ -70,7 +74,10 @@ def from_plain(value: Any) -> Any:
     if _ITEMS in value:
         return {from_plain(key): from_plain(item) for key, item in value[_ITEMS]}
     if _TENSOR in value:
-        return torch.tensor(value[_TENSOR], dtype=dtype_named(value["dtype"]))
+        try:
+            return torch.tensor(value[_TENSOR], dtype=dtype_named(value["dtype"]))
+        except (OverflowError, RuntimeError) as error:  # a number that the type cannot hold
+            raise ValueError(str(error)) from None
     return {key: from_plain(item) for key, item in value.items()}
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from meshwright.errors import MeshwrightError, StrategyError, did_you_mean, join_names
+
+Bytes = Annotated[ByteSize, Field(lt=2**63)]
+"""A size as people write it, ``"40 GiB"`` or a number of bytes, that 64 bits can hold."""
 
 METHOD_CONFIGS: dict[str, type[MethodConfig]] = {}
 """Every known method by name; filled as the files of ``meshwright.methods`` are imported."""
