@@ -20,7 +20,6 @@ from typing import NoReturn
 
 import atheris
 
-_SLOW_S = 2.0  # of processor time
 _LARGE_BYTES = 512 << 20
 _HANG_S = 20.0  # of processor time
 _LOST_S = 1200  # by the clock, for what hangs in a library's C
@@ -73,7 +72,7 @@ class Findings:
             self._write(_place(error), content, "".join(traceback.format_exception(error)))
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         took_s, more = time.process_time() - started_s, _peak_bytes() - before
-        if took_s > _SLOW_S:
+        if took_s > self._trial.parser.slow_s:
             self._write("slow", content, f"{took_s:.1f} s of processor time")
         if more > _LARGE_BYTES:
             self._write("large", content, f"{more >> 20} MiB of memory")

@@ -82,11 +82,13 @@ class Parser:
         file: In the folder of valid files.
         read: Reads such a file, whatever it holds: a value, or a MeshwrightError.
         kind: How the file is built, for mutations: json, text, pt, safetensors, npy.
+        slow_s: Processor time from which on an input is a finding.
     """
 
     file: str
     read: Callable[[Path], object]
     kind: str = "json"
+    slow_s: float = 2.0
 
 
 def _text(path: Path) -> str:
@@ -193,7 +195,7 @@ PARSERS = {
     "tokens": Parser("tokens.npy", _tokens, "npy"),
     "tokenizer": Parser("tokenizer.json", _tokenizer),
     "metrics": Parser("metrics.jsonl", lambda path: MetricsFile(path, 10).close(), "text"),
-    "transformers": Parser("hf/config.json", lambda path: transformers_model(path, 8)),
+    "transformers": Parser("hf/config.json", lambda path: transformers_model(path, 8), slow_s=10.0),  # 2 ms a layer
     "earlier config": Parser("earlier.json", _earlier),
     "header": Parser("header.json", _header),
     "report": Parser("report.json", _report),

@@ -14,12 +14,10 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
+from meshwright.planning.limits import check_counts, check_pixels, few_modules
 from meshwright.planning.models import ModuleModel, token_batch
 
-_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "num_local_experts", "num_experts")
-_MOST = 10_000  # layers or experts: more take hours to build, and are a mistake
 _LONGEST = 2**24  # tokens of a sample
-_LARGEST_SIDE = 8192  # pixels of an image
 _CAUSAL, _MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
 _AUTO = (_CAUSAL, _MASKED, "AutoModelForSeq2SeqLM", "AutoModelForImageClassification")
 
@@ -78,11 +76,11 @@ def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key:
     check_config_path(path, key)
     transformers = _transformers(key)
     with _told(path):
+        check_counts(path, changes or {})
         # Without the last, transformers asks on the terminal whether to run code that lies beside a config.
         config = transformers.AutoConfig.from_pretrained(
             path, **{**(changes or {}), "local_files_only": True, "trust_remote_code": False}
         )
-        _check_counts(config)
     unknown = [name for name in changes or {} if not hasattr(config, name)]
     if unknown:
         raise ConfigError(
@@ -93,13 +91,6 @@ def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key:
         )
     config.use_cache = False  # in training it only holds memory
     return config
-
-
-def _check_counts(config: Any) -> None:
-    for name in _COUNTS:
-        count = getattr(config, name, None)
-        if isinstance(count, int) and count > _MOST:
-            raise ValueError(f"{name} = {count}, and at most {_MOST:,} are built")
 
 
 def model_of_config(config: Any, path: Path, *, on_meta: bool = False) -> nn.Module:
@@ -116,7 +107,7 @@ def model_of_config(config: Any, path: Path, *, on_meta: bool = False) -> nn.Mod
     Raises:
         ModelError: When no model can be made of it.
     """
-    with _told(path), torch.device("meta" if on_meta else "cpu"):
+    with _told(path), few_modules(), torch.device("meta" if on_meta else "cpu"):
         return _of_config(_transformers(), config)
 
 
@@ -183,10 +174,9 @@ def _name(config: Any, path: Path) -> str:
 
 def _images(config: Any) -> dict[str, torch.Tensor]:
     size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
-    if max(size) > _LARGEST_SIDE:
-        raise ValueError(f"image_size = {config.image_size}")
-    pixels = torch.zeros(2, getattr(config, "num_channels", 3), *size)
-    return {"pixel_values": pixels, "labels": torch.zeros(2, dtype=torch.long)}
+    shape = (2, getattr(config, "num_channels", 3), *size)
+    check_pixels(shape)
+    return {"pixel_values": torch.zeros(shape), "labels": torch.zeros(2, dtype=torch.long)}
 
 
 def _checked_seq(config: Any, seq: int | None) -> int:
