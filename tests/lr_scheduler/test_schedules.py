@@ -114,11 +114,22 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing():
         (Linear(optimizer(0.1, 0.2), S, 2, 10).state_dict(), CheckpointError, "1 groups"),
         ({**state, "end_iter": 1}, ConfigError, "ends before"),
         ({**state, "num_iter": -2}, ConfigError, "num_iter"),
+        ({**state, "start_lr": 10**400}, ConfigError, "start_lr"),
+        ({**state, "group_ratios": [10**400]}, ConfigError, "group_ratios"),
     ]:
         with pytest.raises(error, match=word):
             scheduler.load_state_dict(wrong)
         assert scheduler.state_dict() == before
         assert optim.param_groups[0]["lr"] == pytest.approx(S * 6 / 8)
+
+
+def test_a_rate_that_no_float_holds_is_named_and_changes_nothing():
+    optim = optimizer()
+    scheduler = Exponential(optim, S, 2, 10, gamma=2.0)
+    before = scheduler.state_dict()
+    with pytest.raises(ConfigError, match="Exponential has no learning rate for iteration 5000"):
+        scheduler.load_state_dict({**before, "num_iter": 5000})
+    assert scheduler.state_dict() == before
 
 
 def test_groups_keep_their_ratio_to_the_default_rate():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -85,11 +85,22 @@ class WarmupLRScheduler(LRScheduler, ABC):
 
     @property
     def current_lr(self) -> float:
-        """The schedule's rate now: that of a group without a rate of its own."""
+        """The schedule's rate now: that of a group without a rate of its own.
+
+        Raises:
+            ConfigError: When it is beyond all floats, as ``Exponential`` with a ``gamma`` above 1 comes to be.
+        """
         num_iter = max(self.num_iter, 0)  # SequentialLR holds a schedule at -1 until its turn comes
-        if num_iter < self.warmup_iter:
-            return float(self.get_lr_warmup(num_iter))
-        return float(self.get_lr_decay(num_iter))
+        rate = self.get_lr_warmup if num_iter < self.warmup_iter else self.get_lr_decay
+        try:
+            return float(rate(num_iter))
+        except OverflowError as error:
+            raise ConfigError(
+                f"{type(self).__name__} has no learning rate for iteration {num_iter}",
+                expected="a rate that a float holds",
+                got=str(error),
+                fix="end the run earlier, or let the rate grow less",
+            ) from None
 
     def get_lr(self) -> list[float | Tensor]:
         """The rate of every group at the current iteration."""
@@ -147,11 +158,14 @@ class WarmupLRScheduler(LRScheduler, ABC):
         self.group_ratios = list(self.group_ratios)  # its own: groups may be added to it
         try:
             _check_number("num_iter", state_dict["num_iter"], lowest=-1)
+            for ratio in self.group_ratios:
+                _check_number("group_ratios", ratio)
             self._check()
+            self.last_epoch = state_dict["num_iter"]
+            self.get_lr()
         except ConfigError:
             vars(self).update(before)
             raise
-        self.last_epoch = state_dict["num_iter"]
         if self.last_epoch >= 0:  # else its turn in a SequentialLR has not come, and the rates are another's
             self._update_lr(self.last_epoch)
 
@@ -222,7 +236,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _check_number(name: str, value: Any, lowest: int = 0) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= sys.float_info.max:
         raise ConfigError(
             f"{name} is not what a schedule can use",
             expected=f"a number, {lowest} or more",
