@@ -68,20 +68,34 @@ def open_tokens(path: Path) -> np.ndarray:
         DataError: When the file is absent, cut short, or not a token file.
     """
     try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        if isinstance(tokens, np.memmap) and tokens.ndim == 1 and tokens.dtype.kind == "u":
-            # A longer file would map as well, but nobody can say which part of it is right.
-            if os.path.getsize(path) == tokens.offset + tokens.nbytes:
-                return tokens
-            raise ValueError(f"{os.path.getsize(path)} bytes for {tokens.size} tokens")
-        raise ValueError(f"an array of shape {getattr(tokens, 'shape', '?')} and type {getattr(tokens, 'dtype', '?')}")
-    except Exception as error:  # numpy takes other formats for archives or syntax, and fails as their readers do
+        dtype, num_tokens, offset = _header(path)
+        # A longer file would map as well, but nobody can say which part of it is right.
+        if os.path.getsize(path) != offset + num_tokens * dtype.itemsize:
+            raise ValueError(f"{os.path.getsize(path)} bytes for {num_tokens} tokens")
+        return np.memmap(path, dtype, "r", offset, (num_tokens,))
+    except Exception as error:  # numpy reads headers as Python, and fails as its parser does
         raise DataError(
             f"{path} is not a complete token file",
             expected="a flat .npy file of unsigned integers, as token_cache writes it",
             got=str(error),
             fix="delete it and call token_cache again",
         ) from error
+
+
+def _header(path: Path) -> tuple[np.dtype, int, int]:
+    """Type and number of the tokens and where they begin, in bytes.
+
+    Checked before anything is mapped: types without a size end the process in numpy's C (a division by zero).
+    """
+    with open(path, "rb") as file:
+        version = np.lib.format.read_magic(file)
+        if version != (1, 0):
+            raise ValueError(f"version {version} of the format")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        offset = file.tell()
+    if len(shape) != 1 or dtype.kind != "u" or dtype.itemsize == 0:
+        raise ValueError(f"an array of shape {shape} and type {dtype}")
+    return dtype, shape[0], offset
 
 
 def _is_complete(path: Path, token_type: np.dtype) -> bool:
