@@ -1,12 +1,12 @@
 """What clipping and the optimizer's step cost beside the fused kernel alone, with gradients of a real model.
 
-2 processes train the GPT of ``overhead.py`` under ``data`` and ``fsdp``. After every backward pass one of these runs,
-in turn and over the same parameters: torch's ``_fused_adamw_`` on local tensors (``kernel``); the norm, clipping in the
-kernel and the step as ``Accelerated.step`` runs them (``ours``); torch's ``clip_grad_norm_`` and ``AdamW.step``
-(``torch``). Figures are medians of CPU time of the rank's main thread, which other programs and the wait for the other
-rank disturb least.
+2 processes train the GPT of ``overhead.py``, or one of GPT-2's size, under ``data`` and ``fsdp``. After every
+backward pass one of these runs, in turn and over the same parameters: torch's ``_fused_adamw_`` on local tensors
+(``kernel``); the norm, clipping in the kernel and the step as ``Accelerated.step`` runs them (``ours``); torch's
+``clip_grad_norm_`` and ``AdamW.step`` (``torch``). Figures are medians of CPU time of the rank's main thread, which
+other programs and the wait for the other rank disturb least.
 
-    python benchmarks/clip.py [--rounds N] [--json FILE]
+    python benchmarks/clip.py [--model tiny|gpt2] [--rounds N] [--json FILE]
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from overhead import BATCH, MAX_NORM, OPTIM, SIZES, build, loss_func
+from overhead import BATCH, GPT2, MAX_NORM, OPTIM, SIZES, loss_func
 
 import meshwright as mw
 from meshwright.optim import clipped_step, local_tensor
 from meshwright.runtime import settings, synchronize_device
 from meshwright.runtime.launch import inside_launcher, launch
+
+MODELS = {  # sizes, and sequences per rank: 4.8 and 124 million parameters
+    "tiny": (SIZES, BATCH),
+    "gpt2": ({"vocab_size": 50257, "seq_len": 32, "dim": 768, "num_layers": 12, "num_heads": 12}, 1),
+}
 
 
 def kernel_alone(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -58,10 +63,12 @@ def contestants(job: mw.Accelerated) -> dict[str, Callable[[], None]]:
     return {"kernel": kernel_alone(job.optim), "ours": ours, "torch": theirs}
 
 
-def measure(kind: str, rounds: int, device: torch.device) -> dict[str, float | str]:
-    ids = torch.randint(0, SIZES["vocab_size"], (BATCH, SIZES["seq_len"]), device=device)
+def measure(kind: str, model: str, rounds: int, device: torch.device) -> dict[str, float | str]:
+    sizes, batch = MODELS[model]
+    ids = torch.randint(0, sizes["vocab_size"], (batch, sizes["seq_len"]), device=device)
+    torch.manual_seed(0)
     job = mw.accelerate(
-        build(device),
+        GPT2(**sizes).to(device),
         torch.optim.AdamW,
         None,
         loss_func,
@@ -90,6 +97,7 @@ def measure(kind: str, rounds: int, device: torch.device) -> dict[str, float | s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=tuple(MODELS), default="tiny")
     parser.add_argument("--rounds", type=int, default=20, help="turns of each (default 20)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
@@ -101,12 +109,14 @@ def main() -> int:
         f"{'strategy':10} {'kernel':>9} {'ours':>9} {'torch':>9} {'ours / kernel':>14} {'torch / kernel':>15}"
     )
     for kind in ("data", "fsdp"):
-        found = measure(kind, arguments.rounds, settings().device)
+        found = measure(kind, arguments.model, arguments.rounds, settings().device)
         results.append(found)
         cells = " ".join(f"{1e3 * float(found[name]):7.2f}ms" for name in ("kernel_s", "ours_s", "torch_s"))
         mw.print_rank(f"{kind:10} {cells} {found['ratio']:14.2f} {found['torch_ratio']:15.2f}", flush=True)
     if arguments.json and mw.rank() == 0:
-        arguments.json.write_text(json.dumps({"torch": torch.__version__, "cases": results}, indent=2) + "\n")
+        arguments.json.write_text(
+            json.dumps({"torch": torch.__version__, "model": arguments.model, "cases": results}, indent=2) + "\n"
+        )
     return 0
 
 
