@@ -180,7 +180,7 @@ PARSERS = {
     "model name": Parser("model.txt", _model, "text"),
     "calibration": Parser("calibration.json", lambda path: read_calibration(path.read_text(errors="replace"))),
     "corrections": Parser("corrections.json", read_corrections),
-    "published runs": Parser("published.csv", _table, "text"),
+    "published runs": Parser("published.csv", _table, "text", slow_s=10.0),  # eight plans of 10,000 layers take 5 s
     "plans": Parser("other/plans.json", _plans),
     "manifest": Parser("step-00000001/manifest.json", lambda path: read_manifest(path.parent)),
     "damage": Parser("step-00000001/manifest.json", lambda path: damage_of(path.parent)),
