@@ -54,6 +54,20 @@ def test_a_module_is_traced_once_for_all_clusters():
     assert planned.describe()["num_parameters"] == sum(p.numel() for p in model.parameters())
 
 
+def test_a_plan_leaves_a_model_as_it_is_even_a_module_in_two_places():
+    block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    model = nn.Sequential(block, block, nn.Linear(8, 1))
+    before = {id(module): [*module._parameters.values(), *module._buffers.values()] for module in model.modules()}
+    (plan,) = mw.plan(
+        model, make_cluster("CPU", 2), global_batch=8, sample_batch=torch.zeros(4, 8), strategy=[],
+        loss_func=lambda inputs, output: output.mean(),
+    )  # fmt: skip
+    assert plan.memory.parameters == sum(p.nbytes for p in model.parameters())
+    for module in model.modules():
+        now = [*module._parameters.values(), *module._buffers.values()]
+        assert all(a is b for a, b in zip(now, before[id(module)], strict=True))
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "vit"])
 def test_a_transformers_config_is_built_without_weights(kind, tmp_path):
     transformers = pytest.importorskip("transformers")

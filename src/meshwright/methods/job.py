@@ -37,6 +37,7 @@ from meshwright.optim import (
     step_on_local_tensors,
 )
 from meshwright.optim.wrapped import call_around
+from meshwright.store.entries import unwrapped
 from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -171,7 +172,9 @@ class Job:
         return None if self.optim_func is None else self._guarded_optimizer(self.optim_func)
 
     def _guarded_optimizer(self, optim_func: OptimizerFactory) -> Optimizer:
-        params = self.model.parameters() if self.optim_param_func is None else self.optim_param_func(self.model)
+        # What DDP and torch.compile put around a model changes the names in it; whoever groups by name wrote his own.
+        bare = unwrapped(self.model)
+        params = bare.parameters() if self.optim_param_func is None else self.optim_param_func(bare)
         master = self._make_master()
         inner = optim_func(params) if master is None else master.optimizer(optim_func, params)
         call_around(inner, self.before_update, self.after_update)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from meshwright.distributed.two_level import route
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job, MicroBatchContext
-from meshwright.methods.replicas import GradientAverager
+from meshwright.methods.replicas import GradientAverager, refuse_frozen
 from meshwright.methods.wire.replicated import quantise_averages
 from meshwright.runtime import AXES, build_mesh, check_axes
 
@@ -92,16 +93,17 @@ def replicate(job: Job) -> None:
     averaged over ``data`` alone.
     """
     trainable = any(parameter.requires_grad for parameter in job.model.parameters())
-    if job.shard_axis is not None or job.num_averaged == 1 or not trainable:
+    if job.shard_axis is not None or job.num_averaged == 1:
         return
     group = job.flat_mesh("context", "sequence", "expert", "data").get_group()
     if job.experts is not None:
         job.micro_batch = _with_experts(job, job.experts.parameters(), group)
         return
-    if job.is_split:
+    if job.is_split or not trainable:
         averager = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters)
         job.micro_batch = averager.accumulating
         return
+    late = _late(job, group)
     options = {"find_unused_parameters": job.find_unused_parameters, **job.ddp_options}
     replicas = DistributedDataParallel(
         job.model,
@@ -114,7 +116,7 @@ def replicate(job: Job) -> None:
         way = route(group, job.wire.neighbours(job.axes, averaging_axis(job)))
         quantise_averages(replicas, job.wire, way, job.device)
     job.model = replicas
-    job.micro_batch = lambda is_last: contextlib.nullcontext() if is_last else _without_reduction(replicas)
+    job.micro_batch = functools.partial(_accumulating, replicas, late)
 
 
 def averaging_axis(job: Job) -> str:
@@ -139,10 +141,17 @@ def _with_experts(job: Job, experts: set[nn.Parameter], group: dist.ProcessGroup
     return accumulating
 
 
+def _late(job: Job, group: dist.ProcessGroup) -> GradientAverager:
+    """Averages what does not train yet: DDP never looks at parameters that were frozen when it was made."""
+    frozen = {p for p in job.model.parameters() if not p.requires_grad}
+    if not job.find_unused_parameters:
+        refuse_frozen(job.model)
+    return GradientAverager(job.model, group, allow_unused=True, only=frozen)
+
+
 @contextlib.contextmanager
-def _without_reduction(replicas: nn.Module) -> Iterator[None]:
-    assert isinstance(replicas, DistributedDataParallel)
-    with replicas.no_sync():
+def _accumulating(replicas: DistributedDataParallel, late: GradientAverager, is_last: bool) -> Iterator[None]:
+    with contextlib.nullcontext() if is_last else replicas.no_sync(), late.accumulating(is_last):
         yield
 
 

@@ -50,23 +50,35 @@ class GradientAverager:
         in_backward: bool = True,
         only: Collection[nn.Parameter] | None = None,
     ) -> None:
-        self._group, self._allow_unused = group, allow_unused
-        every = ((n, p) for n, p in model.named_parameters() if only is None or p in only)
-        trainable = [(name, parameter) for name, parameter in every if parameter.requires_grad]
-        self._names = {parameter: name for name, parameter in trainable}
-        self._buckets = _cut(list(self._names))
-        self._bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
+        self._group, self._allow_unused, self._in_backward = group, allow_unused, in_backward
+        self._names = {p: name for name, p in model.named_parameters() if only is None or p in only}
+        self._hooked: set[nn.Parameter] = set()
+        self._trains: list[bool] = []
+        self._renew()
         self._enabled = True  # False: micro-batches whose gradients only accumulate
         self._running = False  # between the start of a backward pass and its end
         self._missing: list[int] = []  # how many parameters of each bucket have no gradient yet in this pass
         self._works: list[tuple[dist.Work, torch.Tensor, list[nn.Parameter]]] = []  # sent, in order of the buckets
         if in_backward:
-            for parameter in self._names:
-                parameter.register_post_accumulate_grad_hook(self._ready)
             model.register_forward_hook(self._after_forward)
+
+    def _renew(self) -> None:
+        """Buckets of the parameters that train now: some may have been frozen since the last pass, or unfrozen."""
+        trains = [parameter.requires_grad for parameter in self._names]
+        if trains == self._trains:
+            return
+        self._trains = trains
+        trainable = [parameter for parameter in self._names if parameter.requires_grad]
+        self._buckets = _cut(trainable)
+        self._bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
+        for parameter in trainable if self._in_backward else ():
+            if parameter not in self._hooked:
+                self._hooked.add(parameter)
+                parameter.register_post_accumulate_grad_hook(self._ready)
 
     def average(self) -> None:
         """Averages the gradients as they are now."""
+        self._renew()
         self._works = []
         self._end()
 
@@ -80,7 +92,8 @@ class GradientAverager:
             self._enabled = before
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        for leaf in tree_leaves(output):
+        self._renew()
+        for leaf in tree_leaves(output) if self._buckets else ():
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                 leaf.register_hook(self._begin)
 
@@ -92,7 +105,7 @@ class GradientAverager:
             Variable._execution_engine.queue_callback(self._end)
 
     def _ready(self, parameter: torch.Tensor) -> None:
-        if self._running:
+        if self._running and parameter in self._bucket_of:
             self._missing[self._bucket_of[parameter]] -= 1  # type: ignore[index]
             while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
                 self._send()
@@ -143,6 +156,27 @@ class GradientAverager:
             local = local_tensor(parameter.grad)
             local.copy_(average.view_as(local))
         return unused
+
+
+def refuse_frozen(model: nn.Module) -> None:
+    """Lets DDP's forward fail where a parameter has been frozen for which DDP waits in every step.
+
+    Raises:
+        ModelError: At the next forward that trains, naming them.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def check(*_: object) -> None:
+        frozen = [name for name, parameter in trained.items() if not parameter.requires_grad]
+        if frozen and torch.is_grad_enabled():
+            raise ModelError(
+                "Parameters were frozen after their gradients had been promised to all replicas",
+                expected="the parameters that trained when the strategy was applied",
+                got=join_names(frozen),
+                fix="pass find_unused_parameters=True, freeze them before, or set their learning rate to 0",
+            )
+
+    model.register_forward_pre_hook(check)
 
 
 def _cut(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -17,6 +17,7 @@ from meshwright.nn.fsdp_groups import parameter_groups
 from meshwright.nn.half_attention import carried
 from meshwright.nn.half_wide import widen, widened
 from meshwright.nn.initialization import grouped_parameters, init_parameters
+from meshwright.nn.lent import call_with, run_with
 from meshwright.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from meshwright.nn.model_wrapper import BMTrainModelWrapper
 from meshwright.nn.module import DistributedModule
@@ -50,6 +51,7 @@ __all__ = [
     "TransformerBlockList",
     "VPEmbedding",
     "average_gradients",
+    "call_with",
     "carried",
     "class_name",
     "class_names",
@@ -71,6 +73,7 @@ __all__ = [
     "rank_orders",
     "reduce_by_exchange",
     "require_blocks",
+    "run_with",
     "stages_of",
     "whole_model",
     "widen",

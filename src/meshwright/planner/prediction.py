@@ -21,7 +21,7 @@ from meshwright.methods.expert.trace import without_grouped_kernels
 from meshwright.methods.float8.trace import Fp8Trace
 from meshwright.methods.sequence.trace import one_sequence_per_sample
 from meshwright.methods.tensor.trace import SaveLog
-from meshwright.nn import find_blocks
+from meshwright.nn import find_blocks, run_with
 from meshwright.planner.profile.continued import (
     NotRepeatedError,
     continued,
@@ -147,7 +147,7 @@ class Pass:
             recorder = self._recorder(saved, held)
             with recorder, _runs_without_data(), kernels_of_device(self.device, device):
                 with self._as_one_rank(saved.log), work.counting():
-                    loss = torch.func.functional_call(_Forward(self.model, self.forward), state, (inputs,))
+                    loss = run_with(self.forward, self.model, state, inputs)
                 boundaries = self.split.boundaries(self.model, saved.log) if self.split is not None else ()
                 backward = _Backward(loss, device.type)
                 placed = work.everything(backward)  # type: ignore[arg-type]
@@ -175,7 +175,7 @@ class Pass:
 
     def _state(self, fake: FakeTensorMode, device: torch.device) -> dict[str, torch.Tensor]:
         return {
-            f"model.{name}": self._one_ranks(self._cast(converted_to(tensor, fake, device)), tensor).requires_grad_(
+            name: self._one_ranks(self._cast(converted_to(tensor, fake, device)), tensor).requires_grad_(
                 tensor.requires_grad
             )
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers())
@@ -233,16 +233,3 @@ class _Backward:
         with torch.autocast(self._device_type, enabled=False):
             self._loss.backward()
         self.has_run = True
-
-
-class _Forward(nn.Module):
-    """The model and its loss as one module, so that ``functional_call`` can lend it fake parameters."""
-
-    def __init__(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> None:
-        super().__init__()
-        self.model = model
-        self._run = forward
-
-    def forward(self, inputs: Any) -> Any:
-        """Computes the loss."""
-        return self._run(self.model, inputs)

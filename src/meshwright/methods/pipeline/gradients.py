@@ -29,8 +29,7 @@ class StageGradients:
         self._line, self._averager = line, averager
         self._shared: dict[tuple[int, ...], list[nn.Parameter]] = {}
         for parameter, ranks in shared:
-            if parameter.requires_grad:
-                self._shared.setdefault(ranks, []).append(parameter)
+            self._shared.setdefault(ranks, []).append(parameter)
         self._aside: list[tuple[nn.Parameter, torch.Tensor | None]] = []  # exchanged before the present backward passes
         self._accumulating = False  # since the last exchange
 
@@ -41,7 +40,7 @@ class StageGradients:
             reduces: Whether :meth:`exchange` follows; else the next pass adds to the gradients of this one.
         """
         if not self._accumulating:
-            every = [parameter for parameters in self._shared.values() for parameter in parameters]
+            every = [p for parameters in self._shared.values() for p in parameters if p.requires_grad]
             self._aside = [(parameter, parameter.grad) for parameter in every]
             for parameter in every:
                 parameter.grad = None
@@ -83,7 +82,7 @@ class StageGradients:
         """
         for ranks, parameters in self._shared.items():
             if self._line.rank in ranks:
-                for same in _by_dtype(parameters):
+                for same in _by_dtype([parameter for parameter in parameters if parameter.requires_grad]):
                     self._sum(ranks, same)
         for parameter, before in self._aside:
             if before is not None and parameter.grad is not None:

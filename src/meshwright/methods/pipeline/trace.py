@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshwright.errors import ModelError
+from meshwright.nn import run_with
 
 
 @dataclass
@@ -160,11 +161,11 @@ def trace_blocks(
         copy: torch.Tensor = fake.from_tensor(tensor.detach())
         return copy
 
-    state = {f"model.{name}": converted(tensor) for name, tensor in model.named_buffers()}
+    state = {name: converted(tensor) for name, tensor in model.named_buffers()}
     inside = {parameter for block in blocks for parameter in block.parameters()}
     names = {}
     for name, parameter in model.named_parameters():
-        tensor = state[f"model.{name}"] = converted(parameter)
+        tensor = state[name] = converted(parameter)
         if tensor.is_floating_point():
             tensor.requires_grad_()  # frozen ones too: they must be where they are used
         if parameter not in inside:
@@ -173,21 +174,8 @@ def trace_blocks(
     given = tree_map(lambda leaf: converted(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
     with warnings.catch_warnings(), fake, torch.enable_grad(), run.hooked():
         warnings.simplefilter("ignore")
-        loss = torch.func.functional_call(_Forward(model, forward), state, (given,))
+        loss = run_with(forward, model, state, given)
         return run.finish(loss)
-
-
-class _Forward(nn.Module):
-    """The model and its loss as one module, so that ``functional_call`` can lend it fake parameters."""
-
-    def __init__(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> None:
-        super().__init__()
-        self.model = model
-        self._run = forward
-
-    def forward(self, inputs: Any) -> Any:
-        """Computes the loss."""
-        return self._run(self.model, inputs)
 
 
 def _accumulator(leaf: torch.Tensor) -> Any:

@@ -23,6 +23,7 @@ from meshwright.methods.tensor.calls import RecordedBlock, SampleRun, record_cal
 from meshwright.methods.tensor.compare import Refuted, close
 from meshwright.methods.tensor.sequence_trial import TOKENS_DIM, first_hidden
 from meshwright.methods.tensor.trial import evaluating
+from meshwright.nn import call_with
 
 _TOKENS_DIM = 2  # of queries, keys and values
 _SEED = 11
@@ -160,6 +161,6 @@ def _run(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], calls:
         wide = torch.float32 if buffer.is_floating_point() else buffer.dtype
         state[name] = torch.zeros(buffer.shape, dtype=wide) if buffer.is_meta else buffer.detach().cpu().to(wide)
     with evaluating(block), torch.no_grad(), grouped_keys(), calls:
-        leaves = tree_leaves(torch.func.functional_call(block, state, args, kwargs))
+        leaves = tree_leaves(call_with(block, state, args, kwargs))
     place = first_hidden(leaves)
     return None if place is None else leaves[place]

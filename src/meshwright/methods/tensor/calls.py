@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from meshwright.errors import ModelError
 from meshwright.methods.tensor.trial import BlockCall
-from meshwright.nn import find_blocks
+from meshwright.nn import find_blocks, run_with
 
 _TOKENS = 16  # enough to tell positions apart; made a multiple of the ranks, which may cut them
 
@@ -114,23 +114,10 @@ def _run(model: nn.Module, blocks: list[RecordedBlock], inputs: Any, forward: Ca
         state = {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             trains = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-            state[f"model.{name}"] = converted(tensor).requires_grad_(trains)
+            state[name] = converted(tensor).requires_grad_(trains)
         fake_inputs = tree_map(lambda leaf: converted(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
         with _recording(blocks), torch.enable_grad():
-            torch.func.functional_call(_Forward(model, forward), state, (fake_inputs,))
-
-
-class _Forward(nn.Module):
-    """The model's forward as a module, so that ``functional_call`` can lend it fake parameters."""
-
-    def __init__(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> None:
-        super().__init__()
-        self.model = model
-        self._run = forward
-
-    def forward(self, inputs: Any) -> Any:
-        """Runs the model."""
-        return self._run(self.model, inputs)
+            run_with(forward, model, state, fake_inputs)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from meshwright.methods.tensor.parts import part_of
 from meshwright.methods.tensor.plan import PlannedLayer
 from meshwright.methods.tensor.sequence_trial import SequenceTrial
 from meshwright.methods.tensor.trial import Adjustment, BlockCall, Exchanged, adjusted, evaluating, meeting
+from meshwright.nn import call_with
 
 _SEED = 7
 
@@ -134,7 +135,7 @@ class BlockProof:
             context = sequence.meeting(self.block, layers, exchanged, of_whole, rank)
         with evaluating(self.block), context:
             try:
-                result = torch.func.functional_call(self.block, state, args, kwargs)
+                result = call_with(self.block, state, args, kwargs)
             except Refuted:
                 raise
             except Exception as error:  # the code of a block may do anything with sizes

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from meshwright.errors import ModelError
@@ -20,6 +19,7 @@ from meshwright.methods.tensor.proof import BlockProof
 from meshwright.methods.tensor.styles import features, is_linear, is_transposed
 from meshwright.methods.tensor.trial import Adjustment, evaluating
 from meshwright.methods.tensor.vocabulary import vocabulary_entries
+from meshwright.nn import call_with
 
 _SIZE_WORDS = ("dim", "size", "group", "mask")
 
@@ -124,7 +124,7 @@ def _regions(block: RecordedBlock, proof: BlockProof) -> list[Region]:
         split = dict(proof.call.split)
         leaves = [leaf if i in split else mark_input(leaf) for i, leaf in enumerate(proof.call.values())]
         args, kwargs = proof.call.tree(leaves)
-        return torch.func.functional_call(block.module, proof.state, args, kwargs)
+        return call_with(block.module, proof.state, args, kwargs)
 
     with evaluating(block.module):
         try:

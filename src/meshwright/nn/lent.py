@@ -1,0 +1,58 @@
+"""Running modules with other tensors in the place of their parameters and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def call_with(
+    module: nn.Module, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Calls a module with other tensors, and gives it its own back.
+
+    ``torch.func.functional_call`` by itself takes a module that lies in several places once for each of them, and
+    gives it the lent tensors back as its own the second time.
+
+    Args:
+        module: Called.
+        state: By the names of ``named_parameters`` and ``named_buffers``; where a tensor lies in several places, its
+            first name stands for all. Tensors that have no name here stay.
+        args: Of the call.
+        kwargs: Of the call.
+    """
+    lent = {
+        id(tensor): state[name]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if name in state
+    }
+    places = {
+        f"{path}.{name}" if path else name: lent[id(tensor)]
+        for path, each in module.named_modules()  # every module once
+        for name, tensor in (*each._parameters.items(), *each._buffers.items())
+        if id(tensor) in lent
+    }
+    return torch.func.functional_call(module, places, args, kwargs, tie_weights=False)
+
+
+def run_with(
+    run: Callable[[nn.Module, Any], Any], model: nn.Module, state: Mapping[str, torch.Tensor], inputs: Any
+) -> Any:
+    """``run(model, inputs)`` with other tensors in the model, as :func:`call_with` lends them."""
+    return call_with(_Run(run, model), {f"model.{name}": tensor for name, tensor in state.items()}, (inputs,))
+
+
+class _Run(nn.Module):
+    """A function of a model as a module, since tensors are lent to one for the time of a call."""
+
+    def __init__(self, run: Callable[[nn.Module, Any], Any], model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._run = run
+
+    def forward(self, inputs: Any) -> Any:
+        """Runs it."""
+        return self._run(self.model, inputs)

@@ -1,0 +1,88 @@
+"""Which gradients replicas average, while parameters are frozen and unfrozen."""
+
+import copy
+
+import pytest
+import torch
+
+import meshwright as mw
+from tests import tiny
+
+LR = {"lr": 0.1}
+
+
+def unfreezing(strategy, all_frozen, options):
+    """How far weights are from those of one process, and how far these moved."""
+    model = tiny.plain(num_layers=3)
+    frozen = list(model.parameters()) if all_frozen else list(model.blocks[0].parameters())
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    start, alone = copy.deepcopy(model), copy.deepcopy(model)
+    job = mw.accelerate(
+        model, torch.optim.SGD, loss_func=tiny.loss_func, strategy=strategy, optim_args=LR, **options,
+        sample_batch=torch.zeros(4, tiny.SEQ_LEN, dtype=torch.long),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(alone.parameters(), **LR)
+    for index in range(12):
+        if index == (0 if all_frozen else 4):
+            job.model.requires_grad_(True)
+            alone.requires_grad_(True)
+        if index == 8 and options.get("find_unused_parameters"):
+            for each in (mw.store.entries.unwrapped(job.model), alone):
+                each.blocks[1].requires_grad_(False)
+        ids = torch.randint(tiny.VOCAB, (8, tiny.SEQ_LEN), generator=torch.Generator().manual_seed(index))
+        job.step(ids[job.replica :: 2])
+        optimizer.zero_grad()
+        tiny.loss_func(ids, alone(ids)).backward()
+        optimizer.step()
+    own = list(job.model.parameters())
+    expected = list(alone.parameters())
+    return (
+        max((a - b).abs().max().item() for a, b in zip(own, expected, strict=True)),
+        max((a - b).abs().max().item() for a, b in zip(start.parameters(), expected, strict=True)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("all_frozen", "options"),
+    [(False, {}), (False, {"num_micro_batches": 2}), (True, {}), (False, {"find_unused_parameters": True})],
+)
+def test_what_is_unfrozen_later_is_averaged(ranks, all_frozen, options):
+    for apart, moved in ranks(2).run(unfreezing, [], all_frozen, options):
+        assert apart < 1e-5 < 0.01 < moved
+
+
+def freezing():
+    model = tiny.plain(num_layers=2)
+    job = mw.accelerate(
+        model, torch.optim.SGD, loss_func=tiny.loss_func, strategy=[], optim_args=LR,
+        sample_batch=torch.zeros(4, tiny.SEQ_LEN, dtype=torch.long),
+    )  # fmt: skip
+    model.blocks[1].requires_grad_(False)
+    with pytest.raises(mw.ModelError, match=r"were frozen after .* Got blocks\.1.*find_unused_parameters=True"):
+        job.step(torch.zeros(4, tiny.SEQ_LEN, dtype=torch.long))
+
+
+def test_what_is_frozen_later_is_named(ranks):
+    ranks(2).run(freezing)
+
+
+def grouped(strategy):
+    seen = []
+
+    def groups(model):
+        seen.extend(name for name, _ in model.named_parameters())
+        return [{"params": model.blocks.parameters(), "lr": 0.5}, {"params": model.token_embedding.parameters()}]
+
+    job = mw.accelerate(
+        tiny.plain(num_layers=2), torch.optim.SGD, loss_func=tiny.loss_func, strategy=strategy, optim_args=LR,
+        optim_param_func=groups, sample_batch=torch.zeros(4, tiny.SEQ_LEN, dtype=torch.long),
+    )  # fmt: skip
+    return [group["lr"] for group in job.optim.param_groups], [name for name in seen if name.startswith("module.")]
+
+
+@pytest.mark.parametrize("strategy", [[], ["zero2"]], ids=str)
+def test_groups_are_made_of_the_model_that_the_user_wrote(ranks, strategy):
+    for rates, wrapped in ranks(2).run(grouped, strategy):
+        assert rates == [0.5, 0.1]
+        assert not wrapped
