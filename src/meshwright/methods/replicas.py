@@ -54,6 +54,8 @@ class GradientAverager:
         self._names = {p: name for name, p in model.named_parameters() if only is None or p in only}
         self._hooked: set[nn.Parameter] = set()
         self._trains: list[bool] = []
+        self._buckets: list[list[nn.Parameter]] = []
+        self._bucket_of: dict[nn.Parameter, int] = {}
         self._renew()
         self._enabled = True  # False: micro-batches whose gradients only accumulate
         self._running = False  # between the start of a backward pass and its end
