@@ -177,6 +177,29 @@ def test_what_cannot_be_sharded_is_refused(kind, said):
     assert "What to do" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"param_dtype": torch.bfloat16, "reduce_dtype": "fp32", "buffer_dtype": torch.float32},
+        torch.distributed.fsdp.MixedPrecision(torch.bfloat16, torch.float32, torch.float32),
+    ],
+)
+def test_precision_as_fsdp1_takes_it(asked):
+    method = mw.Strategy([("fsdp", {"mixed_precision": asked})]).get("fsdp")
+    assert method.mixed_precision.model_dump() == {
+        "param_dtype": "bf16",
+        "reduce_dtype": "fp32",
+        "buffer_dtype": "fp32",
+    }
+    assert any("buffer_dtype changes nothing" in said for said in method.notices())
+    for wrong, said in (
+        ({"param_typ": "bf16"}, r"fsdp\.mixed_precision has no config key 'param_typ' \(did you mean 'param_dtype'"),
+        (torch.distributed.fsdp.MixedPrecisionPolicy(output_dtype=torch.float32), "without output_dtype"),
+    ):
+        with pytest.raises(mw.StrategyError, match=said):
+            mw.Strategy([("fsdp", {"mixed_precision": wrong})])
+
+
 def test_units_by_size_are_the_smallest_that_are_large_enough():
     model = tiny.Mlp()
     units = choose_units(Fsdp(atorch_size_based_min_num_params=100), model)

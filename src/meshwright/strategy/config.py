@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Self
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
@@ -88,17 +88,32 @@ class MethodConfig(BaseModel):
     @classmethod
     def _explained(cls, error: ValidationError) -> StrategyError:
         first = error.errors()[0]
-        key = str(first["loc"][0]) if first["loc"] else ""
+        *outer, key = [str(each) for each in first["loc"]] or [""]
         if first["type"] == "extra_forbidden":
+            known = _fields(cls, outer)
+            where = ".".join([cls.method_name, *outer])
             return StrategyError(
-                f"{cls.method_name} has no config key {key!r}{did_you_mean(key, cls.model_fields)}",
-                expected=f"keys from {join_names(cls.model_fields)}" if cls.model_fields else "no keys",
+                f"{where} has no config key {key!r}{did_you_mean(key, known)}",
+                expected=f"keys from {join_names(known)}" if known else "no keys",
                 got=repr(key),
                 fix="correct the key or leave it out",
             )
+        key = outer[0] if outer else key
         return StrategyError(
             f"{cls.method_name}: config key {key!r} has a value that cannot be used",
             expected=first["msg"].removeprefix("Value error, "),
             got=repr(first["input"]),
             fix="correct the value, or leave the key out for its default",
         )
+
+
+def _fields(config: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """The keys of the config that lies at a path of keys in another; none where there are only values."""
+    for key in path:
+        field = config.model_fields.get(key)
+        every = () if field is None else (field.annotation, *get_args(field.annotation))
+        found = next((each for each in every if isinstance(each, type) and issubclass(each, BaseModel)), None)
+        if found is None:
+            return []
+        config = found
+    return list(config.model_fields)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method
@@ -46,6 +47,20 @@ class MixedPrecision(BaseModel):
 
     param_dtype: DType | None = None
     reduce_dtype: DType | None = None
+    buffer_dtype: DType | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_torch(cls, value: Any) -> Any:
+        """Takes FSDP1's ``MixedPrecision`` and FSDP2's ``MixedPrecisionPolicy``, too."""
+        if not dataclasses.is_dataclass(value) or isinstance(value, type):
+            return value
+        changed = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        changed = {name: own for name, own in changed.items() if own != getattr(type(value)(), name)}
+        beside = sorted(changed.keys() - cls.model_fields.keys())
+        if beside:
+            raise ValueError(f"precisions alone; without {', '.join(beside)}")
+        return changed
 
 
 def not_beside(*names: str) -> tuple[Conflict, ...]:
@@ -118,4 +133,10 @@ class ZeroMethod(Method):
             f"{self.method_name}: {key}={getattr(self, key)!r} changes nothing; {why}"
             for key, why in _INERT.items()
             if getattr(self, key) is not None
-        ]
+        ] + self._buffers_notice()
+
+    def _buffers_notice(self) -> list[str]:
+        asked = self.mixed_precision
+        if asked is None or asked.buffer_dtype in (None, asked.param_dtype):
+            return []
+        return [f"{self.method_name}: mixed_precision.buffer_dtype changes nothing; FSDP2 leaves buffers as they are"]

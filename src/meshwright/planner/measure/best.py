@@ -60,13 +60,15 @@ def _keep(found: Corrections, file: Path) -> None:
 
 
 def _reason(results: Sequence[Measured], num_plans: int) -> str:
+    """Says over how many steps each was timed: what fell out early may have a smaller figure, by chance."""
     best = results[0]
     ran = "; ".join(
-        f"{each.plan.strategy} " + (f"{each.step_time_s:.3g} s" if each.step_time_s is not None else f"{each.error}")
+        f"{each.plan.strategy} "
+        + (f"{each.step_time_s:.3g} s over {each.num_steps}" if each.step_time_s is not None else f"{each.error}")
         for each in results[1:]
     )
     assert best.step_time_s is not None
     return (
         f"chose {best.plan.strategy}: the fastest of {len(results)} that were run (of {num_plans} that fit), "
-        f"{best.step_time_s:.3g} s a step" + (f"; {ran}" if ran else "")
+        f"{best.step_time_s:.3g} s a step over {best.num_steps} steps" + (f"; {ran}" if ran else "")
     )
