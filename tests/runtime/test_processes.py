@@ -92,9 +92,10 @@ def test_arguments_that_cannot_be(arguments):
     assert not torch.distributed.is_initialized()
 
 
-def test_a_seed_by_position_is_shown_its_name():
-    with pytest.raises(LaunchError, match="write seed=5"):
-        runtime.init_distributed(5)
+@pytest.mark.parametrize(("value", "written"), [(5, "seed=5"), ("gloo", "backend='gloo'")])
+def test_what_is_meant_by_a_value_in_the_place_of_init_method(value, written):
+    with pytest.raises(LaunchError, match=f"write {written}"):
+        runtime.init_distributed(value)
 
 
 def test_half_an_environment_is_named(monkeypatch):

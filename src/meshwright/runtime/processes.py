@@ -103,13 +103,12 @@ def init_distributed(
 
 def _check_init_method(init_method: str) -> None:
     if init_method != "env://":
+        meant = "seed" if isinstance(init_method, int) else "backend" if init_method in ("nccl", "gloo") else None
         raise LaunchError(
             "init_method is not known",
             expected="'env://': the environment variables of torchrun, or none of them for one process",
             got=repr(init_method),
-            fix=f"write seed={init_method}"
-            if isinstance(init_method, int)
-            else "leave it out, and start with torchrun",
+            fix=f"write {meant}={init_method!r}" if meant else "leave it out, and start with torchrun",
         )
 
 
