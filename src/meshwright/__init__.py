@@ -40,6 +40,7 @@ with paused_collection(to_stay=True):
     )
     from meshwright.planner import Plan, plan_table
     from meshwright.runtime import (
+        config,
         init_distributed,
         print_rank,
         rank,
@@ -90,6 +91,7 @@ __all__ = [
     "benchmark",
     "booster",
     "clip_grad_norm",
+    "config",
     "distributed",
     "gather_result",
     "grouped_parameters",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -53,7 +54,8 @@ REFUSALS = [
     (lambda x: all_reduce(x, "summ"), r"did you mean 'sum'.*Expected one of sum, avg, max, min, prod"),
     (lambda x: all_reduce(x, grad="partially"), "did you mean 'partial'"),
     (lambda x: all_gather(x, grad=None), "Expected one of replicated, partial"),
-    (lambda x: reduce_scatter(x, "max"), "Expected one of sum, avg"),
+    (lambda x: reduce_scatter(x, "mix"), "did you mean 'min'.*Expected one of sum, avg"),
+    (lambda x: all_gather(x, dist.group.WORLD, comm=dist.group.WORLD), "given two groups.*leave comm out"),
     (lambda x: reduce_scatter(x), r"multiple of 2.*Got shape \[3\]"),
     (lambda x: reduce_scatter(x.sum()), r"Got shape \[\]"),
     (lambda x: all_reduce(x.int(), "avg"), "no mean of whole numbers"),

@@ -71,7 +71,7 @@ def _gather_and_scatter_cases():
             own, total = (weights[0], weights[0]) if grad == "replicated" else (weights[rank()], weights.sum(0))
             y = all_gather(x, grad=grad)
             _check(f"all_gather {grad}", x, stack, y, stack, (own * y.float()).sum(), (total * stack).sum())
-        for op in ("sum", "avg"):
+        for op in REDUCTIONS:
             stack = _numbers(world, 4, 6, seed=3).requires_grad_()
             x = _own(stack, dtype, contiguous=contiguous)
             y, parts = reduce_scatter(x, op), REDUCTIONS[op](stack).view(world, 4 // world, 6)
@@ -81,6 +81,9 @@ def _gather_and_scatter_cases():
     assert all_gather(torch.tensor(rank())).tolist() == list(range(world))  # no dims
     assert all_gather(torch.empty(0, 3)).shape == (world, 0, 3)
     assert reduce_scatter(torch.empty(world, 0)).shape == (1, 0)
+    for op in ("max", "min", "prod"):  # whole numbers, and no gradient
+        stack = _numbers(world, 4, 6, seed=3)
+        assert torch.equal(reduce_scatter(stack[rank()].int(), op), REDUCTIONS[op](stack).chunk(world)[rank()].int())
 
 
 def _broadcast_cases():
@@ -167,6 +170,10 @@ def _along_an_axis():
     for name, others in (("data", [rank() % 2, rank() % 2 + 2]), ("zero", [rank() // 2 * 2, rank() // 2 * 2 + 1])):
         for group in (mesh[name], mesh[name].get_group()):
             assert all_reduce(x, "sum", group).tolist() == [sum(others)] * 2
+            assert all_reduce(x, "sum", comm=group).tolist() == [sum(others)] * 2
+            assert broadcast(x, root=1, comm=group).tolist() == [others[1]] * 2
+            assert torch.equal(all_gather(x, comm=group), all_gather(x, group))
+            assert torch.equal(reduce_scatter(x, op="max", comm=group), all_reduce(x, "max", group)[:1])
             assert broadcast(x, 1, group).tolist() == [others[1]] * 2
             assert reduce_scatter(x, "avg", group).tolist() == [sum(others) / 2]
             gathered = all_gather(x, group)

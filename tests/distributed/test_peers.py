@@ -108,7 +108,7 @@ def _out_of_order():
             handle.backward()
         assert x.grad is None
     else:
-        recv_activations(0, group)
+        recv_activations(0, comm=group)
         with pytest.raises(RuntimeError, match=r"(?i)timed out|closed"):
             send_activations(torch.zeros(256), 0, group)
 

@@ -234,4 +234,7 @@ def test_an_empty_parameter_and_a_sparse_gradient():
     found = inspect_model(embedding)
     assert found[0]["grad_mean"] == pytest.approx(6 / 10)
     assert found[1]["shape"] == (0, 3)
+    assert inspect_model(embedding, param_name="ext*") == found[1:]  # BMTrain's name
+    with pytest.raises(InspectError, match=r"two patterns.*leave param_name out"):
+        inspect_model(embedding, "ext*", param_name="ext*")
     assert all(math.isnan(found[1][key]) for key in ("max", "min", "std", "mean"))

@@ -201,6 +201,7 @@ REFUSALS = {
     "twice": (_twice, ("twice", "the Block at 0")),
     "options": (_other_options, ("zero_level=3", "zero_level=2")),
     "level": (lambda: Block(nn.Linear(2, 2), zero_level=4), ("1, 2 or 3", "4")),
+    "mode": (lambda: Block(nn.Linear(2, 2), mode="1D"), ("'BLOCK' or 'PIPE'", "1D")),
     "hidden": (lambda: TransformerBlockList([], num_hidden=0), ("num_hidden",)),
     "too few": (lambda: TransformerBlockList([], num_hidden=2)(1), ("2 leading arguments",)),
     "parameter of a parameter": (lambda: DistributedParameter(DistributedParameter(torch.ones(2))), ("full_tensor",)),

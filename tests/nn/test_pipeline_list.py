@@ -135,7 +135,7 @@ def assert_refused(model):
     used(torch.ones(1, 2))
     with pytest.raises(bmt.errors.ModelError, match="has run"):
         bmt.PipelineTransformerBlockList([torch.nn.Linear(2, 2), used])
-    moved = [bmt.Block(torch.nn.Linear(2, 2)) for _ in range(2)]
+    moved = [bmt.Block(torch.nn.Linear(2, 2), True, 3, False, mode) for mode in ("BLOCK", "PIPE")]
     bmt.PipelineTransformerBlockList(moved)
     with pytest.raises(bmt.errors.ModelError, match="has moved to another stage"):
         moved[1 - runtime.stage_index()](torch.ones(1, 2))

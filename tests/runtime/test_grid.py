@@ -1,9 +1,10 @@
 """The process grid of ``init_distributed(tp_size=)``, and what ``config`` says of it."""
 
 import pytest
+import torch
 
 import meshwright.runtime as runtime
-from meshwright.errors import LaunchError
+from meshwright.errors import ConfigError, LaunchError
 from tests.nn.tensor_models import tensor_groups
 
 
@@ -17,6 +18,12 @@ def _grid_with_stages():
         assert runtime.stage_axes().parameters.mesh.tolist() == [[rank - place, rank - place + 1]]
         assert runtime.stage_axes().zero.mesh.tolist() == [rank]
         assert (runtime.config["pipe_rank"], runtime.config["tp_zero_rank"]) == (rank // 2, rank // 2)
+        topology = runtime.config["topology"]
+        places = [(topology.get_group_id(kind), topology.get_group_rank(kind)) for kind in ("pipe", "zero", "tp")]
+        assert places == [(rank % 2, rank // 2), (0, rank), (rank // 2, rank % 2)]
+        assert (topology.get_group_id("tp_zero"), topology.get_group_rank("tp_zero")) == (rank % 2, rank // 2)
+        with pytest.raises(ConfigError, match="did you mean 'tp_zero'"):
+            topology.get_group_rank("tp_zeros")
     with pytest.raises(LaunchError, match="pipe_size \\* tp_size"), tensor_groups(2, pipe_size=4):
         pass
 
@@ -28,8 +35,11 @@ def _grid():
         assert runtime.process_grid() is grid
         assert runtime.parameter_mesh() is runtime.parameter_mesh()
         assert runtime.zero_mesh().mesh.tolist() == [runtime.tensor_rank(), runtime.tensor_rank() + 2]
-        config = {key: value for key, value in runtime.config.items() if not key.endswith("comm")}
-        comms = [runtime.config[key].get_group().size() for key in ("tp_comm", "tp_zero_comm")]
+        kept = [key for key in runtime.config if not key.endswith("comm") and key != "topology"]
+        config = {key: runtime.config[key] for key in kept}
+        comms = [runtime.config[key].get_group().size() for key in ("tp_comm", "tp_zero_comm", "zero_comm", "comm")]
+        mean = runtime.sum_loss(torch.tensor([float(runtime.rank())]), comm=runtime.config["tp_zero_comm"])
+        assert mean.item() == runtime.tensor_rank() + 1
         return grid.mesh_dim_names, grid.mesh.tolist(), grid.get_coordinate(), config, comms
 
 
@@ -38,10 +48,10 @@ def test_tensor_ranks_are_neighbours(ranks):
         assert names == ("pipeline", "zero", "tensor")
         assert mesh == [[[0, 1], [2, 3]]]
         assert tuple(coordinate) == (0, rank // 2, rank % 2)
-        assert comms == [2, 2]
+        assert comms == [2, 2, 4, 4]
         assert config == {
             "initialized": True, "rank": rank, "world_size": 4, "local_rank": rank, "local_size": 4,
-            "pipe_size": 1, "pipe_rank": 0, "micros": 1,
+            "zero_level": 3, "zero_size": 4, "zero_rank": rank, "pipe_size": 1, "pipe_rank": 0, "micros": 1,
             "tp_size": 2, "tp_rank": rank % 2, "tp_zero_size": 2, "tp_zero_rank": rank // 2,
         }  # fmt: skip
 
@@ -54,3 +64,10 @@ def _without_groups():
 
 def test_without_tensor_groups_every_rank_is_a_replica(ranks):
     assert ranks(2).run(_without_groups) == [(1, 0), (1, 1)]
+
+
+def test_a_key_of_bmtrains_that_is_not_here():
+    assert "load_stream" not in runtime.config
+    assert runtime.config.get("load_stream") is None
+    with pytest.raises(KeyError, match=r"no such key. Expected one of initialized, rank.* Got 'load_stream'. What"):
+        runtime.config["load_stream"]

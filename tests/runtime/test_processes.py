@@ -62,6 +62,7 @@ def test_what_is_built_on_every_rank_is_gathered_or_its_error_raised_on_all(rank
 
 def _second_call():
     runtime.init_distributed(backend="gloo", timeout_s=120.0)
+    runtime.init_distributed("env://", 0, pipe_size=-1, tp_size=-1, backend="gloo", timeout_s=120.0)  # BMTrain's
     with pytest.raises(LaunchError, match=r"called twice.*Expected.*seed=0.*Got.*seed=5"):
         runtime.init_distributed(seed=5, backend="gloo")
     return True
@@ -73,13 +74,28 @@ def test_a_second_call_must_agree_with_the_first(ranks):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"zero_level": 4}, {"pipe_size": 2}, {"tp_size": 0}, {"tp_size": 2}, {"num_micro_batches": 0}, {"timeout_s": 0}],
+    [
+        {"init_method": "tcp://localhost:1"},
+        {"zero_level": 4},
+        {"pipe_size": 2},
+        {"pipe_size": -2},
+        {"tp_size": 0},
+        {"tp_size": 2},
+        {"num_micro_batches": 0},
+        {"timeout_s": 0},
+    ],
     ids=str,
 )
 def test_arguments_that_cannot_be(arguments):
     with pytest.raises(LaunchError, match=r"Expected .*Got"):
         runtime.init_distributed(**arguments)
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(("value", "written"), [(5, "seed=5"), ("gloo", "backend='gloo'")])
+def test_what_is_meant_by_a_value_in_the_place_of_init_method(value, written):
+    with pytest.raises(LaunchError, match=f"write {written}"):
+        runtime.init_distributed(value)
 
 
 def test_half_an_environment_is_named(monkeypatch):

@@ -111,7 +111,7 @@ def _join(options: Options) -> Prepared:
     if prepared is None:
         init_distributed()
     else:
-        init_distributed(prepared.config.run.seed, backend=prepared.backend)
+        init_distributed(seed=prepared.config.run.seed, backend=prepared.backend)
     with same_on_every_rank():
         if failure is not None:
             raise failure

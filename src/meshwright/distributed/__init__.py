@@ -20,6 +20,7 @@ forward                      ``"replicated"``              ``"partial"``
 ``all_gather``               ``g[r]``                      ``G[r]``, by reduce-scatter
 ``reduce_scatter`` sum       does not arise                all-gather of ``g``
 ``reduce_scatter`` avg       does not arise                all-gather of ``g``, divided by W
+``reduce_scatter`` others    does not arise                as ``all_reduce``, of all-gathered ``g``
 ``broadcast``                does not arise                ``G`` on the root, 0 elsewhere
 ===========================  ============================  ==================================
 

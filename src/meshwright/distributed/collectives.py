@@ -34,7 +34,12 @@ _LINEAR = ("sum", "avg")
 
 
 def all_reduce(
-    x: torch.Tensor, op: ReduceOp = "sum", group: Group = None, grad: Gradient = "replicated"
+    x: torch.Tensor,
+    op: ReduceOp = "sum",
+    group: Group = None,
+    grad: Gradient = "replicated",
+    *,
+    comm: Group = None,
 ) -> torch.Tensor:
     """Combines the tensors of all ranks; every rank gets the result.
 
@@ -46,6 +51,7 @@ def all_reduce(
         op: ``"sum"``, ``"avg"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"``.
         group: Process group or DeviceMesh of one axis; None means the world.
         grad: What the ranks do with the result; see the module.
+        comm: BMTrain's name for ``group``.
 
     Returns:
         A new tensor of the shape of ``x``.
@@ -56,20 +62,21 @@ def all_reduce(
     """
     _check_choice("op", op, _REDUCTIONS)
     _check_choice("grad", grad, _GRADIENTS)
-    members = members_of(group)
+    members = members_of(group, comm)
     call = f"all_reduce(op={op!r}, grad={grad!r})"
     check_call(call, x, members, backward_communicates=op not in _LINEAR or grad == "partial")
     _check_average(call, op, x)
     return _AllReduce.apply(x, op, grad == "partial", members)
 
 
-def all_gather(x: torch.Tensor, group: Group = None, grad: Gradient = "partial") -> torch.Tensor:
+def all_gather(x: torch.Tensor, group: Group = None, grad: Gradient = "partial", *, comm: Group = None) -> torch.Tensor:
     """Collects the tensors of all ranks on every rank.
 
     Args:
         x: Tensor of one shape and dtype on all ranks.
         group: Process group or DeviceMesh of one axis; None means the world.
         grad: What the ranks do with the result; see the module.
+        comm: BMTrain's name for ``group``.
 
     Returns:
         A new tensor ``(ranks, *x.shape)``, in the order of the group.
@@ -79,18 +86,22 @@ def all_gather(x: torch.Tensor, group: Group = None, grad: Gradient = "partial")
         LaunchError: On every rank, when they differ; before ``init_distributed``.
     """
     _check_choice("grad", grad, _GRADIENTS)
-    members = members_of(group)
+    members = members_of(group, comm)
     check_call(f"all_gather(grad={grad!r})", x, members, backward_communicates=grad == "partial")
     return _AllGather.apply(x, grad == "partial", members)
 
 
-def reduce_scatter(x: torch.Tensor, op: Literal["sum", "avg"] = "sum", group: Group = None) -> torch.Tensor:
+def reduce_scatter(x: torch.Tensor, op: ReduceOp = "sum", group: Group = None, *, comm: Group = None) -> torch.Tensor:
     """Combines the tensors of all ranks; rank ``r`` gets the ``r``-th part of the result along dim 0.
+
+    ``max``, ``min`` and ``prod`` have the gradients of :func:`all_reduce`, where BMTrain's raise; to know them, every
+    rank holds the whole result for a moment where ``x`` requires a gradient.
 
     Args:
         x: Tensor of one shape and dtype on all ranks; its dim 0 is a multiple of the number of ranks.
-        op: ``"sum"`` or ``"avg"`` (floating point only).
+        op: ``"sum"``, ``"avg"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"``.
         group: Process group or DeviceMesh of one axis; None means the world.
+        comm: BMTrain's name for ``group``.
 
     Returns:
         A new tensor ``(x.shape[0] / ranks, *x.shape[1:])``.
@@ -99,8 +110,8 @@ def reduce_scatter(x: torch.Tensor, op: Literal["sum", "avg"] = "sum", group: Gr
         ConfigError: For an argument that is not one of these.
         LaunchError: On every rank, when they differ; before ``init_distributed``.
     """
-    _check_choice("op", op, _LINEAR)
-    members = members_of(group)
+    _check_choice("op", op, _REDUCTIONS)
+    members = members_of(group, comm)
     call = f"reduce_scatter(op={op!r})"
     check_call(call, x, members, backward_communicates=True)
     _check_average(call, op, x)
@@ -111,10 +122,13 @@ def reduce_scatter(x: torch.Tensor, op: Literal["sum", "avg"] = "sum", group: Gr
             got=f"shape {list(x.shape)}",
             fix="pad x, or use all_reduce",
         )
+    if op not in _LINEAR and x.requires_grad and torch.is_grad_enabled():
+        rows = x.shape[0] // members.size
+        return _AllReduce.apply(x, op, True, members).narrow(0, members.rank * rows, rows).clone()
     return _ReduceScatter.apply(x, op, members)
 
 
-def broadcast(x: torch.Tensor, root: int = 0, group: Group = None) -> torch.Tensor:
+def broadcast(x: torch.Tensor, root: int = 0, group: Group = None, *, comm: Group = None) -> torch.Tensor:
     """Gives every rank the tensor of one of them.
 
     The result has a gradient on every rank when the root's ``x`` requires one: in backward all of them send theirs to
@@ -125,6 +139,7 @@ def broadcast(x: torch.Tensor, root: int = 0, group: Group = None) -> torch.Tens
         x: Tensor of one shape and dtype on all ranks.
         root: Rank within the group whose tensor it is.
         group: Process group or DeviceMesh of one axis; None means the world.
+        comm: BMTrain's name for ``group``.
 
     Returns:
         A new tensor of the shape of ``x``.
@@ -133,7 +148,7 @@ def broadcast(x: torch.Tensor, root: int = 0, group: Group = None) -> torch.Tens
         ConfigError: When ``root`` is not in the group.
         LaunchError: On every rank, when the calls differ or some of them, not all, run under ``no_grad``.
     """
-    members = members_of(group)
+    members = members_of(group, comm)
     members.check_place("root", root)
     headers = exchange(Header.of(f"broadcast(root={root})", x), members)
     check_alike(headers, ("call", "dtype", "shape"), members)

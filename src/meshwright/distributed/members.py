@@ -48,13 +48,21 @@ class Members:
             )
 
 
-def members_of(group: Group) -> Members:
-    """Finds the group that a caller means.
+def members_of(group: Group, comm: Group = None) -> Members:
+    """Finds the group that a caller means, by either of its two names.
 
     Raises:
         LaunchError: Before ``init_distributed``, or when this rank is not in the group.
-        ConfigError: When a mesh has more than one axis.
+        ConfigError: When a mesh has more than one axis, or both names are given.
     """
+    if group is not None and comm is not None:
+        raise ConfigError(
+            "A collective was given two groups",
+            expected="group, or BMTrain's name for it, comm",
+            got="both",
+            fix="leave comm out",
+        )
+    group = comm if group is None else group
     if not dist.is_initialized():
         raise LaunchError(
             "A collective needs the ranks to have found each other",

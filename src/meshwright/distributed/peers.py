@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError, LaunchError
 _ACTIVATION_TAG, _GRADIENT_TAG = 0, 1
 
 
-def send_activations(x: torch.Tensor, peer: int, group: Group = None) -> torch.Tensor:
+def send_activations(x: torch.Tensor, peer: int, group: Group = None, *, comm: Group = None) -> torch.Tensor:
     """Sends a tensor of any shape and dtype to a rank that calls ``recv_activations``.
 
     When ``x`` requires a gradient, the peer sends it back while it differentiates what it made of the tensor. The
@@ -31,6 +31,7 @@ def send_activations(x: torch.Tensor, peer: int, group: Group = None) -> torch.T
         x: Tensor on the CPU or the CUDA device.
         peer: Rank within the group.
         group: Process group or DeviceMesh of one axis; None means the world.
+        comm: BMTrain's name for ``group``.
 
     Returns:
         A scalar zero whose backward receives the gradient of ``x``; without graph when ``x`` requires none.
@@ -39,17 +40,18 @@ def send_activations(x: torch.Tensor, peer: int, group: Group = None) -> torch.T
         ConfigError: When ``peer`` is not another rank of the group, or ``x`` no tensor of this rank.
         LaunchError: Before ``init_distributed``.
     """
-    members = _members(group, peer)
+    members = _members(group, comm, peer)
     Header.of("send_activations", x).send(peer, members)
     return _Send.apply(x, peer, members)
 
 
-def recv_activations(peer: int, group: Group = None) -> torch.Tensor:
+def recv_activations(peer: int, group: Group = None, *, comm: Group = None) -> torch.Tensor:
     """Receives the tensor that a rank sends with ``send_activations``; shape, dtype and kind of device travel along.
 
     Args:
         peer: Rank within the group.
         group: Process group or DeviceMesh of one axis; None means the world.
+        comm: BMTrain's name for ``group``.
 
     Returns:
         A new contiguous tensor, on this rank's device where it came from a CUDA device. It requires a gradient when
@@ -59,7 +61,7 @@ def recv_activations(peer: int, group: Group = None) -> torch.Tensor:
         ConfigError: When ``peer`` is not another rank of the group.
         LaunchError: Before ``init_distributed``, or under ``no_grad`` when the sender expects a gradient.
     """
-    members = _members(group, peer)
+    members = _members(group, comm, peer)
     header = Header.receive(peer, members)
     # An input that requires a gradient makes the output require one.
     root = torch.empty(0, requires_grad=header.wants_gradient)
@@ -74,8 +76,8 @@ def recv_activations(peer: int, group: Group = None) -> torch.Tensor:
     return received
 
 
-def _members(group: Group, peer: int) -> Members:
-    members = members_of(group)
+def _members(group: Group, comm: Group, peer: int) -> Members:
+    members = members_of(group, comm)
     members.check_place("peer", peer)
     if peer == members.rank:
         raise ConfigError(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.errors import InspectError
 from meshwright.inspect.table import Row, entry, fill, merged
 from meshwright.runtime import gather_from
 
@@ -26,7 +27,9 @@ def keep_name_order(model: nn.Module, names: Sequence[str]) -> None:
     model.__dict__[_ORDER] = tuple(names)
 
 
-def inspect_model(model: nn.Module, pattern: str = "*", prefix: str = "") -> list[dict[str, Any]]:
+def inspect_model(
+    model: nn.Module, pattern: str | None = None, prefix: str = "", *, param_name: str | None = None
+) -> list[dict[str, Any]]:
     """Statistics of the parameters whose names match, equal to those of the whole tensors on one rank.
 
     Collective: every rank calls it, and all together exchange one small table, whatever the number and size of the
@@ -38,8 +41,9 @@ def inspect_model(model: nn.Module, pattern: str = "*", prefix: str = "") -> lis
     Args:
         model: Plain, or prepared by ``accelerate``; names are those of the plain model. Tied parameters are listed
             under each of their names.
-        pattern: ``fnmatch`` pattern for ``prefix + name``, such as ``"*.linear*"``.
+        pattern: ``fnmatch`` pattern for ``prefix + name``, such as ``"*.linear*"``; None means all of them.
         prefix: Put before every name.
+        param_name: BMTrain's name for ``pattern``.
 
     Returns:
         One dict per parameter in the model's order, equal on every rank, with keys name, shape, max, min, std, mean,
@@ -48,9 +52,11 @@ def inspect_model(model: nn.Module, pattern: str = "*", prefix: str = "") -> lis
         there is no gradient. Seed: BMTrain.
 
     Raises:
-        InspectError: When a parameter is on the meta device or complex, or a gradient an unreduced partial sum.
+        InspectError: When a parameter is on the meta device or complex, or a gradient an unreduced partial sum; and
+            for both ``pattern`` and ``param_name``.
     """
-    found = gather_from(lambda: (list(_names(model, prefix)), fill(_rows(model, pattern, prefix))))
+    wanted = _pattern(pattern, param_name)
+    found = gather_from(lambda: (list(_names(model, prefix)), fill(_rows(model, wanted, prefix))))
     tables = [table for _, table in found]
     shapes = {name: shape for table in tables for name, shape in zip(table.names, table.shapes, strict=True)}
     told = [prefix + name for name in model.__dict__.get(_ORDER, ())]
@@ -58,6 +64,18 @@ def inspect_model(model: nn.Module, pattern: str = "*", prefix: str = "") -> lis
     order = told or list(dict.fromkeys(name for names, _ in found for name in names))
     names, moments = merged(tables, one_team=True, order=order)
     return [entry(name, shapes[name], both, no_grad=0.0) for name, both in zip(names, moments, strict=True)]
+
+
+def _pattern(pattern: str | None, param_name: str | None) -> str:
+    if pattern is not None and param_name is not None:
+        raise InspectError(
+            "inspect_model was given two patterns",
+            expected="pattern, or BMTrain's name for it, param_name",
+            got=f"{pattern!r} and {param_name!r}",
+            fix="leave param_name out",
+        )
+    given = param_name if pattern is None else pattern
+    return "*" if given is None else given
 
 
 def _names(model: nn.Module, prefix: str) -> Iterator[str]:

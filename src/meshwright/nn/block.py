@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from meshwright.nn.roots import has_run, prepare_root
 from meshwright.nn.sharding import shard_as_unit
 from meshwright.runtime import ShardAxes, require_distributed, settings
 
+BlockMode = Literal["BLOCK", "PIPE"]
 _STATE = "_meshwright_block"
 
 
@@ -45,6 +46,8 @@ class Block(nn.Module):
         use_checkpoint: Keep only the block's inputs and run its forward again in backward (Chen et al. 2016).
         zero_level: 3 frees the gathered parameters after forward and gathers them again in backward; 2 keeps them in
             between; 1 also accumulates whole gradients under :func:`no_sync`. None takes ``init_distributed``'s.
+        initialized: For BMTrain's callers; parameters are sharded as they are either way.
+        mode: For BMTrain's callers, ``"BLOCK"`` or ``"PIPE"``: a PipelineTransformerBlockList takes Blocks of both.
         axes: The ranks of a pipeline stage, on which distributed parameters are already; None for all ranks.
 
     Raises:
@@ -63,10 +66,13 @@ class Block(nn.Module):
         module: nn.Module,
         use_checkpoint: bool = True,
         zero_level: int | None = None,
+        initialized: bool = False,
+        mode: BlockMode = "BLOCK",
         *,
         axes: ShardAxes | None = None,
     ) -> None:
         # No nn.Module.__init__: the module's own state is there already.
+        _check_mode(mode)
         level = settings().zero_level if zero_level is None else zero_level
         known: BlockState | None = self.__dict__.get(_STATE)
         if known is None:
@@ -199,6 +205,13 @@ def _check_level(level: int) -> None:
     if level not in (1, 2, 3):
         raise ModelError(
             "zero_level is not a ZeRO level", expected="1, 2 or 3", got=repr(level), fix="use 3 to shard everything"
+        )
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("BLOCK", "PIPE"):
+        raise ModelError(
+            "mode is not one of BMTrain's", expected="'BLOCK' or 'PIPE'", got=repr(mode), fix="leave it out"
         )
 
 

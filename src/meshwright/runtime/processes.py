@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import LaunchError
 from meshwright.runtime.background import prepare_to_leave
@@ -41,7 +42,9 @@ _settings: Settings | None = None
 
 
 def init_distributed(
+    init_method: str = "env://",
     seed: int = 0,
+    *,
     zero_level: int = 3,
     pipe_size: int = 1,
     tp_size: int = 1,
@@ -56,12 +59,14 @@ def init_distributed(
     is adopted.
 
     Args:
+        init_method: ``"env://"``, as in BMTrain: the ranks meet as the launcher's environment variables say.
         seed: Seed of the run.
         zero_level: ZeRO level (1, 2 or 3) of a ``zero`` mesh axis for which a strategy names no method.
         pipe_size: Stages of :class:`meshwright.nn.PipelineTransformerBlockList`. Ranks ``r, r + world / pipe_size, …``
             are one pipeline; every one of them feeds its own batch (with ``tp_size``, that of its tensor group).
+            -1, BMTrain's default, is 1.
         tp_size: Ranks of a tensor group: neighbouring ones, that work on the same batch and split the layers of
-            :mod:`meshwright.nn` among themselves. See :func:`meshwright.runtime.process_grid`.
+            :mod:`meshwright.nn` among themselves. See :func:`meshwright.runtime.process_grid`. -1 is 1.
         num_micro_batches: Default of ``accelerate(num_micro_batches=)``; and into how many parts a pipeline of
             ``pipe_size`` stages cuts the batches of its ranks taken together, where None means pipe_size.
         backend: torch.distributed backend; None means NCCL with CUDA and gloo without. ``"gloo"`` trains on the CPU.
@@ -71,6 +76,8 @@ def init_distributed(
         LaunchError: When arguments, environment and devices do not fit together.
     """
     global _settings
+    pipe_size, tp_size = (1 if size == -1 else size for size in (pipe_size, tp_size))
+    _check_init_method(init_method)
     _check_arguments(zero_level, pipe_size, tp_size, num_micro_batches, timeout_s)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = choose_device(backend, local_rank)
@@ -92,6 +99,17 @@ def init_distributed(
         atexit.register(_leave_at_exit, world_size())
     _settings = wanted
     seed_everything(seed)
+
+
+def _check_init_method(init_method: str) -> None:
+    if init_method != "env://":
+        meant = "seed" if isinstance(init_method, int) else "backend" if init_method in ("nccl", "gloo") else None
+        raise LaunchError(
+            "init_method is not known",
+            expected="'env://': the environment variables of torchrun, or none of them for one process",
+            got=repr(init_method),
+            fix=f"write {meant}={init_method!r}" if meant else "leave it out, and start with torchrun",
+        )
 
 
 def _check_arguments(
@@ -238,19 +256,21 @@ def synchronize() -> None:
     synchronize_device(device)
 
 
-def sum_loss(loss: torch.Tensor) -> torch.Tensor:
-    """Mean of a per-rank loss over all ranks, for logs.
+def sum_loss(loss: torch.Tensor, comm: dist.ProcessGroup | DeviceMesh | None = None) -> torch.Tensor:
+    """Mean of a per-rank loss over ranks, for logs.
 
     The name is BMTrain's, and so is the meaning: BMTrain averages here too, whatever the name says.
 
     Args:
         loss: Tensor of any shape, the same on every rank.
+        comm: Process group or DeviceMesh of one axis, such as ``config["tp_zero_comm"]``; None means all ranks.
 
     Returns:
         A new tensor of that shape without gradient, equal on every rank.
     """
-    mean = loss.detach().clone()
-    if world_size() > 1:
-        dist.all_reduce(mean)
-        mean /= world_size()
+    group = comm.get_group() if isinstance(comm, DeviceMesh) else comm
+    mean, size = loss.detach().clone(), dist.get_world_size(group) if dist.is_initialized() else 1
+    if size > 1:
+        dist.all_reduce(mean, group=group)
+        mean /= size
     return mean

@@ -276,6 +276,12 @@ def test_the_recorded_delta_is_that_of_whole_tensors_on_any_number_of_ranks(rank
         AdamOptimizer([nn.Parameter(torch.ones(1))]).get_avg_delta()
 
 
+def test_arguments_by_position_stand_as_in_bmtrain():
+    optim = AdamOffloadOptimizer([nn.Parameter(torch.ones(1))], 0.1, (0.8, 0.9), 1e-6, 0.2, 3, True)
+    assert optim.record_delta
+    assert optim.param_groups[0].items() >= {"weight_decay": 0.2, "hold_steps": 3, "lr": 0.1, "eps": 1e-6}.items()
+
+
 def sharded_training():
     """fp32 through FSDP2 with real gradients; bf16 masters with given ones, which no reduction has rounded."""
     found = {}

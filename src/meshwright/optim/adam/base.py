@@ -37,9 +37,9 @@ class AdamBase(ShardedStateDict):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         hold_steps: int = 0,
-        weight_decay_rule: WeightDecayRule = "decoupled",
         record_delta: bool = False,
         *,
+        weight_decay_rule: WeightDecayRule = "decoupled",
         maximize: bool = False,
         bucket_elements: int = _BUCKET_ELEMENTS,
     ) -> None:

@@ -25,9 +25,9 @@ class AdamOptimizer(AdamBase):
         eps: Added to the root of the second moment.
         weight_decay: Factor of the decay; decoupled decay multiplies weights by 1 - lr · weight_decay.
         hold_steps: For each parameter's first ``hold_steps`` steps lr is 0 while the moments accumulate.
+        record_delta: Measure the update's direction, see :meth:`get_avg_delta`; one small all-reduce per step.
         weight_decay_rule: ``"decoupled"`` (Loshchilov and Hutter 2019), ``"coupled"`` (L2, Kingma and Ba 2015), or
             ``"bmtrain"``.
-        record_delta: Measure the update's direction, see :meth:`get_avg_delta`; one small all-reduce per step.
         maximize: Ascend instead of descend.
         bucket_elements: Elements of half gradients converted at a time.
 
