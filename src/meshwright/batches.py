@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import ConfigError, DataError, ModelError
 
 INPUT_FORMATS = (None, "unpack_sequence", "unpack_dict")
 
@@ -81,8 +81,21 @@ def loss_of_output(inputs: Any, output: Any) -> Any:
 
 
 def first_loss(loss: Any) -> torch.Tensor:
-    """The loss itself, where a loss function returns a list or tuple with the loss first."""
-    return loss[0] if isinstance(loss, list | tuple) else loss
+    """The loss itself, where a loss function returns a list or tuple with the loss first.
+
+    Raises:
+        ModelError: When that is not a tensor of one number.
+    """
+    found = loss[0] if isinstance(loss, list | tuple) and loss else loss
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        is_tensor = isinstance(found, torch.Tensor)
+        raise ModelError(
+            "The loss function returned no loss",
+            expected="a tensor of one number, alone or first in a tuple",
+            got=f"a tensor of shape {tuple(found.shape)}" if is_tensor else f"{type(found).__name__} {found!r:.80}",
+            fix="return the mean over the samples" if is_tensor else "return the loss from loss_func",
+        )
+    return found
 
 
 def batch_size_of(batch: Any) -> int:

@@ -28,7 +28,7 @@ from meshwright.data import GlobalBatchLoader, global_batch_loader
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, SampleRun
 from meshwright.planner import Plan, Workload, choose, cluster_at_hand, fitting
-from meshwright.request_checks import check_keywords, check_model
+from meshwright.request_checks import check_keywords, check_kinds, check_model
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 
@@ -70,6 +70,8 @@ class Request:
             ConfigError, ModelError: Saying which.
         """
         check_input_format(self.model_input_format)
+        check_kinds(vars(self))
+        check_kinds({"batch_size": (self.dataloader_args or {}).get("batch_size")})
         self.strategy_digest()
         check_model(self.model, device)
         if self.num_micro_batches is not None and self.num_micro_batches < 1:

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from meshwright.errors import ConfigError, ModelError, did_you_mean
 
@@ -72,3 +74,50 @@ def check_keywords(option: str, function: Callable[..., Any], given: Mapping[str
                 got=repr(key),
                 fix="correct the key or leave it out",
             )
+
+
+def check_kinds(given: Mapping[str, Any]) -> None:
+    """Refuses values of a wrong kind before anything is predicted or changed.
+
+    Args:
+        given: Arguments of ``accelerate`` by name; those that are not listed here are checked elsewhere.
+
+    Raises:
+        ConfigError: Naming the argument.
+    """
+    for name, (is_right, expected, fix) in _KINDS.items():
+        value = given.get(name)
+        if value is not None and not is_right(value):
+            raise ConfigError(
+                f"{name} is of a wrong kind", expected=expected, got=f"{type(value).__name__} {value!r:.80}", fix=fix
+            )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_Kind = tuple[Callable[[Any], bool], str, str]
+_KINDS: dict[str, _Kind] = {
+    "optim_func": (
+        lambda value: callable(value) or isinstance(value, Optimizer),
+        "an optimizer's class, a function that builds one, or an optimizer",
+        "pass torch.optim.AdamW, and its arguments as optim_args",
+    ),
+    "loss_func": (callable, "a function of inputs and output", "pass loss_func(inputs, output)"),
+    "prepare_input": (callable, "a function of a batch and a device", "leave it out to move tensors to the device"),
+    "optim_param_func": (callable, "a function of the model", "return parameter groups from it"),
+    "lr_scheduler_cls": (callable, "a scheduler's class", "pass torch.optim.lr_scheduler.StepLR, or another"),
+    "dataset": (
+        lambda value: not isinstance(value, DataLoader),
+        "a dataset: every rank gets a loader of its own part",
+        "pass loader.dataset, and the loader's arguments as dataloader_args",
+    ),
+    "max_grad_norm": (_is_number, "a number above 0, or None", "use None to measure the norm without clipping"),
+    "num_micro_batches": (_is_count, "a whole number, 1 or more", "use 1 to train on whole batches"),
+    "batch_size": (_is_count, "a whole number of samples over all ranks", "correct it"),
+}

@@ -1,0 +1,37 @@
+"""Arguments of a wrong kind are named before anything is done."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from meshwright.batches import first_loss
+from meshwright.errors import ConfigError, ModelError
+from meshwright.request_checks import check_kinds
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("optim_func", "adamw"), ("loss_func", "mse"), ("lr_scheduler_cls", "cosine"), ("max_grad_norm", "1"),
+        ("num_micro_batches", 2.0), ("num_micro_batches", True), ("batch_size", "4"), ("dataset", DataLoader([1, 2])),
+    ],
+)  # fmt: skip
+def test_a_value_of_a_wrong_kind_is_named(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is of a wrong kind.*Got {type(value).__name__}"):
+        check_kinds({name: value})
+
+
+def test_values_of_the_right_kind_pass():
+    model = torch.nn.Linear(2, 2)
+    check_kinds({"optim_func": torch.optim.SGD(model.parameters()), "loss_func": None, "dataset": [1], "other": "x"})
+    check_kinds({"optim_func": torch.optim.SGD, "max_grad_norm": 1, "num_micro_batches": 2, "batch_size": None})
+
+
+@pytest.mark.parametrize("loss", [None, 1.0, {"loss": torch.ones(())}, torch.ones(2), (), (None, torch.ones(()))])
+def test_what_is_no_loss_is_named(loss):
+    with pytest.raises(ModelError, match="returned no loss"):
+        first_loss(loss)
+
+
+def test_a_loss_may_stand_first():
+    assert first_loss((torch.ones(1), {"more": 2})) == 1
