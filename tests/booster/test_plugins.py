@@ -151,22 +151,60 @@ def test_the_keyword_arguments_of_the_seed_are_accepted():
     plugin = HybridParallelPlugin(tp_size=1, zero_stage=2, pp_size=1, enable_all_optimization=True)
     (notice,) = plugin.notices()
     assert "enable_all_optimization=True changes nothing" in notice
-    assert repr(plugin) == "HybridParallelPlugin(enable_all_optimization=True, zero_stage=2)"
+    assert repr(plugin) == "HybridParallelPlugin(zero_stage=2, enable_all_optimization=True)"
     assert GeminiPlugin(pin_memory=False).notices() == []
-    parameters = list(inspect.signature(HybridParallelPlugin).parameters)
-    assert parameters[:5] == ["tp_size", "pp_size", "sp_size", "precision", "zero_stage"]
-    assert set(parameters) == {*HYBRID_ARGUMENTS.split(), "methods"}
 
 
-HYBRID_ARGUMENTS = """
-tp_size pp_size sp_size precision zero_stage enable_all_optimization enable_fused_normalization enable_flash_attention
-enable_jit_fused enable_sequence_parallelism sequence_parallelism_mode enable_sequence_overlap parallel_output
-num_microbatches microbatch_size initial_scale min_scale growth_factor backoff_factor growth_interval hysteresis
-max_scale max_norm broadcast_buffers ddp_bucket_cap_mb find_unused_parameters check_reduction gradient_as_bucket_view
-static_graph zero_bucket_size_in_m cpu_offload communication_dtype overlap_communication custom_policy pp_style
-num_model_chunks scheduler_nodes num_layers_per_stage gradient_checkpoint_config enable_metadata_cache
-make_vocab_size_divisible_by dp_outside overlap_p2p overlap_allgather fp8_communication use_fp8 inner_ring_size
-"""
+SCALE_ARGUMENTS = "initial_scale min_scale growth_factor backoff_factor growth_interval hysteresis max_scale"
+# In the order of ColossalAI 4f9953be, where all can be given by position.
+ARGUMENTS = {
+    TorchDDPPlugin: """
+        broadcast_buffers bucket_cap_mb find_unused_parameters check_reduction gradient_as_bucket_view static_graph
+        fp8_communication""",
+    TorchFSDPPlugin: """
+        process_group sharding_strategy cpu_offload auto_wrap_policy backward_prefetch mixed_precision ignored_modules
+        param_init_fn sync_module_states fp8_communication""",
+    LowLevelZeroPlugin: f"""
+        stage precision {SCALE_ARGUMENTS} max_norm norm_type reduce_bucket_size_in_m communication_dtype
+        overlap_communication overlap_allgather cpu_offload master_weights verbose cast_inputs fp8_communication use_fp8
+        extra_dp_size""",
+    GeminiPlugin: f"""
+        chunk_config_dict chunk_init_device placement_policy enable_gradient_accumulation max_prefetch shard_param_frac
+        offload_optim_frac offload_param_frac warmup_non_model_data_ratio steady_cuda_cap_ratio precision master_weights
+        pin_memory force_outputs_fp32 strict_ddp_mode search_range_m hidden_dim min_chunk_size_m memstats
+        gpu_margin_mem_ratio {SCALE_ARGUMENTS} max_norm norm_type tp_size extra_dp_size enable_all_optimization
+        enable_fused_normalization enable_flash_attention enable_sequence_parallelism enable_jit_fused
+        enable_async_reduce use_fp8 verbose fp8_communication""",
+    HybridParallelPlugin: f"""
+        tp_size pp_size sp_size precision zero_stage enable_all_optimization enable_fused_normalization
+        enable_flash_attention enable_jit_fused enable_sequence_parallelism sequence_parallelism_mode parallel_output
+        num_microbatches microbatch_size {SCALE_ARGUMENTS} max_norm broadcast_buffers ddp_bucket_cap_mb
+        find_unused_parameters check_reduction gradient_as_bucket_view static_graph zero_bucket_size_in_m cpu_offload
+        communication_dtype overlap_communication custom_policy pp_style num_model_chunks scheduler_nodes
+        num_layers_per_stage gradient_checkpoint_config enable_metadata_cache make_vocab_size_divisible_by dp_outside
+        overlap_p2p overlap_allgather fp8_communication use_fp8 inner_ring_size""",
+}
+
+
+@pytest.mark.parametrize("plugin", ARGUMENTS, ids=lambda plugin: plugin.__name__)
+def test_arguments_by_position_are_those_of_the_seed(plugin):
+    parameters = inspect.signature(plugin).parameters.values()
+    named = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert [each.name for each in parameters if each.name not in named] == ARGUMENTS[plugin].split()
+    assert named <= {"methods", "enable_sequence_overlap"}
+
+
+def test_values_by_position_and_the_plugins_own_loss_scales():
+    assert LowLevelZeroPlugin(2).stage == 2
+    assert LowLevelZeroPlugin().initial_scale == 2.0**32
+    assert GeminiPlugin().initial_scale == HybridParallelPlugin().initial_scale == 2.0**16
+    experts = MoeHybridParallelPlugin(1, 1, 2, None, "bf16", 1, moe_dp_outside=False)
+    assert (experts.ep_size, experts.sp_size, experts.precision, experts.zero_stage) == (2, None, "bf16", 1)
+    assert repr(experts) == ("MoeHybridParallelPlugin(precision='bf16', zero_stage=1, ep_size=2, moe_dp_outside=False)")
+    (notice,) = experts.notices()
+    assert "moe_dp_outside=False changes nothing" in notice
+
+
 HYBRID = {"tp_size": 1, "pp_size": 1}
 PIPELINE = {"tp_size": 1, "pp_size": 2, "num_microbatches": 4}
 TOKENS = {"enable_sequence_parallelism": True}

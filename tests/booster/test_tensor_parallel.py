@@ -43,10 +43,22 @@ def stopped(zero_stage, precision, folder):
     losses = train(model, optim, optim.backward, 0, STOP)
     booster.save_model(model, folder / "model", shard=True)
     booster.save_optimizer(optim, folder / "optim", shard=True)
+    if precision == "fp16":
+        check_for_transformers(model, folder / "model")
     model, optim, *_ = booster.boost(*build(seed=9))
     booster.load_model(model, folder / "model")
     booster.load_optimizer(optim, folder / "optim")
     return losses + train(model, optim, optim.backward, STOP, STEPS)
+
+
+def check_for_transformers(model, folder):
+    """``from_pretrained`` builds the same class."""
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+    read, wanted = AutoModelForCausalLM.from_pretrained(folder), model.state_dict()
+    assert type(read) is LlamaForCausalLM
+    assert all(torch.equal(value, wanted[name].full_tensor()) for name, value in read.state_dict().items())
+    assert model.unwrap().config.architectures is None, "the live config is as it was"
 
 
 class Plain(nn.Module):

@@ -112,3 +112,15 @@ def test_the_seeds_name_is_the_same_optimizer():
     parameter.grad = torch.ones(2, 2)
     optimizer.step()
     assert torch.allclose(parameter, torch.full((2, 2), 1 - 1e-2))
+
+
+def test_the_seeds_name_takes_an_lr_that_does_not_count():
+    weights = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+    with pytest.warns(UserWarning, match=r"lr=0.5 changes nothing.*relative_step=False") as told:
+        optimizers = [DistributedAdaFactor(weights[:1], lr=0.5), DistributedAdaFactor(weights[1:])]
+    assert told[0].filename == __file__
+    for weight, optimizer in zip(weights, optimizers, strict=True):
+        weight.grad = torch.ones(2, 2)
+        optimizer.step()
+    assert torch.equal(*weights)
+    assert DistributedAdaFactor(weights, lr=0.5, relative_step=False).param_groups[0]["lr"] == 0.5

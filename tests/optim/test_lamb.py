@@ -72,9 +72,17 @@ def test_the_distributed_name_is_the_same():
         trained(lambda p, kind=kind: kind(list(p.values()), lr=1e-2), plain)[0] for kind in (Lamb, DistributedLamb)
     ]
     assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
-    DistributedLamb([torch.nn.Parameter(torch.ones(2))]).setup_distributed(
-        None, None, {}, padding_map=None, is_zero=True
+    weights = [torch.nn.Parameter(torch.ones(2))]
+    DistributedLamb(weights).setup_distributed(None, None, {}, padding_map=None, is_zero=True)
+    (group,) = DistributedLamb(weights, 1e-3, (0.9, 0.99), 1e-5, 0.1, False, per_matrix=True).param_groups
+    assert (group["weight_decay"], group["bias_correction"], group["adam"], group["per_matrix"]) == (
+        0.1,
+        False,
+        False,
+        True,
     )
+    assert DistributedLamb(weights, adam=True).param_groups[0]["adam"]
+    assert Lamb(weights, 1e-3, (0.9, 0.99), 1e-5, 0.1, True, False).param_groups[0]["adam"], "as in ColossalAI's Lamb"
 
 
 @pytest.mark.parametrize(

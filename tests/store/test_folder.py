@@ -36,10 +36,10 @@ def with_transformers(folder):
 
     ours, theirs = folder / "ours", folder / "theirs"
     model = tiny.build("gpt2")
-    model.config.save_pretrained(ours)
     save_folder(model, ours, shard_bytes=2**13)
     read = GPT2LMHeadModel.from_pretrained(ours)
     assert all(torch.equal(a, b) for a, b in zip(read.parameters(), model.parameters(), strict=True))
+    assert (ours / "generation_config.json").is_file()
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
     model.config.tie_word_embeddings = False
     model.save_pretrained(theirs, max_shard_size="8KB")

@@ -49,7 +49,8 @@ class CheckpointVerbs:
         Args:
             model: Boosted or plain.
             checkpoint: A file; safetensors when its name ends so, else as ``torch.save`` writes. A folder if ``shard``.
-            shard: Write a folder of safetensors files with an index, as transformers reads it.
+            shard: Write a folder of safetensors files with an index, as transformers reads it; a transformers model's
+                ``config.json`` and ``generation_config.json`` lie beside them.
             gather_dtensor: Must be True.
             prefix: Of the names of the files in the folder.
             size_per_shard: Largest size of a file in the folder, in MiB.

@@ -38,7 +38,8 @@ from meshwright.optim.outer import (
 )
 from meshwright.optim.sharded import ShardedOptimizer
 from meshwright.optim.spikes import SpikeAction, SpikePolicy, SpikeWatch, spike_watch_of, watch_spikes
-from meshwright.optim.wrappers import clip_gradients, guard_of, inner_optimizer
+from meshwright.optim.wrapped import inner_optimizer
+from meshwright.optim.wrappers import clip_gradients, guard_of
 
 __all__ = [
     "BMUF",

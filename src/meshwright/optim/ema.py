@@ -20,8 +20,7 @@ from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.layouts import wrapped_like
 from meshwright.optim.outer.weights import InnerWeights
 from meshwright.optim.sharded.rounding import round_stochastically_, shard_generator
-from meshwright.optim.wrapped import call_around
-from meshwright.optim.wrappers import inner_optimizer
+from meshwright.optim.wrapped import call_around, inner_optimizer
 
 _ATTRIBUTE = "_weight_average"
 AverageType = Literal["fp32", "bf16"]

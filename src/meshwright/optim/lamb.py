@@ -45,7 +45,7 @@ class Lamb(ShardedOptimizer):
         adam: Leaves the ratio out (ColossalAI's switch): AdamW without its scaling of the decay.
         bias_correction: ``"paper"`` divides m and v by 1 − βᵗ (True means the same). ``"lr"`` is ColossalAI's form,
             which scales lr by √(1 − β₂ᵗ) / (1 − β₁ᵗ) instead: as the ratio does not depend on the scale of u, early
-            steps are then shorter than the paper's. False corrects nothing.
+            steps are then shorter than the paper's. False corrects nothing: the default of ColossalAI's plain ``Lamb``.
         per_matrix: For stacked weights of 3 and more dims (experts ``(E, H, W)``): one ratio for each matrix of the
             last two dims instead of one for the whole stack.
         half_update: See :class:`~meshwright.optim.sharded.ShardedOptimizer`.
@@ -115,10 +115,23 @@ class Lamb(ShardedOptimizer):
 
 
 class DistributedLamb(Lamb):
-    """:class:`Lamb` under ColossalAI's name for its distributed form, whose ``bias_correction=True`` is ``"lr"`` there.
+    """:class:`Lamb` under the name and with the arguments of ColossalAI's distributed form.
 
-    Here both classes are the same optimizer: pass ``bias_correction="lr"`` for ColossalAI's numbers.
+    By position ``bias_correction`` comes where :class:`Lamb` has ``adam``, which can be given by name here. True means
+    ``"paper"`` here, too; pass ``bias_correction="lr"`` for ColossalAI's numbers.
     """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        bias_correction: BiasCorrection = "paper",
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, bias_correction=bias_correction, **options)
 
 
 def _adam_direction(chunk: Chunk) -> TensorList:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError
-from meshwright.optim.wrappers import inner_optimizer
+from meshwright.optim.wrapped import inner_optimizer
 
 SpikeAction = Literal["skip", "warn", "stop", "rollback"]
 _ATTRIBUTE = "_spike_watch"

@@ -38,6 +38,13 @@ class WrappedOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none)
 
 
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that holds the states, inside all wrappers."""
+    while isinstance(optimizer, WrappedOptimizer):
+        optimizer = optimizer.inner
+    return optimizer
+
+
 def call_around(
     optimizer: Optimizer, before: Sequence[Callable[[], None]] = (), after: Sequence[Callable[[], None]] = ()
 ) -> None:

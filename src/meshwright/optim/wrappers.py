@@ -10,20 +10,12 @@ from torch.optim import Optimizer
 from meshwright.optim.clip import Stages, clip_grad_norm_
 from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.outer import OuterOptimizer
-from meshwright.optim.wrapped import WrappedOptimizer
 
 
 def guard_of(optimizer: Optimizer | None) -> GuardedOptimizer | None:
     """The guards of an optimizer, also inside an outer one; None where there are none."""
     inner = optimizer.inner if isinstance(optimizer, OuterOptimizer) else optimizer
     return inner if isinstance(inner, GuardedOptimizer) else None
-
-
-def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that holds the states, inside all wrappers."""
-    while isinstance(optimizer, WrappedOptimizer):
-        optimizer = optimizer.inner
-    return optimizer
 
 
 def clip_gradients(

@@ -21,6 +21,7 @@ from meshwright.store.rank_order import in_model_order, to_rank_order_
 from meshwright.store.stages import collect_from_stage, refuse_stages, spread_to_stage, whole_entries
 from meshwright.store.tied import check_tied, tied_names
 from meshwright.store.transfer import collect, spread
+from meshwright.store.transformers_config import write_config
 from meshwright.store.union import refuse_parts
 from meshwright.store.writer import wait_for_saves, write_later
 
@@ -73,7 +74,7 @@ def save_folder(
 ) -> None:
     """Writes what :func:`save` writes into a folder of safetensors files with an index; collective.
 
-    transformers' ``from_pretrained`` reads it when a ``config.json`` is beside the files; so does :func:`load`.
+    :func:`load` reads it, and transformers' ``from_pretrained``: beside the files of its models lie their configs.
 
     Args:
         model: As for :func:`save`.
@@ -91,6 +92,8 @@ def save_folder(
         refuse_stages(model, "save_folder")
         entries = model_entries(model)
         check_tensors(Path(folder), entries.raw)
+        if rank() == 0:
+            write_config(entries.module, Path(folder))
     parts = PartEntries.of(entries)
     gather: Callable[[str], torch.Tensor | None] | None = None
     if parts is None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import runtime
-from meshwright.errors import ConfigError
+from meshwright.errors import CheckpointError, ConfigError
 from meshwright.optim import (
     BMUF,
     AdamOptimizer,
@@ -268,6 +268,16 @@ def of_fairseq():
     assert (optimizer.get_lr(), inner.param_groups[0]["lr"], optimizer.get_num_updates()) == (0.03, 0.03, 0)
     assert optimizer.step(lambda: torch.tensor(7.0)) == 7.0  # fairseq drops what the closure returns
     optimizer.set_num_updates(1)
+    saved = optimizer.state_dict()
+    optimizer.set_lr(0.5)
+    optimizer.load_state_dict(saved)
+    assert optimizer.get_lr() == 0.03
+    optimizer.load_state_dict(saved, optimizer_overrides={"lr": 0.2, "momentum": 0.0})
+    assert (optimizer.get_lr(), inner.param_groups[0]["momentum"], optimizer.num_updates) == (0.2, 0.0, 1)
+    assert optimizer.optimizer is inner
+    assert all(mine is own for mine, own in zip(optimizer.params, net.parameters(), strict=True))
+    with pytest.raises(CheckpointError, match="plain optimizer's state goes into the inner one"):
+        optimizer.load_state_dict(inner.state_dict())
     with pytest.raises(ConfigError, match="no count"):
         optimizer.set_num_updates(-1)
     with pytest.raises(ConfigError, match="parameter group is added"):

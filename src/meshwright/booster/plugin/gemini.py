@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.booster.plugin.base import inert, only
-from meshwright.booster.plugin.options import KernelArguments, LossScaleArguments, check_choice, in_fp8, mesh_of
+from meshwright.booster.plugin.options import (
+    LossScaleArguments,
+    check_choice,
+    compressed,
+    fused,
+    in_fp8,
+    mesh_of,
+    sequence_overlap,
+)
 from meshwright.strategy import Strategy
 
 _NO_CHUNKS = "there are no chunks: FSDP2 gathers one block of the model at a time"
@@ -15,7 +23,7 @@ _METHOD_OF_FRACTION = {1.0: "fsdp", 0.0: "zero2"}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class GeminiPlugin(KernelArguments, LossScaleArguments):
+class GeminiPlugin(LossScaleArguments):
     """Weights, gradients and optimizer states sharded over the ranks: the method fsdp. Seed: ColossalAI.
 
     ``shard_param_frac=0`` keeps gathered weights through a step (zero2); ``strict_ddp_mode`` shards nothing.
@@ -43,13 +51,27 @@ class GeminiPlugin(KernelArguments, LossScaleArguments):
     min_chunk_size_m: float = inert(32, _NO_CHUNKS)
     memstats: Any = inert(None, _NO_CHUNKS)
     gpu_margin_mem_ratio: float = inert(0.0, "offload_optim_frac says what is updated on the device")
+    initial_scale: float = 2.0**16
+    min_scale: float = 1.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2.0**32
     max_norm: float = 0.0
     norm_type: float = 2.0
     tp_size: int = 1
     extra_dp_size: int = 1
+    enable_all_optimization: bool = fused()
+    enable_fused_normalization: bool = fused()
+    enable_flash_attention: bool = fused()
     enable_sequence_parallelism: bool = only(False, "activations split along the sequence", "leave it out")
+    enable_jit_fused: bool = fused()
     enable_async_reduce: bool = inert(True, "gradients are always reduced while backward goes on")
+    use_fp8: bool = False
     verbose: bool = inert(False, "there is nothing to tell")
+    fp8_communication: bool = compressed()
+    enable_sequence_overlap: bool = sequence_overlap()
 
     def __post_init__(self) -> None:
         super().__post_init__()

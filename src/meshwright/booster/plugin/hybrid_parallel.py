@@ -12,12 +12,14 @@ from meshwright.booster.plugin.axes import AxisArguments, axis_methods, axis_not
 from meshwright.booster.plugin.base import inert, only
 from meshwright.booster.plugin.low_level_zero import zero_keys
 from meshwright.booster.plugin.options import (
-    KernelArguments,
     LossScaleArguments,
     check_choice,
+    compressed,
+    fused,
     in_fp8,
     mesh_of,
     offloaded,
+    sequence_overlap,
 )
 from meshwright.booster.plugin.torch_ddp import ddp_options
 from meshwright.errors import ConfigError
@@ -28,7 +30,7 @@ _TORCHS_ENGINE = "the schedules and their sends and receives are torch's"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HybridParallelPlugin(KernelArguments, LossScaleArguments, AxisArguments):
+class HybridParallelPlugin(LossScaleArguments, AxisArguments):
     """Tensor, sequence and pipeline parallelism, data parallelism over the rest of the ranks. Seed: ColossalAI.
 
     ``pp_size`` stages need ``num_microbatches`` or ``microbatch_size``, and ``Booster.execute_pipeline`` runs their
@@ -48,11 +50,22 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments, AxisArguments):
     sp_size: int | None = None
     precision: str = "fp16"
     zero_stage: int = 0
+    enable_all_optimization: bool = fused()
+    enable_fused_normalization: bool = fused()
+    enable_flash_attention: bool = fused()
+    enable_jit_fused: bool = fused()
     enable_sequence_parallelism: bool = False
     sequence_parallelism_mode: str | None = None
     parallel_output: bool = inert(True, "outputs are whole on every tensor-parallel rank")
     num_microbatches: int | None = None
     microbatch_size: int | None = None
+    initial_scale: float = 2.0**16
+    min_scale: float = 1.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2.0**32
     max_norm: float = 0.0
     broadcast_buffers: bool = True
     ddp_bucket_cap_mb: int = 25
@@ -75,7 +88,10 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments, AxisArguments):
     dp_outside: bool = True
     overlap_p2p: bool = inert(True, _TORCHS_ENGINE)
     overlap_allgather: bool = inert(False, "weights of the next block are gathered while one computes")
+    fp8_communication: bool = compressed()
+    use_fp8: bool = False
     inner_ring_size: int | None = inert(None, "ring_attn is one ring")
+    enable_sequence_overlap: bool = sequence_overlap()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -156,7 +172,7 @@ class HybridParallelPlugin(KernelArguments, LossScaleArguments, AxisArguments):
         return batch_size // self.microbatch_size
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class MoeHybridParallelPlugin(HybridParallelPlugin):
     """:class:`HybridParallelPlugin` whose experts are divided over ``ep_size`` ranks. Seed: ColossalAI.
 
@@ -164,12 +180,37 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
     ``expert_parallel`` finds the experts of a plain or transformers model; there are no policies to write.
 
     Experts that no sample of a rank was routed to get no gradient there, so DDP looks for unused parameters.
+
+    Args:
+        tp_size, pp_size, sp_size: As there; 1 beside an ``ep_size``.
+        ep_size: Number of ranks that experts are divided over; in ColossalAI's place, the third.
+        others, options: The arguments of :class:`HybridParallelPlugin`, those after its ``sp_size`` in its order too.
+        moe_tp_size: Must be 1.
+        force_overlap_comm, moe_dp_outside: Change nothing.
     """
 
     ep_size: int = 1
     moe_tp_size: int = only(1, "tensor parallelism of its own for experts", "use ep_size")
     force_overlap_comm: bool = inert(False, "communication overlaps with computation on CUDA")
     moe_dp_outside: bool = inert(True, "the ranks of an expert group lie side by side")
+
+    def __init__(
+        self,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        ep_size: int = 1,
+        sp_size: int | None = None,
+        *others: Any,
+        moe_tp_size: int = 1,
+        force_overlap_comm: bool = False,
+        moe_dp_outside: bool = True,
+        **options: Any,
+    ) -> None:
+        # Written out: a dataclass puts its base's arguments first, and ColossalAI has ep_size between them.
+        own = {"moe_tp_size": moe_tp_size, "force_overlap_comm": force_overlap_comm, "moe_dp_outside": moe_dp_outside}
+        for name, value in {"ep_size": ep_size, **own}.items():
+            object.__setattr__(self, name, value)  # before the checks, which look at them; frozen for everyone else
+        super().__init__(tp_size, pp_size, sp_size, *others, **options)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,7 +222,6 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
                 got=", ".join(f"{name}={size}" for name, size in others.items()),
                 fix="use zero_stage to lower a rank's memory, or ep_size=1",
             )
-
         if self.ep_size > 1:
             self._refuse_fp8_communication("the gradients of experts are averaged", "ep_size=1")
 

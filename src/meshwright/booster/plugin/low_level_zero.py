@@ -25,6 +25,12 @@ class LowLevelZeroPlugin(LossScaleArguments):
     stage: int = 1
     precision: str = "fp16"
     initial_scale: float = 2.0**32
+    min_scale: float = 1.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2.0**32
     max_norm: float = 0.0
     norm_type: float = 2.0
     reduce_bucket_size_in_m: int = inert(12, _OWN_BUCKETS)

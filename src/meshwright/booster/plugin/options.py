@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import field
 from typing import Any
 
 from meshwright.booster.plugin.base import Plugin, inert, near
@@ -19,17 +19,29 @@ def compressed() -> Any:
     return near(False, " is the method comm: gradients travel in int8, gathered weights in fp8, with a scale per block")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class LossScaleArguments(Plugin):
-    """The dynamic loss scale, used when the precision is fp16."""
+def fused() -> Any:
+    """A switch of hand-written kernels: it changes speed and never results."""
+    return inert(False, _FUSED)
 
-    initial_scale: float = 2.0**16
-    min_scale: float = 1.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    hysteresis: int = 2
-    max_scale: float = 2.0**32
+
+def sequence_overlap() -> Any:
+    """The argument ``enable_sequence_overlap``, which ColossalAI has dropped since: by its name only."""
+    return field(default=False, kw_only=True, metadata={"inert": "what overlaps is torch's to decide"})
+
+
+class LossScaleArguments(Plugin):
+    """The dynamic loss scale, used when the precision is fp16.
+
+    Names only: each plugin declares them where ColossalAI has them, so that they have its places and defaults.
+    """
+
+    initial_scale: float
+    min_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    max_scale: float
 
     def check_precision(self, precision: str) -> None:
         """Refuses a precision that is none, and numbers that make no loss scale.
@@ -52,19 +64,6 @@ class LossScaleArguments(Plugin):
         if precision == "fp16":
             keys["loss_scale"] = {name: getattr(self, name) for name in LossScaleArguments.__annotations__}
         return [("half", keys)]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class KernelArguments(Plugin):
-    """Switches of hand-written kernels; they change speed and never results."""
-
-    enable_all_optimization: bool = inert(False, _FUSED)
-    enable_fused_normalization: bool = inert(False, _FUSED)
-    enable_flash_attention: bool = inert(False, _FUSED)
-    enable_jit_fused: bool = inert(False, _FUSED)
-    enable_sequence_overlap: bool = inert(False, "what overlaps is torch's to decide")
-    use_fp8: bool = False
-    fp8_communication: bool = compressed()
 
 
 def check_choice(plugin: Plugin, name: str, value: object, choices: tuple[Any, ...]) -> None:

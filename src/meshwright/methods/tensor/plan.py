@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
+from meshwright.methods.tensor.adapters import base_path, is_adapted, split_parts
 from meshwright.methods.tensor.styles import EMBEDDING, LINEAR, Style, is_transposed, style_of
 
 _FIX = "give plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', …} with the names of its layers"
@@ -23,11 +24,12 @@ class PlannedLayer:
     style: Style
     parent: nn.Module  # the module it lies in
     parts: tuple[int, ...] = ()  # output features of what is fused in it (queries, keys, values); empty: one part
+    place: str = ""  # path of the adapters around it, which lie where the plan has it; empty: it lies there itself
 
     @property
     def parent_path(self) -> str:
-        """Path of the module it lies in."""
-        return self.path.rpartition(".")[0]
+        """Path of the module it lies in, or in which its adapters lie."""
+        return (self.place or self.path).rpartition(".")[0]
 
     @property
     def group(self) -> str:
@@ -54,7 +56,8 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     for name in ("tp_plan", "_tp_plan"):
         plan = getattr(model, name, None)
         if isinstance(plan, Mapping) and plan:
-            return dict(plan)
+            base = base_path(model)
+            return {f"{base}.{pattern}" if base else pattern: style for pattern, style in plan.items()}
     return {}
 
 
@@ -82,18 +85,10 @@ def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool 
     if not is_part:
         _check_named(model, given)
     entries = [(re.compile(_regex(pattern)), style) for pattern, style in (*given.items(), *own.items())]
-    chosen = {}
-    for path, module in model.named_modules():
-        style = next((style for regex, style in entries if regex.fullmatch(path)), None)
-        emptied = is_part and next(module.parameters(recurse=False), None) is None
-        if path and style is not None and not emptied:
-            chosen[path] = (module, style_of(path, module, style))
+    chosen, places = _chosen(model, entries, is_part)
     _check_bare_parameters(model, entries)
     _with_tied(model, chosen)
-    layers = [
-        PlannedLayer(path, module, style, model.get_submodule(path.rpartition(".")[0]))
-        for path, (module, style) in chosen.items()
-    ]
+    layers = [_layer(model, path, *chosen[path], places.get(path, "")) for path in chosen]
     if not is_part and not any(layer.style.dims for layer in layers):
         raise ModelError(
             "tensor_parallel: the plan splits no layer of this model",
@@ -102,6 +97,32 @@ def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool 
             fix=_FIX,
         )
     return layers
+
+
+def _chosen(
+    model: nn.Module, entries: list[tuple[re.Pattern[str], str]], is_part: bool
+) -> tuple[dict[str, tuple[nn.Module, Style]], dict[str, str]]:
+    """The modules that entries name, by path, with their styles; and the paths of the adapters around them."""
+    chosen: dict[str, tuple[nn.Module, Style]] = {}
+    places: dict[str, str] = {}
+    for path, module in model.named_modules():
+        style = next((style for regex, style in entries if regex.fullmatch(path)), None)
+        emptied = is_part and next(module.parameters(recurse=is_adapted(module)), None) is None
+        if not path or style is None or emptied:
+            continue
+        if is_adapted(module):
+            own = f"{path}.base_layer"
+            meant = style_of(own, model.get_submodule(own), style)
+            chosen |= {at: (part, meant) for at, part in split_parts(path, module, meant).items()}
+            places[own] = path
+        else:
+            chosen[path] = (module, style_of(path, module, style))
+    return chosen, places
+
+
+def _layer(model: nn.Module, path: str, module: nn.Module, style: Style, place: str) -> PlannedLayer:
+    parent = model.get_submodule((place or path).rpartition(".")[0])
+    return PlannedLayer(path, module, style, parent, place=place)
 
 
 def matches(entries: Mapping[str, str], path: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.errors import ModelError
 from meshwright.methods.tensor.calls import SampleRun
 from meshwright.methods.tensor.checks import check_layers
 from meshwright.methods.tensor.plan import PlannedLayer, matches, own_plan, planned, planned_layers
@@ -95,6 +96,13 @@ def split_of(
 
 
 def _with_sequence(model: nn.Module, split: Split, ranks: int, sample: SampleRun | None) -> Split:
+    if any(layer.place for layer in split.layers):
+        raise ModelError(
+            "tensor_parallel: adapters and sequence=True do not go together",
+            expected="all tokens where a half of an adapter is whole",
+            got="LoRA adapters, and a part of the tokens between the layers that are split",
+            fix="leave sequence=True (split_gather, ring) out",
+        )
     known = _LAYOUTS.setdefault(model, {})
     key = ranks, tuple((layer.path, layer.style.name, layer.parts) for layer in split.layers)
     if key not in known:

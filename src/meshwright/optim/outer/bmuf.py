@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from meshwright.optim.clip import clip_grad_norm_, local_tensor, multiply_
 from meshwright.optim.outer.optimizer import OuterOptimizer
 from meshwright.optim.outer.policy import OuterPolicy
 from meshwright.optim.outer.presets import Group, momentum_sgd
+from meshwright.optim.wrapped import inner_optimizer
 
 NbmMode = Literal["paper", "fairseq"]
 
@@ -104,9 +105,34 @@ class BMUF(OuterOptimizer):
         if not self._alone:
             super().prepare_gradients()
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The torch optimizer inside."""
+        return inner_optimizer(self)
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """Its parameters."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: Mapping[str, Any] | None = None) -> None:
+        """Takes over what ``state_dict`` returned; collective. See OuterOptimizer.
+
+        Args:
+            state_dict: Of this class; that of the optimizer inside alone goes into ``optimizer.load_state_dict``.
+            optimizer_overrides: Hyperparameters for all groups of the optimizer inside, instead of what was saved, such
+                as ``{"lr": 1e-4}``.
+
+        Raises:
+            CheckpointError: See OuterOptimizer.
+        """
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.update(optimizer_overrides or {})
+
     def multiply_grads(self, c: float | torch.Tensor) -> None:
         """Multiplies all gradients by a number."""
-        gradients = [local_tensor(parameter.grad) for parameter in self._parameters() if parameter.grad is not None]
+        gradients = [local_tensor(parameter.grad) for parameter in self.params if parameter.grad is not None]
         multiply_(gradients, torch.as_tensor(c))
 
     def clip_grad_norm(
@@ -121,8 +147,8 @@ class BMUF(OuterOptimizer):
         self.prepare_gradients()
         limit = max_norm if max_norm > 0 else float("inf")
         if aggregate_norm_fn is None:
-            return clip_grad_norm_(self._parameters(), limit)
-        norm = aggregate_norm_fn(clip_grad_norm_(self._parameters(), float("inf")))
+            return clip_grad_norm_(self.params, limit)
+        norm = aggregate_norm_fn(clip_grad_norm_(self.params, float("inf")))
         if limit < float("inf"):
             self.multiply_grads(torch.clamp(limit / (norm + 1e-6), max=1.0))
         return norm
@@ -153,9 +179,6 @@ class BMUF(OuterOptimizer):
     def average_params(self) -> None:
         """Averages the inner optimizer's states over replicas; collective. fairseq's name for it."""
         self.synchronizer.inner_state.average(self.synchronizer.weights.parameters)
-
-    def _parameters(self) -> Iterable[torch.Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
 def _is_fairseq(mode: str) -> bool:
