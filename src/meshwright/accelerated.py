@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader
 from meshwright.batches import call_model, first_loss, micro_batches
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, PipelineEngine
+from meshwright.nn import reshard
 from meshwright.optim import (
     GuardedOptimizer,
     OuterOptimizer,
@@ -253,9 +253,7 @@ class Accelerated:
         inputs = self.prepare_input(batch, self.device)
         output = call_model(self.model, inputs, self._model_input_format)
         loss = self._mean(first_loss(self._job.loss_func(inputs, output)), ("replica", *_AVERAGED_LOSS))
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # else weights gathered here would outlive a change of the shards
+        reshard(self.model)  # else weights gathered here would outlive a change of the shards
         return loss
 
     def clip_grad_norm(self, max_norm: float | None = None, norm_type: float | None = None) -> torch.Tensor:

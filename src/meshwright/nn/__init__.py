@@ -12,6 +12,7 @@ from meshwright.nn.blocks import find_blocks, require_blocks
 from meshwright.nn.classes import class_name, class_names, modules_of, outermost
 from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
 from meshwright.nn.forward import class_with, wrap_method, wrap_methods
+from meshwright.nn.fresh_weights import reshard, reshard_at_updates
 from meshwright.nn.fsdp_exchange import Comm, is_mean, reduce_by_exchange
 from meshwright.nn.fsdp_groups import parameter_groups
 from meshwright.nn.half_attention import carried
@@ -71,6 +72,8 @@ __all__ = [
     "rank_orders",
     "reduce_by_exchange",
     "require_blocks",
+    "reshard",
+    "reshard_at_updates",
     "stages_of",
     "whole_model",
     "widen",
