@@ -50,3 +50,35 @@ def test_blocks_train_alike_with_a_forward_before_the_update(ranks, level, manag
     for weights in ranks(2).run(blocks, level, managed):
         for found, wanted in zip(weights, expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+
+
+def failing_blocks():
+    layers = nn.ModuleList(mw.Block(layer, use_checkpoint=False, zero_level=2) for layer in build())
+    expected = [p.full_tensor() for p in layers.parameters()]
+
+    def fail(gradient):
+        raise torch.OutOfMemoryError("backward")
+
+    middle = layers[0](BATCHES[0])
+    middle.register_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        layers[1](middle).square().mean().backward()
+    for parameter in layers.parameters():
+        parameter.grad = None
+    found = []
+    for _ in range(2):
+        layers[1](layers[0](BATCHES[0])).square().mean().backward()
+        found.append([p.grad.full_tensor() for p in layers.parameters()])
+        for parameter in layers.parameters():
+            parameter.grad = None
+    assert all(map(torch.equal, [p.full_tensor() for p in layers.parameters()], expected))
+    return found
+
+
+def test_blocks_recover_from_a_backward_that_failed(ranks):
+    layers = build()
+    layers[1](layers[0](BATCHES[0])).square().mean().backward()
+    for twice in ranks(2).run(failing_blocks):
+        for gradients in twice:
+            for found, parameter in zip(gradients, layers.parameters(), strict=True):
+                torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-6)

@@ -14,6 +14,7 @@ from meshwright.nn.compiled import compile_forward, is_compiled, outside_compile
 from meshwright.nn.forward import class_with, wrap_method, wrap_methods
 from meshwright.nn.fresh_weights import reshard, reshard_at_updates
 from meshwright.nn.fsdp_exchange import Comm, is_mean, reduce_by_exchange
+from meshwright.nn.fsdp_failure import abandon_units, recover_in_forward
 from meshwright.nn.fsdp_groups import parameter_groups
 from meshwright.nn.half_attention import carried
 from meshwright.nn.half_wide import widen, widened
@@ -50,6 +51,7 @@ __all__ = [
     "RowParallelLinear",
     "TransformerBlockList",
     "VPEmbedding",
+    "abandon_units",
     "average_gradients",
     "carried",
     "class_name",
@@ -70,6 +72,7 @@ __all__ = [
     "parameter_groups",
     "part_of_whole",
     "rank_orders",
+    "recover_in_forward",
     "reduce_by_exchange",
     "require_blocks",
     "reshard",

@@ -225,12 +225,16 @@ class PipelineEngine:
             if self._splice.cut.stage_of(name) in (None, stage):
                 yield parameter
 
+    def abandon(self) -> None:
+        """After a failure: see :meth:`StageGradients.abandon`."""
+        self._gradients.abandon(self._model)
+
     def _raise_together(self, modules: list[StageModule]) -> None:
         errors = [module.error for module in modules if module.error is not None]
         failed = torch.tensor(float(bool(errors)), device=flag_device(self.line))
         dist.all_reduce(failed, dist.ReduceOp.MAX)
         if failed.item():
-            self._gradients.abandon(self._model)
+            self.abandon()
             with same_on_every_rank():
                 for error in errors:
                     raise error

@@ -24,6 +24,7 @@ from meshwright.methods.zero.units import Units, choose_units, unit_of
 from meshwright.nn import (
     average_gradients,
     find_blocks,
+    recover_in_forward,
     reduce_by_exchange,
     reshard,
     reshard_at_updates,
@@ -79,6 +80,8 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     average_gradients(units.ignored, job.num_averaged, job.averaging_group if units.ignored else None)
     reshard_at_updates(module for module in job.model.modules() if isinstance(module, FSDPModule))
     job.before_update.append(functools.partial(reshard, job.model))  # of any optimizer, over master weights too
+    if job.pipeline is None:  # which clears away after itself
+        recover_in_forward(job.model)
     job.micro_batch = _micro_batch_context(job.model, reduce_once=reduce_once, keep=reshard_after_forward is False)
 
 
