@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from meshwright.batches import call_model, first_loss, micro_batches
 from meshwright.errors import ConfigError
-from meshwright.methods import Job, PipelineEngine
+from meshwright.methods import Job, PipelineEngine, abandon, abandoned_if_it_fails
+from meshwright.nn import reshard
 from meshwright.optim import (
     GuardedOptimizer,
     OuterOptimizer,
@@ -33,7 +33,7 @@ from meshwright.optim import (
 )
 from meshwright.planner import Plan, measured_state, record_saved
 from meshwright.runtime import peak_memory_bytes, preserved_rng, synchronize_device
-from meshwright.step_watch import judge_loss, kept_buffers
+from meshwright.step_watch import judge_loss, kept_buffers, required
 from meshwright.strategy import Strategy
 
 _MEASURE_NEXT = -1
@@ -115,6 +115,8 @@ class Accelerated:
     def step(self, batch: Any) -> StepResult:
         """One optimizer step: forward, backward, clip, update, schedule.
 
+        After an error in forward or backward that every rank meets, a loop may catch it and go on with the next batch.
+
         Args:
             batch: This rank's part of the global batch, as the dataloader yields it; cut into ``num_micro_batches``.
 
@@ -126,25 +128,19 @@ class Accelerated:
             ConfigError: When there is no optimizer or no loss.
             DataError: When the batch does not divide into micro-batches.
         """
-        if self.optim is None:
-            raise ConfigError(
-                "There is no optimizer to step",
-                got="optim_func=None",
-                fix="pass optim_func, such as torch.optim.AdamW",
-                expected="an optimizer built by optim_func",
-            )
-        self.optim.zero_grad()
+        optim = required(self.optim)
+        optim.zero_grad()
         with kept_buffers(self.model, self._job.skip_nonfinite or self._job.spikes is not None) as restore_buffers:
             loss = self._mean(self._forward_backward(micro_batches(batch, self.num_micro_batches)), _AVERAGED_LOSS)
             limit, p = self.max_grad_norm, self.grad_norm_type
-            grad_norm, update = clipped_step(self.model, self.optim, limit, p, self.stages)
+            grad_norm, update = clipped_step(self.model, optim, limit, p, self.stages)
             spike = judge_loss(loss, self._guard, self._job.spikes)
             update()
             skipped = self._guard is not None and self._guard.step_was_skipped
             if skipped:
                 restore_buffers()
         # Replicas skip steps of their own, and their learning rates must not drift apart for it.
-        if self.lr_scheduler is not None and not (skipped and not isinstance(self.optim, OuterOptimizer)):
+        if self.lr_scheduler is not None and not (skipped and not isinstance(optim, OuterOptimizer)):
             self.lr_scheduler.step()
         return StepResult(loss, grad_norm, skipped, spike)
 
@@ -160,16 +156,17 @@ class Accelerated:
 
     def _forward_backward(self, parts: list[Any]) -> torch.Tensor:
         """Runs all micro-batches; returns this rank's mean loss."""
-        if self._job.pipeline is not None:
-            return self._in_stages(self._job.pipeline, parts)
-        total: torch.Tensor | None = None
-        for index, part in enumerate(parts):
-            with self._job.micro_batch(index == len(parts) - 1):
-                loss = self._forward(part) / len(parts)
-                loss.backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        return total
+        with abandoned_if_it_fails(self._job, self.optim):
+            if self._job.pipeline is not None:
+                return self._in_stages(self._job.pipeline, parts)
+            total: torch.Tensor | None = None
+            for index, part in enumerate(parts):
+                with self._job.micro_batch(index == len(parts) - 1):
+                    loss = self._forward(part) / len(parts)
+                    loss.backward()
+                total = loss.detach() if total is None else total + loss.detach()
+            assert total is not None
+            return total
 
     def _in_stages(self, pipeline: PipelineEngine, parts: list[Any]) -> torch.Tensor:
         if self._guard is not None:
@@ -253,9 +250,7 @@ class Accelerated:
         inputs = self.prepare_input(batch, self.device)
         output = call_model(self.model, inputs, self._model_input_format)
         loss = self._mean(first_loss(self._job.loss_func(inputs, output)), ("replica", *_AVERAGED_LOSS))
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # else weights gathered here would outlive a change of the shards
+        reshard(self.model)  # else weights gathered here would outlive a change of the shards
         return loss
 
     def clip_grad_norm(self, max_norm: float | None = None, norm_type: float | None = None) -> torch.Tensor:
@@ -274,6 +269,10 @@ class Accelerated:
         """For hand-written loops: a forward and backward inside accumulate gradients, which the next one reduces."""
         with self._job.micro_batch(False):
             yield
+
+    def abandon(self) -> None:
+        """For hand-written loops, on every rank: goes on after an error in forward or backward, without gradients."""
+        abandon(self._job, self.optim)
 
     def dry_run(self, batch: Any) -> DryRun:
         """Runs forward and backward once and leaves weights, buffers, gradients and random generators as they were."""

@@ -9,10 +9,27 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from meshwright.errors import LossSpikeError, UnsoundStepError
+from meshwright.errors import ConfigError, LossSpikeError, UnsoundStepError
 from meshwright.optim import GuardedOptimizer, SpikeAction, SpikeWatch
 from meshwright.runtime import agreed, print_rank
+
+
+def required(optim: Optimizer | None) -> Optimizer:
+    """The optimizer that a step needs.
+
+    Raises:
+        ConfigError: When there is none.
+    """
+    if optim is None:
+        raise ConfigError(
+            "There is no optimizer to step",
+            got="optim_func=None",
+            fix="pass optim_func, such as torch.optim.AdamW",
+            expected="an optimizer built by optim_func",
+        )
+    return optim
 
 
 @contextlib.contextmanager

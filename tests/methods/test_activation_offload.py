@@ -3,9 +3,11 @@
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
+import meshwright as mw
 from meshwright.methods.hosting.activations import ActivationOffload
 from meshwright.optim.offload.copies import DirectCopies
 
@@ -62,6 +64,7 @@ def test_gradients_are_equal_and_storages_are_copied_once():
     assert all(map(torch.equal, gradients(model), expected))
     out = [size for kind, size in copies.log if kind == "out"]
     assert sum(out) == offload.num_bytes
+    assert {64, 16}.isdisjoint(out), "weights and buffers stay where they are"
     assert sorted(out) == sorted(size for kind, size in copies.log if kind == "back")
     gc.collect()
     assert not any(reference() is not None for reference in copies.alive), "freed behind backward"
@@ -85,3 +88,63 @@ def test_a_graph_that_is_kept_can_run_backward_twice():
     model = build()
     ActivationOffload(list(model)[:2], DirectCopies(), pin_memory=False, prefetch=1)
     assert all(map(torch.equal, gradients(model, retain_graph=True), expected))
+
+
+class Stack(nn.Module):
+    """Blocks with weights of their own and in modules, and one that the model lends them."""
+
+    def __init__(self):
+        super().__init__()
+        self.lent = nn.Parameter(torch.randn(4, 4))
+        self.blocks = nn.ModuleList(Lends() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x, self.lent)
+        return x
+
+
+class Lends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(4, 4) / 2)
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x, lent):
+        return torch.tanh(self.inner(x @ self.own) @ lent)
+
+
+def with_older_graphs(strategy=None):
+    """Ten steps; a graph of the weights before each second update is alive while the next one runs."""
+    torch.manual_seed(0)
+    model, x = Stack(), torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    if strategy is not None:
+        job = mw.accelerate(
+            model, torch.optim.SGD, None, lambda inputs, output: output.square().mean(), strategy=strategy,
+            optim_args={"lr": 0.1}, sample_batch=x,
+        )  # fmt: skip
+        model, optim = job.model, job.optim
+    for _ in range(5):
+        for _ in range(2):
+            optim.zero_grad()
+            model(x).square().mean().backward()
+            kept = model(x)
+            optim.step()
+        del kept
+    return [(p.full_tensor() if strategy is not None else p).detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ["fsdp", ("offload", "activation")],
+        ["zero2", "checkpoint", ("offload", "activation")],
+        pytest.param(["fsdp", "compile", ("offload", "activation")], marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_weights_that_are_gathered_again_are_not_those_of_an_older_graph(ranks, strategy):
+    for weights in ranks(2).run(with_older_graphs, strategy):
+        for found, expected in zip(weights, with_older_graphs(), strict=True):
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)

@@ -97,6 +97,52 @@ def test_frozen_weights_stay_and_the_rest_trains_alike(ranks, outmost):
             assert torch.equal(value, before[name]) == (not expected[name].requires_grad)
 
 
+def train_by_hand(strategy, between, own_optimizer=False):
+    """A loop that runs the model between backward and update."""
+    result = mw.accelerate(
+        build(), None if own_optimizer else torch.optim.AdamW, None, loss_func, strategy=strategy,
+        sample_batch=BATCH[:2], **({} if own_optimizer else {"optim_args": {"lr": 0.01}}),
+    )  # fmt: skip
+    optim = torch.optim.AdamW(result.model.parameters(), lr=0.01) if own_optimizer else result.optim
+    own = part(mw.rank(), mw.world_size())
+    for _ in range(10):
+        optim.zero_grad()
+        result.loss_func(own, result.model(own)).backward()
+        with between():
+            result.model(own)
+        optim.step()
+    return [p.full_tensor().detach() for p in result.model.parameters()]
+
+
+NOT_RESHARDED = ("fsdp", {"reshard_after_forward": False})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "between", "own_optimizer"),
+    [
+        (["zero1"], torch.no_grad, False),
+        (["zero2"], torch.enable_grad, True),
+        ([NOT_RESHARDED], torch.inference_mode, False),
+        (["fsdp"], torch.enable_grad, False),
+        (["zero2", ("offload", "optimizer")], torch.no_grad, False),
+        pytest.param(["zero1", ("half", "fp16")], torch.no_grad, False, marks=pytest.mark.long),
+        pytest.param([NOT_RESHARDED], torch.no_grad, True, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_a_forward_between_backward_and_update_changes_nothing(ranks, strategy, between, own_optimizer):
+    model = build()
+    optim = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(10):
+        optim.zero_grad()
+        loss_func(None, model(BATCH)).backward()
+        optim.step()
+    tolerance = 1e-6 if "half" not in str(strategy) else 1e-2
+    for weights in ranks(2).run(train_by_hand, strategy, between, own_optimizer):
+        for value, expected in zip(weights, model.parameters(), strict=True):
+            torch.testing.assert_close(value.float(), expected.detach(), rtol=0, atol=tolerance)
+
+
 class Lora(nn.Module):
     """A frozen linear layer with a small trainable detour, as peft builds it."""
 

@@ -1,5 +1,6 @@
 """HOW each optimisation is done: one file per method, with config, ``check``, and the twins ``apply`` and ``cost``."""
 
+from meshwright.methods.abandon import abandon, abandoned_if_it_fails
 from meshwright.methods.amp_native import AmpNative
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
@@ -79,6 +80,8 @@ __all__ = [
     "WeightVote",
     "Zero1",
     "Zero2",
+    "abandon",
+    "abandoned_if_it_fails",
     "apply_strategy",
     "check_strategy",
     "cost_of",

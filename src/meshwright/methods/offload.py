@@ -130,7 +130,9 @@ class Offload(Method):
         count = self._num_blocks(len(find_blocks(job.model)))
         if count:
             blocks = [module for _, module in find_blocks(job.model)][:count]
-            job.activations = ActivationOffload(blocks, copies, pin_memory=pin, prefetch=self.prefetch)
+            offload = ActivationOffload(blocks, copies, pin_memory=pin, prefetch=self.prefetch)
+            job.model.register_forward_pre_hook(offload.forget)
+            job.activations = offload
         job.hosted_units, job.pin_memory = hosted_units(job, hosted.parameters), pin
         if not hosted.optimizer:
             return

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.errors import ModelError, join_names
 from meshwright.optim import local_tensor
 
+_NONE = -1  # torch's number of a backward pass where there is none
 _BUCKET_BYTES = 25 * 2**20  # DDP's: large enough for bandwidth, small enough to start early
 
 
@@ -58,7 +59,7 @@ class GradientAverager:
         self._bucket_of: dict[nn.Parameter, int] = {}
         self._renew()
         self._enabled = True  # False: micro-batches whose gradients only accumulate
-        self._running = False  # between the start of a backward pass and its end
+        self._running = _NONE  # the backward pass that has begun; it stays where one fails
         self._missing: list[int] = []  # how many parameters of each bucket have no gradient yet in this pass
         self._works: list[tuple[dist.Work, torch.Tensor, list[nn.Parameter]]] = []  # sent, in order of the buckets
         if in_backward:
@@ -101,13 +102,14 @@ class GradientAverager:
 
     def _begin(self, gradient: torch.Tensor) -> None:
         """First thing of a backward pass: its end is known only to the engine."""
-        if self._enabled and not self._running:
-            self._running, self._works = True, []
+        backward = torch._C._current_graph_task_id()
+        if self._enabled and self._running != backward:
+            self._running, self._works = backward, []
             self._missing = [len(bucket) for bucket in self._buckets]
             Variable._execution_engine.queue_callback(self._end)
 
     def _ready(self, parameter: torch.Tensor) -> None:
-        if self._running and parameter in self._bucket_of:
+        if self._running == torch._C._current_graph_task_id() and parameter in self._bucket_of:
             self._missing[self._bucket_of[parameter]] -= 1  # type: ignore[index]
             while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
                 self._send()
@@ -126,7 +128,7 @@ class GradientAverager:
 
     @torch.no_grad()
     def _end(self) -> None:
-        self._running = False
+        self._running = _NONE
         while len(self._works) < len(self._buckets):
             self._send()
         unused: list[str] = []

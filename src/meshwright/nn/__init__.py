@@ -12,7 +12,9 @@ from meshwright.nn.blocks import find_blocks, require_blocks
 from meshwright.nn.classes import class_name, class_names, modules_of, outermost
 from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
 from meshwright.nn.forward import class_with, wrap_method, wrap_methods
+from meshwright.nn.fresh_weights import reshard, reshard_at_updates
 from meshwright.nn.fsdp_exchange import Comm, is_mean, reduce_by_exchange
+from meshwright.nn.fsdp_failure import abandon_units, recover_in_forward
 from meshwright.nn.fsdp_groups import parameter_groups
 from meshwright.nn.half_attention import carried
 from meshwright.nn.half_wide import widen, widened
@@ -50,6 +52,7 @@ __all__ = [
     "RowParallelLinear",
     "TransformerBlockList",
     "VPEmbedding",
+    "abandon_units",
     "average_gradients",
     "call_with",
     "carried",
@@ -71,8 +74,11 @@ __all__ = [
     "parameter_groups",
     "part_of_whole",
     "rank_orders",
+    "recover_in_forward",
     "reduce_by_exchange",
     "require_blocks",
+    "reshard",
+    "reshard_at_updates",
     "run_with",
     "stages_of",
     "whole_model",

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ModelError, join_names
+from meshwright.nn.fresh_weights import reshard_at_updates
 from meshwright.nn.fsdp_exchange import reduce_by_exchange
+from meshwright.nn.fsdp_failure import recover_in_forward
 from meshwright.nn.layout import laid_out_like, sharded, tensor_dim, without_memory
 from meshwright.nn.parameter import ParameterRecord, mark_moved, record_of, recorded_parameter, was_moved
 from meshwright.runtime import ShardAxes, shard_axes
@@ -50,6 +52,8 @@ def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool, axes: Shard
     _assign(places, functools.partial(without_memory, axes=axes))
     for unit in (*small_units, module):
         fully_shard(unit, mesh=axes.zero, reshard_after_forward=reshard_after_forward)
+        recover_in_forward(unit)
+    reshard_at_updates((*small_units, module))
     if axes.zero.device_type == "cpu":
         reduce_by_exchange(module)
     _assign(places, functools.partial(_inside_unit, axes=axes))

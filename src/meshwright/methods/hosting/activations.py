@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,14 +56,24 @@ class ActivationOffload:
             for module in block.modules():
                 module.register_forward_pre_hook(self._enter)
 
-    def _around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _around(self, forward: functools.partial[Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        block: nn.Module = forward.args[0]  # not the one that was wrapped: it may be a copy of it
         with (
             self._run() as run,
             torch.autograd.graph.saved_tensors_hooks(lambda tensor: self._pack(run, tensor), self._unpack),
         ):
+            # The block's own hook has come before its run, and compiled code has no hooks inside.
+            run.weights |= {_storage(tensor) for tensor in (*block.parameters(), *block.buffers())}
             return forward(*args, **kwargs)
+
+    def forget(self, model: nn.Module, args: Any) -> None:
+        """A hook before the model's forward: no storage holds for certain what it did in the one before.
+
+        Weights that are gathered again do not count as changed, and blocks may compute with some that are not theirs.
+        """
+        self._known = weakref.WeakValueDictionary()
 
     @contextlib.contextmanager
     def _run(self) -> Iterator[_Run]:

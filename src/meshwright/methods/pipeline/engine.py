@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from meshwright.inspect import captured, hand_over_micro_batches, hand_over_stages
@@ -23,6 +22,7 @@ from meshwright.methods.pipeline.chain import Boundary, Line, StageOutput, flag_
 from meshwright.methods.pipeline.gradients import StageGradients
 from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
 from meshwright.methods.pipeline.splice import Handed, Splice
+from meshwright.nn import reshard
 from meshwright.runtime import preserved_rng, same_on_every_rank
 
 if TYPE_CHECKING:
@@ -198,9 +198,7 @@ class PipelineEngine:
             run(inputs)
         for buffer, before in buffers:
             buffer.copy_(before)
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self._model)
 
     def _build(self, num_micro_batches: int) -> tuple[Any, list[StageModule]]:
         from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -227,12 +225,16 @@ class PipelineEngine:
             if self._splice.cut.stage_of(name) in (None, stage):
                 yield parameter
 
+    def abandon(self) -> None:
+        """After a failure: see :meth:`StageGradients.abandon`."""
+        self._gradients.abandon(self._model)
+
     def _raise_together(self, modules: list[StageModule]) -> None:
         errors = [module.error for module in modules if module.error is not None]
         failed = torch.tensor(float(bool(errors)), device=flag_device(self.line))
         dist.all_reduce(failed, dist.ReduceOp.MAX)
         if failed.item():
-            self._gradients.abandon(self._model)
+            self.abandon()
             with same_on_every_rank():
                 for error in errors:
                     raise error

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.methods.pipeline.chain import Line
 from meshwright.methods.replicas import GradientAverager
+from meshwright.nn import abandon_units
 from meshwright.optim import local_tensor
 
 
@@ -55,12 +56,8 @@ class StageGradients:
 
     def abandon(self, model: nn.Module) -> None:
         """After a step that failed: no gradient of it stays, and plain calls are as before."""
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        abandon_units(model)
         if isinstance(model, FSDPModule):
-            if hasattr(model, "reset_iter_state"):  # since torch 2.13
-                model.reset_iter_state()
             model.set_is_last_backward(True)
             model.set_reshard_after_backward(True)
             model.set_requires_gradient_sync(True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -20,7 +21,14 @@ from meshwright.methods.replicas import broadcast_states
 from meshwright.methods.wire.sharded import quantise_units
 from meshwright.methods.zero.config import ZeroMethod
 from meshwright.methods.zero.units import Units, choose_units, unit_of
-from meshwright.nn import average_gradients, find_blocks, reduce_by_exchange
+from meshwright.nn import (
+    average_gradients,
+    find_blocks,
+    recover_in_forward,
+    reduce_by_exchange,
+    reshard,
+    reshard_at_updates,
+)
 
 
 def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, reduce_once: bool) -> None:
@@ -70,6 +78,10 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     _move_ignored(units.ignored, job.device)
     # FSDP2 leaves them different on every rank.
     average_gradients(units.ignored, job.num_averaged, job.averaging_group if units.ignored else None)
+    reshard_at_updates(module for module in job.model.modules() if isinstance(module, FSDPModule))
+    job.before_update.append(functools.partial(reshard, job.model))  # of any optimizer, over master weights too
+    if job.pipeline is None:  # which clears away after itself
+        recover_in_forward(job.model)
     job.micro_batch = _micro_batch_context(job.model, reduce_once=reduce_once, keep=reshard_after_forward is False)
 
 
