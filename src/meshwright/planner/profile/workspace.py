@@ -1,4 +1,4 @@
-"""What an operator saves in a form of its own, whose size tensors without data do not tell: oneDNN's LSTM."""
+"""What operators save whose size tensors without data do not tell, or tell wrongly."""
 
 from __future__ import annotations
 
@@ -24,11 +24,23 @@ def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
         args: Its arguments.
         result: What it returned for tensors without data.
     """
+    if func is torch.ops.aten._embedding_bag.default:
+        return _without_map(args, result)
     if func is not torch.ops.aten.mkldnn_rnn_layer.default or not args[-1]:  # only training saves
         return result
     shapes = tuple(each.shape if isinstance(each, torch.Tensor) else None for each in args[:7])
     others = tuple(tuple(each) if isinstance(each, list) else each for each in args[7:])
     return (*result[:3], result[3].new_empty(_workspace_bytes((shapes, args[0].dtype, others))))
+
+
+def _without_map(args: tuple[Any, ...], result: Any) -> Any:
+    """Sums of bags on CPUs need no map from indices to bags; torch's rule for bf16 without data says they do."""
+    weight, given = args[0], dict(enumerate(args))  # defaults at the end are left out
+    mode, weights, padding = given.get(4, 0), given.get(6), given.get(8, -1)
+    is_plain = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.stride(1) == 1
+    if not is_plain or mode != 0 or padding >= 0 or (weights is not None and weights.stride(0) != 1):
+        return result
+    return (result[0], result[1].new_empty(0), *result[2:])
 
 
 @functools.lru_cache(maxsize=256)
