@@ -78,6 +78,35 @@ def test_predicted_bytes_of_half_are_those_held(ranks, layout, keys):
             assert predicted == measured, kind
 
 
+def state_of_half_models(strategy, optimizers):
+    found = []
+    for optimizer in optimizers:
+        result = mw.accelerate(
+            tiny.Mlp().bfloat16(), optimizer, strategy=strategy, optim_args={"lr": 1e-3},
+            loss_func=lambda x, y: y.float().square().mean(),
+        )  # fmt: skip
+        _, measured = result.measured_step(torch.ones(2, 7, dtype=torch.bfloat16))
+        predicted = memory(result.plan.step, result._job.coordinate)
+        found += [(kind, getattr(predicted, kind), size) for kind, size in measured.items() if kind != "activations"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        [("half", "bf16")],
+        [("half", {"dtype": "bf16", "master_weights": False})],
+        pytest.param(["fsdp", ("half", "bf16")], marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_predicted_bytes_are_those_held_of_a_model_that_is_in_half_precision(ranks, strategy):
+    for kind, predicted, measured in ranks(1).run(state_of_half_models, strategy, [torch.optim.AdamW, mw.optim.Lamb])[
+        0
+    ]:
+        assert predicted == measured, kind
+
+
 def losses(strategy, lr):
     result = mw.accelerate(
         tiny.build("plain"), torch.optim.AdamW, tiny.Tokens(), tiny.loss_func, strategy=strategy,

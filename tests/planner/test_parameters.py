@@ -37,6 +37,20 @@ def test_predicted_optimizer_bytes_are_those_held(optim_class, args):
     assert predicted == measured_state(model, optimizer)["optimizer"]
 
 
+def test_each_group_keeps_what_its_own_hyperparameters_ask_for():
+    one, two, three, four = (nn.Parameter(torch.ones(4, 4)) for _ in range(4))
+    betas = [0.9, 0.99]  # a list has no hash
+    groups = [
+        {"params": [one], "amsgrad": True, "betas": betas},
+        {"params": [("named", two)], "lr": torch.tensor(0.1)},
+        {"params": three},
+    ]
+    states_of = probe_optimizer(torch.optim.AdamW, torch.device("cpu"), groups)
+    assert [len(states_of(each)) for each in (one, two, three, four)] == [4, 3, 3, 0]
+    assert groups[0]["betas"] is betas
+    assert groups[0].keys() == {"params", "amsgrad", "betas"}
+
+
 def test_repeated_blocks_are_described_once_and_tied_weights_counted_once():
     blocks = describe_blocks(tiny.build("gpt2"), lambda parameter: ())
     assert [(block.name.rsplit(".", 1)[-1], block.count) for block in blocks] == [("GPT2Block", 2), ("outside", 1)]

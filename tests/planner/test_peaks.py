@@ -1,10 +1,12 @@
 """The most bytes of tensors in a step, predicted and counted, of a GPT under kinds of strategies."""
 
+import functools
 import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import meshwright as mw
 from meshwright.cost import peak
@@ -19,11 +21,11 @@ def loss_func(ids, logits):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-def off_by(model, data, strategy, micro_batches=1, **given):
+def off_by(build, data, strategy, micro_batches=1, **given):
     """Predicted over counted, of the rank that holds most, less one."""
     with LiveBytes() as live:
         result = mw.accelerate(
-            model, torch.optim.AdamW, data, strategy=strategy, max_grad_norm=1.0, num_micro_batches=micro_batches,
+            build(), torch.optim.AdamW, data, strategy=strategy, max_grad_norm=1.0, num_micro_batches=micro_batches,
             optim_args={"lr": 1e-3, "fused": True}, dataloader_args={"batch_size": BATCH}, **given,
         )  # fmt: skip
         batch = next(iter(result.dataloader))
@@ -42,14 +44,72 @@ def gpts(cases, num_layers):
     for name, (strategy, micro_batches) in cases.items():
         torch.manual_seed(0)
         ids = torch.randint(0, VOCAB, (4 * BATCH, SEQ))
-        model = gpt2.GPT2(vocab_size=VOCAB, seq_len=SEQ, dim=64, num_layers=num_layers, num_heads=4)
-        found[name] = off_by(model, ids, strategy, micro_batches, loss_func=loss_func)
+        build = functools.partial(gpt2.GPT2, VOCAB, SEQ, dim=64, num_layers=num_layers, num_heads=4)
+        found[name] = off_by(build, ids, strategy, micro_batches, loss_func=loss_func)
     return found
 
 
 def test_a_gpt_holds_what_is_predicted(ranks):
     (off,) = ranks(2).run(gpts, {"fsdp": (["fsdp"], 1)}, 2)[0].values()
     assert abs(off) < 0.03
+
+
+class Frozen(nn.Module):
+    """A backbone that does not train, under a head that does."""
+
+    def __init__(self, *, blocks=0, outside=0):
+        super().__init__()
+        self.outside = nn.Sequential(*(nn.Linear(128, 128) for _ in range(outside))).requires_grad_(False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.ReLU()) for _ in range(blocks))
+        self.blocks.requires_grad_(False)
+        self.head = nn.Linear(128, 4)
+
+    def forward(self, x):
+        x = self.outside(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Buffered(nn.Module):
+    """Few parameters, and many numbers that do not train."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(128, 4)
+        self.register_buffer("table", torch.ones(128, 128))
+        self.register_buffer("scale", torch.ones(128, 128))
+
+    def forward(self, x):
+        return self.head(x @ self.table * self.scale[0])
+
+
+def narrow(cases):
+    data = torch.randn(2 * BATCH, 128)
+    return [
+        off_by(
+            functools.partial(build, **sizes), data, strategy, micro_batches, loss_func=lambda x, y: y.square().mean()
+        )
+        for build, sizes, strategy, micro_batches in cases
+    ]
+
+
+def test_what_is_gathered_or_sent_before_it_is_used(ranks):
+    cases = [(Frozen, {"outside": 3}, ["fsdp"], 1), (Buffered, {}, ["parallel_mode"], 1)]
+    found = ranks(2).run(narrow, cases)[0]
+    assert all(abs(off) < 0.02 for off in found), found
+
+
+@pytest.mark.long
+def test_so_it_is_beside_blocks_and_with_micro_batches(ranks):
+    cases = [
+        (Frozen, {"outside": 3}, ["zero1"], 2),
+        (Frozen, {"outside": 3, "blocks": 2}, ["fsdp"], 1),
+        (Frozen, {"outside": 1, "blocks": 3}, ["zero2"], 1),
+        (Buffered, {}, ["parallel_mode", ("half", "bf16")], 2),
+    ]
+    found = ranks(2).run(narrow, cases)[0]
+    assert all(abs(off) < 0.02 for off in found), found
 
 
 @pytest.mark.long

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 
 from meshwright.cost.activations import Activations, BackwardAt
+from meshwright.cost.gathering import averages_in_buckets, last_gathered_bytes
 from meshwright.cost.memory import Memory, whole_gradients, whole_weights, whole_weights_bytes
 from meshwright.cost.step import Step
 from meshwright.cost.transient import Transient
-
-AVERAGED = ("data", "sequence", "context")
 
 
 def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]]:
@@ -63,7 +61,7 @@ def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]
                     dataclasses.replace(
                         at_peak,
                         activations=held - later - left + returned + most,
-                        gathered=at_peak.gathered + _largest_block(step),
+                        gathered=at_peak.gathered + last_gathered_bytes(step),
                     ),
                 )
 
@@ -93,14 +91,7 @@ def _accumulates(step: Step, now: BackwardAt) -> bool:
     """Whether gradients are added to others, or copied to where they belong, as soon as they are complete."""
     if step.shard_axis is not None and not step.whole_gradients:
         return False
-    return now.accumulated[now.stage] or _in_buckets(step)
-
-
-def _in_buckets(step: Step) -> bool:
-    """Whether DDP averages: gradients are parts of its buffers, which last."""
-    split = step.size("tensor") * step.size("expert") > 1
-    averaged = math.prod(map(step.size, AVERAGED)) > 1
-    return step.shard_axis is None and step.stages is None and averaged and not split
+    return now.accumulated[now.stage] or averages_in_buckets(step)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +110,7 @@ class _Gradients:
         if self.step.shard_axis is not None:
             return self._sharded(place, later)
         total = sum(each.gradients for each in self.known.transients)
-        if _in_buckets(self.step):
+        if averages_in_buckets(self.step):
             return total * (2 if self.step.num_micro_batches > 1 else 1), 0
         others = sum(
             each.gradients
@@ -155,7 +146,6 @@ def _exchanged_bytes(step: Step) -> int:
 
 
 def _largest_block(step: Step) -> int:
-    """In forward, FSDP2 keeps what it has gathered of a block, beside its weights, until it has the next."""
     return max((size for block, size in whole_weights(step) if block.name != "outside"), default=0)
 
 

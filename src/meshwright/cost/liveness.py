@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.cost.by_place import backward_by_place
+from meshwright.cost.gathering import broadcast_bytes, copied_out
 from meshwright.cost.memory import Memory, memory, whole_gradients, whole_weights_bytes
 from meshwright.cost.step import Step
 
-Moment = Literal["loss", "recomputation", "reduction", "update"]
+Moment = Literal["gather", "loss", "recomputation", "reduction", "update"]
 
 
 @dataclass(frozen=True)
@@ -18,8 +19,8 @@ class Peak:
     """The most one rank holds.
 
     Args:
-        moment: When: as the loss runs backward, as the last block does, as the last gradients are reduced, or at the
-            update.
+        moment: When: as forward gathers or receives weights and buffers, as the loss runs backward, as the last block
+            does, as the last gradients are reduced, or at the update.
         memory: By class, at that moment.
         allocated_bytes: Of tensors.
         reserved_bytes: Of the caching allocator, which keeps what it once took, stream by stream.
@@ -41,7 +42,8 @@ def peak(step: Step) -> Peak:
 def moments(step: Step) -> dict[Moment, Memory]:
     """What a rank holds at each moment that competes for the peak.
 
-    As the loss runs backward everything that forward saved is alive, and no gradient but those that accumulate. When
+    Before a part of the model computes in forward, what was gathered is copied to where it is used. As the loss runs
+    backward everything that forward saved is alive, and no gradient but those that accumulate. When
     the last block does (recomputed or not) what the loss kept is free. When the gradients outside the blocks are
     reduced, nothing saved is left; at the update, all gradients are there.
     """
@@ -64,7 +66,12 @@ def moments(step: Step) -> dict[Moment, Memory]:
         found = sorted(backward_by_place(step, whole), key=lambda each: each[1].total)
         recomputed = next((held for is_behind, held in reversed(found) if not is_behind), found[-1][1])
         loss = next((held for is_behind, held in reversed(found) if is_behind), recomputed)
+    # Gradients that accumulate whole are none yet where only the first micro-batch gathers.
+    before = (0, 0) if step.gathered == "model" else (lasting, accumulated)
+    copied = [at(before[0], before[1] + size, kept) for size, kept in copied_out(step)]
+    copied += [at(whole.gradients, size, 0) for size in [broadcast_bytes(step)] if size]
     return {
+        **({"gather": max(copied, key=lambda each: each.total)} if copied else {}),
         "loss": loss,
         "recomputation": recomputed,
         "reduction": at(whole.gradients, weights + accumulated + of_outside, 0),

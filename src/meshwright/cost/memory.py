@@ -129,6 +129,11 @@ def state_bytes(step: Step, parameter: Parameter) -> int:
     return sum(_state_bytes(step, parameter, state, {}) for state in parameter.states if not _is_scalar(state))
 
 
+def keeps_state(step: Step, parameter: Parameter, state: StateTensor) -> bool:
+    """Whether the optimizer keeps a state at all: one only for half precision where it updates a parameter in half."""
+    return not state.only_for_half or element_bytes(parameter, step.optimizer.itemsize) < _FP32_BYTES
+
+
 def _is_scalar(state: StateTensor) -> bool:
     return not state.dims and state.numel_apart == 1
 
@@ -183,11 +188,10 @@ def _master_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) ->
 
 def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Mapping[str, int]) -> int:
     shape = shape_on(step, parameter, step.optimizer.axis, where)
-    half_itemsize = step.optimizer.itemsize  # None: parameters and states are as the optimizer was given them
-    if state.only_for_half and half_itemsize is None:
+    updated = step.optimizer.itemsize  # of what is updated; None: parameters and states are as they were given
+    if not keeps_state(step, parameter, state):
         return 0
-    follows = half_itemsize is not None and state.dims and not state.own_type
-    itemsize = half_itemsize if half_itemsize is not None and follows else state.itemsize
+    itemsize = updated if updated is not None and state.dims and not state.own_type else state.itemsize
     return math.prod(shape[dim] for dim in state.dims) * state.numel_apart * itemsize
 
 

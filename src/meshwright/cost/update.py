@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from meshwright.cost.kernels import Machine
-from meshwright.cost.memory import average_bytes, element_bytes, shape_on
+from meshwright.cost.memory import average_bytes, element_bytes, keeps_state, shape_on
 from meshwright.cost.step import Step
 
 _FP32_BYTES = 4
@@ -31,7 +31,7 @@ def update_s(step: Step, machine: Machine) -> float:
         state = sum(
             math.prod(parameter.shape[dim] for dim in each.dims) * each.itemsize
             for each in parameter.states
-            if each.dims and not each.only_for_half
+            if each.dims and keeps_state(step, parameter, each)
         )
         state = state * numel // max(parameter.numel, 1)
         weight = element_bytes(parameter, step.parameters.itemsize)

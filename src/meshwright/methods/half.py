@@ -61,7 +61,8 @@ class Half(HalfPrecisionMethod):
         )
         if self.master_weights:
             # The half gradient is freed when its fp32 copy is made: what lives through the update is fp32.
-            return halved.replace(gradients=Placement(itemsize=4), master=Placement())
+            # The states, too: those of a model that is in half precision already were found out in its own.
+            return halved.replace(gradients=Placement(itemsize=4), optimizer=Placement(itemsize=4), master=Placement())
         return halved.replace(optimizer=Placement(itemsize=size))
 
 

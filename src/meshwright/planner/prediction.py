@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,11 +48,12 @@ class Predicted(NamedTuple):
     flops: int  # of forward and backward, recomputation not counted
     boundaries: tuple[Boundary, ...]  # what is sent over the axes that divide layers, tokens or experts
     ops: ModelOps
+    idle: tuple[str, ...] = ()  # parameters that should train and that backward does not come by; those that ran
 
     def agrees(self, other: Predicted) -> bool:
         """Whether both are the same but for the order in which collectives are listed."""
         sent, others = collections.Counter(self.boundaries), collections.Counter(other.boundaries)
-        return sent == others and self._replace(boundaries=()) == other._replace(boundaries=())
+        return sent == others and self._replace(boundaries=(), idle=()) == other._replace(boundaries=(), idle=())
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class Pass:
                 every,
                 places.placed(few.placed),
                 places.transients(few.transients),
+                few.idle,
             )
         )
 
@@ -130,7 +132,7 @@ class Pass:
         activations = summarise(self.model, recorded.saved, recorded.transients)
         activations = dataclasses.replace(activations, flops_at=recorded.placed)
         named = model_ops(self.model, recorded.ops)
-        return Predicted(activations, named.flops, recorded.boundaries, named)
+        return Predicted(activations, named.flops, recorded.boundaries, named, recorded.idle)
 
     def _record(self) -> _Recorded:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -154,7 +156,7 @@ class Pass:
             transients = held.transients(saved) if backward.has_run else ()
         listed = [block for _, block in find_blocks(self.model)]
         ops = sort_kernels(recorder, listed, saved.log, has_backward=backward.has_run)
-        return _Recorded(saved, boundaries, ops, blocks, placed, transients)
+        return _Recorded(saved, boundaries, ops, blocks, placed, transients, _idle(state) if backward.has_run else ())
 
     def _blocks_here(self) -> list[nn.Module]:
         """Those of the blocks that the model has now, while a list may be cut."""
@@ -204,6 +206,13 @@ class _Recorded(NamedTuple):
     blocks: Sequence[nn.Module]  # those that ran, of which places are told
     placed: Placed  # operations
     transients: tuple[Transient, ...]
+    idle: tuple[str, ...]
+
+
+def _idle(state: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Behind backward: what requires a gradient, and has none."""
+    without = (name for name, each in state.items() if each.requires_grad and each.grad is None and each.numel())
+    return tuple(name.removeprefix("model.") for name in without)
 
 
 _nothing = contextlib.nullcontext

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from meshwright.cost import StateTensor
 from meshwright.errors import ConfigError
 from meshwright.optim import ShardedOptimizer
+from meshwright.optim.sharded.slots import MASTER
 from meshwright.runtime import preserved_rng
 
 _PROBE_SIZES = (3, 5, 7, 11, 13, 17)  # distinct, so that every dim of a state tensor can be told apart
@@ -26,7 +27,7 @@ def probe_optimizer(
     """Finds what an optimizer keeps per parameter.
 
     A :class:`~meshwright.optim.ShardedOptimizer` says so for each parameter, exactly; of any other, a tiny parameter of
-    the same number of dims and dtype is updated once.
+    the same number of dims and dtype, in a group with the same hyperparameters, is updated once.
 
     Args:
         optim_func: Builds the optimizer from parameters or groups of them; None keeps nothing.
@@ -37,33 +38,50 @@ def probe_optimizer(
         A function from a parameter to its state tensors.
     """
     groups = None if params is None else _groups(params)
-    known: dict[tuple[int, torch.dtype], tuple[StateTensor, ...]] = {}
+    known: dict[Hashable, tuple[StateTensor, ...]] = {}
 
     def states_of(parameter: nn.Parameter) -> tuple[StateTensor, ...]:
-        group = {"params": [parameter]} if groups is None else groups.get(parameter)
-        if optim_func is None or group is None:
+        values = None if groups is None else groups.get(parameter)
+        if optim_func is None or (groups is not None and values is None):
             return ()
-        kind = (parameter.dim(), parameter.dtype)
+        kind = (parameter.dim(), parameter.dtype, _key(values or {}))
         if kind not in known:
-            optimizer = _built(optim_func, [parameter] if groups is None else [group])
+            optimizer = _built(optim_func, _params(parameter, values))
             if isinstance(optimizer, ShardedOptimizer):
                 return _told(optimizer, parameter)
-            known[kind] = _tried(optim_func, *kind, device)
+            known[kind] = _tried(optim_func, parameter, values, device)
         return known[kind]
 
     return states_of
 
 
 def _groups(params: Iterable[Any]) -> dict[torch.Tensor, dict[str, Any]]:
-    """Every parameter with a group of its own, hyperparameters as they were given."""
+    """Of every parameter the hyperparameters of its group, as they were given."""
     groups: dict[torch.Tensor, dict[str, Any]] = {}
     for entry in params:
         values = dict(entry) if isinstance(entry, Mapping) else {"params": [entry]}
         listed = values.pop("params")
         for member in [listed] if isinstance(listed, torch.Tensor) else listed:
-            parameter = member[1] if isinstance(member, tuple) else member
-            groups[parameter] = {**values, "params": [parameter]}
+            groups[member[1] if isinstance(member, tuple) else member] = values
     return groups
+
+
+def _params(parameter: nn.Parameter, values: Mapping[str, Any] | None) -> list[Any]:
+    """What an optimizer of one parameter is built over: the parameter, or a group with these hyperparameters."""
+    return [parameter] if values is None else [{**values, "params": [parameter]}]
+
+
+def _key(values: Mapping[str, Any]) -> Hashable:
+    """Tells hyperparameters apart; those that have no hash, and tensors, by who they are."""
+
+    def known_by(value: Any) -> Hashable:
+        try:
+            hash(value)
+        except TypeError:
+            return id(value)
+        return id(value) if isinstance(value, torch.Tensor) else value
+
+    return tuple(sorted((name, type(value).__name__, known_by(value)) for name, value in values.items()))
 
 
 def _built(optim_func: Callable[[Any], Optimizer], params: list[Any]) -> Optimizer:
@@ -83,28 +101,34 @@ def _told(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> tuple[StateTe
     if not any(parameter is one for group in optimizer.param_groups for one in group["params"]):
         return ()
     states = []
-    for form in optimizer.state_forms(parameter).values():
+    for name, form in optimizer.state_forms(parameter).items():
         pairs = list(zip(form.shape, form.dims, strict=True))
         dims = tuple(dim for size, dim in pairs if dim is not None and size == parameter.shape[dim])
         # A dim with one element for many (of 8-bit blocks) counts as held whole.
         apart = math.prod(size for size, dim in pairs if dim is None or size != parameter.shape[dim])
-        states.append(StateTensor(dims, form.dtype.itemsize, apart, own_type=True))
+        states.append(StateTensor(dims, form.dtype.itemsize, apart, own_type=True, only_for_half=name == MASTER))
     if parameter.dtype == torch.float32 and optimizer.param_groups[0]["half_update"] == "master":
         states.append(StateTensor(tuple(range(parameter.dim())), 4, own_type=True, only_for_half=True))
     return tuple(states)
 
 
 def _tried(
-    optim_func: Callable[[Any], Optimizer], num_dims: int, dtype: torch.dtype, device: torch.device
+    optim_func: Callable[[Any], Optimizer],
+    parameter: nn.Parameter,
+    values: Mapping[str, Any] | None,
+    device: torch.device,
 ) -> tuple[StateTensor, ...]:
-    sizes = _PROBE_SIZES[:num_dims]
+    sizes = _PROBE_SIZES[: parameter.dim()]
     with preserved_rng(), torch.enable_grad():
-        tiny = nn.Parameter(torch.ones(sizes, dtype=dtype, device=device))
+        tiny = nn.Parameter(torch.ones(sizes, dtype=parameter.dtype, device=device))
         tiny.grad = torch.full_like(tiny, 0.5)
-        optimizer = _built(optim_func, [tiny])
+        optimizer = _built(optim_func, _params(tiny, values))
         optimizer.step()
     tensors = [value for value in optimizer.state[tiny].values() if isinstance(value, torch.Tensor)]
-    return tuple(StateTensor(_dims_of(tensor.shape, sizes), tensor.element_size()) for tensor in tensors)
+    return tuple(
+        StateTensor(_dims_of(tensor.shape, sizes), tensor.element_size(), own_type=tensor.dtype != tiny.dtype)
+        for tensor in tensors
+    )
 
 
 def _dims_of(shape: Iterable[int], sizes: tuple[int, ...]) -> tuple[int, ...]:

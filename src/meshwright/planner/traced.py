@@ -48,6 +48,15 @@ class Traced(NamedTuple):
     boundaries: tuple[Boundary, ...]  # collectives inside the layers
     gaps: tuple[str, ...]  # what could not be predicted, and why
     ops: ModelOps | None = None  # None: not known
+    idle: tuple[str, ...] = ()  # parameters that should train and get no gradient, as far as they were seen
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What its user may not expect. Another micro-batch may use what this one does not: it is counted."""
+        if not self.idle:
+            return ()
+        named = ", ".join(self.idle[:3]) + (" and others" if len(self.idle) > 3 else "")
+        return (f"no gradient comes to {named}; theirs, and their optimizer state, are counted all the same",)
 
     @property
     def fp8_flops(self) -> int:
@@ -132,7 +141,9 @@ class Tracer:
         assumed = stands_in(self._model, self._device)
         with now.fp8.running() if now.fp8 is not None else self._widened(now):
             found = self._predict(one, now)
-        return Traced(found.activations, found.flops, found.boundaries, (assumed,) if assumed else (), found.ops)
+        idle = found.idle if now.split is None and now.fp8 is None else ()  # what is divided may run on other ranks
+        gaps = (assumed,) if assumed else ()
+        return Traced(found.activations, found.flops, found.boundaries, gaps, found.ops, idle)
 
     def _widened(self, now: Conditions) -> contextlib.AbstractContextManager[None]:
         if not now.widened or self._device is None:

@@ -167,7 +167,7 @@ class Workload:
             step=most,
             memory=memory(most),
             limit_bytes=self.limit_bytes,
-            notices=(*resolved.notices, *decided.notices, *fitted.notices),
+            notices=(*resolved.notices, *traced.notices, *decided.notices, *fitted.notices),
             gaps=(*traced.gaps, *decided.gaps),
             cut=cut,
             steps=tuple(every) if cut is not None else (),

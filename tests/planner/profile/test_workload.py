@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import meshwright as mw
 from meshwright.cost import make_cluster, simulate
 from meshwright.planner import Workload
 from meshwright.planner.families import family_step
@@ -151,3 +152,25 @@ def test_tokens_are_told_from_other_inputs():
     assert tokens_per_sample(lambda n: (torch.ones(n, 3), torch.zeros(n, 9, dtype=torch.long))) == 9
     assert tokens_per_sample(lambda n: None) is None
     assert tokens_per_sample(lambda n: 1 / 0) is None
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 12)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def test_parameters_without_gradients_are_named():
+    data, given = torch.ones(2, 4), {"global_batch": 4, "strategy": ["fsdp"]}
+    plans = [
+        mw.plan(model, "cpux2", sample_batch=data, loss_func=lambda x, y: y.sum(), **given)[0]
+        for model in (PartlyUsed(), nn.Sequential(*(PartlyUsed() for _ in range(7))), nn.Linear(4, 4))
+    ]
+    few, many, none = (plan.notices for plan in plans)
+    assert [notice.split(";")[0] for notice in few] == ["no gradient comes to idle.weight, idle.bias"]
+    assert "idle.bias, " in many[0]
+    assert "and others" in many[0]
+    assert none == ()

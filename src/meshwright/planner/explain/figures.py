@@ -9,6 +9,7 @@ from meshwright.planner.plan import Plan
 from meshwright.planner.words import short_strategy
 
 MOMENTS = {
+    "gather": "as weights or buffers arrive for forward",
     "loss": "as the loss runs backward",
     "recomputation": "as the last block runs backward",
     "reduction": "as the last gradients are reduced",

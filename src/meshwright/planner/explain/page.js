@@ -7,7 +7,7 @@ const CLASSES = {
   optimizer: ["optimizer state", 3], outer: ["outer state", 7], buffers: ["buffers", 8], activations: ["activations", 4],
   recomputation: ["recomputed activations", 6], returned: ["activations brought back", 7], gathered: ["gathered", 5],
 };
-const MOMENTS = { loss: "loss", recomputation: "last block", reduction: "last reduction", update: "update" };
+const MOMENTS = { gather: "arrival", loss: "loss", recomputation: "last block", reduction: "last reduction", update: "update" };
 const PARTS = {
   compute_s: ["computing", 1], inline_s: ["collectives waited for", 2], exposed_s: ["gathers, reductions", 3],
   copies_s: ["copies", 6], bubble_s: ["bubble", 4], update_s: ["update", 5], overhead_s: ["launch, batch, loss", 8],

@@ -19,6 +19,7 @@ from meshwright.methods.tensor.trace import SaveLog
 from meshwright.nn import class_names
 from meshwright.planner.profile.held import HeldBytes
 from meshwright.planner.profile.operators import kernels_of
+from meshwright.planner.profile.workspace import with_workspace
 from meshwright.planner.saved import SavedTensors
 
 _NO_NUMBER = 2**64 - 1  # of the nodes that accumulate gradients
@@ -70,7 +71,7 @@ class OpRecorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for before and after every operator
         given = kwargs or {}
-        result = func(*args, **given)
+        result = with_workspace(func, args, func(*args, **given))
         if func.namespace == "prim":
             return result
         node = torch._C._current_autograd_node()

@@ -11,6 +11,7 @@ from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.sizes import readable_bytes
 
 _MOMENTS = {
+    "gather": "as weights or buffers arrive for forward",
     "loss": "as the loss runs backward",
     "recomputation": "as the last block runs backward",
     "reduction": "as the last gradients are reduced",
