@@ -18,6 +18,7 @@ from meshwright.collector import paused_collection
 from meshwright.errors import ModelError
 from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.optim import Stages, clip_gradients
+from meshwright.optim.loaded import follow_loads
 from meshwright.planner import Plan, plan_table
 from meshwright.request import Request
 from meshwright.runtime import (
@@ -142,6 +143,7 @@ def accelerate(
     seed_replica(world.seed, job.replica + job.num_replicas * job.index("pipeline"))
     if accelerated.optim is not None:
         _OPTIMIZERS[accelerated.model] = (weakref.ref(accelerated.optim), job.stages)
+        follow_loads(accelerated.model, accelerated.optim)
     return accelerated
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwright.errors import CheckpointError, join_names
 from meshwright.nn.fp8 import is_scaling_state
 from meshwright.optim import OuterOptimizer, average_of, guard_of, inner_optimizer, spike_watch_of
+from meshwright.optim.loaded import restoring
 from meshwright.store.average import AveragePlan, average_counts, average_tensors, plan_average
 from meshwright.store.entries import ModelEntries, model_entries
 from meshwright.store.optimizer import (
@@ -112,7 +114,9 @@ class Restoration:
         guard = guard_of(state.optim)
         if guard is not None and guard.master is not None:
             guard.master.write_back()
-        self.entries.load(record.model_values)
+        # Without its optimizer, one that follows the model must hear of the weights.
+        with restoring() if state.optim is not None else contextlib.nullcontext():
+            self.entries.load(record.model_values)
         if self.optimizer is not None:
             self.optimizer.commit()
         self.average.commit()
