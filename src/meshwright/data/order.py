@@ -122,7 +122,9 @@ class UndividedOrder(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         own = self.sampler
-        whole = DistributedSampler(own.dataset, num_replicas=1, rank=0, shuffle=own.shuffle, seed=own.seed)
+        whole: DistributedSampler[Any] = DistributedSampler(
+            own.dataset, num_replicas=1, rank=0, shuffle=own.shuffle, seed=own.seed
+        )
         whole.set_epoch(own.epoch)
         return iter(whole)
 
