@@ -28,6 +28,7 @@ from meshwright.store.plain import dtype_named, from_plain, to_plain
 from meshwright.store.rank_order import check_orders, in_model_order, to_rank_order_
 from meshwright.store.record import Record, SpikeRecord, TensorRecord, tensor_records
 from meshwright.store.replicas import OuterPlan, ReplicaParts, ReplicaView, capture_replicas, plan_outer
+from meshwright.store.scheduler_file import restore_scheduler
 from meshwright.store.state import TrainingState
 from meshwright.store.union import Others
 
@@ -123,7 +124,7 @@ class Restoration:
         if self.outer is not None:
             self.outer.commit()
         if state.lr_scheduler is not None:
-            state.lr_scheduler.load_state_dict(from_plain(record.lr_scheduler["state"]))
+            restore_scheduler(state.lr_scheduler, from_plain(record.lr_scheduler["state"]))
         scaler = _scaler(state)
         if scaler is not None and self.view.scaler is not None:  # a run that starts to scale keeps its first scale
             scaler.load_state_dict(from_plain(self.view.scaler))
