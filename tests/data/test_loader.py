@@ -113,6 +113,28 @@ def test_shuffling_is_the_default_and_follows_seed_and_epoch():
     assert len({tuple(order()), tuple(order(seed=1)), tuple(order(epoch=5))}) == 3
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_an_epoch_that_was_walked_to_its_end_is_followed_by_the_next(workers):
+    def loader(**options):
+        options = {"batch_size": 2, "num_workers": workers, **options}
+        return global_batch_loader(Numbers(16), loader_args=options, replica=1, num_replicas=2)
+
+    def walked(loader):
+        return [int(batch) for batch in loader]
+
+    by_itself, by_hand = loader(), loader()
+    orders = [walked(by_itself) for _ in range(3)]
+    for epoch in (1, 2, 0):
+        by_hand.set_epoch(epoch)
+        assert walked(by_hand) == orders[epoch]
+    assert len(set(map(tuple, orders))) == 3
+    assert by_itself.epoch == 3
+    begun = [int(batch) for _, batch in zip(range(3), by_itself, strict=False)]  # a walk that stops: the same again
+    assert walked(by_itself)[:3] == begun
+    kept = loader(shuffle=False)
+    assert walked(kept) == walked(kept)
+
+
 def test_sizes_are_known_and_the_callers_dict_stays_as_it_was():
     loader_args = {"batch_size": 12, "shuffle": False, "drop_last": True, "num_workers": 0}
     untouched = copy.deepcopy(loader_args)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
@@ -17,6 +17,9 @@ _LOADER_ARGS = tuple(name for name in inspect.signature(DataLoader).parameters i
 class GlobalBatchLoader(DataLoader[Any]):
     """A torch DataLoader that yields this replica's share of every global batch.
 
+    Whoever walks it to its end begins the next epoch, with another order where it shuffles; whoever stops before begins
+    the same one again. Every rank must walk it alike. A run that is resumed says where: ``set_epoch``.
+
     Made by :func:`global_batch_loader`.
     """
 
@@ -24,9 +27,19 @@ class GlobalBatchLoader(DataLoader[Any]):
         super().__init__(dataset, batch_size=replica_batch_size, **options)
         self.replica_batch_size = replica_batch_size
         self.global_batch_size = replica_batch_size * num_replicas
+        self.epoch = 0
+        """Of the walk that is under way, or comes next."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._walk(super().__iter__())  # workers start now, not with the first batch
+
+    def _walk(self, batches: Iterable[Any]) -> Iterator[Any]:
+        yield from batches
+        self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch's order; call it before iterating. Reaches samplers and datasets with a ``set_epoch``."""
+        self.epoch = epoch
         forward_epoch(self.sampler, epoch)
         forward_epoch(self.dataset, epoch)
 
