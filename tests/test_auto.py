@@ -13,6 +13,7 @@ from meshwright.strategy import METHOD_CONFIGS
 from tests import tiny
 
 LR = {"lr": 0.1, "momentum": 0.9}
+PLATEAU = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
 def accelerate(strategy=None, model=None, **changes):
@@ -220,6 +221,8 @@ def bad_calls():
         ({"max_grad_norm": 0}, "above 0"),
         ({"dry_run": True, "dataset": None}, "needs data"),
         ({"optim_func": None, "lr_scheduler_cls": print}, "needs an optimizer"),
+        ({"lr_scheduler_cls": PLATEAU}, "with a validation loss"),
+        ({"lr_scheduler_cls": lambda optim: PLATEAU(optim)}, "with a validation loss"),
         ({"strategy": [("checkpoint", "Blok")]}, "did you mean 'Block'"),
         ({"strategy": [("fsdp", {"atorch_wrap_cls": "GPT2Block"})]}, "no module of class 'GPT2Block'"),
         ({"strategy": [("fsdp", {"reshard_after_forward": 3})]}, "divisor of 2"),

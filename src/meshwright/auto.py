@@ -18,8 +18,10 @@ from meshwright.collector import paused_collection
 from meshwright.errors import ModelError
 from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.optim import Stages, clip_gradients
+from meshwright.optim.loaded import follow_loads
 from meshwright.planner import Plan, plan_table
 from meshwright.request import Request
+from meshwright.request_checks import check_lr_scheduler
 from meshwright.runtime import (
     Settings,
     difference_between_ranks,
@@ -94,7 +96,8 @@ def accelerate(
         optim_param_func: ``f(model)`` returns parameters or groups of them, from the model as applied.
         dataloader_args: Keyword arguments of torch's DataLoader; ``batch_size`` is over all ranks.
         distributed_sampler_cls: Used instead of torch's DistributedSampler.
-        lr_scheduler_cls: ``lr_scheduler_cls(optimizer, **lr_scheduler_args)``, stepped once per optimizer step.
+        lr_scheduler_cls: ``lr_scheduler_cls(optimizer, **lr_scheduler_args)``, stepped once per optimizer step; one
+            that wants a metric, as ReduceLROnPlateau does, is built over the result's optimizer and stepped by hand.
         lr_scheduler_args: Its keyword arguments.
         excluded: Methods that an automatic choice must not use.
         included: Methods that an automatic choice must use; of half precision, what the device is fastest in.
@@ -142,6 +145,7 @@ def accelerate(
     seed_replica(world.seed, job.replica + job.num_replicas * job.index("pipeline"))
     if accelerated.optim is not None:
         _OPTIMIZERS[accelerated.model] = (weakref.ref(accelerated.optim), job.stages)
+        follow_loads(accelerated.model, accelerated.optim)
     return accelerated
 
 
@@ -197,6 +201,7 @@ def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelera
     with same_on_every_rank():
         make_scheduler = request.lr_scheduler_cls
         scheduler = None if make_scheduler is None else make_scheduler(optim, **(request.lr_scheduler_args or {}))
+        check_lr_scheduler(scheduler)
     return Accelerated(
         job,
         plan,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.errors import ConfigError, DataError, ModelError
+from meshwright.errors import ConfigError, DataError, ModelError, join_names
 
 INPUT_FORMATS = (None, "unpack_sequence", "unpack_dict")
 
@@ -118,17 +119,22 @@ def batch_size_of(batch: Any) -> int:
 def resized(batch: Any, samples: int) -> Any:
     """The batch cut or repeated along dim 0 to a number of samples."""
     size = batch_size_of(batch)
-    index = torch.arange(samples) % size
-    return tree_map(
-        lambda leaf: leaf[index.to(leaf.device)] if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else leaf, batch
-    )
+    places = [place % size for place in range(samples)]
+
+    def choose(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf[torch.tensor(places, device=leaf.device)]
+
+    return _chosen(batch, size, choose, places)
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
-    """Cuts a batch into equal parts along dim 0 of its tensors; anything else goes into every part.
+    """Cuts a batch into equal parts along dim 0 of its tensors.
+
+    So are lists and tuples cut that hold one thing per sample, such as names: as many as there are samples, and no
+    tensors among them. Anything else goes into every part.
 
     Raises:
-        DataError: When the batch does not divide.
+        DataError: When the batch does not divide, or nobody can tell whether numbers belong to samples.
     """
     if count == 1:
         return [batch]
@@ -140,14 +146,48 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
             got=f"{size}",
             fix="choose a batch_size that is a multiple of ranks x num_micro_batches, and drop_last=True",
         )
+    _refuse_numbers(batch, size)
     rows = size // count
 
     def part(index: int) -> Any:
-        return tree_map(
-            lambda leaf: (
-                leaf[index * rows : (index + 1) * rows] if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 else leaf
-            ),
-            batch,
-        )
+        places = range(index * rows, (index + 1) * rows)
+        return _chosen(batch, size, lambda leaf: leaf[places.start : places.stop], places)  # views
 
     return [part(index) for index in range(count)]
+
+
+def _chosen(batch: Any, size: int, tensor_rows: Callable[[torch.Tensor], torch.Tensor], places: Sequence[int]) -> Any:
+    """The samples at these places, where ``tensor_rows`` takes them from tensors."""
+
+    def choose(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return tensor_rows(leaf)
+        if _is_per_sample(leaf, size) and not _is_all_numbers(leaf):
+            return type(leaf)(leaf[place] for place in places)
+        return leaf
+
+    return tree_map(choose, batch, is_leaf=lambda node: _is_per_sample(node, size))
+
+
+def _is_per_sample(node: Any, size: int) -> bool:
+    """Whether it is a list or tuple with as many items as there are samples, and no tensors in them."""
+    is_listed = type(node) in (list, tuple) and len(node) == size  # a named tuple is a structure
+    # Nothing but None stands for arguments that are left out.
+    is_filled = is_listed and any(item is not None for item in node)
+    return is_filled and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node))
+
+
+def _is_all_numbers(node: Any) -> bool:
+    return all(isinstance(item, numbers.Number) for item in node)
+
+
+def _refuse_numbers(batch: Any, size: int) -> None:
+    """Two numbers beside two samples may be one for each, or the height and width of all."""
+    for leaf in tree_leaves(batch, is_leaf=lambda node: _is_per_sample(node, size)):
+        if _is_per_sample(leaf, size) and _is_all_numbers(leaf):
+            raise DataError(
+                "The batch holds as many numbers as samples, and they may belong to samples or not",
+                expected="numbers per sample in a tensor, which is cut into micro-batches",
+                got=f"a {type(leaf).__name__} of {size} numbers: {join_names(map(repr, leaf))}",
+                fix="let the collate_fn make a tensor of them, or a dictionary of numbers that concern the whole batch",
+            )

@@ -28,7 +28,7 @@ from meshwright.data import GlobalBatchLoader, global_batch_loader
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, SampleRun
 from meshwright.planner import Plan, Workload, choose, cluster_at_hand, fitting
-from meshwright.request_checks import check_keywords, check_kinds, check_model
+from meshwright.request_checks import check_keywords, check_kinds, check_lr_scheduler, check_model
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 
@@ -100,6 +100,7 @@ class Request:
                 fix="pass optim_func",
                 expected="optim_func beside lr_scheduler_cls",
             )
+        check_lr_scheduler(self.lr_scheduler_cls)
         check_keywords("ddp_options", DistributedDataParallel, self.ddp_options)
         if isinstance(self.optim_func, Optimizer):
             self._check_built()

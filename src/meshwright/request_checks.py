@@ -76,6 +76,28 @@ def check_keywords(option: str, function: Callable[..., Any], given: Mapping[str
             )
 
 
+def check_lr_scheduler(scheduler: Any) -> None:
+    """Refuses a scheduler, or the class of one, that an optimizer step alone cannot move.
+
+    Raises:
+        ConfigError: When its ``step`` needs an argument, as ReduceLROnPlateau's does.
+    """
+    kind = scheduler if isinstance(scheduler, type) else type(scheduler)
+    step = getattr(kind, "step", None)
+    if not callable(step):  # a function that builds one: looked at when it has
+        return
+    try:
+        inspect.signature(step).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{kind.__name__} cannot be stepped after every optimizer step",
+            expected="an lr_scheduler_cls whose step() needs nothing but the number of steps",
+            got=f"step{inspect.signature(step)}: {error}",
+            fix="build it over result.optim, and call its step with a validation loss that is equal on every rank "
+            "(result.evaluate returns one)",
+        ) from error
+
+
 def check_kinds(given: Mapping[str, Any]) -> None:
     """Refuses values of a wrong kind before anything is predicted or changed.
 

@@ -4,7 +4,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from meshwright.data import GlobalOrder, global_batch_loader, numbers_that_divide
 from meshwright.errors import ConfigError, DataError
@@ -105,6 +113,28 @@ def test_shuffling_is_the_default_and_follows_seed_and_epoch():
     assert len({tuple(order()), tuple(order(seed=1)), tuple(order(epoch=5))}) == 3
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
+def test_an_epoch_that_was_walked_to_its_end_is_followed_by_the_next(workers):
+    def loader(**options):
+        options = {"batch_size": 2, "num_workers": workers, **options}
+        return global_batch_loader(Numbers(16), loader_args=options, replica=1, num_replicas=2)
+
+    def walked(loader):
+        return [int(batch) for batch in loader]
+
+    by_itself, by_hand = loader(), loader()
+    orders = [walked(by_itself) for _ in range(3)]
+    for epoch in (1, 2, 0):
+        by_hand.set_epoch(epoch)
+        assert walked(by_hand) == orders[epoch]
+    assert len(set(map(tuple, orders))) == 3
+    assert by_itself.epoch == 3
+    begun = [int(batch) for _, batch in zip(range(3), by_itself, strict=False)]  # a walk that stops: the same again
+    assert walked(by_itself)[:3] == begun
+    kept = loader(shuffle=False)
+    assert walked(kept) == walked(kept)
+
+
 def test_sizes_are_known_and_the_callers_dict_stays_as_it_was():
     loader_args = {"batch_size": 12, "shuffle": False, "drop_last": True, "num_workers": 0}
     untouched = copy.deepcopy(loader_args)
@@ -152,6 +182,30 @@ def test_a_sampler_is_shared_out(replicas):
     assert len(list(loader)) == len(loader) == 5
 
 
+@pytest.mark.parametrize(("drop_last", "size"), [(False, 24), (True, 22), (False, 22), (False, 3)])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_distributed_sampler_yields_what_it_does_beside_ddp(drop_last, size, shuffle):
+    def sampler(rank):
+        return DistributedSampler(Numbers(size), 4, rank, shuffle=shuffle, seed=7, drop_last=drop_last)
+
+    for replica in range(4):
+        by_ddp, given = sampler(replica), sampler(replica)
+        loader = global_batch_loader(
+            Numbers(size), loader_args={"batch_size": 8, "sampler": given}, replica=replica, num_replicas=4
+        )
+        given.set_epoch(2)  # as code for DDP does it
+        by_ddp.set_epoch(2)
+        wanted = DataLoader(Numbers(size), batch_size=2, sampler=by_ddp)
+        assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in wanted]
+        assert len(loader) == len(wanted)
+
+
+def test_a_distributed_sampler_of_other_ranks_is_divided_anew():
+    given = DistributedSampler(Numbers(24), num_replicas=4, rank=3, shuffle=False)  # ranks of two tensor groups
+    batches = _global_batches(Numbers(24), 2, loader_args={"batch_size": 4, "sampler": given})
+    assert [sample for batch in batches for sample in batch] == list(range(24))
+
+
 def test_an_endless_sampler_may_be_resumed():
     def first_batches(start, replicas):
         loader_args = {"batch_size": 4, "sampler": GlobalOrder(10, seed=3, start=start)}
@@ -194,6 +248,10 @@ class NoRank:
         pass
 
 
+class Halves(DistributedSampler):
+    """With an order of its own, which only it can divide."""
+
+
 _SAMPLER = SequentialSampler(range(8))
 
 
@@ -213,6 +271,7 @@ _SAMPLER = SequentialSampler(range(8))
         (Numbers(8), {"batch_sampler": BatchSampler(_SAMPLER, 4, False)}, ["batch_sampler=BatchSampler"]),
         (Numbers(8), {"shuffle": True, "sampler": _SAMPLER}, ["shuffle and sampler", "leave out shuffle"]),
         (Numbers(8), {"sampler": RandomSampler(range(8))}, ["RandomSampler", "manual_seed"]),
+        (Numbers(8), {"sampler": Halves(Numbers(8), 2, 0)}, ["Halves", "num_replicas=2", "distributed_sampler_cls"]),
         (Numbers(7), {"batch_size": 8, "drop_last": True}, ["leaves no batch", "7 samples"]),
         (Numbers(0), {}, ["dataset is empty"]),
         (TensorDataset(torch.empty(0, 3)), {}, ["dataset is empty"]),

@@ -7,6 +7,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from meshwright import runtime
 from meshwright.errors import CheckpointError
+from meshwright.lr_scheduler import warmup_decay
 from meshwright.optim import GuardedOptimizer
 from meshwright.store import CheckpointStore, TrainingState
 from meshwright.store.entries import model_entries
@@ -268,6 +269,34 @@ def test_a_guarded_optimizer_is_its_inner_one(tmp_path):
     _roundtrip(tmp_path, state, TrainingState(other.model, guarded, other.lr_scheduler))
     assert train(state, 3) == train(TrainingState(other.model, guarded, other.lr_scheduler, step=2), 3)
     assert runtime.world_size() == 1
+
+
+@pytest.mark.parametrize("lr", [0.4, torch.tensor(0.4)], ids=["number", "tensor"])
+def test_a_longer_schedule_holds_from_the_first_step_after_resuming(tmp_path, lr):
+    def scheduled(num_steps):
+        model = nn.Linear(3, 2)
+        optim = torch.optim.AdamW(model.parameters(), lr=lr if isinstance(lr, float) else lr.clone())
+        scheduler = warmup_decay(optim, num_steps=num_steps, warmup_steps=1, min_lr_ratio=0.1)
+        return TrainingState(model, optim, scheduler)
+
+    def go_on(state, steps):
+        rates = []
+        for _ in range(steps):
+            rates.append(float(state.optim.param_groups[0]["lr"]))
+            state.model(torch.ones(1, 3)).sum().backward()
+            state.optim.step()
+            state.lr_scheduler.step()
+        return rates
+
+    longer = go_on(scheduled(9), 9)
+    state = scheduled(4)
+    shorter = go_on(state, 4)
+    same, resumed = scheduled(4), scheduled(9)
+    _roundtrip(tmp_path, state, same)
+    CheckpointStore(tmp_path).load(resumed)
+    assert resumed.lr_scheduler.get_last_lr()[0] == pytest.approx(longer[4])
+    assert go_on(resumed, 5) == longer[4:]
+    assert go_on(same, 2) == go_on(state, 2) != shorter[:2]
 
 
 def test_another_scheduler_is_refused(tmp_path):

@@ -163,15 +163,13 @@ class Booster(CheckpointVerbs):
         if accelerated.optim is None:
             return None
         max_norm, norm_type = self._clipping
-        boosted = BoostedOptimizer(
+        return BoostedOptimizer(
             accelerated.optim,
             accelerated.model,
             max_norm=accelerated.max_grad_norm or 0.0,
             norm_type=norm_type if max_norm else accelerated.grad_norm_type,
             stages=accelerated.stages,
         )
-        self._optimizers[accelerated.model] = boosted
-        return boosted
 
     @property
     def _clipping(self) -> tuple[float, float]:

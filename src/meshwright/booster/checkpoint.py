@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,6 @@ _MIB = 2**20
 
 class CheckpointVerbs:
     """The part of a Booster that saves and loads."""
-
-    def __init__(self) -> None:
-        # Loading weights must reach the fp32 master weights of the model's optimizer.
-        self._optimizers: weakref.WeakKeyDictionary[nn.Module, BoostedOptimizer] = weakref.WeakKeyDictionary()
 
     def save_model(
         self,
@@ -89,11 +84,6 @@ class CheckpointVerbs:
             CheckpointError: On every rank, when it does not fit the model, which is then as it was.
         """
         load(model, checkpoint, strict)
-        optimizer = self._optimizers.get(model)
-        if optimizer is not None and optimizer.master is not None:
-            optimizer.master.read_in()
-        if optimizer is not None and hasattr(optimizer.inner, "refresh_master"):
-            optimizer.inner.refresh_master()
 
     def save_optimizer(
         self,

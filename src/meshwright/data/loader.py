@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from meshwright.data.order import ShardedSampler, ShardedStream, check_replica, forward_epoch
+from meshwright.data.order import ShardedSampler, ShardedStream, UndividedOrder, check_replica, forward_epoch
 from meshwright.errors import ConfigError, DataError, did_you_mean, join_names
 
 _LOADER_ARGS = tuple(name for name in inspect.signature(DataLoader).parameters if name != "dataset")
@@ -17,6 +17,9 @@ _LOADER_ARGS = tuple(name for name in inspect.signature(DataLoader).parameters i
 class GlobalBatchLoader(DataLoader[Any]):
     """A torch DataLoader that yields this replica's share of every global batch.
 
+    Whoever walks it to its end begins the next epoch, with another order where it shuffles; whoever stops before begins
+    the same one again. Every rank must walk it alike. A run that is resumed says where: ``set_epoch``.
+
     Made by :func:`global_batch_loader`.
     """
 
@@ -24,9 +27,19 @@ class GlobalBatchLoader(DataLoader[Any]):
         super().__init__(dataset, batch_size=replica_batch_size, **options)
         self.replica_batch_size = replica_batch_size
         self.global_batch_size = replica_batch_size * num_replicas
+        self.epoch = 0
+        """Of the walk that is under way, or comes next."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return self._walk(super().__iter__())  # workers start now, not with the first batch
+
+    def _walk(self, batches: Iterable[Any]) -> Iterator[Any]:
+        yield from batches
+        self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch's order; call it before iterating. Reaches samplers and datasets with a ``set_epoch``."""
+        self.epoch = epoch
         forward_epoch(self.sampler, epoch)
         forward_epoch(self.dataset, epoch)
 
@@ -52,7 +65,8 @@ def global_batch_loader(
             items behind the last complete round are left out.
         loader_args: Keyword arguments of torch's DataLoader, left untouched, with two differences: ``batch_size`` is
             global (default: ``num_replicas``), and ``shuffle`` is True by default. A ``sampler`` must yield the same
-            indices on every replica and is shared out.
+            indices on every replica and is shared out. Of torch's DistributedSampler the order is taken, and divided
+            among the replicas there are, whatever its ``num_replicas`` and ``rank`` say.
         replica: Index of this rank's replica; ranks that shall see the same batch share it.
         num_replicas: Number of data-parallel replicas.
         sampler_cls: Used instead of torch's DistributedSampler and called like it:
@@ -75,8 +89,7 @@ def global_batch_loader(
     if isinstance(dataset, IterableDataset):
         dataset = ShardedStream(dataset, replica, num_replicas)
     elif sampler is not None:
-        _check_same_on_every_replica(sampler, num_replicas)
-        options["sampler"] = ShardedSampler(sampler, replica, num_replicas, drop_last)
+        options["sampler"] = _shared_out(sampler, replica, num_replicas, drop_last)
     else:
         shuffle = True if shuffle is None else bool(shuffle)
         order = {"shuffle": shuffle, "num_replicas": num_replicas, "rank": replica, "seed": sampler_seed}
@@ -171,6 +184,27 @@ def _check_order(dataset: Any, shuffle: Any, sampler: Any, batch_sampler: Any, s
             expected=f"{owner}, alone",
             got=f"{type(dataset).__name__} with {' and '.join(names)}",
             fix=f"leave out {' and '.join(surplus)}",
+        )
+
+
+def _shared_out(sampler: Any, replica: int, num_replicas: int, drop_last: bool) -> ShardedSampler:
+    if type(sampler) is DistributedSampler:  # as code from DDP has it
+        return ShardedSampler(UndividedOrder(sampler), replica, num_replicas, drop_last or sampler.drop_last)
+    _check_undivided(sampler)
+    _check_same_on_every_replica(sampler, num_replicas)
+    return ShardedSampler(sampler, replica, num_replicas, drop_last)
+
+
+def _check_undivided(sampler: Any) -> None:
+    """Refuses a sampler that yields one rank's part already: of that each replica would see a part."""
+    parts = getattr(sampler, "num_replicas", 1)
+    if isinstance(parts, int) and parts > 1:
+        raise DataError(
+            f"{type(sampler).__name__} has been divided among ranks already, and would be divided once more",
+            expected="a sampler that yields the indices of the whole order on every replica",
+            got=f"num_replicas={parts}",
+            fix="leave it out: shuffling by epochs is the default; or pass its class, called like torch's "
+            "DistributedSampler, as distributed_sampler_cls",
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
 from meshwright.errors import ConfigError, DataError
 
@@ -106,6 +106,34 @@ class ShardedSampler(Sampler[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Tells the sampler the epoch, if it listens."""
         forward_epoch(self.sampler, epoch)
+
+
+class UndividedOrder(Sampler[int]):
+    """The order that a torch DistributedSampler divides among its ranks, before it does.
+
+    A :class:`ShardedSampler` around it yields what the DistributedSampler would, on any number of replicas.
+
+    Args:
+        sampler: Stays the one whose ``set_epoch`` counts: its owner goes on calling it.
+    """
+
+    def __init__(self, sampler: DistributedSampler[Any]) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        own = self.sampler
+        whole: DistributedSampler[Any] = DistributedSampler(
+            own.dataset, num_replicas=1, rank=0, shuffle=own.shuffle, seed=own.seed
+        )
+        whole.set_epoch(own.epoch)
+        return iter(whole)
+
+    def __len__(self) -> int:
+        return len(self.sampler.dataset)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tells the sampler the epoch."""
+        self.sampler.set_epoch(epoch)
 
 
 class ShardedStream(IterableDataset[Any]):

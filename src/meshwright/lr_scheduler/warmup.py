@@ -28,7 +28,8 @@ def warmup_decay(
     The first step already moves: warm-up step k of w runs at k/w of the peak. The last step runs just above the lowest
     rate, which is kept from then on. The cosine is that of Loshchilov and Hutter, "SGDR" (2016), without restarts.
 
-    The state dict holds the position only. A run that is resumed with another ``num_steps`` follows the new curve.
+    The state dict holds the position only. A run that is resumed with another ``num_steps`` follows the new curve: from
+    its first step, where ``meshwright.store`` loads it; after ``load_state_dict`` alone, from its second.
 
     Args:
         optimizer: Its groups' ``lr`` are the peaks.

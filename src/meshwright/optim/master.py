@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwright.optim.clip import local_tensor
+
 
 class MasterWeights:
     """fp32 copies of half-precision parameters (Micikevicius et al. 2018, §3.1), kept beside them.
@@ -53,14 +55,22 @@ class MasterWeights:
 
     @torch.no_grad()
     def read_in(self) -> None:
-        """Takes the model's parameters over into the copies, after weights were loaded into the model.
-
-        A copy that rounds to its parameter stays: it was loaded before, and is finer.
-        """
+        """Takes the model's parameters over into the copies, after weights were loaded into the model."""
         for parameter, master in self.of.items():
-            master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
+            take_over(master, parameter)
 
     def zero_grad(self) -> None:
         """Frees the gradients of the model and of the copies."""
         for parameter, master in self.of.items():
             parameter.grad = master.grad = None
+
+
+@torch.no_grad()
+def take_over(copy: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Changes a copy of a parameter, of another type or on another device, into what was loaded into the parameter.
+
+    An element that rounds to the parameter's stays: it was loaded before, and is finer.
+    """
+    copied, local = local_tensor(copy), local_tensor(parameter)
+    local = local.to(copied.device)
+    copied.copy_(torch.where(copied.to(local.dtype) == local, copied, local.to(copied.dtype)))

@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.nn.fp8 import is_scaling_state
+from meshwright.optim.loaded import weights_were_loaded
 from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
 from meshwright.store.entries import ModelEntries, model_entries, stored_name
 from meshwright.store.file_format import check_tensors, make_folder, read_file, write_file
@@ -150,7 +151,8 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
     """Loads weights and buffers from a file of :func:`save`, or any state dict of plain torch; collective.
 
     Only rank 0 reads, without holding the whole file in memory; the other ranks receive their parts tensor by tensor.
-    Load before an optimizer with master weights is built: it keeps copies.
+    An optimizer that ``accelerate`` or a booster has built takes the weights over, whatever copies it keeps; its states
+    stay. One with master weights that was built by hand must be built after loading.
 
     Args:
         model: As for :func:`save`; its values are replaced in place, in its dtypes.
@@ -187,6 +189,7 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
         _fill(entries, stages, found, described)
     else:
         _fill_parts(entries, parts, found, described)
+    weights_were_loaded(model)
     return keys
 
 

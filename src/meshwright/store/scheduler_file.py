@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
@@ -47,7 +47,28 @@ def load_lr_scheduler(scheduler: LRScheduler, file: str | os.PathLike[str]) -> N
             found = read_scheduler(path)
             check_fit(scheduler, *found, path)
     _, state = gather_objects(found)[0]
+    restore_scheduler(scheduler, state)
+
+
+def restore_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
+    """Hands a scheduler its state; the optimizer's, with the rates of its groups, must have been loaded before.
+
+    torch's LambdaLR leaves the rates as they were saved until its next step. They are functions of the position, and a
+    run that is resumed with another length has other functions: its first step, too, is to follow them.
+    """
     scheduler.load_state_dict(state)
+    if type(scheduler) is LambdaLR:  # rates of others depend on the rates before
+        rates = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=False)
+        for group, base, factor in rates:
+            _set_rate(group, base * factor(scheduler.last_epoch))
+        scheduler._last_lr = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
+
+
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)  # a captured CUDA graph reads this very tensor
+    else:
+        group["lr"] = rate
 
 
 def read_scheduler(path: Path) -> tuple[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwright.errors import CheckpointError, join_names
 from meshwright.nn.fp8 import is_scaling_state
 from meshwright.optim import OuterOptimizer, average_of, guard_of, inner_optimizer, spike_watch_of
+from meshwright.optim.loaded import restoring
 from meshwright.store.average import AveragePlan, average_counts, average_tensors, plan_average
 from meshwright.store.entries import ModelEntries, model_entries
 from meshwright.store.optimizer import (
@@ -26,6 +28,7 @@ from meshwright.store.plain import dtype_named, from_plain, to_plain
 from meshwright.store.rank_order import check_orders, in_model_order, to_rank_order_
 from meshwright.store.record import Record, SpikeRecord, TensorRecord, tensor_records
 from meshwright.store.replicas import OuterPlan, ReplicaParts, ReplicaView, capture_replicas, plan_outer
+from meshwright.store.scheduler_file import restore_scheduler
 from meshwright.store.state import TrainingState
 from meshwright.store.union import Others
 
@@ -112,14 +115,16 @@ class Restoration:
         guard = guard_of(state.optim)
         if guard is not None and guard.master is not None:
             guard.master.write_back()
-        self.entries.load(record.model_values)
+        # Without its optimizer, one that follows the model must hear of the weights.
+        with restoring() if state.optim is not None else contextlib.nullcontext():
+            self.entries.load(record.model_values)
         if self.optimizer is not None:
             self.optimizer.commit()
         self.average.commit()
         if self.outer is not None:
             self.outer.commit()
         if state.lr_scheduler is not None:
-            state.lr_scheduler.load_state_dict(from_plain(record.lr_scheduler["state"]))
+            restore_scheduler(state.lr_scheduler, from_plain(record.lr_scheduler["state"]))
         scaler = _scaler(state)
         if scaler is not None and self.view.scaler is not None:  # a run that starts to scale keeps its first scale
             scaler.load_state_dict(from_plain(self.view.scaler))

@@ -16,7 +16,8 @@ class AdamOptimizer(AdamBase):
     Weight decay follows one rule for all types, by default AdamW's. BMTrain's own, which decays half parameters
     decoupled and fp32 ones coupled, is ``weight_decay_rule="bmtrain"``.
 
-    After weights were changed by other means than a step or a whole checkpoint, call :meth:`refresh_master`.
+    After weights were changed by other means than a step or a whole checkpoint, call :meth:`refresh_master`, unless
+    ``accelerate`` was given the optimizer and they were loaded.
 
     Args:
         params: Parameters or groups of them; groups may set all values below down to ``maximize``.

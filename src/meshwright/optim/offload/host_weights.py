@@ -168,14 +168,6 @@ class HostWeights(MasterWeights):
         if targets:
             self._copies.to_device(targets, sources, self._copies.mark())
 
-    @torch.no_grad()
-    def read_in(self) -> None:
-        """Takes the model's parameters over into the copies; one that rounds to its parameter stays: it is finer."""
-        for parameter, master in self.of.items():
-            copy, local = local_tensor(master), local_tensor(parameter)
-            local = local.to(copy.device)
-            copy.copy_(torch.where(copy.to(local.dtype) == local, copy, local.to(copy.dtype)))
-
     def zero_grad(self) -> None:
         """Frees the gradients of the model and of the copies, also those that left before."""
         super().zero_grad()

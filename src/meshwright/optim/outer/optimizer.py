@@ -174,6 +174,7 @@ class OuterOptimizer(WrappedOptimizer):
         """Counts a step that has been taken, or skipped by somebody who watches over gradients, and synchronises."""
         shared = self.synchronizer
         shared.start()
+        shared.awaits_weights = False
         shared.replicas_are_equal = shared.replicas_are_equal and self._averages_gradients
         self.num_updates += 1
         self._gradients_are_averaged = False

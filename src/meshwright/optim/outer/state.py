@@ -119,11 +119,12 @@ def laid_out_state(shared: Synchronizer, saved: Mapping[str, Any]) -> dict[str, 
 
 @torch.no_grad()
 def load_state(shared: Synchronizer, saved: Mapping[str, Any]) -> None:
-    """Takes over what :func:`laid_out_state` returned."""
+    """Takes over what :func:`laid_out_state` returned; the model's weights may have been loaded before or follow."""
     for key, copy in _copies(shared).items():
         local_tensor(copy).copy_(local_tensor(saved["global"]["state"][key]["weight"]))
     landed = {int(key): [view.clone() for view in views] for key, views in saved["landed"].items()}
     load_flags(shared, saved["flags"], saved["own_flags"], landed)
+    shared.awaits_weights = True
 
 
 def _copies_as_state(shared: Synchronizer) -> dict[str, Any]:

@@ -61,7 +61,10 @@ class Synchronizer:
             AnomalyWatch(policy.anomaly_threshold, policy.anomaly_warmup_syncs) for _ in range(policy.fragments)
         ]
         """Of every fragment, the norms of this replica's pseudo-gradients."""
+        self.awaits_weights = False
+        """Whether global weights were loaded by hand and the model's may follow: these then begin no new block."""
         self._copy: GlobalCopy | None = None  # made by ``start``
+        self._is_superseded = False  # the global copy, by weights that were loaded into the model
         self._fragments: list[list[torch.Tensor]] = []
         self._flights: dict[int, tuple[Flight, bool]] = {}  # fragments under way; whether this replica takes part
 
@@ -82,17 +85,35 @@ class Synchronizer:
             ConfigError: On every rank, when replicas hold other parameters.
         """
         if self._copy is not None:
+            superseded, self._is_superseded = self._is_superseded, False
+            if superseded and not from_checkpoint:
+                self._begin_anew(self._copy)
             return
         parameters = self.weights.parameters
         self.replicas.check_alike(parameters)
         if not from_checkpoint:
-            # Buffers may differ already: the first forward has moved them.
-            made_equal(list(map(self.weights.read, parameters)), self.replicas, self._bucket_bytes)
-            self.weights.finish()
+            self._make_equal()
         kind = SplitCopy if self.policy.split else GlobalCopy
         self._copy = kind(self.weights, self.replicas, self._make_outer, self.policy)
         every = divided(parameters, self.policy.fragments, self._given_fragments)
         self._fragments = [self._copy.ordered(fragment) for fragment in every]
+
+    def _make_equal(self) -> None:
+        # Buffers may differ already: the first forward has moved them.
+        made_equal(list(map(self.weights.read, self.weights.parameters)), self.replicas, self._bucket_bytes)
+        self.weights.finish()
+
+    def weights_were_loaded(self) -> None:
+        """Weights were loaded into the model: they are the global ones when replicas meet next."""
+        self._is_superseded = self._copy is not None and not self.awaits_weights
+
+    def _begin_anew(self, copy: GlobalCopy) -> None:
+        """Weights were loaded in the middle of a block: it is over, with all that is under way."""
+        self.settle()
+        self._flights = {}
+        self._make_equal()  # where only some were loaded, the others differ
+        copy.fill()
+        self.replicas_are_equal = True
 
     @property
     def _bucket_bytes(self) -> int:
