@@ -8,6 +8,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.cost import make_cluster
+from meshwright.planner import Workload, choose, fitting
 from meshwright.planning import PlanRequest
 from meshwright.planning.door import named_model
 from tests import tiny
@@ -116,3 +117,45 @@ def test_a_config_that_is_none_is_told(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
     with pytest.raises(mw.ModelError, match="transformers makes no model"):
         mw.plan(f"hf:{tmp_path}", "cpu*2", global_batch=4, seq=8)
+
+
+class Shared(nn.Module):
+    """Layers in a list that share one weight, which sharding refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        for layer in self.layers:
+            layer.weight = self.layers[0].weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def square(inputs, output):
+    return output.square().mean()
+
+
+def test_a_search_passes_over_what_sharding_refuses():
+    asked = {"sample_batch": torch.randn(2, 64), "loss_func": square, "global_batch": 4}
+    plans = mw.plan(Shared(), "h100x2", **asked)
+    assert plans
+    assert not {"zero1", "zero2", "fsdp"} & {name for plan in plans for name in plan.strategy.names}
+    with pytest.raises(mw.ModelError, match="shared between"):
+        mw.plan(Shared(), "h100x2", strategy=["fsdp"], **asked)
+
+
+def test_a_choice_without_seconds_passes_over_what_sharding_refuses():
+    model, inputs = Shared(), torch.randn(2, 64)
+    subject = Workload(
+        model, torch.device("cpu"), torch.optim.AdamW, lambda samples: inputs, lambda model, x: square(x, model(x)),
+        batch_size=4, num_micro_batches=1, world=2, zero_level=3, limit_bytes=10**9,
+    )  # fmt: skip
+    assert [plan.strategy.names for plan in fitting(subject)] == [("parallel_mode",)]
+    with pytest.raises(mw.ModelError, match="shared between"):
+        choose(subject, included=["fsdp"])
+    subject.limit_bytes = 1000
+    with pytest.raises(mw.StrategyError, match="No strategy fits"):
+        choose(subject)
