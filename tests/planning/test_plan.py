@@ -159,3 +159,14 @@ def test_a_choice_without_seconds_passes_over_what_sharding_refuses():
     subject.limit_bytes = 1000
     with pytest.raises(mw.StrategyError, match="No strategy fits"):
         choose(subject)
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts", "nearest"), [(8, 3, "12"), (6, 1, "4 or 8"), (2, 1, "4"), (20, 2, "16 or 24")]
+)
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(batch, parts, nearest):
+    with pytest.raises(mw.StrategyError, match=f"use {nearest}(,|\\.)"):
+        mw.plan("gpt2", "h100x4", global_batch=batch, strategy=["fsdp"], num_micro_batches=parts)
+    module, ids = tiny.plain(num_layers=2), torch.zeros(2, tiny.SEQ_LEN, dtype=torch.long)
+    with pytest.raises(mw.StrategyError, match="does not divide"):
+        mw.plan(module, "cpu*4", global_batch=6, sample_batch=ids, strategy=["fsdp"], loss_func=square)
