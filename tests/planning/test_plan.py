@@ -170,3 +170,12 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(batch,
     module, ids = tiny.plain(num_layers=2), torch.zeros(2, tiny.SEQ_LEN, dtype=torch.long)
     with pytest.raises(mw.StrategyError, match="does not divide"):
         mw.plan(module, "cpu*4", global_batch=6, sample_batch=ids, strategy=["fsdp"], loss_func=square)
+
+
+def test_a_memory_limit_is_a_size():
+    cluster, shape = make_cluster("H100", 2), named_model("gpt2", None, make_cluster("H100", 2))
+    assert PlanRequest(shape, cluster, 8, memory_limit="40 GiB").memory_limit == 40 * 2**30
+    assert PlanRequest(shape, cluster, 8).memory_limit is None
+    for wrong in (0, -5, "none", True, float("nan")):
+        with pytest.raises(mw.ConfigError, match="memory_limit is no size"):
+            PlanRequest(shape, cluster, 8, memory_limit=wrong)

@@ -17,7 +17,7 @@ from meshwright.planner import Plan, Subject, Workload
 from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.search import Found, default_space, search, search_in_stages
 from meshwright.planning.models import PlannedModel
-from meshwright.strategy import Strategy
+from meshwright.strategy import Strategy, read_size
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,10 @@ class PlanRequest:
     excluded: Sequence[str] = ()
     included: Sequence[str] = ()
     top: int = 10
-    memory_limit: int | None = None
+    memory_limit: int | str | None = None  # read: bytes
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "memory_limit", read_size(self.memory_limit, "memory_limit"))
         for name, value in (("global_batch", self.global_batch), ("top", self.top)):
             _check_count(name, value)
         if self.num_micro_batches is not None:
@@ -47,7 +48,7 @@ class PlanRequest:
 
     def subject_of(self, cluster: Cluster, samples: int) -> Subject:
         """What plans are made for, on some cluster and for so many samples per step."""
-        return self.model.subject(cluster, samples, self.memory_limit)
+        return self.model.subject(cluster, samples, read_size(self.memory_limit, "memory_limit"))
 
     @functools.cached_property
     def subject(self) -> Subject:
