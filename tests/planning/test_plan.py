@@ -179,3 +179,25 @@ def test_a_memory_limit_is_a_size():
     for wrong in (0, -5, "none", True, float("nan")):
         with pytest.raises(mw.ConfigError, match="memory_limit is no size"):
             PlanRequest(shape, cluster, 8, memory_limit=wrong)
+
+
+class OnlyInFull(nn.Module):
+    """Autocast knows no bilinear layer: fed with what it has lowered, the layer fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Bilinear(8, 8, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x, x)
+
+
+def test_what_stops_one_precision_refuses_that_precision_alone():
+    asked = {"sample_batch": torch.randn(2, 8), "loss_func": square}
+    planned = mw.planning.ModuleModel("tiny", OnlyInFull(), asked["sample_batch"], square)
+    found = PlanRequest(planned, make_cluster("H100", 2), 4).found()
+    assert all("amp_native" not in plan.strategy and plan.step.activations for plan in found.plans)
+    assert any("in lower precision" in reason for _, reason in found.refused)
+    with pytest.raises(mw.ModelError, match="cannot be traced"):
+        mw.plan(OnlyInFull(), "h100x2", global_batch=4, included=["amp_native"], **asked)
