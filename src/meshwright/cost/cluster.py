@@ -171,8 +171,8 @@ def read_cluster(path: Path) -> Cluster:
 
     Keys: ``device`` (a preset's name, or a table with the fields of :class:`Device`), ``num_devices``, and optionally
     ``devices_per_node``, ``price_per_hour`` and the links ``intra``, ``inter``, ``host_link``, ``host_memory`` and
-    ``disk``, each with ``bytes_per_s`` or else ``gbps`` (in Gbit/s) per device and ``latency_s``. A file that ``meshwright
-    calibrate`` has written also carries ``calibration``, and in ``measured`` how it was made.
+    ``disk``, each with ``bytes_per_s`` or else ``gbps`` (in Gbit/s) per device and ``latency_s``. A file that
+    ``meshwright calibrate`` has written also carries ``calibration``, and in ``measured`` how it was made.
 
     Raises:
         ConfigError: Naming the file and the key.
