@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from meshwright.errors import ConfigError, ModelError, did_you_mean
+from meshwright.nn import check_initialized
 
 
 def check_model(model: nn.Module, device: torch.device) -> None:
@@ -28,6 +29,7 @@ def check_model(model: nn.Module, device: torch.device) -> None:
             got=type(model).__name__,
             fix="pass the model itself, built",
         )
+    check_initialized(model)
     wrapped = next(
         (m for m in model.modules() if isinstance(m, DistributedDataParallel | DataParallel | FSDPModule)), None
     )

@@ -164,9 +164,13 @@ class Refused(nn.Module):
             self.layers[1].weight = self.layers[0].weight
         if kind == "dtypes":
             self.layers[0].bias.data = self.layers[0].bias.data.bfloat16()
+        if kind == "sparse":
+            self.table = nn.EmbeddingBag(5, 4, sparse=True)
 
 
-@pytest.mark.parametrize(("kind", "said"), [("tied", "shared between"), ("dtypes", "different dtypes")])
+@pytest.mark.parametrize(
+    ("kind", "said"), [("tied", "shared between"), ("dtypes", "different dtypes"), ("sparse", "sparse gradients")]
+)
 def test_what_cannot_be_sharded_is_refused(kind, said):
     with pytest.raises(mw.ModelError, match=said) as caught:
         choose_units(Fsdp(), Refused(kind))

@@ -201,3 +201,11 @@ def test_what_stops_one_precision_refuses_that_precision_alone():
     assert any("in lower precision" in reason for _, reason in found.refused)
     with pytest.raises(mw.ModelError, match="cannot be traced"):
         mw.plan(OnlyInFull(), "h100x2", global_batch=4, included=["amp_native"], **asked)
+
+
+def test_what_no_step_can_train_is_refused_with_the_reason():
+    asked = {"global_batch": 4, "sample_batch": torch.randn(2, 8), "loss_func": square, "strategy": []}
+    with pytest.raises(mw.ModelError, match=r"no parameters yet.*0\.weight"):
+        mw.plan(nn.Sequential(nn.LazyLinear(4)), "cpu*2", **asked)
+    with pytest.raises(mw.ConfigError, match="LBFGS needs a closure"):
+        mw.plan(nn.Linear(8, 4), "cpu*2", optim_func=torch.optim.LBFGS, **asked)

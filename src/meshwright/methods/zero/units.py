@@ -63,7 +63,8 @@ def choose_units(config: ZeroMethod, model: nn.Module, *, in_half: bool = False)
     that compute with running statistics: these stay in fp32, and torch normalises in one precision.
 
     Raises:
-        ModelError: For classes that are not in the model, and parameters shared between units.
+        ModelError: For classes that are not in the model, and parameters shared between units
+            or with sparse gradients.
     """
     ignored_modules = list(outermost(modules_of(model, config.atorch_ignored_cls, method=config.method_name)))
     asked = {parameter for _, module in ignored_modules for parameter in module.parameters()}
@@ -136,6 +137,7 @@ def _trainable_modules(model: nn.Module, ignored: set[nn.Parameter]) -> list[nn.
 def _check_parameters(
     method: str, model: nn.Module, units: list[tuple[str, nn.Module]], ignored: set[nn.Parameter]
 ) -> None:
+    _check_dense(method, model, ignored)
     home: dict[nn.Parameter, str] = {}
     paths = [path for path, _ in units]
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -149,6 +151,18 @@ def _check_parameters(
                 fix="name classes with atorch_wrap_cls that hold both, or neither",
             )
     _check_dtypes(method, model, units, ignored)
+
+
+def _check_dense(method: str, model: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """FSDP2 packs gradients into one buffer, which takes no sparse ones."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight not in ignored:
+            raise ModelError(
+                f"{method}: a layer has sparse gradients, which cannot be sharded",
+                expected="dense gradients",
+                got=f"{path or type(module).__name__} with sparse=True",
+                fix="build it with sparse=False, or train without a method that shards",
+            )
 
 
 def _check_dtypes(
