@@ -214,6 +214,8 @@ def bad_calls():
         ({"model": plain.to("meta")}, "to_empty(device='cpu'), then load_state_dict"),
         ({"model": nn.parallel.DistributedDataParallel(tiny.build("plain"))}, "already distributed"),
         ({"model": print}, "not a module"),
+        ({"model": nn.Sequential(nn.LazyLinear(2))}, "no parameters yet"),
+        ({"optim_func": torch.optim.LBFGS, "optim_args": None}, "needs a closure"),
         ({"model_input_format": "unpack"}, "unpack_dict"),
         ({"optim_args": {"learning_rate": 1}}, "unknown key 'learning_rate'"),
         ({"optim_func": lambda params: 3, "optim_args": None}, "did not return an optimizer"),

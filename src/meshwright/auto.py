@@ -34,6 +34,7 @@ from meshwright.runtime import (
     settings,
 )
 from meshwright.start_checks import check_alike, told_difference
+from meshwright.strategy import read_size
 
 # For clip_grad_norm; a strong reference would keep every model alive for ever.
 _OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Optimizer], Stages | None]]
@@ -65,7 +66,7 @@ def accelerate(
     sample_batch: Any = None,
     batch_size: int | None = None,
     sampler_seed: int = 0,
-    memory_limit: int | None = None,
+    memory_limit: int | str | None = None,
     time_limit: float | None = None,
     finetune_strategy: bool = False,
     dry_run: bool = False,
@@ -109,8 +110,8 @@ def accelerate(
         sample_batch: A batch for predictions where there is no dataset; of any number of samples.
         batch_size: Samples per step over all ranks, for predictions where there is no dataset.
         sampler_seed: Seed of the order of samples.
-        memory_limit: Bytes that a strategy that is chosen may need on a rank, by prediction; None takes what the device
-            has. Allocations are not held to it.
+        memory_limit: What a strategy that is chosen may need on a rank, by prediction: bytes, or as ``"40 GiB"``; None
+            takes what the device has. Allocations are not held to it.
         time_limit: Where a strategy is chosen: seconds in which the best few by prediction may be run for a few steps
             each, on copies of the model, to choose the fastest; None chooses by prediction. A candidate that fails on
             every rank is passed over; one that ends a rank ends the program.
@@ -122,7 +123,8 @@ def accelerate(
         MeshwrightError: On every rank, when anything does not fit together.
     """
     world = settings()
-    limit = min(gather_objects(memory_limit or memory_limit_bytes(world.device, world.local_world_size)))
+    given = read_size(memory_limit, "memory_limit")
+    limit = min(gather_objects(given or memory_limit_bytes(world.device, world.local_world_size)))
     request = Request(
         model, optim_func, dataset, loss_func, strategy, prepare_input, model_input_format, optim_args,
         optim_param_func, dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args, excluded,

@@ -27,6 +27,7 @@ from meshwright.built_optimizer import BuiltOptimizer
 from meshwright.data import GlobalBatchLoader, global_batch_loader
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, SampleRun
+from meshwright.optim import check_steps_alone
 from meshwright.planner import Plan, Workload, choose, cluster_at_hand, fitting
 from meshwright.request_checks import check_keywords, check_kinds, check_lr_scheduler, check_model
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
@@ -138,6 +139,7 @@ class Request:
                     fix=f"leave {option} out, or pass the optimizer's class",
                 )
         assert self._built is not None  # made here, with its own checks
+        check_steps_alone(self._built.optimizer)
 
     @functools.cached_property
     def _built(self) -> BuiltOptimizer | None:
@@ -161,7 +163,7 @@ class Request:
         if self._built is not None:
             return self._built.take
         assert not isinstance(build, Optimizer)
-        return None if build is None else lambda params: build(params, **args)
+        return None if build is None else lambda params: check_steps_alone(build(params, **args))
 
     def plan(self, settings: Settings, limit_bytes: int) -> tuple[Plan, str | None]:
         """Predicts the strategy asked for, or chooses one; the second item then says why."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from meshwright.errors import ConfigError, ModelError, did_you_mean
+from meshwright.nn import check_initialized
 
 
 def check_model(model: nn.Module, device: torch.device) -> None:
@@ -30,6 +31,7 @@ def check_model(model: nn.Module, device: torch.device) -> None:
             got=type(model).__name__,
             fix="pass the model itself, built",
         )
+    check_initialized(model)
     wrapped = next(
         (m for m in model.modules() if isinstance(m, DistributedDataParallel | DataParallel | FSDPModule)), None
     )

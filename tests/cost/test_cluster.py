@@ -50,6 +50,7 @@ def test_files(tmp_path):
         ("device = 'h100'\nnum_devices = -8", "num_devices"),
         ("device = 'h100'\nnum_devices = 8\n[intra]\nspeed = 3", "speed"),
         ("device = 'h100'\nnum_devices = 8\n[inter]\ngbps = 0", "inter.bytes_per_s"),
+        ("device = 'h100'\nnum_devices = 8\n[inter]\ngbps = 200\nbytes_per_s = 1e9", "inter has both"),
         ("device = ", "Invalid value"),
         ("device = 'abacus'\nnum_devices = 8", "abacus"),
     ],

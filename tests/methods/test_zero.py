@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 import meshwright as mw
 from meshwright.cost import memory
 from meshwright.methods import Fsdp
-from meshwright.methods.zero.units import choose_units
+from meshwright.methods.zero.units import choose_units, units_of
 from meshwright.planner import measured_state
 from tests import tiny
 
@@ -206,16 +206,16 @@ class Refused(nn.Module):
     def __init__(self, kind):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        if kind == "scalar":
-            self.temperature = nn.Parameter(torch.tensor(1.0))
         if kind == "tied":
             self.layers[1].weight = self.layers[0].weight
         if kind == "dtypes":
             self.layers[0].bias.data = self.layers[0].bias.data.bfloat16()
+        if kind == "sparse":
+            self.table = nn.EmbeddingBag(5, 4, sparse=True)
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("scalar", "temperature"), ("tied", "shared between"), ("dtypes", "different dtypes")]
+    ("kind", "said"), [("tied", "shared between"), ("dtypes", "different dtypes"), ("sparse", "sparse gradients")]
 )
 def test_what_cannot_be_sharded_is_refused(kind, said):
     with pytest.raises(mw.ModelError, match=said) as caught:
@@ -250,3 +250,80 @@ def test_units_by_size_are_the_smallest_that_are_large_enough():
     model = tiny.Mlp()
     units = choose_units(Fsdp(atorch_size_based_min_num_params=100), model)
     assert sorted(path for path, _ in units.modules) == ["first", "layers.0.0", "layers.1.0", "layers.2.0"]
+
+
+class WithWhole(nn.Module):
+    """A scalar as CLIP's temperature, and batch normalisation."""
+
+    def __init__(self, norm=True):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7)) for _ in range(2))
+        if not norm:
+            self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+        self.last = nn.Linear(7, 3)
+        self.temperature = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x) * self.temperature.exp()
+
+
+def train_whole(strategy, optimizer, norm):
+    torch.manual_seed(1)
+    model = WithWhole(norm)
+    batch = part(mw.rank(), mw.world_size()) if not norm else BATCH  # running statistics are a rank's own
+    result = mw.accelerate(model, optimizer, None, loss_func, strategy=strategy, sample_batch=BATCH[:2],
+                           optim_args={"lr": 0.05}, batch_size=8 if not norm else 8 * mw.world_size())  # fmt: skip
+    for _ in range(4):
+        _, measured = result.measured_step(batch)
+    predicted = memory(result.plan.step, result._job.coordinate)
+    for kind, size in measured.items():
+        assert kind == "activations" or getattr(predicted, kind) == size, kind
+    return {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in (*result.model.named_parameters(), *result.model.named_buffers())
+    }
+
+
+def plain_whole(optimizer, norm, autocast):
+    torch.manual_seed(1)
+    model = WithWhole(norm)
+    optim = optimizer(model.parameters(), lr=0.05)
+    for _ in range(4):
+        optim.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = loss_func(None, model(BATCH))
+        loss.backward()
+        optim.step()
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("method", ["zero2", pytest.param("zero1", marks=pytest.mark.long), "fsdp"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, pytest.param(torch.optim.SGD, marks=pytest.mark.long)])
+def test_scalars_stay_whole_and_train_alike(ranks, method, optimizer):
+    expected = plain_whole(optimizer, norm=False, autocast=False)
+    for weights in ranks(2).run(train_whole, [method], optimizer, False):
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name].detach(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", [pytest.param("zero1", marks=pytest.mark.long), "fsdp"])
+def test_batch_norm_trains_sharded_in_amp_as_one_process_does(ranks, method):
+    expected = plain_whole(torch.optim.SGD, norm=True, autocast=True)
+    for weights in ranks(2).run(train_whole, [method, ("amp_native", "bf16")], torch.optim.SGD, True):
+        for name, value in weights.items():
+            assert value.dtype == expected[name].dtype
+            torch.testing.assert_close(value, expected[name].detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_only_in_half_does_batch_norm_stay_whole():
+    units, in_half = (choose_units(Fsdp(), WithWhole(), in_half=each) for each in (False, True))
+    assert [parameter.shape for parameter in units.kept] == [()]
+    assert len(in_half.kept) == 1 + 2 * 2
+
+
+def test_what_stays_whole_does_not_go_beside_a_pipeline():
+    with pytest.raises(mw.ModelError, match="stay whole") as caught:
+        units_of(Fsdp(), WithWhole(norm=False), mw.Strategy(["fsdp"]), {"pipeline": 2, "zero": 2})
+    assert "temperature" in str(caught.value)

@@ -77,3 +77,25 @@ def test_a_partial_sum_is_refused(ranks):
 def test_a_norm_that_is_none(bad):
     with pytest.raises(ValueError, match="max_norm"):
         clip_grad_norm_([torch.nn.Parameter(torch.zeros(1))], bad)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_complex_and_sparse_gradients_count_as_the_numbers_they_are(norm_type):
+    torch.manual_seed(0)
+    turning, table, plain = torch.randn(5, dtype=torch.complex64), torch.randn(4, 3), torch.randn(6)
+    rows = torch.tensor([[2, 0, 2, 1]])  # row 2 twice: its gradients add up
+    sparse = torch.sparse_coo_tensor(rows, table.clone(), (9, 3))
+    parameters = [torch.nn.Parameter(torch.zeros_like(each.to_dense())) for each in (turning, sparse, plain)]
+    for parameter, gradient in zip(parameters, (turning.clone(), sparse, plain.clone()), strict=True):
+        parameter.grad = gradient
+    dense = torch.cat([turning.abs(), sparse.to_dense().flatten(), plain])
+    expected = torch.linalg.vector_norm(dense, norm_type)
+    torch.testing.assert_close(clip_grad_norm_(parameters, 0.5, norm_type), expected)
+    scaled = torch.linalg.vector_norm(torch.cat([p.grad.to_dense().flatten().abs() for p in parameters]), norm_type)
+    torch.testing.assert_close(scaled, torch.tensor(0.5), rtol=1e-4, atol=1e-5)
+
+
+def test_a_sparse_gradient_without_rows_has_no_norm():
+    parameter = torch.nn.Parameter(torch.zeros(9, 3))
+    parameter.grad = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.long), torch.zeros(0, 3), (9, 3))
+    assert [clip_grad_norm_([parameter], 0.5, p).item() for p in (2.0, float("inf"))] == [0.0, 0.0]

@@ -133,6 +133,30 @@ def test_families_are_read_from_text():
     assert parse_family("mixtral:layers=2,hidden=64,heads=4,vocab=99,experts=4,tied=true").is_tied
 
 
+# Elements as Hugging Face counts them in the published weights.
+PUBLISHED = {
+    "gpt2": 124_439_808, "gpt2-medium": 354_823_168, "gpt2-large": 774_030_080, "gpt2-xl": 1_557_611_200,
+    "llama-3.2-1b": 1_235_814_400, "llama-3.2-3b": 3_212_749_824, "llama-3-8b": 8_030_261_248,
+    "llama-3-70b": 70_553_706_496, "llama-3.1-405b": 405_853_388_800, "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320, "llama-2-34b": 33_743_970_304, "llama-2-70b": 68_976_648_192,
+    "llama-1-30b": 32_528_943_616, "llama-1-65b": 65_285_660_672, "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+}  # fmt: skip
+
+
+def test_known_models_have_their_published_numbers_of_parameters():
+    known = known_models()
+    assert {name: known[name].num_parameters for name in PUBLISHED} == PUBLISHED
+
+
+def test_samples_do_not_change_a_known_model():
+    assert parse_family("gpt2:seq=128").num_parameters == PUBLISHED["gpt2"]
+    with pytest.raises(ModelError, match="table of positions"):
+        parse_family("gpt2:seq=2048")
+    assert parse_family("gpt2:seq=2048,positions=2048").num_parameters == PUBLISHED["gpt2"] + 1024 * 768
+    assert parse_family("gpt:layers=1,hidden=8,heads=1,vocab=9,seq=4").positions is None
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -8,6 +8,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.cost import make_cluster
+from meshwright.planner import Workload, choose, fitting
 from meshwright.planning import PlanRequest
 from meshwright.planning.door import named_model
 from tests import tiny
@@ -130,3 +131,95 @@ def test_a_config_that_is_none_is_told(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
     with pytest.raises(mw.ModelError, match="transformers makes no model"):
         mw.plan(f"hf:{tmp_path}", "cpu*2", global_batch=4, seq=8)
+
+
+class Shared(nn.Module):
+    """Layers in a list that share one weight, which sharding refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        for layer in self.layers:
+            layer.weight = self.layers[0].weight
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def square(inputs, output):
+    return output.square().mean()
+
+
+def test_a_search_passes_over_what_sharding_refuses():
+    asked = {"sample_batch": torch.randn(2, 64), "loss_func": square, "global_batch": 4}
+    plans = mw.plan(Shared(), "h100x2", **asked)
+    assert plans
+    assert not {"zero1", "zero2", "fsdp"} & {name for plan in plans for name in plan.strategy.names}
+    with pytest.raises(mw.ModelError, match="shared between"):
+        mw.plan(Shared(), "h100x2", strategy=["fsdp"], **asked)
+
+
+def test_a_choice_without_seconds_passes_over_what_sharding_refuses():
+    model, inputs = Shared(), torch.randn(2, 64)
+    subject = Workload(
+        model, torch.device("cpu"), torch.optim.AdamW, lambda samples: inputs, lambda model, x: square(x, model(x)),
+        batch_size=4, num_micro_batches=1, world=2, zero_level=3, limit_bytes=10**9,
+    )  # fmt: skip
+    assert [plan.strategy.names for plan in fitting(subject)] == [("parallel_mode",)]
+    with pytest.raises(mw.ModelError, match="shared between"):
+        choose(subject, included=["fsdp"])
+    subject.limit_bytes = 1000
+    with pytest.raises(mw.StrategyError, match="No strategy fits"):
+        choose(subject)
+
+
+@pytest.mark.parametrize(
+    ("batch", "parts", "nearest"), [(8, 3, "12"), (6, 1, "4 or 8"), (2, 1, "4"), (20, 2, "16 or 24")]
+)
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(batch, parts, nearest):
+    with pytest.raises(mw.StrategyError, match=f"use {nearest}(,|\\.)"):
+        mw.plan("gpt2", "h100x4", global_batch=batch, strategy=["fsdp"], num_micro_batches=parts)
+    module, ids = tiny.plain(num_layers=2), torch.zeros(2, tiny.SEQ_LEN, dtype=torch.long)
+    with pytest.raises(mw.StrategyError, match="does not divide"):
+        mw.plan(module, "cpu*4", global_batch=6, sample_batch=ids, strategy=["fsdp"], loss_func=square)
+
+
+def test_a_memory_limit_is_a_size():
+    cluster, shape = make_cluster("H100", 2), named_model("gpt2", None, make_cluster("H100", 2))
+    assert PlanRequest(shape, cluster, 8, memory_limit="40 GiB").memory_limit == 40 * 2**30
+    assert PlanRequest(shape, cluster, 8).memory_limit is None
+    for wrong in (0, -5, "none", True, float("nan")):
+        with pytest.raises(mw.ConfigError, match="memory_limit is no size"):
+            PlanRequest(shape, cluster, 8, memory_limit=wrong)
+
+
+class OnlyInFull(nn.Module):
+    """Autocast knows no bilinear layer: fed with what it has lowered, the layer fails."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Bilinear(8, 8, 4)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.second(x, x)
+
+
+def test_what_stops_one_precision_refuses_that_precision_alone():
+    asked = {"sample_batch": torch.randn(2, 8), "loss_func": square}
+    planned = mw.planning.ModuleModel("tiny", OnlyInFull(), asked["sample_batch"], square)
+    found = PlanRequest(planned, make_cluster("H100", 2), 4).found()
+    assert all("amp_native" not in plan.strategy and plan.step.activations for plan in found.plans)
+    assert any("in lower precision" in reason for _, reason in found.refused)
+    with pytest.raises(mw.ModelError, match="cannot be traced"):
+        mw.plan(OnlyInFull(), "h100x2", global_batch=4, included=["amp_native"], **asked)
+
+
+def test_what_no_step_can_train_is_refused_with_the_reason():
+    asked = {"global_batch": 4, "sample_batch": torch.randn(2, 8), "loss_func": square, "strategy": []}
+    with pytest.raises(mw.ModelError, match=r"no parameters yet.*0\.weight"):
+        mw.plan(nn.Sequential(nn.LazyLinear(4)), "cpu*2", **asked)
+    with pytest.raises(mw.ConfigError, match="LBFGS needs a closure"):
+        mw.plan(nn.Linear(8, 4), "cpu*2", optim_func=torch.optim.LBFGS, **asked)

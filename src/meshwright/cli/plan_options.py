@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from meshwright.batches import usual_input_format
@@ -21,7 +20,7 @@ from meshwright.planner import known_models
 from meshwright.planning import ModuleModel, PlannedModel, PlanRequest
 from meshwright.planning.door import named_model
 from meshwright.planning.models import token_batch
-from meshwright.strategy import Bytes
+from meshwright.strategy import read_size
 
 _REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _FAMILIES = ("gpt", "llama", "mixtral")
@@ -45,7 +44,7 @@ class Subjects:
         Raises:
             ConfigError, ModelError: Naming the option.
         """
-        cluster, limit = find_cluster(self.cluster), _bytes(self.memory_limit)
+        cluster, limit = find_cluster(self.cluster), read_size(self.memory_limit, "--memory-limit")
         return PlanRequest(self._model(cluster), cluster, self.global_batch, memory_limit=limit, **wanted)
 
     def _model(self, cluster: Cluster) -> PlannedModel:
@@ -110,20 +109,3 @@ def _called(reference: str, option: str, function: Callable[[], Any]) -> Any:
             got=f"{type(error).__name__}: {error} ({where_raised(error)})",
             fix="correct the function; --traceback shows where",
         ) from error
-
-
-def _bytes(text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        size = int(TypeAdapter(Bytes).validate_python(text))
-    except (ValidationError, OverflowError):
-        size = 0
-    if size < 1:
-        raise ConfigError(
-            "--memory-limit is no size",
-            expected='bytes, or a size such as "40 GiB"',
-            got=repr(text),
-            fix="correct the size",
-        )
-    return size

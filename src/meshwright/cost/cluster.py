@@ -171,8 +171,8 @@ def read_cluster(path: Path) -> Cluster:
 
     Keys: ``device`` (a preset's name, or a table with the fields of :class:`Device`), ``num_devices``, and optionally
     ``devices_per_node``, ``price_per_hour`` and the links ``intra``, ``inter``, ``host_link``, ``host_memory`` and
-    ``disk``, each with ``bytes_per_s`` (or ``gbps``, in Gbit/s) per device and ``latency_s``. A file that ``meshwright
-    calibrate`` has written also carries ``calibration``, and in ``measured`` how it was made.
+    ``disk``, each with ``bytes_per_s`` or else ``gbps`` (in Gbit/s) per device and ``latency_s``. A file that
+    ``meshwright calibrate`` has written also carries ``calibration``, and in ``measured`` how it was made.
 
     Raises:
         ConfigError: Naming the file and the key.
@@ -236,6 +236,8 @@ def _link(data: Any, usual: Link, name: str) -> Link:
     if not isinstance(data, Mapping):
         raise ValueError(f"{name} is not a table")
     _refuse_unknown(data, _LINK_KEYS, name)
+    if {"gbps", "bytes_per_s"} <= set(data):
+        raise ValueError(f"{name} has both gbps and bytes_per_s, which say the same: keep one")
     rate = data.get("bytes_per_s", data["gbps"] * 1e9 / 8 if "gbps" in data else usual.bytes_per_s)
     return Link(_positive(rate, f"{name}.bytes_per_s"), _positive(data.get("latency_s", usual.latency_s), name))
 

@@ -7,7 +7,15 @@ from meshwright.methods.checkpoint import Checkpoint
 from meshwright.methods.comm import Comm
 from meshwright.methods.compatibility import Rule, known_methods, rules
 from meshwright.methods.compile import Compile
-from meshwright.methods.composition import Resolved, apply_strategy, check_strategy, cost_of, in_phase_order, resolve
+from meshwright.methods.composition import (
+    Resolved,
+    apply_strategy,
+    check_strategy,
+    check_units,
+    cost_of,
+    in_phase_order,
+    resolve,
+)
 from meshwright.methods.context.trace import TracedContext
 from meshwright.methods.context_parallel import ContextParallel
 from meshwright.methods.ema import Ema
@@ -84,6 +92,7 @@ __all__ = [
     "abandoned_if_it_fails",
     "apply_strategy",
     "check_strategy",
+    "check_units",
     "cost_of",
     "in_phase_order",
     "known_methods",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from meshwright.cost import Step
 from meshwright.methods.base import Method, Phase
@@ -19,6 +20,8 @@ from meshwright.methods.mixed_parallel import without_mixed
 from meshwright.methods.module_replace import replacement_of
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
 from meshwright.methods.pipeline.finish import finish_pipeline
+from meshwright.methods.zero.config import ZeroMethod
+from meshwright.methods.zero.units import units_of
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
 from meshwright.strategy import Strategy
 
@@ -114,6 +117,17 @@ def _without_redundant_amp(strategy: Strategy, notices: list[str]) -> Strategy:
         return strategy
     notices.append("amp_native changes nothing beside half of the same dtype, and was dropped")
     return strategy.without("amp_native")
+
+
+def check_units(resolved: Resolved, model: nn.Module) -> None:
+    """Refuses what a sharding method would refuse of a model, before there is a job; nothing without such a method.
+
+    Raises:
+        ModelError: As the method's ``check`` does.
+    """
+    for method in resolved.strategy.methods if resolved.shard_axis is not None else ():
+        if isinstance(method, ZeroMethod):
+            units_of(method, model, resolved.strategy, dict(resolved.axes))
 
 
 def in_phase_order(strategy: Strategy) -> list[Method]:

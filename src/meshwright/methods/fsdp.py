@@ -11,7 +11,7 @@ from meshwright.methods.job import Job
 from meshwright.methods.zero.config import ZeroMethod
 from meshwright.methods.zero.cost import Gathers, shard_cost
 from meshwright.methods.zero.engine import shard
-from meshwright.methods.zero.units import choose_units
+from meshwright.methods.zero.units import units_of
 
 
 class Fsdp(ZeroMethod):
@@ -30,7 +30,7 @@ class Fsdp(ZeroMethod):
 
     def check(self, job: Job) -> None:
         """Refuses models that FSDP2 cannot shard, and a group of ranks that does not divide the axis."""
-        choose_units(self, job.model)
+        units_of(self, job.model, job.strategy, dict(job.axes))
         group, ranks = self.reshard_after_forward, job.size(job.shard_axis)
         if not isinstance(group, bool) and (group < 1 or ranks % group):
             raise StrategyError(

@@ -11,7 +11,7 @@ from meshwright.methods.law import Conflict
 from meshwright.methods.zero.config import ZeroMethod, not_beside
 from meshwright.methods.zero.cost import shard_cost
 from meshwright.methods.zero.engine import shard
-from meshwright.methods.zero.units import choose_units
+from meshwright.methods.zero.units import units_of
 
 
 class Zero1(ZeroMethod):
@@ -29,7 +29,7 @@ class Zero1(ZeroMethod):
 
     def check(self, job: Job) -> None:
         """Refuses models that FSDP2 cannot shard."""
-        choose_units(self, job.model)
+        units_of(self, job.model, job.strategy, dict(job.axes))
 
     def apply(self, job: Job) -> None:
         """Shards with FSDP2; parameters stay gathered and gradients whole until the last micro-batch."""

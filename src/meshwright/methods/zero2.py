@@ -11,7 +11,7 @@ from meshwright.methods.law import Conflict
 from meshwright.methods.zero.config import ZeroMethod, not_beside
 from meshwright.methods.zero.cost import shard_cost
 from meshwright.methods.zero.engine import shard
-from meshwright.methods.zero.units import choose_units
+from meshwright.methods.zero.units import units_of
 
 
 class Zero2(ZeroMethod):
@@ -31,7 +31,7 @@ class Zero2(ZeroMethod):
 
     def check(self, job: Job) -> None:
         """Refuses models that FSDP2 cannot shard."""
-        choose_units(self, job.model)
+        units_of(self, job.model, job.strategy, dict(job.axes))
 
     def apply(self, job: Job) -> None:
         """Shards with FSDP2; parameters stay gathered until the last backward."""

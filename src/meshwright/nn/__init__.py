@@ -19,6 +19,7 @@ from meshwright.nn.fsdp_groups import parameter_groups
 from meshwright.nn.half_attention import carried
 from meshwright.nn.half_wide import widen, widened
 from meshwright.nn.initialization import grouped_parameters, init_parameters
+from meshwright.nn.lazy import check_initialized
 from meshwright.nn.lent import call_with, run_with
 from meshwright.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from meshwright.nn.model_wrapper import BMTrainModelWrapper
@@ -56,6 +57,7 @@ __all__ = [
     "average_gradients",
     "call_with",
     "carried",
+    "check_initialized",
     "class_name",
     "class_names",
     "class_with",

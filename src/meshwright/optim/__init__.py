@@ -5,6 +5,7 @@ from meshwright.optim.adam import AdamOffloadOptimizer, AdamOptimizer
 from meshwright.optim.came import CAME, DistributedCAME
 from meshwright.optim.clip import Stages, clip_grad_norm_, local_tensor, total_norm
 from meshwright.optim.clipped_step import clipped_step
+from meshwright.optim.closures import check_steps_alone
 from meshwright.optim.distributed_names import cast_to_distributed
 from meshwright.optim.eight_bit import AdamW8bit
 from meshwright.optim.ema import EmaPolicy, WeightAverage, average_of
@@ -82,6 +83,7 @@ __all__ = [
     "WeightAverage",
     "average_of",
     "cast_to_distributed",
+    "check_steps_alone",
     "clip_grad_norm_",
     "clip_gradients",
     "clipped_step",

@@ -129,6 +129,7 @@ def _split_dims(placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
 
 def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The sum of |x|^p over all parts on all ranks that hold one (the maximum for the infinity norm)."""
+    parts = [numbers_of(part, norm_type) for part in parts]
     device, dtype = parts[0].device, _norm_type_of(parts)
     parts = [part for part in parts if part.numel() > 0]  # a shard can be empty; its maximum does not exist
     infinite = norm_type == float("inf")
@@ -141,6 +142,15 @@ def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> tor
         for dim in split_dims:
             dist.all_reduce(partial, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.get_group(dim))
     return partial
+
+
+def numbers_of(part: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The real numbers of a plain tensor whose norm is the tensor's: of a sparse one its values, each row once."""
+    if part.is_sparse:
+        part = part.coalesce().values()
+    if part.is_complex():
+        part = torch.view_as_real(part.resolve_conj()) if norm_type == 2.0 else part.abs()
+    return part
 
 
 def local_norms(parts: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
@@ -183,8 +193,13 @@ def clip_grad_norm_(
         alike = [gradient for parameter, gradient in found if parameter in stages.alike]
     norm = total_norm(counted, norm_type, stages, alike)
     if max_norm < float("inf"):
-        divide_([local_tensor(gradient) for gradient in gradients], clip_divisor(norm, max_norm))
+        divide_([_dense(local_tensor(gradient)) for gradient in gradients], clip_divisor(norm, max_norm))
     return norm
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Itself, or the values of a sparse one, whose rows may come several times: what scales them scales their sums."""
+    return gradient._values() if gradient.is_sparse else gradient
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

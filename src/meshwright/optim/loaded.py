@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from meshwright.optim.master import take_over
 from meshwright.optim.outer import OuterOptimizer
 from meshwright.optim.sharded.slots import MASTER
-from meshwright.optim.wrappers import guard_of, inner_optimizer
+from meshwright.optim.wrapped import inner_optimizer
+from meshwright.optim.wrappers import guard_of
 
 # Beside the modules and not in them: these may be copied and pickled, and must not keep an optimizer alive.
 _OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()

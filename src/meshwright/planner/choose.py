@@ -5,9 +5,9 @@ Where it is not, seconds cannot be told: the first of a short list that fits, le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from meshwright.errors import StrategyError
+from meshwright.errors import MeshwrightError, StrategyError
 from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.search import Found, default_space, search_in_stages
 from meshwright.planner.search.constraints import HALF, check_names
@@ -43,11 +43,13 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
         return _searched(workload, excluded, included)
     candidates = _candidates(workload, excluded, included)
     tried: list[Plan] = []
-    for candidate in candidates:
-        plan = workload.plan(candidate)
+    refused: list[MeshwrightError] = []
+    for plan in _planned(workload, candidates, refused):
         if plan.fits:
             return plan, _reason(plan, tried)
         tried.append(plan)
+    if not tried:
+        raise refused[0]
     smallest = min(tried, key=lambda plan: plan.needed_bytes)
     raise StrategyError(
         "No strategy fits into the memory of a rank",
@@ -85,8 +87,17 @@ def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequen
     """
     if getattr(workload, "cluster", None) is not None:
         return list(_found(workload, excluded, included).plans)
-    plans = [workload.plan(candidate) for candidate in _candidates(workload, excluded, included)]
+    plans = _planned(workload, _candidates(workload, excluded, included), [])
     return [plan for plan in plans if plan.fits] or [choose(workload, excluded=excluded, included=included)[0]]
+
+
+def _planned(workload: Subject, candidates: Sequence[Strategy], refused: list[MeshwrightError]) -> Iterator[Plan]:
+    """Plans one by one; what a candidate cannot do to this model or batch is noted, and the next one tried."""
+    for candidate in candidates:
+        try:
+            yield workload.plan(candidate)
+        except MeshwrightError as error:
+            refused.append(error)
 
 
 def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[str]) -> list[Strategy]:

@@ -35,6 +35,8 @@ class Shape:
         ffn: Width of the feed-forward layers; None: what the family usually has.
         tied: Whether embedding and head share their weights; None: as the family usually does.
         experts: Feed-forward layers to choose from, and how many of them each token takes.
+        positions: Rows of the table of learned positions, the longest sample that there can be; None: as many as
+            ``seq``. Families with rotary positions have no table.
     """
 
     family: Family
@@ -48,6 +50,7 @@ class Shape:
     tied: bool | None = None
     experts: int = 1
     experts_per_token: int = 1
+    positions: int | None = None
 
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("family", "tied")}
@@ -60,6 +63,13 @@ class Shape:
                 "and heads that kv_heads divide",
                 got=", ".join(wrong) or f"hidden={self.hidden}, heads={self.heads}, kv_heads={self.kv_heads}",
                 fix="correct the dimensions",
+            )
+        if self.positions is not None and self.seq > self.positions:
+            raise ModelError(
+                "Samples are longer than the model's table of positions",
+                expected=f"at most {self.positions:,} tokens, as the model was published",
+                got=f"seq={self.seq}",
+                fix=f"take shorter samples, or give the model a longer table: positions={self.seq}",
             )
 
     @property
@@ -143,7 +153,7 @@ def outside_parameters(shape: Shape, pipeline: int = 1) -> tuple[Parameter, ...]
     both = (0, pipeline - 1) if pipeline > 1 and shape.is_tied else first
     found = [_parameter("embedding", shape.vocab, shape.hidden, tensor_dim=0, trained_on=both)]
     if shape.family == "gpt":
-        found.append(_parameter("positions", shape.seq, shape.hidden, trained_on=first))
+        found.append(_parameter("positions", shape.positions or shape.seq, shape.hidden, trained_on=first))
     found.append(_parameter("norm", shape.hidden, trained_on=last))
     if shape.family == "gpt":
         found.append(_parameter("norm.bias", shape.hidden, trained_on=last))

@@ -25,6 +25,7 @@ LLAMA: dict[tuple[str, float], Dims] = {
     ("1", 30): (60, 6656, 52, 52, 17920, 32000, 2048),
     ("1", 65): (80, 8192, 64, 64, 22016, 32000, 2048),
 }
+_TIED_LLAMA = (("3", 1), ("3", 3))  # of all Llamas, only these share embedding and head
 # Brown et al. 2020, Table 2.1, and those of Megatron-LM beyond.
 GPT: dict[float, tuple[int, int, int]] = {
     0.125: (12, 768, 12), 0.35: (24, 1024, 16), 0.76: (24, 1536, 16), 1.3: (24, 2048, 16), 1.5: (48, 1600, 25),
@@ -48,11 +49,11 @@ _KEYS = tuple(field.name for field in dataclasses.fields(Shape) if field.name !=
 def known_models() -> dict[str, Shape]:
     """Every model that is known, by name: ``gpt2``, ``gpt-3-175b``, ``llama-2-7b``, ``llama-3.1-405b``, …"""
     gpt2 = {name: GPT[size] for name, size in _GPT2.items()} | {"gpt2-large": _GPT2_LARGE}
-    found = {name: Shape("gpt", *dims, vocab=_GPT_VOCAB, seq=1024) for name, dims in gpt2.items()}
-    found |= {f"gpt-3-{_size(size)}": Shape("gpt", *GPT[size], vocab=_GPT_VOCAB, seq=2048) for size in GPT}
+    found = {name: _learned_positions(dims, 1024) for name, dims in gpt2.items()}
+    found |= {f"gpt-3-{_size(size)}": _learned_positions(dims, 2048) for size, dims in GPT.items()}
     for (version, size), dims in LLAMA.items():
         for each in _LIKE_LLAMA_3 if version == "3" else (version,):
-            found[f"llama-{each}-{_size(size)}"] = _gated("llama", dims)
+            found[f"llama-{each}-{_size(size)}"] = _gated("llama", dims, tied=(version, size) in _TIED_LLAMA)
     for name, (dims, experts, per_token) in MIXTRAL.items():
         shape = _gated("mixtral", dims)
         found[f"mixtral-{name}"] = dataclasses.replace(shape, experts=experts, experts_per_token=per_token)
@@ -133,9 +134,14 @@ def _flag(value: str) -> bool:
     return value.lower() in ("true", "1")
 
 
-def _gated(family: Family, dims: Dims) -> Shape:
+def _learned_positions(dims: tuple[int, int, int], positions: int) -> Shape:
+    """The table keeps its published size whatever the samples' length: it is a part of the model."""
+    return Shape("gpt", *dims, vocab=_GPT_VOCAB, seq=positions, positions=positions)
+
+
+def _gated(family: Family, dims: Dims, *, tied: bool = False) -> Shape:
     layers, hidden, heads, kv_heads, ffn, vocab, seq = dims
-    return Shape(family, layers, hidden, heads, vocab, seq, kv_heads=kv_heads, ffn=ffn)
+    return Shape(family, layers, hidden, heads, vocab, seq, kv_heads=kv_heads, ffn=ffn, tied=tied)
 
 
 def _size(billions: float) -> str:

@@ -20,6 +20,7 @@ from meshwright.methods import (
     Fp8,
     Resolved,
     SampleRun,
+    check_units,
     cost_of,
     replacement_of,
     resolve,
@@ -130,6 +131,7 @@ class Workload:
 
     def _plan(self, resolved: Resolved, wanted_micro_batches: int | None) -> Plan:
         micro_batches = num_micro_batches(resolved, wanted_micro_batches)
+        self._check_units(resolved)
         pipeline = pipeline_of(resolved, self.model, micro_batches)
         flow = self._flow(pipeline) if pipeline is not None else None
         split, fp8 = self._split(resolved), self._fp8(resolved)
@@ -175,6 +177,18 @@ class Workload:
             forecast=forecasted,
             taken_bytes=_taken_bytes(forecasted, every),
         )
+
+    def _check_units(self, resolved: Resolved) -> None:
+        """Refuses what the sharding method would; what it has allowed once is not asked about again."""
+        sharding = tuple(method for method in resolved.strategy.methods if getattr(method, "shards", False))
+        key = sharding, resolved.strategy.names, tuple(axis for axis, size in resolved.axes if size > 1)
+        if key not in self._shardable:
+            check_units(resolved, self.model)
+            self._shardable.add(key)
+
+    @functools.cached_property
+    def _shardable(self) -> set[tuple[object, ...]]:
+        return set()
 
     def _forecast(self, steps: list[Step], samples: int) -> Forecast | None:
         if self.cluster is None:

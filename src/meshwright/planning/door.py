@@ -33,7 +33,7 @@ def plan(
     excluded: Sequence[str] = (),
     included: Sequence[str] = (),
     top: int = 10,
-    memory_limit: int | None = None,
+    memory_limit: int | str | None = None,
     sample_batch: Any = None,
     loss_func: Callable[[Any, Any], Any] | None = None,
     model_input_format: str | None = None,
@@ -54,7 +54,7 @@ def plan(
         excluded: Methods that must not be used.
         included: Methods that every plan uses.
         top: Plans at the most.
-        memory_limit: Bytes that tensors may take of a device; None: what it has for them.
+        memory_limit: What tensors may take of a device, in bytes or as ``"40 GiB"``; None: what it has for them.
         sample_batch: Of a module: a batch of any number of samples, instead of ``seq``.
         loss_func: Of a module: ``loss_func(model_input, model_output)``; None: the loss in its output, or the next
             token's.

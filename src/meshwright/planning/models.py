@@ -15,6 +15,8 @@ from meshwright.batches import call_model, first_loss, loss_of_output, resized
 from meshwright.cost import Cluster
 from meshwright.errors import ConfigError
 from meshwright.loss import next_token_loss
+from meshwright.nn import check_initialized
+from meshwright.optim import check_steps_alone
 from meshwright.planner import FamilyWorkload, Shape, Subject, Workload
 from meshwright.planner.allocator import usable_bytes
 from meshwright.runtime import preserved_rng
@@ -99,10 +101,11 @@ class ModuleModel:
         return {}
 
     def _workload(self, cluster: Cluster, samples: int, limit_bytes: int) -> Workload:
+        check_initialized(self.module)
         return Workload(
             model=self.module,
             device=torch.device("cpu" if cluster.device.is_host else "cuda"),
-            optim_func=self.optim_func,
+            optim_func=None if self.optim_func is None else self._optimizer,
             inputs_of=functools.partial(_inputs, self.sample_batch),
             forward=self._forward,
             batch_size=samples,
@@ -112,6 +115,10 @@ class ModuleModel:
             limit_bytes=limit_bytes,
             cluster=cluster,
         )
+
+    def _optimizer(self, params: Any) -> Optimizer:
+        assert self.optim_func is not None
+        return check_steps_alone(self.optim_func(params))
 
     def _forward(self, module: nn.Module, inputs: Any) -> torch.Tensor:
         output = call_model(module, inputs, self.model_input_format)

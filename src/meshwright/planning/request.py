@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from meshwright.cost import Cluster
-from meshwright.errors import ConfigError, ModelError
+from meshwright.errors import ConfigError, ModelError, StrategyError
+from meshwright.methods import SAMPLED
 from meshwright.planner import Plan, Subject, Workload
 from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.search import Found, default_space, search, search_in_stages
 from meshwright.planning.models import PlannedModel
-from meshwright.strategy import Strategy
+from meshwright.strategy import Strategy, read_size
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,10 @@ class PlanRequest:
     excluded: Sequence[str] = ()
     included: Sequence[str] = ()
     top: int = 10
-    memory_limit: int | None = None
+    memory_limit: int | str | None = None  # read: bytes
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "memory_limit", read_size(self.memory_limit, "memory_limit"))
         for name, value in (("global_batch", self.global_batch), ("top", self.top)):
             _check_count(name, value)
         if self.num_micro_batches is not None:
@@ -45,7 +48,7 @@ class PlanRequest:
 
     def subject_of(self, cluster: Cluster, samples: int) -> Subject:
         """What plans are made for, on some cluster and for so many samples per step."""
-        return self.model.subject(cluster, samples, self.memory_limit)
+        return self.model.subject(cluster, samples, read_size(self.memory_limit, "memory_limit"))
 
     @functools.cached_property
     def subject(self) -> Subject:
@@ -59,7 +62,7 @@ class PlanRequest:
             progress: Called while a search goes on, with what it counts: simulated plans, and candidates.
 
         Raises:
-            StrategyError: When no strategy fits, or the one given cannot be.
+            StrategyError: When no strategy fits, or the one given cannot be or does not divide the batch.
             ModelError: When the model cannot be traced.
         """
         if self.strategy is None:
@@ -91,9 +94,15 @@ class PlanRequest:
         return self.subject.plan(plan.strategy, plan.step.num_micro_batches)
 
     def planned(self, strategies: Sequence[Strategy]) -> Found:
-        """Plans of given strategies, in their order, whether they fit or not."""
+        """Plans of given strategies, in their order, whether they fit or not.
+
+        Raises:
+            StrategyError: When one cannot be, or does not divide the batch.
+        """
         started, subject = time.perf_counter(), self.subject
         plans = tuple(subject.plan(strategy, self.num_micro_batches) for strategy in strategies)
+        for plan in plans:
+            _check_divides(plan, self.global_batch)
         return Found(plans, num_considered=len(plans), num_predicted=len(plans), seconds=time.perf_counter() - started)
 
     def what_ifs(self, found: Found) -> tuple[WhatIf, ...]:
@@ -109,6 +118,24 @@ class PlanRequest:
 def _check_count(name: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} is not a count", expected="1 or more", got=repr(value), fix="correct the number")
+
+
+def _check_divides(plan: Plan, samples: int) -> None:
+    """A rank computes whole samples: a plan of another batch than asked for would have that one's seconds."""
+    replicas = math.prod(size for axis, size in plan.step.axes if axis in SAMPLED)
+    parts = replicas * plan.step.num_micro_batches
+    if samples % parts == 0:
+        return
+    below = samples - samples % parts
+    nearest = f"{below} or {below + parts}" if below else f"{parts}"
+    helps = "" if plan.step.num_micro_batches == 1 else ", or another number of micro-batches"
+    raise StrategyError(
+        "The batch does not divide between the replicas of a strategy and their micro-batches",
+        expected=f"a global_batch that is a multiple of {parts}: {replicas} replicas x "
+        f"{plan.step.num_micro_batches} micro-batches",
+        got=f"global_batch={samples} for {plan.strategy}",
+        fix=f"use {nearest}{helps}",
+    )
 
 
 def _contradiction(what: str, why: str) -> ConfigError:

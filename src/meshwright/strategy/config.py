@@ -5,12 +5,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 
-from meshwright.errors import MeshwrightError, StrategyError, did_you_mean, join_names
+from meshwright.errors import ConfigError, MeshwrightError, StrategyError, did_you_mean, join_names
 
 Bytes = Annotated[ByteSize, Field(lt=2**63)]
 """A size as people write it, ``"40 GiB"`` or a number of bytes, that 64 bits can hold."""
+
+_BYTES: TypeAdapter[int] = TypeAdapter(Bytes)
+
+
+def read_size(value: Any, name: str) -> int | None:
+    """A size as people write it, in bytes; None stays None.
+
+    Args:
+        value: ``"40 GiB"``, or a number of bytes.
+        name: The argument, for the error.
+
+    Raises:
+        ConfigError: When it is no size, or none at all.
+    """
+    try:
+        size = None if value is None else 0 if isinstance(value, bool) else int(_BYTES.validate_python(value))
+    except (ValidationError, OverflowError):
+        size = 0
+    if size is not None and size < 1:
+        raise ConfigError(
+            f"{name} is no size",
+            expected='bytes, 1 or more, or a size such as "40 GiB"',
+            got=repr(value),
+            fix="correct the size",
+        )
+    return size
+
 
 METHOD_CONFIGS: dict[str, type[MethodConfig]] = {}
 """Every known method by name; filled as the files of ``meshwright.methods`` are imported."""

@@ -3,12 +3,13 @@
 import dataclasses
 import re
 
-from meshwright.cost import fitted, seconds_of
-from meshwright.planner import readable_bytes
+from meshwright.cost import fitted, make_cluster, seconds_of
+from meshwright.planner import FamilyWorkload, parse_family, readable_bytes
 from meshwright.planner.explain import links, mfu, per_gpu, price_per_billion_tokens, short, why
 from meshwright.planner.explain.figures import every_step
 from meshwright.planner.search import Found
 from meshwright.planner.words import time_parts
+from meshwright.strategy import Strategy
 from tests.planner.explain.found import found, subject
 
 
@@ -73,3 +74,14 @@ def test_links_are_the_collectives_of_the_slowest_rank():
     step = every_step(plan)[0]
     alone = sum(seconds_of(step, traffic, plan.forecast.cluster, fitted()) for traffic in step.traffic)
     assert abs(sum(link.seconds for link in links(plan)) / alone - 1) < 1e-9
+
+
+def test_a_link_is_called_after_the_tier_that_it_waits_for():
+    # 8 devices of 50 GB/s carry a node's part of a ring as fast as NVLink the whole; 4 of them do not.
+    for per_node, inside in ((8, True), (4, False)):
+        cluster = make_cluster("H100", 2 * per_node, per_node)
+        plan = FamilyWorkload(parse_family("llama-3-8b"), cluster, 48).plan(Strategy(["fsdp"]))
+        ring = next(link for link in links(plan) if link.kind == "reduce_scatter")
+        assert ring.between_nodes
+        assert ring.bound_inside is inside
+        assert ("bound by the links inside" in str(ring)) is inside

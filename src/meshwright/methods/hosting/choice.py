@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.cost import Hosted, pick_largest
 from meshwright.methods.job import AVERAGED, Job
 from meshwright.methods.zero.config import ZeroMethod
-from meshwright.methods.zero.units import choose_units, unit_of
+from meshwright.methods.zero.units import unit_of, units_of
 from meshwright.nn import find_blocks
 
 
@@ -37,7 +37,7 @@ def hosted_units(job: Job, fraction: float) -> frozenset[str]:
     if job.shard_axis is None or not fraction:
         return frozenset()
     config = next(method for method in job.strategy.methods if isinstance(method, ZeroMethod))
-    ignored = choose_units(config, job.model).ignored
+    ignored = units_of(config, job.model, job.strategy, dict(job.axes)).ignored
     sizes: dict[str, int] = {}
     seen: set[nn.Parameter] = set(ignored)
     for path, module in [*find_blocks(job.model), ("", job.model)]:

@@ -22,6 +22,9 @@ from meshwright.cost import (
 )
 from meshwright.methods.dtypes import itemsize
 from meshwright.methods.zero.config import ZeroMethod
+from meshwright.methods.zero.units import KEPT_IN_HALF
+
+_HALF_BYTES = 2
 
 Gathers = Literal["once", "twice", "nearby"]
 """``once``: a step gathers everything once. ``twice``: every micro-batch gathers blocks in forward and in backward.
@@ -40,8 +43,10 @@ def shard_cost(config: ZeroMethod, step: Step, *, gathers: Gathers, reduce_once:
     if step.stages is not None:
         gathers, reduce_once = "once", True
     step = _with_precision(config, step)
+    beside_wider_buffers = step.compute_itemsize == _HALF_BYTES and step.buffers_itemsize is None
+    whole = (KEPT_IN_HALF,) if beside_wider_buffers else ()
     step = step.replace(
-        blocks=tuple(_marked(config, block) for block in step.blocks),
+        blocks=tuple(_marked(config, block, whole) for block in step.blocks),
         parameters=Placement(step.shard_axis, step.parameters.itemsize),
         gradients=Placement(step.shard_axis, step.gradients.itemsize),
         optimizer=Placement(step.shard_axis, step.optimizer.itemsize),
@@ -62,11 +67,12 @@ def _with_precision(config: ZeroMethod, step: Step) -> Step:
     return step.replace(compute_itemsize=param, reduce_itemsize=reduce)
 
 
-def _marked(config: ZeroMethod, block: Block) -> Block:
-    """The block with the parameters of ignored classes marked as whole."""
+def _marked(config: ZeroMethod, block: Block, whole: tuple[str, ...]) -> Block:
+    """The block with scalars, and the parameters of some classes, marked as whole."""
+    references = (*config.atorch_ignored_cls, *whole)
 
     def marked(parameter: Parameter) -> Parameter:
-        ignored = any(names_class(reference, parameter.owners) for reference in config.atorch_ignored_cls)
+        ignored = not parameter.shape or any(names_class(reference, parameter.owners) for reference in references)
         return dataclasses.replace(parameter, sharded=parameter.sharded and not ignored)
 
     return dataclasses.replace(block, parameters=tuple(map(marked, block.parameters)))

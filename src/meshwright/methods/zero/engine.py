@@ -20,7 +20,7 @@ from meshwright.methods.job import Job
 from meshwright.methods.replicas import broadcast_states
 from meshwright.methods.wire.sharded import quantise_units
 from meshwright.methods.zero.config import ZeroMethod
-from meshwright.methods.zero.units import Units, choose_units, unit_of
+from meshwright.methods.zero.units import Units, unit_of, units_of
 from meshwright.nn import (
     average_gradients,
     find_blocks,
@@ -43,7 +43,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     """
     if job.pipeline is not None:  # torch's schedules reduce once, and split backward while weights are whole
         reshard_after_forward, reduce_once = False, True
-    units = choose_units(config, job.model)
+    units = units_of(config, job.model, job.strategy, dict(job.axes))
     if config.sync_module_states and not job.is_split and job.pipeline is None:
         broadcast_states(job.model)
     apart = _shard_experts(config, job, reshard_after_forward) if job.experts is not None else set()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from meshwright.errors import ModelError, join_names
 from meshwright.methods.zero.config import ZeroMethod
-from meshwright.nn import find_blocks, modules_of, outermost
+from meshwright.nn import class_name, find_blocks, modules_of, outermost
+from meshwright.strategy import Strategy
 
+KEPT_IN_HALF = class_name(_NormBase)
+"""The modules that compute beside running statistics, which sharding leaves in fp32 while it gathers in half."""
+
+_REDUCED_TOGETHER = ("pipeline", "expert")  # axes beside which no gradient is averaged apart from the others
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # have no forward of their own
 
 
@@ -21,16 +28,48 @@ class Units:
     modules: list[tuple[str, nn.Module]]
     trainable: list[nn.Module]  # gathered together as one group when wrap_trainable_outmost asks for it
     ignored: set[nn.Parameter]
+    kept: set[nn.Parameter] = field(default_factory=set)  # of them, those that no key asks for
 
 
-def choose_units(config: ZeroMethod, model: nn.Module) -> Units:
-    """Finds the units that a config asks for, and checks that FSDP2 can shard them.
+def units_of(config: ZeroMethod, model: nn.Module, strategy: Strategy, sizes: Mapping[str, int]) -> Units:
+    """The units of a config in a strategy on a mesh.
+
+    Args:
+        config: The method's keys.
+        model: Plain, or as the methods before have left it.
+        strategy: Resolved; it says in which precision units are gathered.
+        sizes: Of the mesh axes.
 
     Raises:
-        ModelError: For classes that are not in the model, scalar parameters, and parameters shared between units.
+        ModelError: As :func:`choose_units` does, and for parameters that must stay whole beside an axis that does not
+            allow it.
+    """
+    units = choose_units(config, model, in_half=_gathers_in_half(config, strategy))
+    beside = [axis for axis in _REDUCED_TOGETHER if sizes.get(axis, 1) > 1]
+    if units.kept and beside:
+        raise ModelError(
+            f"{config.method_name}: some parameters have to stay whole, which does not go together with {beside[0]}",
+            expected="no scalar parameters, and under mixed precision no batch normalisation",
+            got=join_names(name for name, parameter in model.named_parameters() if parameter in units.kept),
+            fix=f"leave out the sharding method or the axis {beside[0]}, or make scalars tensors of shape (1,)",
+        )
+    return units
+
+
+def choose_units(config: ZeroMethod, model: nn.Module, *, in_half: bool = False) -> Units:
+    """Finds the units that a config asks for, and checks that FSDP2 can shard them.
+
+    Scalars stay whole: there is nothing to divide. So do, where units are gathered in half, the few numbers of modules
+    that compute with running statistics: these stay in fp32, and torch normalises in one precision.
+
+    Raises:
+        ModelError: For classes that are not in the model, and parameters shared between units
+            or with sparse gradients.
     """
     ignored_modules = list(outermost(modules_of(model, config.atorch_ignored_cls, method=config.method_name)))
-    ignored = {parameter for _, module in ignored_modules for parameter in module.parameters()}
+    asked = {parameter for _, module in ignored_modules for parameter in module.parameters()}
+    kept = _kept_whole(model, in_half=in_half) - asked
+    ignored = asked | kept
     units = [
         (path, module)
         for path, module in _candidates(config, model)
@@ -38,7 +77,22 @@ def choose_units(config: ZeroMethod, model: nn.Module) -> Units:
     ]
     trainable = _trainable_modules(model, ignored) if config.wrap_trainable_outmost else []
     _check_parameters(config.method_name, model, units, ignored)
-    return Units(units, trainable, ignored)
+    return Units(units, trainable, ignored, kept)
+
+
+def _gathers_in_half(config: ZeroMethod, strategy: Strategy) -> bool:
+    """Whether parameters are gathered in half beside buffers that are not: ``half`` casts these too."""
+    asked = config.mixed_precision.param_dtype if config.mixed_precision is not None else None
+    lower = asked != "fp32" if asked is not None else "amp_native" in strategy
+    return lower and "half" not in strategy
+
+
+def _kept_whole(model: nn.Module, *, in_half: bool) -> set[nn.Parameter]:
+    kept = {parameter for parameter in model.parameters() if not parameter.shape}
+    for module in model.modules() if in_half else ():
+        if isinstance(module, _NormBase):
+            kept.update(module.parameters())
+    return kept
 
 
 def unit_of(name: str, blocks: list[str]) -> str:
@@ -83,14 +137,7 @@ def _trainable_modules(model: nn.Module, ignored: set[nn.Parameter]) -> list[nn.
 def _check_parameters(
     method: str, model: nn.Module, units: list[tuple[str, nn.Module]], ignored: set[nn.Parameter]
 ) -> None:
-    scalars = [name for name, parameter in model.named_parameters() if not parameter.shape and parameter not in ignored]
-    if scalars:
-        raise ModelError(
-            f"{method}: scalar parameters cannot be sharded",
-            expected="parameters with at least one dimension",
-            got=join_names(scalars),
-            fix="make them tensors of shape (1,), or keep their modules whole with atorch_ignored_cls",
-        )
+    _check_dense(method, model, ignored)
     home: dict[nn.Parameter, str] = {}
     paths = [path for path, _ in units]
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -104,6 +151,18 @@ def _check_parameters(
                 fix="name classes with atorch_wrap_cls that hold both, or neither",
             )
     _check_dtypes(method, model, units, ignored)
+
+
+def _check_dense(method: str, model: nn.Module, ignored: set[nn.Parameter]) -> None:
+    """FSDP2 packs gradients into one buffer, which takes no sparse ones."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight not in ignored:
+            raise ModelError(
+                f"{method}: a layer has sparse gradients, which cannot be sharded",
+                expected="dense gradients",
+                got=f"{path or type(module).__name__} with sparse=True",
+                fix="build it with sparse=False, or train without a method that shards",
+            )
 
 
 def _check_dtypes(

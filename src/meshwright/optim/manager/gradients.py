@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.optim.clip import local_norms, local_tensor
+from meshwright.optim.clip import local_norms, local_tensor, numbers_of
 from meshwright.optim.held import held_of
 from meshwright.optim.layouts import Peers, by_kind, num_replicas, reduced
 
@@ -38,7 +38,7 @@ def norm_and_count(
     for parameter in parameters:
         if parameter.grad is not None:
             replicas = num_replicas(parameter.grad, peers, held_of(parameter))
-            by_replicas.setdefault(replicas, []).append(local_tensor(parameter.grad))
+            by_replicas.setdefault(replicas, []).append(numbers_of(local_tensor(parameter.grad), norm_type))
     parts = []
     for replicas, group in by_replicas.items():
         for kind in by_kind(group):

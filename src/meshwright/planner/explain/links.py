@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from meshwright.cost import fitted, seconds_of
+from meshwright.cost import Calibration, Cluster, Link, Step, Traffic, fitted, seconds_of
 from meshwright.cost.collectives import group_of
 from meshwright.planner.explain.figures import every_step
 from meshwright.planner.plan import Plan
@@ -21,6 +22,8 @@ class LinkTime:
         between_nodes: Whether the ranks lie in several nodes.
         seconds: Of a step, were it alone.
         hidden: Whether it can run beside computing.
+        bound_inside: Whether faster links inside nodes would help more than faster ones between them, though the ranks
+            lie in several nodes.
     """
 
     kind: str
@@ -29,9 +32,11 @@ class LinkTime:
     between_nodes: bool
     seconds: float
     hidden: bool
+    bound_inside: bool = False
 
     def __str__(self) -> str:
         where = "between nodes" if self.between_nodes else "inside a node"
+        where += ", bound by the links inside them" if self.bound_inside else ""
         return f"{self.kind} over {self.axis} in {self.moment}, {where}"
 
 
@@ -46,12 +51,25 @@ def links(plan: Plan) -> tuple[LinkTime, ...]:
         for traffic in step.traffic:
             duration = seconds_of(step, traffic, plan.forecast.cluster, known)
             group = group_of(step.axes, (traffic.axis,), plan.forecast.cluster.devices_per_node)
-            key = LinkTime(traffic.kind, traffic.axis, traffic.moment, group.nodes > 1, 0.0, traffic.hidden)
+            spans = group.nodes > 1
+            bound_inside = spans and _is_bound_inside(step, traffic, plan.forecast.cluster, known)
+            key = LinkTime(traffic.kind, traffic.axis, traffic.moment, spans, 0.0, traffic.hidden, bound_inside)
             own[key] = own.get(key, 0.0) + duration
         for key, duration in own.items():
             found[key] = max(found.get(key, 0.0), duration)
-    every = [LinkTime(k.kind, k.axis, k.moment, k.between_nodes, spent, k.hidden) for k, spent in found.items()]
+    every = [dataclasses.replace(key, seconds=spent) for key, spent in found.items()]
     return tuple(sorted(every, key=lambda link: -link.seconds))
+
+
+def _is_bound_inside(step: Step, traffic: Traffic, cluster: Cluster, known: Calibration) -> bool:
+    """A ring runs on both tiers of links at once, and waits for the slower: as seen by what each would do if faster."""
+
+    def faster(link: Link) -> Link:
+        return dataclasses.replace(link, bytes_per_s=2 * link.bytes_per_s)
+
+    inside = dataclasses.replace(cluster, intra=faster(cluster.intra))
+    between = dataclasses.replace(cluster, inter=faster(cluster.inter))
+    return seconds_of(step, traffic, inside, known) < seconds_of(step, traffic, between, known)
 
 
 def slowest_link(plan: Plan, *, hidden: bool) -> LinkTime | None:

@@ -9,7 +9,7 @@ from meshwright.cost import Cluster
 from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.candidates import Candidates
-from meshwright.planner.search.constraints import check_names, constrained
+from meshwright.planner.search.constraints import HALF, check_names, constrained
 from meshwright.planner.search.engine import Engine, Looked
 from meshwright.planner.search.failure import ended_early, nothing_fits, nothing_works
 from meshwright.planner.search.found import Found
@@ -63,6 +63,8 @@ def search(
     given = constrained(space or default_space(subject), excluded, included, subject.world, node)
     looking = _Search(subject, cluster, node, objective, top, max_predictions, progress)
     looked = looking.through(given)
+    if _is_untraced(looked) and given.precision != ((),) and not {*HALF} & {*included}:
+        given, looked = looking.in_full_precision(given, looked)
     if not looked.plans and "offload" not in (*excluded, *included) and given.offload == ((),):
         before, looked = looked, looking.through(given.replace(offload=offloads()))
         looked.too_large = sorted([*before.too_large, *looked.too_large], key=lambda plan: plan.needed_bytes)
@@ -107,6 +109,17 @@ class _Search:
         """One pass."""
         return self._pass(space, self.objective, self.top, limited=True)
 
+    def in_full_precision(self, space: Space, before: Looked) -> tuple[Space, Looked]:
+        """Another pass for a model that lower precision stops: that refuses its candidates, and no others."""
+        full = space.replace(precision=((),))
+        looked = self.through(full)
+        if _is_untraced(looked):
+            return space, before  # the model itself cannot be traced
+        _, plan = before.plans[0]
+        gap = next((gap for gap in plan.gaps if "activations" in gap), "activations are not predicted")
+        self.refused |= {f"in lower precision {gap}": str(plan.strategy)}
+        return full, looked
+
     def _pass(self, space: Space, objective: Objective, top: int, *, limited: bool) -> Looked:
         candidates = Candidates(space, self.subject.world, self.node, self.subject.batch_size)
         engine = Engine(
@@ -142,6 +155,11 @@ class _Search:
             if looked.plans:
                 return number
         return None
+
+
+def _is_untraced(looked: Looked) -> bool:
+    """Whether the best that was found says nothing of activations."""
+    return bool(looked.plans) and looked.plans[0][1].step.activations is None
 
 
 def _smallest_of(space: Space) -> Space:
