@@ -6,6 +6,7 @@ from meshwright.cost import find_cluster
 from meshwright.errors import ConfigError, MeshwrightError, StrategyError
 from meshwright.planner.family_shape import Shape
 from meshwright.planner.family_workload import FamilyWorkload
+from meshwright.planner.known_models import parse_family
 from meshwright.planner.search import choices, default_space, search
 from meshwright.planner.search.candidates import Candidates
 from meshwright.planner.search.objective import rank_of_plan
@@ -176,3 +177,16 @@ def test_sizes_to_try():
     assert divisors_of(12) == (1, 2, 3, 4, 6, 12)
     assert zero_sizes(8, 1, 8) == (2, 4, 8)
     assert zero_sizes(512, 2, 8) == (4, 16, 64, 256, 512)
+
+
+def test_no_more_of_the_states_leaves_the_device_than_has_to():
+    # Seven billion parameters take 16 bytes each: with a quarter of Adam's states on the host, 24 blocks fit.
+    shape = parse_family("llama-2-7b:layers=24,seq=1024")
+    best = search(FamilyWorkload(shape, find_cluster("h100x1"), 1), top=1).plans[0]
+    assert best.strategy.get("offload").optimizer == 0.25
+    assert best.forecast.time.step_time_s < _with_all_states_away(shape)
+
+
+def _with_all_states_away(shape):
+    methods = ["parallel_mode", ("amp_native", "bf16"), ("offload", "optimizer")]
+    return FamilyWorkload(shape, find_cluster("h100x1"), 1).plan(Strategy(methods)).forecast.time.step_time_s

@@ -18,6 +18,7 @@ _MOST_TOKEN_RANKS = 16  # beyond, a rank's part of a sample is too short to be w
 _MOST_STAGES = 64
 _EVERY_ZERO_SIZE = 8  # of so many data-parallel ranks all divisors are tried for a group that shards
 _STAGES_PER_RANK = (2, 4)
+_FRACTIONS = (0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,9 @@ def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
 
 
 def offloads() -> tuple[Choice, ...]:
-    """What may leave the device, the least first."""
-    return choices(("offload", "activation"), ("offload", "optimizer"), ("offload", "all"))
+    """What may leave the device, the least first: states also in part, as their update waits for the host."""
+    parts = (("offload", {"optimizer": fraction}) for fraction in _FRACTIONS)
+    return choices(("offload", "activation"), *parts, ("offload", "optimizer"), ("offload", "all"))
 
 
 def divisors_of(number: int) -> tuple[int, ...]:
