@@ -253,7 +253,7 @@ def test_units_by_size_are_the_smallest_that_are_large_enough():
 
 
 class WithWhole(nn.Module):
-    """A scalar as CLIP's temperature, and batch normalisation."""
+    """A scalar as CLIP's temperature, a parameter without elements, and batch normalisation."""
 
     def __init__(self, norm=True):
         super().__init__()
@@ -262,11 +262,12 @@ class WithWhole(nn.Module):
             self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
         self.last = nn.Linear(7, 3)
         self.temperature = nn.Parameter(torch.tensor(0.5))
+        self.no_prompt = nn.Parameter(torch.zeros(0, 7))
 
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
-        return self.last(x) * self.temperature.exp()
+        return self.last(torch.cat([x, self.no_prompt])) * self.temperature.exp()
 
 
 def train_whole(strategy, optimizer, norm):
@@ -319,8 +320,8 @@ def test_batch_norm_trains_sharded_in_amp_as_one_process_does(ranks, method):
 
 def test_only_in_half_does_batch_norm_stay_whole():
     units, in_half = (choose_units(Fsdp(), WithWhole(), in_half=each) for each in (False, True))
-    assert [parameter.shape for parameter in units.kept] == [()]
-    assert len(in_half.kept) == 1 + 2 * 2
+    assert sorted(parameter.shape for parameter in units.kept) == [(), (0, 7)]
+    assert len(in_half.kept) == 2 + 2 * 2
 
 
 def test_what_stays_whole_does_not_go_beside_a_pipeline():

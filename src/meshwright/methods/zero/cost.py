@@ -72,7 +72,8 @@ def _marked(config: ZeroMethod, block: Block, whole: tuple[str, ...]) -> Block:
     references = (*config.atorch_ignored_cls, *whole)
 
     def marked(parameter: Parameter) -> Parameter:
-        ignored = not parameter.shape or any(names_class(reference, parameter.owners) for reference in references)
+        indivisible = not parameter.shape or not parameter.numel
+        ignored = indivisible or any(names_class(reference, parameter.owners) for reference in references)
         return dataclasses.replace(parameter, sharded=parameter.sharded and not ignored)
 
     return dataclasses.replace(block, parameters=tuple(map(marked, block.parameters)))

@@ -59,8 +59,9 @@ def units_of(config: ZeroMethod, model: nn.Module, strategy: Strategy, sizes: Ma
 def choose_units(config: ZeroMethod, model: nn.Module, *, in_half: bool = False) -> Units:
     """Finds the units that a config asks for, and checks that FSDP2 can shard them.
 
-    Scalars stay whole: there is nothing to divide. So do, where units are gathered in half, the few numbers of modules
-    that compute with running statistics: these stay in fp32, and torch normalises in one precision.
+    Scalars and empty parameters stay whole: there is nothing to divide. So do, where units are gathered in half, the
+    few numbers of modules that compute with running statistics: these stay in fp32, and torch normalises in one
+    precision.
 
     Raises:
         ModelError: For classes that are not in the model, and parameters shared between units
@@ -88,7 +89,7 @@ def _gathers_in_half(config: ZeroMethod, strategy: Strategy) -> bool:
 
 
 def _kept_whole(model: nn.Module, *, in_half: bool) -> set[nn.Parameter]:
-    kept = {parameter for parameter in model.parameters() if not parameter.shape}
+    kept = {parameter for parameter in model.parameters() if not parameter.shape or not parameter.numel()}
     for module in model.modules() if in_half else ():
         if isinstance(module, _NormBase):
             kept.update(module.parameters())
