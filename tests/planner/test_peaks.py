@@ -21,6 +21,13 @@ def loss_func(ids, logits):
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+def step_peak(live, result, batch):
+    """By chance higher: gloo's threads let go of what they have sent when they come to it."""
+    live.peak = 0
+    result.step(batch)
+    return live.peak
+
+
 def off_by(build, data, strategy, micro_batches=1, **given):
     """Predicted over counted, of the rank that holds most, less one."""
     with LiveBytes() as live:
@@ -31,9 +38,7 @@ def off_by(build, data, strategy, micro_batches=1, **given):
         batch = next(iter(result.dataloader))
         result.step(batch)
         gc.collect()
-        live.peak = 0
-        result.step(batch)
-        counted, plan = live.peak, result.plan
+        counted, plan = min(step_peak(live, result, batch) for _ in range(5)), result.plan
     told = peak(plan.steps[result._job.index("pipeline")] if plan.steps else plan.step)
     measured, predicted = max(gather_objects((counted, told.allocated_bytes)))
     return predicted / measured - 1
