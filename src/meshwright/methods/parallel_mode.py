@@ -17,7 +17,7 @@ from meshwright.distributed.two_level import route
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job, MicroBatchContext
-from meshwright.methods.replicas import GradientAverager, refuse_frozen
+from meshwright.methods.replicas import GradientAverager, broadcast_states, refuse_frozen
 from meshwright.methods.wire.replicated import quantise_averages
 from meshwright.runtime import AXES, build_mesh, check_axes
 
@@ -99,6 +99,8 @@ def replicate(job: Job) -> None:
     if job.experts is not None:
         job.micro_batch = _with_experts(job, job.experts.parameters(), group)
         return
+    if not trainable and not job.is_split:  # DDP takes no model that is frozen whole, and would send rank 0's weights
+        broadcast_states(job.model)
     if job.is_split or not trainable:
         averager = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters)
         job.micro_batch = averager.accumulating

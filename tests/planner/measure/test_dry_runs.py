@@ -79,6 +79,7 @@ def test_the_best_says_why_and_nothing_is_chosen_where_all_fail():
     best, reason, results = measured_best(plans("a", "b"), machine.run, 1000)
     assert best.strategy == "b"
     assert "chose b: the fastest of 2 that were run (of 2 that fit), 0.1 s a step over " in reason
+    assert "; a 0.4 s over " in reason
     assert len(results) == 2
     with pytest.raises(StrategyError, match="a: crashed"):
         measured_best(plans("a"), Machine({"a": "crashed"}).run, 10)
