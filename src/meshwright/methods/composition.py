@@ -6,6 +6,7 @@ What they need and what excludes what is the law, on the classes of methods; see
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_
 from meshwright.methods.replace.changes import replacement_of
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
 from meshwright.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.methods.zero.config import ZeroMethod
 
 _ZERO_LEVELS = {1: "zero1", 2: "zero2", 3: "fsdp"}
 
@@ -133,7 +137,7 @@ def check_units(resolved: Resolved, model: nn.Module) -> None:
         if isinstance(method, Method) and method.shards:
             from meshwright.methods.zero.units import units_of
 
-            units_of(method, model, resolved.strategy, dict(resolved.axes))
+            units_of(cast("ZeroMethod", method), model, resolved.strategy, dict(resolved.axes))
 
 
 def in_phase_order(strategy: Strategy) -> list[Method]:

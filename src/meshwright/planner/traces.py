@@ -41,7 +41,7 @@ class LayersAndTokens:
         tokens: Of sequence and context axes.
     """
 
-    divides_batch = True
+    divides_batch: ClassVar[bool] = True
 
     def __init__(self, layers: Trace, tokens: TokensTrace) -> None:
         self._layers, self._tokens = layers, tokens
