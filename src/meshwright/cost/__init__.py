@@ -7,6 +7,7 @@ from meshwright.cost.copies import copies
 from meshwright.cost.device import DEVICES, Device, find_device
 from meshwright.cost.efficiency import Calibration, Constants, Efficiency, fitted, read_calibration, write_calibration
 from meshwright.cost.events import StepEvent, coalesced, step_events
+from meshwright.cost.gathering import AVERAGING
 from meshwright.cost.homes import Home, homes_of, pick_largest
 from meshwright.cost.kernels import pass_flops
 from meshwright.cost.liveness import Peak, moments, peak
@@ -41,6 +42,7 @@ from meshwright.cost.weight_copies import Average, OuterState
 from meshwright.cost.wire import Encoding, Wire
 
 __all__ = [
+    "AVERAGING",
     "DEVICES",
     "Activations",
     "Average",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.cost import Step, Traffic, element_bytes, mean_traffic
+from meshwright.cost import AVERAGING, Step, Traffic, element_bytes, mean_traffic
 from meshwright.distributed.two_level import route
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
@@ -22,8 +22,6 @@ from meshwright.methods.wire.replicated import quantise_averages
 from meshwright.runtime import AXES, build_mesh, check_axes
 
 _SPELLINGS = {"pipe": "pipeline"}
-AVERAGING = ("data", "sequence", "context")
-"""The axes over which plain data parallelism averages gradients, that of the name of its traffic first."""
 
 
 class ParallelMode(Method):
