@@ -46,4 +46,4 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
-        return sorted({*vars(self), *self._homes})
+        return sorted({*vars(self), *vars(self)["__all__"]})

@@ -86,3 +86,20 @@ def test_groups_are_made_of_the_model_that_the_user_wrote(ranks, strategy):
     for rates, wrapped in ranks(2).run(grouped, strategy):
         assert rates == [0.5, 0.1]
         assert not wrapped
+
+
+def frozen_whole(strategy):
+    model = tiny.plain(num_layers=2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.requires_grad_(False).fill_(1.0 + mw.rank())
+    job = mw.accelerate(
+        model, torch.optim.SGD, loss_func=tiny.loss_func, strategy=strategy, optim_args=LR,
+        sample_batch=torch.zeros(4, tiny.SEQ_LEN, dtype=torch.long),
+    )  # fmt: skip
+    return {value for parameter in job.model.parameters() for value in parameter.unique().tolist()}
+
+
+@pytest.mark.parametrize("strategy", [[], ["half"]], ids=str)
+def test_models_frozen_whole_begin_with_rank_0s_weights(ranks, strategy):
+    assert ranks(2).run(frozen_whole, strategy) == [{1.0}, {1.0}]

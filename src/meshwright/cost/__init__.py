@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         write_calibration,
     )
     from meshwright.cost.events import StepEvent, coalesced, step_events
+    from meshwright.cost.gathering import AVERAGING
     from meshwright.cost.homes import Home, homes_of, pick_largest
     from meshwright.cost.kernels import pass_flops
     from meshwright.cost.liveness import Peak, moments, peak
@@ -84,6 +85,7 @@ else:
         device: DEVICES Device find_device
         efficiency: Calibration Constants Efficiency fitted read_calibration write_calibration
         events: StepEvent coalesced step_events
+        gathering: AVERAGING
         homes: Home homes_of pick_largest
         kernels: pass_flops
         liveness: Peak moments peak
@@ -105,6 +107,7 @@ else:
     )
 
 __all__ = [
+    "AVERAGING",
     "DEVICES",
     "Activations",
     "Average",

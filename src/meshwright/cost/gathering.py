@@ -8,7 +8,9 @@ import math
 from meshwright.cost.memory import element_bytes, whole_weights
 from meshwright.cost.step import Step
 
-AVERAGED = ("data", "sequence", "context")
+AVERAGING = ("data", "sequence", "context")
+"""The axes over which plain data parallelism averages gradients, that of the name of its traffic first."""
+
 _BUCKET_BYTES = 250 * 2**20  # DDP sends so much at once, and does not wait for it before the next
 
 
@@ -39,7 +41,7 @@ def copied_out(step: Step) -> list[tuple[int, int]]:
 def averages_in_buckets(step: Step) -> bool:
     """Whether DDP averages: gradients are parts of its buffers, which last."""
     split = step.size("tensor") * step.size("expert") > 1
-    averaged = math.prod(map(step.size, AVERAGED)) > 1
+    averaged = math.prod(map(step.size, AVERAGING)) > 1
     return step.shard_axis is None and step.stages is None and averaged and not split
 
 

@@ -7,12 +7,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from meshwright.cost import Encoding, Step, Wire
+from meshwright.cost import AVERAGING, Encoding, Step, Wire
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.law import SHARDING, Conflict, Need
-from meshwright.methods.parallel_mode import AVERAGING, averaging_axis
+from meshwright.methods.parallel_mode import averaging_axis
 from meshwright.runtime import settings
 
 _SCALE_BYTES = {"fp32": 4, "bf16": 2}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.cost import Step, Traffic, element_bytes, mean_traffic
+from meshwright.cost import AVERAGING, Step, Traffic, element_bytes, mean_traffic
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job, MicroBatchContext
@@ -20,8 +20,6 @@ from meshwright.methods.replicas import GradientAverager, broadcast_states, refu
 from meshwright.runtime import AXES, build_mesh, check_axes
 
 _SPELLINGS = {"pipe": "pipeline"}
-AVERAGING = ("data", "sequence", "context")
-"""The axes over which plain data parallelism averages gradients, that of the name of its traffic first."""
 
 
 class ParallelMode(Method):
