@@ -4,11 +4,16 @@ import contextlib
 import gc
 import importlib
 import os
+import pkgutil
+
+import meshwright
+
+_STARTED = ("meshwright.__main__",)  # importing these runs them
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 for _name in (
-    "meshwright",
+    *(name for _, name, _ in pkgutil.walk_packages(meshwright.__path__, "meshwright.") if name not in _STARTED),
     "torch.distributed.checkpoint.state_dict",
     "torch.utils.data",
     "transformers.models.bert.modeling_bert",

@@ -8,6 +8,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "meshwright"
 FLOORS = [
     {"collector", "errors", "version"},
+    {"on_demand"},
     {"runtime", "cost"},
     {"distributed", "inspect", "utils"},
     {"optim", "loss", "lr_scheduler", "data"},

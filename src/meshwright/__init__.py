@@ -1,14 +1,16 @@
 """Meshwright: plain PyTorch in; the best distributed plan out: predicted, explained, applied, trained."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from meshwright.collector import paused_collection
+from meshwright import methods as _methods  # noqa: F401 - it tells strategies which methods there are
+from meshwright.on_demand import on_demand
 
-with paused_collection(to_stay=True):
-    from meshwright import distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
+if TYPE_CHECKING:
+    from meshwright import benchmark, booster, distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
     from meshwright.accelerated import Accelerated, StepResult
+    from meshwright.atorch import auto_accelerate
     from meshwright.auto import accelerate, clip_grad_norm
+    from meshwright.booster.launch import launch, launch_from_torch
     from meshwright.distributed import gather_result
     from meshwright.errors import (
         CheckpointError,
@@ -39,6 +41,7 @@ with paused_collection(to_stay=True):
         no_sync,
     )
     from meshwright.planner import Plan, plan_table
+    from meshwright.planning import plan
     from meshwright.runtime import (
         config,
         init_distributed,
@@ -53,12 +56,30 @@ with paused_collection(to_stay=True):
     from meshwright.strategy import Strategy
     from meshwright.utils import print_block, print_dict, see_memory
     from meshwright.version import __version__
-
-if TYPE_CHECKING:
-    from meshwright import benchmark, booster
-    from meshwright.atorch import auto_accelerate
-    from meshwright.booster.launch import launch, launch_from_torch
-    from meshwright.planning import plan
+else:
+    on_demand(
+        __name__,
+        """
+        accelerated: Accelerated StepResult
+        auto: accelerate clip_grad_norm
+        distributed: gather_result
+        errors: CheckpointError ConfigError DataError InspectError LaunchError LossSpikeError MeshwrightError
+        errors: ModelError NonFiniteError ReplicaError StrategyError UnsoundStepError
+        methods: register_replace_pair
+        nn: Block BMTrainModelWrapper CheckpointBlock DistributedModule DistributedParameter
+        nn: ParameterInitializer PipelineTransformerBlockList TransformerBlockList grouped_parameters
+        nn: init_parameters no_sync
+        planner: Plan plan_table
+        runtime: config init_distributed print_rank rank shutdown_distributed sum_loss synchronize world_size
+        store: load save wait_for_saves
+        strategy: Strategy
+        utils: print_block print_dict see_memory
+        version: __version__
+        atorch: auto_accelerate
+        booster.launch: launch launch_from_torch
+        planning: plan
+        """,
+    )
 
 __all__ = [
     "Accelerated",
@@ -123,25 +144,3 @@ __all__ = [
     "wait_for_saves",
     "world_size",
 ]
-
-# What training with ``accelerate`` does not need is imported when it is asked for: importing costs every rank's start.
-_LATER = {
-    "auto_accelerate": "meshwright.atorch",
-    "launch": "meshwright.booster",
-    "launch_from_torch": "meshwright.booster",
-    "plan": "meshwright.planning",
-}
-_LATER_MODULES = ("benchmark", "booster")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LATER_MODULES:
-        return importlib.import_module(f"meshwright.{name}")
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,23 +18,18 @@ from torch.utils.data import DataLoader
 
 from meshwright.batches import call_model, first_loss, micro_batches
 from meshwright.errors import ConfigError
-from meshwright.methods import Job, PipelineEngine, abandon, abandoned_if_it_fails
+from meshwright.methods import Job, abandon, abandoned_if_it_fails
 from meshwright.nn import reshard
-from meshwright.optim import (
-    GuardedOptimizer,
-    OuterOptimizer,
-    SpikeAction,
-    Stages,
-    WeightAverage,
-    average_of,
-    clip_gradients,
-    clipped_step,
-    guard_of,
-)
+from meshwright.optim import average_of, clip_gradients, clipped_step, guard_of
+from meshwright.optim.wrapped import is_outer
 from meshwright.planner import Plan, measured_state, record_saved
 from meshwright.runtime import peak_memory_bytes, preserved_rng, synchronize_device
 from meshwright.step_watch import judge_loss, kept_buffers, required
 from meshwright.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.methods import PipelineEngine
+    from meshwright.optim import GuardedOptimizer, SpikeAction, Stages, WeightAverage
 
 _MEASURE_NEXT = -1
 _AVERAGED_LOSS = ("data", "zero", "expert")
@@ -140,7 +135,7 @@ class Accelerated:
             if skipped:
                 restore_buffers()
         # Replicas skip steps of their own, and their learning rates must not drift apart for it.
-        if self.lr_scheduler is not None and not (skipped and not isinstance(optim, OuterOptimizer)):
+        if self.lr_scheduler is not None and not (skipped and not is_outer(optim)):
             self.lr_scheduler.step()
         return StepResult(loss, grad_norm, skipped, spike)
 

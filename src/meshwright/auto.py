@@ -19,7 +19,7 @@ from meshwright.errors import ModelError
 from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.optim import Stages, clip_gradients
 from meshwright.optim.loaded import follow_loads
-from meshwright.planner import Plan, plan_table
+from meshwright.planner import Plan
 from meshwright.request import Request
 from meshwright.request_checks import check_lr_scheduler
 from meshwright.runtime import (
@@ -222,6 +222,7 @@ def _announce(job: Job, plan: Plan, reason: str | None, verbose: bool) -> None:
     for line in (*([reason] if reason else []), *plan.notices, *gaps, *job.notices):
         print_rank(f"meshwright: {line}", file=sys.stderr, flush=True)
     if verbose and rank() == 0:
+        from meshwright.planner import plan_table
         from meshwright.utils.terminal import PlainConsole
 
         PlainConsole(stderr=True).print(plan_table(plan))

@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,8 +23,6 @@ from meshwright.batches import (
     resized,
     to_device,
 )
-from meshwright.built_optimizer import BuiltOptimizer
-from meshwright.data import GlobalBatchLoader, global_batch_loader
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, SampleRun
 from meshwright.optim import check_steps_alone
@@ -32,6 +30,10 @@ from meshwright.planner import Plan, Workload, choose, cluster_at_hand, fitting
 from meshwright.request_checks import check_keywords, check_kinds, check_lr_scheduler, check_model
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
 from meshwright.strategy import METHOD_CONFIGS, Strategy
+
+if TYPE_CHECKING:
+    from meshwright.built_optimizer import BuiltOptimizer
+    from meshwright.data import GlobalBatchLoader
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,11 @@ class Request:
     @functools.cached_property
     def _built(self) -> BuiltOptimizer | None:
         """The optimizer given, with the names of its parameters; made before methods replace them."""
-        return BuiltOptimizer(self.optim_func, self.model) if isinstance(self.optim_func, Optimizer) else None
+        if not isinstance(self.optim_func, Optimizer):
+            return None
+        from meshwright.built_optimizer import BuiltOptimizer
+
+        return BuiltOptimizer(self.optim_func, self.model)
 
     @property
     def loss(self) -> Callable[[Any, Any], Any]:
@@ -261,6 +267,8 @@ class Request:
         """This rank's part of the dataset's global batches."""
         if self.dataset is None:
             return None
+        from meshwright.data import global_batch_loader
+
         return global_batch_loader(
             self.dataset,
             loader_args=self.dataloader_args,

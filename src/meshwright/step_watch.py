@@ -6,14 +6,17 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, LossSpikeError, UnsoundStepError
-from meshwright.optim import GuardedOptimizer, SpikeAction, SpikeWatch
 from meshwright.runtime import agreed, print_rank
+
+if TYPE_CHECKING:
+    from meshwright.optim import GuardedOptimizer, SpikeAction, SpikeWatch
 
 
 def required(optim: Optimizer | None) -> Optimizer:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from meshwright.cost.device import Device
-from meshwright.cost.efficiency import Constants, Efficiency
-from meshwright.cost.step import Op
+if TYPE_CHECKING:
+    from meshwright.cost.device import Device
+    from meshwright.cost.efficiency import Constants, Efficiency
+    from meshwright.cost.step import Op
 
 _HEAD_WIDTH = 128  # that ``Efficiency.attention`` is stated for
 # FlashAttention-2 (Dao 2023, §3.1) recomputes the scores: backward does five products where forward does two.

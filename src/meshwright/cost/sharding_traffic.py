@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from meshwright.cost.memory import element_bytes, gathered_itemsize, padded_bytes
 from meshwright.cost.step import Moment, Parameter, Step, Traffic
-from meshwright.cost.wire import Encoding
+
+if TYPE_CHECKING:
+    from meshwright.cost.wire import Encoding
 
 _BUCKET_BYTES = 25 * 2**20  # what DDP reduces at once
 

@@ -11,12 +11,14 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from meshwright.cost.activations import Activations
 from meshwright.cost.placed import Placed, sums_of
-from meshwright.cost.weight_copies import Average, OuterState
-from meshwright.cost.wire import Wire
+
+if TYPE_CHECKING:
+    from meshwright.cost.activations import Activations
+    from meshwright.cost.weight_copies import Average, OuterState
+    from meshwright.cost.wire import Wire
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
 Moment = Literal["forward", "backward", "update"]

@@ -33,10 +33,25 @@ every rank (gloo would abort the process). On CUDA that would make the host wait
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` makes torch compare.
 """
 
-from meshwright.distributed.benchmark import BENCHMARK_OPS, Measurement, benchmark_collectives, benchmark_sizes
-from meshwright.distributed.collectives import all_gather, all_reduce, broadcast, reduce_scatter
-from meshwright.distributed.peers import recv_activations, send_activations
-from meshwright.distributed.results import gather_result
+from typing import TYPE_CHECKING
+
+from meshwright.on_demand import on_demand
+
+if TYPE_CHECKING:
+    from meshwright.distributed.benchmark import BENCHMARK_OPS, Measurement, benchmark_collectives, benchmark_sizes
+    from meshwright.distributed.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+    from meshwright.distributed.peers import recv_activations, send_activations
+    from meshwright.distributed.results import gather_result
+else:
+    on_demand(
+        __name__,
+        """
+        benchmark: BENCHMARK_OPS Measurement benchmark_collectives benchmark_sizes
+        collectives: all_gather all_reduce broadcast reduce_scatter
+        peers: recv_activations send_activations
+        results: gather_result
+        """,
+    )
 
 __all__ = [
     "BENCHMARK_OPS",

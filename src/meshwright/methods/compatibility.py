@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import StrategyError, join_names
 from meshwright.methods.base import Method
 from meshwright.methods.law import SHARD_AXES, Conflict
 from meshwright.strategy import METHOD_CONFIGS, Strategy
+
+_WITHOUT_METHOD = ("data", "zero")  # axes that are no method's own
 
 
 @dataclass(frozen=True)
@@ -100,27 +102,24 @@ def check_axes(strategy: Strategy, sizes: Mapping[str, int], world: int) -> None
     Raises:
         StrategyError: Naming the axis.
     """
-    for name, method in _unattended(strategy, sizes):
-        raise StrategyError(
-            f"The mesh has an axis {name!r} and no method works on it",
-            expected=f"the method {method}",
-            got=f"{name}={sizes[name]}",
-            fix=f"add {method} to the strategy",
-        )
-    for name, method in method_of_axes().items():
-        if method in strategy and name not in sizes:
+    working = {each.axis: each for each in strategy.methods if isinstance(each, Method) and each.axis is not None}
+    for name, size in sizes.items():
+        if size > 1 and name not in working and name not in _WITHOUT_METHOD:
+            method = method_of_axes()[name]
             raise StrategyError(
-                f"{method} has no mesh axis to work on",
+                f"The mesh has an axis {name!r} and no method works on it",
+                expected=f"the method {method}",
+                got=f"{name}={size}",
+                fix=f"add {method} to the strategy",
+            )
+    for name, each in working.items():
+        if name not in sizes:
+            raise StrategyError(
+                f"{each.method_name} has no mesh axis to work on",
                 expected=f"an axis {name!r} in parallel_mode",
                 got=str(dict(sizes)),
                 fix=f"add it: ('parallel_mode', {{'{name}': 2, 'data': {max(world // 2, 1)}}})",
             )
-
-
-def _unattended(strategy: Strategy, sizes: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    owners = method_of_axes()
-    return ((name, owners[name]) for name, size in sizes.items()
-            if name in owners and size > 1 and owners[name] not in strategy)  # fmt: skip
 
 
 def check_shard_axis(method: str, axis: str, sizes: Mapping[str, int]) -> None:

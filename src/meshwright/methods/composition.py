@@ -6,6 +6,7 @@ What they need and what excludes what is the law, on the classes of methods; see
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -16,14 +17,13 @@ from meshwright.methods.compatibility import check_axes, check_law, check_shard_
 from meshwright.methods.held import tell_parameters
 from meshwright.methods.job import Job
 from meshwright.methods.law import SHARD_AXES
-from meshwright.methods.mixed_parallel import without_mixed
-from meshwright.methods.module_replace import replacement_of
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
-from meshwright.methods.pipeline.finish import finish_pipeline
-from meshwright.methods.zero.config import ZeroMethod
-from meshwright.methods.zero.units import units_of
+from meshwright.methods.replace.changes import replacement_of
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
 from meshwright.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.methods.zero.config import ZeroMethod
 
 _ZERO_LEVELS = {1: "zero1", 2: "zero2", 3: "fsdp"}
 
@@ -50,7 +50,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3, device: torch.d
     Raises:
         StrategyError: Naming the methods.
     """
-    written, strategy = strategy, without_mixed(strategy)
+    written, strategy = strategy, _without_mixed(strategy)
     said = dict.fromkeys(
         notice for each in (written, strategy) for method in each.methods for notice in method.notices()
     )
@@ -119,6 +119,14 @@ def _without_redundant_amp(strategy: Strategy, notices: list[str]) -> Strategy:
     return strategy.without("amp_native")
 
 
+def _without_mixed(strategy: Strategy) -> Strategy:
+    if all(isinstance(method, Method) for method in strategy.methods):
+        return strategy
+    from meshwright.methods.mixed_parallel import without_mixed
+
+    return without_mixed(strategy)
+
+
 def check_units(resolved: Resolved, model: nn.Module) -> None:
     """Refuses what a sharding method would refuse of a model, before there is a job; nothing without such a method.
 
@@ -126,8 +134,10 @@ def check_units(resolved: Resolved, model: nn.Module) -> None:
         ModelError: As the method's ``check`` does.
     """
     for method in resolved.strategy.methods if resolved.shard_axis is not None else ():
-        if isinstance(method, ZeroMethod):
-            units_of(method, model, resolved.strategy, dict(resolved.axes))
+        if isinstance(method, Method) and method.shards:
+            from meshwright.methods.zero.units import units_of
+
+            units_of(cast("ZeroMethod", method), model, resolved.strategy, dict(resolved.axes))
 
 
 def in_phase_order(strategy: Strategy) -> list[Method]:
@@ -159,6 +169,8 @@ def apply_strategy(job: Job) -> None:
     if job.pipeline is None:
         replicate(job)
     else:
+        from meshwright.methods.pipeline.finish import finish_pipeline
+
         finish_pipeline(job, job.pipeline)
     if job.experts is not None:
         job.stages = job.experts.stages(job.model, job.device)

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,17 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.cost import Wire
 from meshwright.errors import ModelError
-from meshwright.methods.dtypes import DType
-from meshwright.methods.expert.engine import Experts
-from meshwright.methods.expert.layers import ExpertLayer
-from meshwright.methods.pipeline.cut import Cut
-from meshwright.methods.pipeline.engine import PipelineEngine
-from meshwright.methods.replace.changes import Replacement
-from meshwright.methods.tensor.calls import SampleRun
-from meshwright.methods.tensor.split import Split
-from meshwright.methods.vote.voter import Voter
 from meshwright.nn import rank_orders
 from meshwright.optim import (
     GuardedOptimizer,
@@ -38,7 +28,19 @@ from meshwright.optim import (
 )
 from meshwright.optim.wrapped import call_around
 from meshwright.store.entries import unwrapped
-from meshwright.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.cost import Wire
+    from meshwright.methods.dtypes import DType
+    from meshwright.methods.expert.engine import Experts
+    from meshwright.methods.expert.layers import ExpertLayer
+    from meshwright.methods.pipeline.cut import Cut
+    from meshwright.methods.pipeline.engine import PipelineEngine
+    from meshwright.methods.replace.changes import Replacement
+    from meshwright.methods.sample import SampleRun
+    from meshwright.methods.tensor.split import Split
+    from meshwright.methods.vote.voter import Voter
+    from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
 AVERAGED = ("context", "sequence", "expert", "data", "zero")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -187,13 +187,3 @@ def compute_dtype(strategy: Strategy) -> str:
         if method is not None:
             return str(method.dtype)  # type: ignore[attr-defined]
     return "fp32"
-
-
-def replacement_of(
-    strategy: Strategy, model: nn.Module, axes: Iterable[tuple[str, int]], device: torch.device
-) -> Replacement:
-    """What a strategy replaces in a plain model: nothing without ``module_replace``."""
-    method = strategy.get("module_replace")
-    if not isinstance(method, ModuleReplace):
-        return Replacement()
-    return method.replacement(model, strategy, dict(axes), device)

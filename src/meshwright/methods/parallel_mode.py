@@ -13,12 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.cost import AVERAGING, Step, Traffic, element_bytes, mean_traffic
-from meshwright.distributed.two_level import route
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job, MicroBatchContext
 from meshwright.methods.replicas import GradientAverager, broadcast_states, refuse_frozen
-from meshwright.methods.wire.replicated import quantise_averages
 from meshwright.runtime import AXES, build_mesh, check_axes
 
 _SPELLINGS = {"pipe": "pipeline"}
@@ -113,6 +111,9 @@ def replicate(job: Job) -> None:
         **options,
     )
     if job.wire is not None:
+        from meshwright.distributed.two_level import route
+        from meshwright.methods.wire.replicated import quantise_averages
+
         way = route(group, job.wire.neighbours(job.axes, averaging_axis(job)))
         quantise_averages(replicas, job.wire, way, job.device)
     job.model = replicas

@@ -14,7 +14,7 @@ from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.law import Conflict
-from meshwright.methods.tensor.calls import SampleRun
+from meshwright.methods.sample import SampleRun
 from meshwright.methods.tensor.engine import split_layers
 from meshwright.methods.tensor.exchange import TensorAxis
 from meshwright.methods.tensor.plan import PlannedLayer

@@ -5,35 +5,69 @@ wrapped whole with :func:`BMTrainModelWrapper`. Of layers made for tensor parall
 every rank of a tensor group computes a part.
 """
 
-from meshwright.nn.averaging import average_gradients
-from meshwright.nn.block import Block, no_sync
-from meshwright.nn.block_list import TransformerBlockList
-from meshwright.nn.blocks import find_blocks, require_blocks
-from meshwright.nn.classes import class_name, class_names, modules_of, outermost
-from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
-from meshwright.nn.forward import class_with, wrap_method, wrap_methods
-from meshwright.nn.fresh_weights import reshard, reshard_at_updates
-from meshwright.nn.fsdp_exchange import Comm, is_mean, reduce_by_exchange
-from meshwright.nn.fsdp_failure import abandon_units, recover_in_forward
-from meshwright.nn.fsdp_groups import parameter_groups
-from meshwright.nn.half_attention import carried
-from meshwright.nn.half_wide import widen, widened
-from meshwright.nn.initialization import grouped_parameters, init_parameters
-from meshwright.nn.lazy import check_initialized
-from meshwright.nn.lent import call_with, run_with
-from meshwright.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
-from meshwright.nn.model_wrapper import BMTrainModelWrapper
-from meshwright.nn.module import DistributedModule
-from meshwright.nn.parallel_linear import OpParallelLinear, ReduceType
-from meshwright.nn.parameter import DistributedParameter, ParameterInitializer
-from meshwright.nn.part import Part, keep_part_of_whole, part_of_whole
-from meshwright.nn.pipeline_list import PipelineTransformerBlockList
-from meshwright.nn.rank_order import RankOrder, keep_rank_order, rank_orders
-from meshwright.nn.stages import stages_of, whole_model
-from meshwright.nn.vocabulary import VPEmbedding
+from typing import TYPE_CHECKING
 
-CheckpointBlock = Block
-"""BMTrain 0.2.0's name."""
+from meshwright.on_demand import on_demand
+
+if TYPE_CHECKING:
+    from meshwright.nn.averaging import average_gradients
+    from meshwright.nn.block import Block, CheckpointBlock, no_sync
+    from meshwright.nn.block_list import TransformerBlockList
+    from meshwright.nn.blocks import find_blocks, require_blocks
+    from meshwright.nn.classes import class_name, class_names, modules_of, outermost
+    from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
+    from meshwright.nn.forward import class_with, wrap_method, wrap_methods
+    from meshwright.nn.fresh_weights import reshard, reshard_at_updates
+    from meshwright.nn.fsdp_exchange import Comm, is_mean, reduce_by_exchange
+    from meshwright.nn.fsdp_failure import abandon_units, recover_in_forward
+    from meshwright.nn.fsdp_groups import parameter_groups
+    from meshwright.nn.half_attention import carried
+    from meshwright.nn.half_wide import widen, widened
+    from meshwright.nn.initialization import grouped_parameters, init_parameters
+    from meshwright.nn.lazy import check_initialized
+    from meshwright.nn.lent import call_with, run_with
+    from meshwright.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
+    from meshwright.nn.model_wrapper import BMTrainModelWrapper
+    from meshwright.nn.module import DistributedModule
+    from meshwright.nn.parallel_linear import OpParallelLinear, ReduceType
+    from meshwright.nn.parameter import DistributedParameter, ParameterInitializer
+    from meshwright.nn.part import Part, keep_part_of_whole, part_of_whole
+    from meshwright.nn.pipeline_list import PipelineTransformerBlockList
+    from meshwright.nn.rank_order import RankOrder, keep_rank_order, rank_orders
+    from meshwright.nn.stages import stages_of, whole_model
+    from meshwright.nn.vocabulary import VPEmbedding
+else:
+    on_demand(
+        __name__,
+        """
+        averaging: average_gradients
+        block: Block CheckpointBlock no_sync
+        block_list: TransformerBlockList
+        blocks: find_blocks require_blocks
+        classes: class_name class_names modules_of outermost
+        compiled: compile_forward is_compiled outside_compiled
+        forward: class_with wrap_method wrap_methods
+        fresh_weights: reshard reshard_at_updates
+        fsdp_exchange: Comm is_mean reduce_by_exchange
+        fsdp_failure: abandon_units recover_in_forward
+        fsdp_groups: parameter_groups
+        half_attention: carried
+        half_wide: widen widened
+        initialization: grouped_parameters init_parameters
+        lazy: check_initialized
+        lent: call_with run_with
+        linear: ColumnParallelLinear Linear RowParallelLinear
+        model_wrapper: BMTrainModelWrapper
+        module: DistributedModule
+        parallel_linear: OpParallelLinear ReduceType
+        parameter: DistributedParameter ParameterInitializer
+        part: Part keep_part_of_whole part_of_whole
+        pipeline_list: PipelineTransformerBlockList
+        rank_order: RankOrder keep_rank_order rank_orders
+        stages: stages_of whole_model
+        vocabulary: VPEmbedding
+        """,
+    )
 
 __all__ = [
     "BMTrainModelWrapper",

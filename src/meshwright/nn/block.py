@@ -201,6 +201,10 @@ def _refuse_other_dtypes(block: Block, fn: Callable[..., Any]) -> None:
             )
 
 
+CheckpointBlock = Block
+"""BMTrain 0.2.0's name."""
+
+
 def _check_level(level: int) -> None:
     if level not in (1, 2, 3):
         raise ModelError(

@@ -20,9 +20,8 @@ from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.layouts import wrapped_like
 from meshwright.optim.outer.weights import InnerWeights
 from meshwright.optim.sharded.rounding import round_stochastically_, shard_generator
-from meshwright.optim.wrapped import call_around, inner_optimizer
+from meshwright.optim.wrapped import AVERAGE, call_around, inner_optimizer
 
-_ATTRIBUTE = "_weight_average"
 AverageType = Literal["fp32", "bf16"]
 
 
@@ -76,7 +75,7 @@ class WeightAverage:
         """Steps of the optimizer, without skipped ones."""
         self.num_updates = 0
         """Of the average."""
-        setattr(inner_optimizer(optimizer), _ATTRIBUTE, self)
+        setattr(inner_optimizer(optimizer), AVERAGE, self)
         # Inside the guards: a skipped step does not come by.
         stepped = optimizer.inner if isinstance(optimizer, GuardedOptimizer) else optimizer
         call_around(stepped, after=[self.count_step])
@@ -151,12 +150,6 @@ class WeightAverage:
     def restart(self) -> None:
         """Forgets the average: the next update takes the weights as they are. For weights that were loaded by hand."""
         self.num_steps = self.num_updates = 0
-
-
-def average_of(optimizer: Optimizer | None) -> WeightAverage | None:
-    """The average of the weights that an optimizer moves, through all its wrappers; None where none is kept."""
-    found: WeightAverage | None = None if optimizer is None else getattr(inner_optimizer(optimizer), _ATTRIBUTE, None)
-    return found
 
 
 def _check(policy: EmaPolicy) -> None:

@@ -11,10 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.optim.master import take_over
-from meshwright.optim.outer import OuterOptimizer
-from meshwright.optim.sharded.slots import MASTER
-from meshwright.optim.wrapped import inner_optimizer
+from meshwright.optim.master import MASTER, take_over
+from meshwright.optim.wrapped import inner_optimizer, is_outer
 from meshwright.optim.wrappers import guard_of
 
 # Beside the modules and not in them: these may be copied and pickled, and must not keep an optimizer alive.
@@ -62,7 +60,7 @@ def _may_keep_copies(optimizer: Optimizer) -> bool:
     masters = guard is not None and guard.master is not None
     # Ours make masters in their first step; torch's update the parameters themselves.
     ours = not type(inner_optimizer(optimizer)).__module__.startswith("torch.optim.")
-    return isinstance(optimizer, OuterOptimizer) or masters or ours
+    return is_outer(optimizer) or masters or ours
 
 
 def _refresh(module: nn.Module, _: Any = None) -> None:
@@ -80,5 +78,5 @@ def _take_over(parameters: Sequence[torch.Tensor], optimizer: Optimizer) -> None
         for copy in (*copies, states.get(parameter, {}).get(MASTER)):
             if isinstance(copy, torch.Tensor):
                 take_over(copy, parameter)
-    if isinstance(optimizer, OuterOptimizer) and any(parameter.requires_grad for parameter in parameters):
+    if is_outer(optimizer) and any(parameter.requires_grad for parameter in parameters):
         optimizer.synchronizer.weights_were_loaded()

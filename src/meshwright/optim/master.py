@@ -11,6 +11,9 @@ from torch.optim import Optimizer
 
 from meshwright.optim.clip import local_tensor
 
+MASTER = "master"
+"""The state of our optimizers that holds the fp32 copy of a half-precision parameter."""
+
 
 class MasterWeights:
     """fp32 copies of half-precision parameters (Micikevicius et al. 2018, §3.1), kept beside them.

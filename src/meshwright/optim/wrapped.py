@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from meshwright.optim.ema import WeightAverage
+    from meshwright.optim.outer import OuterOptimizer
+
+AVERAGE = "_weight_average"
 
 
 class WrappedOptimizer(Optimizer):
@@ -17,6 +23,9 @@ class WrappedOptimizer(Optimizer):
     Args:
         inner: Any torch optimizer.
     """
+
+    is_outer: ClassVar[bool] = False
+    """Whether it is an OuterOptimizer, whose module is imported by those who have one."""
 
     def __init__(self, inner: Optimizer) -> None:
         # No super().__init__: it would want groups of its own.
@@ -36,6 +45,11 @@ class WrappedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients."""
         self.inner.zero_grad(set_to_none)
+
+
+def is_outer(optimizer: Optimizer | None) -> TypeGuard[OuterOptimizer]:
+    """Whether an optimizer is an OuterOptimizer."""
+    return isinstance(optimizer, WrappedOptimizer) and optimizer.is_outer
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -65,3 +79,9 @@ def call_around(
         optimizer.register_step_pre_hook(lambda *_, call=call: call())
     for call in after:
         optimizer.register_step_post_hook(lambda *_, call=call: call())
+
+
+def average_of(optimizer: Optimizer | None) -> WeightAverage | None:
+    """The average of the weights that an optimizer moves, through all its wrappers; None where none is kept."""
+    found: WeightAverage | None = None if optimizer is None else getattr(inner_optimizer(optimizer), AVERAGE, None)
+    return found

@@ -9,12 +9,12 @@ from torch.optim import Optimizer
 
 from meshwright.optim.clip import Stages, clip_grad_norm_
 from meshwright.optim.guarded import GuardedOptimizer
-from meshwright.optim.outer import OuterOptimizer
+from meshwright.optim.wrapped import is_outer
 
 
 def guard_of(optimizer: Optimizer | None) -> GuardedOptimizer | None:
     """The guards of an optimizer, also inside an outer one; None where there are none."""
-    inner = optimizer.inner if isinstance(optimizer, OuterOptimizer) else optimizer
+    inner = optimizer.inner if is_outer(optimizer) else optimizer
     return inner if isinstance(inner, GuardedOptimizer) else None
 
 
@@ -34,7 +34,7 @@ def clip_gradients(
         norm_type: p of the p-norm.
         stages: Where the model is one pipeline rank's part: the norm is that of all of them.
     """
-    if isinstance(optimizer, OuterOptimizer):
+    if is_outer(optimizer):
         optimizer.prepare_gradients()
     guard = guard_of(optimizer)
     if guard is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from meshwright.cost import Device
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.cost import Device
 
 # What no tensor of a job can use: the driver's context, collectives' buffers, kernels' workspaces.
 CONTEXT_BYTES = round(1.5 * 2**30)

@@ -5,21 +5,25 @@ Where it is not, seconds cannot be told: the first of a short list that fits, le
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from meshwright.errors import MeshwrightError, StrategyError
+from meshwright.methods.law import SHARDING
 from meshwright.planner.plan import Plan, Subject
-from meshwright.planner.search import Found, default_space, search_in_stages
-from meshwright.planner.search.constraints import HALF, check_names
+from meshwright.planner.search.wishes import HALF, check_names
 from meshwright.planner.sizes import readable_bytes
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 
+if TYPE_CHECKING:
+    from meshwright.planner.search import Found
+
 _SHOWN, _MAX_PREDICTIONS = 3, 60
 _CANDIDATES = (
-    Strategy(["parallel_mode"]),
-    Strategy(["parallel_mode", "zero2"]),
-    Strategy(["parallel_mode", "fsdp"]),
-    Strategy(["parallel_mode", "fsdp", "checkpoint"]),
+    ("parallel_mode",),
+    ("parallel_mode", "zero2"),
+    ("parallel_mode", "fsdp"),
+    ("parallel_mode", "fsdp", "checkpoint"),
 )
 
 
@@ -61,6 +65,8 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
 
 def _found(workload: Subject, excluded: Sequence[str], included: Sequence[str]) -> Found:
     """The caller's precision and number of micro-batches stay: both change what is computed."""
+    from meshwright.planner.search import default_space, search_in_stages
+
     space = default_space(workload, lower_precision=False).replace(micro_batches=(None,))
     return search_in_stages(
         workload, space, excluded=excluded, included=included, top=_SHOWN, max_predictions=_MAX_PREDICTIONS
@@ -91,7 +97,7 @@ def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequen
     return [plan for plan in plans if plan.fits] or [choose(workload, excluded=excluded, included=included)[0]]
 
 
-def _planned(workload: Subject, candidates: Sequence[Strategy], refused: list[MeshwrightError]) -> Iterator[Plan]:
+def _planned(workload: Subject, candidates: Iterable[Strategy], refused: list[MeshwrightError]) -> Iterator[Plan]:
     """Plans one by one; what a candidate cannot do to this model or batch is noted, and the next one tried."""
     for candidate in candidates:
         try:
@@ -100,21 +106,16 @@ def _planned(workload: Subject, candidates: Sequence[Strategy], refused: list[Me
             refused.append(error)
 
 
-def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[str]) -> list[Strategy]:
+def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[str]) -> Iterator[Strategy]:
     check_names(excluded, included)
-    kept = []
-    sharding = {name for name, config in METHOD_CONFIGS.items() if getattr(config, "shards", False)}
+    # An included sharding method takes the place of a candidate's own.
+    replaced = SHARDING if any(getattr(METHOD_CONFIGS[name], "shards", False) for name in included) else ()
+    kept: list[list[str]] = []
     for candidate in _CANDIDATES:
-        # An included sharding method takes the place of the candidate's own.
-        wanted_sharding = sharding.intersection(included)
-        own = sharding.intersection(candidate.names)
-        for name in own if wanted_sharding else ():
-            candidate = candidate.without(name)
-        for name in included:
-            method = (name, workload.half_dtype) if name in HALF else name
-            candidate = candidate if name in candidate else candidate.with_method(method)
-        if not set(excluded).intersection(candidate.names) and candidate not in kept:
-            kept.append(candidate)
+        own = [name for name in candidate if name not in replaced]
+        names = [*own, *(name for name in dict.fromkeys(included) if name not in own)]
+        if not set(excluded).intersection(names) and names not in kept:
+            kept.append(names)
     if not kept:
         raise StrategyError(
             "No strategy is left to choose from",
@@ -122,7 +123,7 @@ def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[s
             fix="exclude fewer methods, or name a strategy yourself",
             expected="at least one candidate: data, zero2, fsdp, or fsdp with checkpoint",
         )
-    return kept
+    return (Strategy([(name, workload.half_dtype) if name in HALF else name for name in names]) for names in kept)
 
 
 def _reason(plan: Plan, tried: list[Plan]) -> str:

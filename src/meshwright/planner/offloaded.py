@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.optim import HostWeights, OffloadedOptimizer, guard_of
+from meshwright.optim import guard_of
+
+if TYPE_CHECKING:
+    from meshwright.optim import GuardedOptimizer, HostWeights, OffloadedOptimizer
 
 
 class OffloadedBytes:
@@ -21,9 +24,7 @@ class OffloadedBytes:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        guard = guard_of(optimizer)
-        weights = guard.master if guard is not None and isinstance(guard.master, HostWeights) else None
-        inner = guard.inner if guard is not None and isinstance(guard.inner, OffloadedOptimizer) else None
+        weights, inner = _offloaded(guard_of(optimizer))
         self._optimizer, self._inner = optimizer, inner
         self.parameters: set[torch.Tensor] = set(weights.resident) if weights is not None else set()
         """The model's parameters that are on the host."""
@@ -44,3 +45,14 @@ class OffloadedBytes:
         if self._inner is None or parameter not in self._inner.hosted:
             return "device"
         return "disk" if self._inner.is_stored(parameter, key) else "host"
+
+
+def _offloaded(guard: GuardedOptimizer | None) -> tuple[HostWeights | None, OffloadedOptimizer | None]:
+    if guard is None:
+        return None, None
+    from meshwright.optim import HostWeights, OffloadedOptimizer
+
+    return (
+        guard.master if isinstance(guard.master, HostWeights) else None,
+        guard.inner if isinstance(guard.inner, OffloadedOptimizer) else None,
+    )

@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.cost import Block, Buffer, Parameter
-from meshwright.methods import Cut
-from meshwright.methods.pipeline.cut import Outside
 from meshwright.nn import class_name, class_names, find_blocks
-from meshwright.optim import OuterOptimizer, average_of, local_tensor
+from meshwright.optim import average_of, local_tensor
+from meshwright.optim.wrapped import is_outer
 from meshwright.planner.offloaded import OffloadedBytes
-from meshwright.planner.profile.model_ops import ModelOps
-from meshwright.planner.states import StatesOf
+
+if TYPE_CHECKING:
+    from meshwright.methods import Cut
+    from meshwright.methods.pipeline.cut import Outside
+    from meshwright.planner.profile.model_ops import ModelOps
+    from meshwright.planner.states import StatesOf
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,7 @@ def measured_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, i
 
 
 def _outer_bytes(optimizer: Optimizer | None) -> int:
-    if not isinstance(optimizer, OuterOptimizer):
+    if not is_outer(optimizer):
         return 0
     values = [value for state in optimizer.outer.state.values() for value in state.values()]
     states = [value for value in values if isinstance(value, torch.Tensor)]

@@ -7,21 +7,22 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
 from meshwright.cost import Block, Boundary, Stages, Step
 from meshwright.errors import MeshwrightError, StrategyError
-from meshwright.methods import Checkpoint, Cut, GradientAccumulation, PipelineParallel, Resolved, cost_of
-from meshwright.methods.pipeline.balance import Balancer, balanced_bounds
-from meshwright.methods.pipeline.cut import block_list
-from meshwright.methods.pipeline.parts import parameter_costs, place_stages
-from meshwright.methods.pipeline.trace import Dataflow, trace_blocks
+from meshwright.methods import cost_of
 from meshwright.planner.parameters import describe_buffers
 from meshwright.planner.sizes import readable_bytes
-from meshwright.planner.stages import CandidateStages
-from meshwright.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.methods import Checkpoint, Cut, GradientAccumulation, PipelineParallel, Resolved
+    from meshwright.methods.pipeline.balance import Balancer
+    from meshwright.methods.pipeline.trace import Dataflow
+    from meshwright.planner.stages import CandidateStages
+    from meshwright.strategy import Strategy
 
 _SAMPLES = 2  # that a model is traced with: one alone is no batch for a BatchNorm
 
@@ -52,12 +53,16 @@ def pipeline_of(resolved: Resolved, model: nn.Module, micro_batches: int) -> Pip
     Raises:
         ModelError, StrategyError: When the model has too few blocks, or a batch too few micro-batches.
     """
-    method, ranks = resolved.strategy.get("pipeline_parallel"), dict(resolved.axes).get("pipeline", 1)
-    if not isinstance(method, PipelineParallel) or ranks == 1:
+    method, ranks = _pipeline_in(resolved), dict(resolved.axes).get("pipeline", 1)
+    if method is None or ranks == 1:
         return None
     blocks = method.blocks_of(model)
     method.check_numbers(len(blocks), ranks, micro_batches)
     return Pipeline(method, ranks, tuple(blocks))
+
+
+def _pipeline_in(resolved: Resolved) -> PipelineParallel | None:
+    return cast("PipelineParallel | None", resolved.strategy.get("pipeline_parallel"))
 
 
 def trace_flow(
@@ -68,6 +73,8 @@ def trace_flow(
     Raises:
         ModelError: When the model cannot be cut.
     """
+    from meshwright.methods.pipeline.trace import trace_blocks
+
     try:
         inputs = inputs_of(_SAMPLES)
         if inputs is None:
@@ -104,6 +111,9 @@ def decide_cut(
     Raises:
         StrategyError: When no cut fits; it names the smallest need.
     """
+    from meshwright.methods.pipeline.balance import Balancer, balanced_bounds
+    from meshwright.methods.pipeline.parts import parameter_costs
+
     method, known = pipeline.method, flow[0]
     gaps = () if known is not None else (f"every pipeline rank keeps all parameters outside the blocks: {flow[1]}",)
     by_hand = method.cut(model, pipeline.ranks, known) if method.split is not None else None
@@ -142,13 +152,17 @@ def _candidates(
     strategy: Strategy,
     describe: Callable[[Cut], tuple[Block, ...]],
 ) -> CandidateStages:
+    from meshwright.methods.pipeline.cut import block_list
+    from meshwright.methods.pipeline.parts import place_stages
+    from meshwright.planner.stages import CandidateStages
+
     count = len(pipeline.blocks)
     path, _ = block_list(model, pipeline.method.blocks)
     finest = place_stages(model, path, tuple(range(count + 1)), tuple(range(count)), flow)
     step = step.replace(blocks=describe(finest), buffers=describe_buffers(model, finest), boundaries=())
     ranks = pipeline.method.ranks_of_stages(pipeline.ranks)
-    recompute = strategy.get("checkpoint")
-    uniform = not isinstance(recompute, Checkpoint) or recompute.is_uniform
+    recompute = cast("Checkpoint | None", strategy.get("checkpoint"))
+    uniform = recompute is None or recompute.is_uniform
     return CandidateStages(step, count, ranks, functools.partial(cost_of, strategy), uniform=uniform)
 
 
@@ -218,8 +232,8 @@ def num_micro_batches(resolved: Resolved, given: int | None) -> int:
         StrategyError: When the strategy has another number than was given.
     """
     for name in ("gradient_accumulation", "pipeline_parallel"):
-        method = resolved.strategy.get(name)
-        own = method.num_micro_batches if isinstance(method, GradientAccumulation | PipelineParallel) else None
+        method = cast("GradientAccumulation | PipelineParallel | None", resolved.strategy.get(name))
+        own = method.num_micro_batches if method is not None else None
         if own is not None and given not in (None, own):
             raise StrategyError(
                 f"{name} and num_micro_batches name different numbers",
@@ -228,10 +242,10 @@ def num_micro_batches(resolved: Resolved, given: int | None) -> int:
                 fix="leave num_micro_batches out: the strategy says it",
             )
         given = own or given
-    method, ranks = resolved.strategy.get("pipeline_parallel"), dict(resolved.axes).get("pipeline", 1)
-    if not isinstance(method, PipelineParallel):
+    pipeline, ranks = _pipeline_in(resolved), dict(resolved.axes).get("pipeline", 1)
+    if pipeline is None:
         return _simulated(given or 1)
-    return _simulated(given or method.fewest_micro_batches(ranks))
+    return _simulated(given or pipeline.fewest_micro_batches(ranks))
 
 
 def _simulated(count: int) -> int:

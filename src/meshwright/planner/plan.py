@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from meshwright.cost import Memory, Step
-from meshwright.methods import Cut
-from meshwright.planner.forecast import Forecast
 from meshwright.planner.sizes import readable_bytes
 from meshwright.planner.words import number, seconds, short_strategy
-from meshwright.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.cost import Memory, Step
+    from meshwright.methods import Cut
+    from meshwright.planner.forecast import Forecast
+    from meshwright.strategy import Strategy
 
 
 @dataclass(frozen=True)

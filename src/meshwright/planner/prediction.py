@@ -9,18 +9,14 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.cost import Activations, Boundary, Placed, Transient
-from meshwright.methods.expert.trace import without_grouped_kernels
-from meshwright.methods.float8.trace import Fp8Trace
-from meshwright.methods.sequence.trace import one_sequence_per_sample
-from meshwright.methods.tensor.trace import SaveLog
+from meshwright.methods.traced_transformers import one_sequence_per_sample, without_grouped_kernels
 from meshwright.nn import find_blocks, run_with
 from meshwright.planner.profile.continued import (
     NotRepeatedError,
@@ -34,11 +30,16 @@ from meshwright.planner.profile.held import HeldBytes
 from meshwright.planner.profile.model_ops import ModelOps, model_ops
 from meshwright.planner.profile.places import Places
 from meshwright.planner.profile.recorder import OpRecorder, Ops, sort_kernels
-from meshwright.planner.profile.repeated import Repeated
 from meshwright.planner.saved import SavedTensors, record_saved
 from meshwright.planner.summary import summarise
-from meshwright.planner.traces import Trace
 from meshwright.planner.work import PlacedWork
+
+if TYPE_CHECKING:
+    from meshwright.cost import Activations, Boundary, Placed, Transient
+    from meshwright.methods.float8.trace import Fp8Trace
+    from meshwright.methods.tensor.trace import SaveLog
+    from meshwright.planner.profile.repeated import Repeated
+    from meshwright.planner.traces import Trace
 
 
 class Predicted(NamedTuple):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 from meshwright.cost import Activations, Memory, Step, memory
 from meshwright.errors import StrategyError
-from meshwright.methods import Checkpoint, Phase, cost_of
+from meshwright.methods import Phase, cost_of
 from meshwright.planner.plan import needed_bytes
 from meshwright.planner.sizes import readable_bytes
 from meshwright.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.methods import Checkpoint
 
 Granularity = Literal["none", "selective", "full"]
 Choice = tuple[Granularity, ...]
@@ -39,8 +42,8 @@ def fit_budget(strategy: Strategy, steps: Sequence[Step]) -> Fitted:
     Raises:
         StrategyError: When no choice fits; it names the least there is, and what takes it.
     """
-    method = strategy.get("checkpoint")
-    if not isinstance(method, Checkpoint) or method.memory_budget is None:
+    method = cast("Checkpoint | None", strategy.get("checkpoint"))
+    if method is None or method.memory_budget is None:
         return Fitted(strategy)
     known = steps[0].activations
     if known is None:

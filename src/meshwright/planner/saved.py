@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.methods.recompute.operators import can_keep, kept_now, operator_name
 from meshwright.methods.recompute.wrapping import keeps_results
-from meshwright.methods.tensor.trace import SaveLog
 from meshwright.nn import is_compiled, outside_compiled
-from meshwright.planner.profile.flops import FlopCount
+
+if TYPE_CHECKING:
+    from meshwright.methods.tensor.trace import SaveLog
+    from meshwright.planner.profile.flops import FlopCount
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 
 from meshwright.cost import StateTensor
 from meshwright.errors import ConfigError
-from meshwright.optim import ShardedOptimizer
-from meshwright.optim.sharded.slots import MASTER
+from meshwright.optim.master import MASTER
 from meshwright.runtime import preserved_rng
+
+if TYPE_CHECKING:
+    from meshwright.optim import ShardedOptimizer
 
 _PROBE_SIZES = (3, 5, 7, 11, 13, 17)  # distinct, so that every dim of a state tensor can be told apart
 
@@ -47,8 +49,8 @@ def probe_optimizer(
         kind = (parameter.dim(), parameter.dtype, _key(values or {}))
         if kind not in known:
             optimizer = _built(optim_func, _params(parameter, values))
-            if isinstance(optimizer, ShardedOptimizer):
-                return _told(optimizer, parameter)
+            if hasattr(optimizer, "state_forms"):
+                return _told(cast("ShardedOptimizer", optimizer), parameter)
             known[kind] = _tried(optim_func, parameter, values, device)
         return known[kind]
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from meshwright.cost import Activations, SavedTensor, TracedModule, Transient, Work
 from meshwright.cost.activations import Running
 from meshwright.nn import class_names, find_blocks
-from meshwright.planner.saved import SavedTensors
+
+if TYPE_CHECKING:
+    from meshwright.planner.saved import SavedTensors
 
 _Key = tuple[tuple[Running, ...], tuple[int, ...], tuple[tuple[str, Running], ...], tuple[int, ...], int]  # of equals
 

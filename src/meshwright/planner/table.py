@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from meshwright.cost import copies
-from meshwright.planner.forecast import Forecast
-from meshwright.planner.plan import Plan
 from meshwright.planner.sizes import readable_bytes
 from meshwright.planner.words import number, part_name, seconds, time_parts
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from meshwright.planner.forecast import Forecast
+    from meshwright.planner.plan import Plan
 
 MEMORY_CLASSES = (  # fields of Memory, and what people call them
     ("parameters", "parameters"),

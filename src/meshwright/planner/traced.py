@@ -7,24 +7,26 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from meshwright.cost import Activations, Boundary
 from meshwright.errors import ModelError
-from meshwright.methods import ExpertTrace
 from meshwright.methods.dtypes import torch_dtype
-from meshwright.methods.float8.trace import Fp8Trace
 from meshwright.nn import find_blocks, widened
 from meshwright.planner.prediction import Pass, Predicted
 from meshwright.planner.profile.device import stands_in
 from meshwright.planner.profile.failure import reason_of
 from meshwright.planner.profile.linear import Samples
-from meshwright.planner.profile.model_ops import ModelOps
 from meshwright.planner.profile.repeated import Repeated, find_repeated
-from meshwright.planner.traces import Trace, divides_batch
+from meshwright.planner.traces import Trace
+
+if TYPE_CHECKING:
+    from meshwright.cost import Activations, Boundary
+    from meshwright.methods import ExpertTrace
+    from meshwright.methods.float8.trace import Fp8Trace
+    from meshwright.planner.profile.model_ops import ModelOps
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Tracer:
             return self._run(now)
         except Exception as error:  # a user's model may do anything; training does not depend on this prediction
             reason = reason_of(error, self._model)
-            if divides_batch(now.split):
+            if now.split is not None and now.split.divides_batch:
                 if isinstance(error, ModelError):
                     raise  # training would fail in the same way
                 return _untraced(reason)._replace(boundaries=self._sent_to_experts(now))
@@ -178,13 +180,14 @@ class Tracer:
 
     def _sent_to_experts(self, now: Conditions) -> tuple[Boundary, ...]:
         """What travels, where experts that cannot run without data are passed over; nothing where more cannot."""
-        if not isinstance(now.split, ExpertTrace) or now.split.stands_in:
+        if getattr(now.split, "stands_in", True):
             return ()
-        now.split.stands_in = True
+        experts = cast("ExpertTrace", now.split)
+        experts.stands_in = True
         try:
             return self._trace(now).boundaries
         finally:
-            now.split.stands_in = False
+            experts.stands_in = False
 
 
 def _untraced(reason: str) -> Traced:

@@ -5,30 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, cast
 
 from torch import nn
 
-from meshwright.cost import Boundary
-from meshwright.methods import (
-    ContextParallel,
-    ExpertParallel,
-    ExpertTrace,
-    Resolved,
-    SampleRun,
-    TensorParallel,
-    TokensTrace,
-    TracedContext,
-    TracedSequence,
-)
-from meshwright.methods.sequence.trace import Ranks
-from meshwright.methods.tensor.trace import SaveLog
+if TYPE_CHECKING:
+    from meshwright.cost import Boundary
+    from meshwright.methods import ContextParallel, ExpertParallel, Resolved, SampleRun, TensorParallel, TokensTrace
+    from meshwright.methods.sequence.trace import Ranks
+    from meshwright.methods.tensor.trace import SaveLog
 
 
 class Trace(Protocol):
     """What an axis, or several, make of one rank's run; nothing is sent, all is counted."""
 
     dims: dict[nn.Parameter, int]
+    divides_batch: ClassVar[bool]
+    """Whether tokens or samples are divided: a model that cannot be traced so cannot be trained so either."""
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
         """The shape that one rank holds."""
@@ -47,6 +40,8 @@ class LayersAndTokens:
         layers: Of a tensor axis.
         tokens: Of sequence and context axes.
     """
+
+    divides_batch: ClassVar[bool] = True
 
     def __init__(self, layers: Trace, tokens: TokensTrace) -> None:
         self._layers, self._tokens = layers, tokens
@@ -73,29 +68,29 @@ def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace |
     Raises:
         ModelError: When the model cannot be divided so.
     """
-    sizes, experts = dict(resolved.axes), resolved.strategy.get("expert_parallel")
-    if isinstance(experts, ExpertParallel) and sizes.get("expert", 1) > 1:
+    sizes = dict(resolved.axes)
+    experts = cast("ExpertParallel | None", resolved.strategy.get("expert_parallel"))
+    if experts is not None and sizes.get("expert", 1) > 1:
         return experts.trace(model, sizes["expert"])
-    tensor, ranks = resolved.strategy.get("tensor_parallel"), sizes.get("tensor", 1)
-    layers = tensor.trace(model, ranks, sample) if isinstance(tensor, TensorParallel) else None
+    tensor = cast("TensorParallel | None", resolved.strategy.get("tensor_parallel"))
+    layers = tensor.trace(model, sizes.get("tensor", 1), sample) if tensor is not None else None
     tokens = _tokens_trace(resolved, model)
     return LayersAndTokens(layers, tokens) if layers and tokens else layers or tokens
 
 
 def _tokens_trace(resolved: Resolved, model: nn.Module) -> TokensTrace | None:
-    sizes, context = dict(resolved.axes), resolved.strategy.get("context_parallel")
+    sizes, context = dict(resolved.axes), cast("ContextParallel | None", resolved.strategy.get("context_parallel"))
     ring, heads = sizes.get("context", 1), sizes.get("sequence", 1)
+    if max(ring, heads) == 1:
+        return None
+    from meshwright.methods import TokensTrace, TracedContext, TracedSequence
+
     axes: list[Ranks] = []
     if "sequence_parallel" in resolved.strategy and heads > 1:
         axes.append(functools.partial(TracedSequence, heads, ring))
-    if isinstance(context, ContextParallel) and ring > 1:
+    if context is not None and ring > 1:
         axes.append(functools.partial(TracedContext, ring, context.balance, heads))
     return TokensTrace(model, *axes) if axes else None
-
-
-def divides_batch(trace: Trace | None) -> bool:
-    """Whether tokens or samples are divided: a model that cannot be traced so cannot be trained so either."""
-    return isinstance(trace, TokensTrace | LayersAndTokens | ExpertTrace)
 
 
 def trace_key(resolved: Resolved) -> tuple[object, ...]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from meshwright.cost import StepTime
-from meshwright.strategy import MethodConfig, Strategy
+if TYPE_CHECKING:
+    from meshwright.cost import StepTime
+    from meshwright.strategy import MethodConfig, Strategy
 
 _TIME_PARTS = {
     "compute_s": "computing",

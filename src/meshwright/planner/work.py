@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.cost import Placed
-from meshwright.planner.profile.flops import FlopCount
+if TYPE_CHECKING:
+    from meshwright.cost import Placed
+    from meshwright.planner.profile.flops import FlopCount
 
 BACKWARD_FLOPS = 2  # the two products of backward, each as large as the one of forward
 

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -15,9 +15,6 @@ from torch.optim import Optimizer
 from meshwright.cost import Block, Calibration, Cluster, Step, memory
 from meshwright.methods import (
     SAMPLED,
-    Cut,
-    ExpertTrace,
-    Fp8,
     Resolved,
     SampleRun,
     check_units,
@@ -26,11 +23,7 @@ from meshwright.methods import (
     resolve,
 )
 from meshwright.methods.dtypes import half_dtype
-from meshwright.methods.float8.trace import Fp8Trace
-from meshwright.methods.half_precision import HalfPrecisionMethod
-from meshwright.methods.pipeline.trace import Dataflow
 from meshwright.planner.allocator import taken_bytes
-from meshwright.planner.forecast import Forecast, forecast
 from meshwright.planner.parameters import Described, Marks, describe_buffers, describe_each, group_blocks
 from meshwright.planner.pipeline import (
     Decision,
@@ -48,7 +41,14 @@ from meshwright.planner.recompute import fit_budget
 from meshwright.planner.states import StatesOf, probe_optimizer
 from meshwright.planner.traced import Conditions, Tracer
 from meshwright.planner.traces import Trace, trace_key, trace_of
-from meshwright.strategy import MethodConfig, Strategy
+
+if TYPE_CHECKING:
+    from meshwright.methods import Cut, Fp8
+    from meshwright.methods.float8.trace import Fp8Trace
+    from meshwright.methods.half_precision import HalfPrecisionMethod
+    from meshwright.methods.pipeline.trace import Dataflow
+    from meshwright.planner.forecast import Forecast
+    from meshwright.strategy import MethodConfig, Strategy
 
 
 @dataclass
@@ -193,6 +193,8 @@ class Workload:
     def _forecast(self, steps: list[Step], samples: int) -> Forecast | None:
         if self.cluster is None:
             return None
+        from meshwright.planner.forecast import forecast
+
         tokens = self._tokens_per_sample
         return forecast(steps, self.cluster, samples=samples, tokens_per_sample=tokens, calibration=self.calibration)
 
@@ -219,8 +221,8 @@ class Workload:
 
     def _fp8(self, resolved: Resolved) -> Fp8Trace | None:
         """Which layers multiply in 8 bits; each choice is made once."""
-        method = resolved.strategy.get("fp8")
-        if not isinstance(method, Fp8):
+        method = cast("Fp8 | None", resolved.strategy.get("fp8"))
+        if method is None:
             return None
         key = (method, resolved.shard_axis is not None, dict(resolved.axes).get("tensor", 1))
         if key not in self._fp8s:
@@ -236,7 +238,7 @@ class Workload:
         if key not in self._descriptions:
             marks = Marks(
                 tensor_dims=split.dims if split else {},
-                experts=split.experts if isinstance(split, ExpertTrace) else {},
+                experts=getattr(split, "experts", {}),
                 num_fp8=fp8.num_weights if fp8 else {},
             )
             self._descriptions[key] = describe_each(self.model, self._states_of, marks, cut)
@@ -285,8 +287,8 @@ def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:
 def _widens(resolved: Resolved) -> bool:
     """Whether bf16 products may be made in fp32: of plain tensors, as they are not where layers are divided."""
     divided = dict(resolved.axes).get("tensor", 1) > 1
-    half = (each for each in resolved.strategy.methods if isinstance(each, HalfPrecisionMethod))
-    return not divided and any(each.widens(resolved.strategy) for each in half)
+    half = (resolved.strategy.get(name) for name in ("amp_native", "half"))
+    return not divided and any(cast("HalfPrecisionMethod", each).widens(resolved.strategy) for each in half if each)
 
 
 def _replicas(resolved: Resolved) -> int:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Self, get_args
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 
 from meshwright.errors import ConfigError, MeshwrightError, StrategyError, did_you_mean, join_names
+from meshwright.strategy.register import METHOD_CONFIGS
 
 Bytes = Annotated[ByteSize, Field(lt=2**63)]
 """A size as people write it, ``"40 GiB"`` or a number of bytes, that 64 bits can hold."""
@@ -37,10 +38,6 @@ def read_size(value: Any, name: str) -> int | None:
             fix="correct the size",
         )
     return size
-
-
-METHOD_CONFIGS: dict[str, type[MethodConfig]] = {}
-"""Every known method by name; filled as the files of ``meshwright.methods`` are imported."""
 
 
 class MethodConfig(BaseModel):

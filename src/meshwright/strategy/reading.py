@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import StrategyError, did_you_mean, join_names
-from meshwright.strategy.config import METHOD_CONFIGS, MethodConfig
+from meshwright.strategy.config import MethodConfig
+from meshwright.strategy.register import METHOD_CONFIGS
 
 FORMAT = "meshwright.strategy"
 SCHEMA_VERSION = 1

@@ -7,9 +7,8 @@ own tokens. A block around listed experts, whose forward looks at the routes, is
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 from unittest import mock
 
 import torch
@@ -21,6 +20,7 @@ from meshwright.methods.expert.layers import ExpertLayer, ListedExperts, Stacked
 from meshwright.methods.expert.listed import answer_dtype
 from meshwright.methods.expert.proof import prove
 from meshwright.methods.expert.stacked import Call
+from meshwright.methods.traced_transformers import without_grouped_kernels
 from meshwright.nn import class_names
 
 _COUNT_BYTES = 8  # a number of rows
@@ -37,6 +37,8 @@ class ExpertTrace:
     Raises:
         ModelError: When listed experts cannot be divided.
     """
+
+    divides_batch: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, layers: Sequence[ExpertLayer], ranks: int) -> None:
         parameters = dict(model.named_parameters())
@@ -148,17 +150,3 @@ def _stand_in(module: nn.Module) -> Callable[..., torch.Tensor]:
         return hidden + anchor.requires_grad_(any(weight.requires_grad for weight in weights))
 
     return forward
-
-
-@contextlib.contextmanager
-def without_grouped_kernels() -> Iterator[None]:
-    """Lets transformers' experts run on tensors without data in any precision: the kernel they call takes bf16 only.
-
-    What they save for backward is the same without it.
-    """
-    transformers = sys.modules.get("transformers.integrations.moe")
-    if transformers is None or not hasattr(transformers, "_can_use_grouped_mm"):
-        yield
-        return
-    with mock.patch.object(transformers, "_can_use_grouped_mm", return_value=False):
-        yield

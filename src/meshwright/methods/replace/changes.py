@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import nn
 
 from meshwright.nn import class_with
+
+if TYPE_CHECKING:
+    from meshwright.methods.module_replace import ModuleReplace
+    from meshwright.strategy import Strategy
 
 _classes: dict[tuple[type[nn.Module], Callable[..., Any]], type[nn.Module]] = {}
 
@@ -141,3 +145,11 @@ class Replacement:
     def __str__(self) -> str:
         left = f" ({'; '.join(self.left)})" if self.left else ""
         return ("; ".join(self.done) or "nothing was replaced") + left
+
+
+def replacement_of(
+    strategy: Strategy, model: nn.Module, axes: Iterable[tuple[str, int]], device: torch.device
+) -> Replacement:
+    """What a strategy replaces in a plain model: nothing without ``module_replace``."""
+    method = cast("ModuleReplace | None", strategy.get("module_replace"))
+    return Replacement() if method is None else method.replacement(model, strategy, dict(axes), device)

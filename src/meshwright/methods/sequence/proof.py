@@ -16,10 +16,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ModelError
+from meshwright.methods.sample import SampleRun
 from meshwright.methods.sequence.calls import AttentionCalls, cannot_intercept, grouped_keys
 from meshwright.methods.sequence.order import TokenOrder
 from meshwright.methods.sequence.tokens import TokenParts
-from meshwright.methods.tensor.calls import RecordedBlock, SampleRun, record_calls, signature
+from meshwright.methods.tensor.calls import RecordedBlock, record_calls, signature
 from meshwright.methods.tensor.compare import Refuted, close
 from meshwright.methods.tensor.sequence_trial import TOKENS_DIM, first_hidden
 from meshwright.methods.tensor.trial import evaluating

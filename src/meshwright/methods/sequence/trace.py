@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Iterator
-from typing import Any, Protocol
-from unittest import mock
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.cost import Boundary, BoundaryAxis, CollectiveKind, Moment
 from meshwright.methods.sequence.attention import SequenceRanks
@@ -19,6 +16,7 @@ from meshwright.methods.sequence.calls import AttentionCalls, TokenRanks, cannot
 from meshwright.methods.sequence.order import TokenOrder
 from meshwright.methods.sequence.tokens import block_lists, cut_tokens
 from meshwright.methods.tensor.sequence_trial import TOKENS_DIM
+from meshwright.methods.traced_transformers import one_sequence_per_sample
 from meshwright.nn import class_names
 
 
@@ -77,6 +75,8 @@ class TokensTrace:
         model: The model.
         axes: The ranks of each axis, the innermost first.
     """
+
+    divides_batch: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, *axes: Ranks) -> None:
         self._every = [axis(self._note) for axis in axes]
@@ -155,25 +155,6 @@ class TokensTrace:
             needed_in = _names([module for module in around if module in needed])
             found.append(dataclasses.replace(boundary, inside=_names(around), needed_in=needed_in))
         return tuple(found)
-
-
-@contextlib.contextmanager
-def one_sequence_per_sample() -> Iterator[None]:
-    """Lets transformers see that samples are not packed, which it cannot read from position ids without values.
-
-    It would make a mask over all pairs of tokens, as it does not in training, and much would be predicted for it.
-    """
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    original = getattr(masks, "find_packed_sequence_indices", None)
-    if original is None:
-        yield
-        return
-
-    def find(position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return None if isinstance(position_ids, FakeTensor) else original(position_ids, *args, **kwargs)
-
-    with mock.patch.object(masks, "find_packed_sequence_indices", find):
-        yield
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:

@@ -14,23 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from meshwright.errors import ModelError
+from meshwright.methods.sample import SampleRun
 from meshwright.methods.tensor.trial import BlockCall
 from meshwright.nn import find_blocks, run_with
 
 _TOKENS = 16  # enough to tell positions apart; made a multiple of the ranks, which may cut them
-
-
-@dataclass(frozen=True)
-class SampleRun:
-    """How to run the model once.
-
-    Args:
-        inputs_of: ``inputs_of(samples)`` returns a model input of that many samples; None when there is none to be had.
-        forward: ``forward(model, inputs)``.
-    """
-
-    inputs_of: Callable[[int], Any]
-    forward: Callable[[nn.Module, Any], Any]
 
 
 @dataclass

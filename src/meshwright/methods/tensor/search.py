@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import ModelError
-from meshwright.methods.tensor.calls import RecordedBlock, SampleRun, record_calls, signature
+from meshwright.methods.sample import SampleRun
+from meshwright.methods.tensor.calls import RecordedBlock, record_calls, signature
 from meshwright.methods.tensor.compare import Refuted
 from meshwright.methods.tensor.flow import Region, mark_input, record_flow, regions
 from meshwright.methods.tensor.plan import PlannedLayer, planned

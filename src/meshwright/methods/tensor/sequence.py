@@ -18,7 +18,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ModelError
-from meshwright.methods.tensor.calls import RecordedBlock, SampleRun, record_calls, signature
+from meshwright.methods.sample import SampleRun
+from meshwright.methods.tensor.calls import RecordedBlock, record_calls, signature
 from meshwright.methods.tensor.compare import Refuted
 from meshwright.methods.tensor.plan import PlannedLayer
 from meshwright.methods.tensor.proof import BlockProof

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import ModelError
-from meshwright.methods.tensor.calls import SampleRun
+from meshwright.methods.sample import SampleRun
 from meshwright.methods.tensor.checks import check_layers
 from meshwright.methods.tensor.plan import PlannedLayer, matches, own_plan, planned, planned_layers
 from meshwright.methods.tensor.search import FoundPlan, find_plan

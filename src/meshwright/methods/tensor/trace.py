@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ class SplitTrace:
         split: What is split; every divided dim is a multiple of ``ranks``.
         ranks: Size of the axis.
     """
+
+    divides_batch: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module, split: Split, ranks: int) -> None:
         self._model, self._adjustments = model, split.adjustments

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from meshwright.errors import ConfigError
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.guarded import GuardedOptimizer
+from meshwright.optim.master import MASTER
 from meshwright.optim.outer.exchange import average_in_place
 from meshwright.optim.outer.replicas import Replicas
-from meshwright.optim.sharded.slots import MASTER
 
 
 class InnerState:

@@ -51,6 +51,8 @@ class OuterOptimizer(WrappedOptimizer):
         ConfigError: When arguments do not fit together.
     """
 
+    is_outer = True
+
     def __init__(
         self,
         inner: Optimizer,

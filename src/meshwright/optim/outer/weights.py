@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.guarded import GuardedOptimizer
-from meshwright.optim.sharded.slots import MASTER
+from meshwright.optim.master import MASTER
 
 
 class InnerWeights:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from meshwright.optim.layouts import HALF_TYPES
+from meshwright.optim.master import MASTER
 from meshwright.optim.sharded.layout import Layout
 from meshwright.optim.sharded.rounding import round_stochastically_, shard_generator
-from meshwright.optim.sharded.slots import MASTER, Slot
+from meshwright.optim.sharded.slots import Slot
 from meshwright.optim.sharded.tensor_list import TensorList
 
 _DEVICE_ELEMENTS = 1 << 26  # keeps an accelerator busy without holding temporaries of the whole model

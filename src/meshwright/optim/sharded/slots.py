@@ -12,10 +12,8 @@ from torch.distributed.tensor import DTensor
 from meshwright.errors import ModelError
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.layouts import HALF_TYPES
+from meshwright.optim.master import MASTER
 from meshwright.optim.sharded.layout import Kept, Layout
-
-MASTER = "master"
-"""The state that holds the fp32 copy of a half-precision parameter."""
 
 KeptStates = Callable[[Layout, dict[str, Any]], dict[str, Kept]]
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from meshwright.cost import Boundary
 from meshwright.nn import class_name
-from meshwright.planner.profile.places import Places
-from meshwright.planner.profile.recorder import Ops
 from meshwright.planner.profile.repeated import RUN, Repeated
-from meshwright.planner.saved import Call, SavedTensors
+
+if TYPE_CHECKING:
+    from meshwright.cost import Boundary
+    from meshwright.planner.profile.places import Places
+    from meshwright.planner.profile.recorder import Ops
+    from meshwright.planner.saved import Call, SavedTensors
 
 
 class NotRepeatedError(Exception):

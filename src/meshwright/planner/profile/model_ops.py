@@ -6,12 +6,15 @@ import dataclasses
 import functools
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from meshwright.cost import Op, pass_flops
 from meshwright.nn import find_blocks
-from meshwright.planner.profile.recorder import Ops
+
+if TYPE_CHECKING:
+    from meshwright.planner.profile.recorder import Ops
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from meshwright.cost import Placed, Transient
 from meshwright.planner.profile.repeated import RUN, Repeated
+
+if TYPE_CHECKING:
+    from meshwright.cost import Placed, Transient
 
 T = TypeVar("T")
 _THIRD = 2  # of the blocks that ran: what it does, every further one does

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -13,14 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.cost import Op
 from meshwright.methods.recompute.operators import operator_name
-from meshwright.methods.tensor.trace import SaveLog
 from meshwright.nn import class_names
-from meshwright.planner.profile.held import HeldBytes
 from meshwright.planner.profile.operators import kernels_of
 from meshwright.planner.profile.workspace import with_workspace
-from meshwright.planner.saved import SavedTensors
+
+if TYPE_CHECKING:
+    from meshwright.cost import Op
+    from meshwright.methods.tensor.trace import SaveLog
+    from meshwright.planner.profile.held import HeldBytes
+    from meshwright.planner.saved import SavedTensors
 
 _NO_NUMBER = 2**64 - 1  # of the nodes that accumulate gradients
 

@@ -9,12 +9,13 @@ from meshwright.cost import Cluster
 from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.candidates import Candidates
-from meshwright.planner.search.constraints import HALF, check_names, constrained
+from meshwright.planner.search.constraints import constrained
 from meshwright.planner.search.engine import Engine, Looked
 from meshwright.planner.search.failure import ended_early, nothing_fits, nothing_works
 from meshwright.planner.search.found import Found
 from meshwright.planner.search.objective import Objective, check_objective
 from meshwright.planner.search.space import Space, default_space, offloads
+from meshwright.planner.search.wishes import HALF, check_names
 
 Progress = Callable[[int, int], None]
 """Called with the number of predictions made, and of candidates considered."""
