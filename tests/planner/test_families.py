@@ -178,3 +178,13 @@ def test_recomputing_every_second_product_gathers_again_and_reduces_once():
     assert sent() == {"all_gather": 128, "reduce_scatter": 128}
     assert sent(("checkpoint", {"wrap_class": PER_OP})) == {"all_gather": 192, "reduce_scatter": 128}
     assert sent(("checkpoint", {"wrap_class": BLOCK})) == {"all_gather": 192, "reduce_scatter": 160}
+
+
+def test_every_rank_of_a_pipeline_sends_for_the_blocks_it_has():
+    uneven = Shape("gpt", layers=10, hidden=256, heads=4, vocab=512, seq=64)
+    run = FamilyRun(micro_batch=1, num_micro_batches=4, tensor=2, seq=64)
+    steps = family_step(uneven, run, [("tensor", 2), ("pipeline", 4)])
+    blocks = [end - first for first, end in steps[0].stages.ranges]
+    assert blocks == [2, 3, 3, 2]
+    forward = [sum(b.count for b in step.boundaries if b.moment == "forward") for step in steps]
+    assert forward == [4 * each for each in blocks]  # two pairs of a gather and a reduction a block
