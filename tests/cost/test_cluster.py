@@ -32,6 +32,7 @@ def test_links_are_those_of_the_board_and_not_of_its_family():
 def test_nvlink_joins_a_rack_of_nvl72():
     assert find_cluster("gb200x64").devices_per_node == 64
     assert find_cluster("gb300x144").devices_per_node == 72
+    assert find_cluster("gb200x128").devices_per_node == 64  # of each rack as many
     assert find_cluster("b200x64").devices_per_node == 8
 
 

@@ -76,7 +76,9 @@ _NODE_GBPS = {
     "GB300": 6400, "B300": 6400, "GH200": 3200, "H20": 3200, "MI300X": 3200, "MI325X": 3200, "MI250X": 800,
     "A10G": 100, "A10": 100, "L40S": 400, "L40": 400, "L4": 100, "CPU": 10,
 }  # fmt: skip
-_NVLINK_RACK = {"GB200": 72, "GB300": 72}  # NVL72: NVLink joins a rack's devices, and not those of a tray alone
+# NVL72: NVLink joins a rack's devices, and not those of a tray alone. Jobs over several racks take 64 of each where
+# that divides them evenly.
+_NVLINK_RACK, _TAKEN_OF_A_RACK = {"GB200": 72, "GB300": 72}, 64
 # What copies reach of PCIe 3 (V100), 4 and 5, and of NVLink-C2C's 450 GB/s in a direction, which two share in a GB200.
 _HOST = {
     "V100": 12e9, "A100": 25e9, "A800": 25e9, "MI250X": 25e9, "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9,
@@ -107,7 +109,7 @@ def make_cluster(
     Args:
         device: A device, or its name.
         num_devices: All of them.
-        devices_per_node: That their fast links join; None: 8, or 72 of an NVL72, or all of fewer.
+        devices_per_node: That their fast links join; None: 8, or the 72 of an NVL72, or all of fewer.
         node_gbps: Network of one node in Gbit/s; None: what is usual.
         latency_s: From node to node.
 
@@ -115,7 +117,7 @@ def make_cluster(
         ConfigError: For an unknown device, or numbers that do not fit together.
     """
     device = find_device(device) if isinstance(device, str) else device
-    per_node = devices_per_node or min(most_joined(device), num_devices)
+    per_node = devices_per_node or _usual_node(device, num_devices)
     if not 1 <= num_devices <= MOST_DEVICES or not 1 <= per_node <= MOST_DEVICES:
         raise ConfigError(
             "A cluster needs devices",
@@ -138,6 +140,13 @@ def make_cluster(
 def most_joined(device: Device) -> int:
     """Devices that fast links join where their makers join most: a rack's in an NVL72, else the eight of a node."""
     return _NVLINK_RACK.get(device.name, 8)
+
+
+def _usual_node(device: Device, num_devices: int) -> int:
+    most = most_joined(device)
+    if num_devices > most > _TAKEN_OF_A_RACK and num_devices % most and num_devices % _TAKEN_OF_A_RACK == 0:
+        return _TAKEN_OF_A_RACK
+    return min(most, num_devices)
 
 
 def find_cluster(name: str) -> Cluster:

@@ -137,7 +137,9 @@ _TDP_WATTS = {
     "H200": 700,
     "H100-SXM": 700,
     "H100-PCIe": 350,
+    "H800": 700,
     "A100-80": 400,
+    "A800": 400,
     "A100-40": 400,
 }
 # A vendor's own words for a board that runs below its power, without saying how far: TorchAO's B200 run at 750 W.
