@@ -27,6 +27,7 @@ def test_links_are_those_of_the_board_and_not_of_its_family():
     assert make_cluster("V100", 16).inter.bytes_per_s == 6.25e9  # DGX-1: 4 x 100 Gbit/s over 8 devices
     assert make_cluster("L4", 1).host_link.bytes_per_s == make_cluster("A100", 1).host_link.bytes_per_s  # PCIe 4
     assert make_cluster("GH200", 1).host_link.bytes_per_s > 5 * make_cluster("H200", 1).host_link.bytes_per_s
+    assert make_cluster("GH200", 1).host_memory.bytes_per_s == 2 * make_cluster("GB200", 1).host_memory.bytes_per_s
 
 
 def test_nvlink_joins_a_rack_of_nvl72():

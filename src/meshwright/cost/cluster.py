@@ -85,8 +85,12 @@ _HOST = {
     "L4": 25e9, "GH200": 350e9, "GB200": 175e9, "GB300": 175e9, "CPU": 10e9,
 }  # fmt: skip
 # What a device's share of its node's memory channels reaches in copies: three quarters of 2 x 6 channels of DDR4-2666
-# over 8 devices (V100), of 2 x 8 of DDR4-3200 (A100), of 2 x 8 of DDR5-4800 and later. Disks: eight NVMe drives a node.
-_HOST_MEMORY = {"V100": 24e9, "A100": 38e9, "CPU": 10e9}
+# over 8 devices (V100), of 2 x 8 of DDR4-3200 (A100 and servers of its time), of 8 of these (Frontier), of 2 x 8 of
+# DDR5-4800 and later, of a Grace's 512 GB/s for one device or for two. Disks: eight NVMe drives a node.
+_HOST_MEMORY = {
+    "V100": 24e9, "A100": 38e9, "A800": 38e9, "MI250X": 19e9, "A10G": 38e9, "A10": 38e9, "L40S": 38e9, "L40": 38e9,
+    "L4": 38e9, "GH200": 380e9, "GB200": 190e9, "GB300": 190e9, "CPU": 10e9,
+}  # fmt: skip
 _PRESET = re.compile(r"^(.+?)[xX*](\d{1,9})$")
 MOST_DEVICES = 2**24
 """More than anybody has; a number from a file that is larger is a mistake, and would take for ever to simulate."""
