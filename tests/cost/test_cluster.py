@@ -19,6 +19,24 @@ def test_a_node_with_fewer_devices_leaves_each_its_own_network_card():
     assert make_cluster("A100", 8, 8, node_gbps=800).inter.bytes_per_s == 12.5e9
 
 
+def test_links_are_those_of_the_board_and_not_of_its_family():
+    # NVLink joins all boards of a node with SXM alone; A800 and H800 have 400 GB/s of it in both directions together.
+    assert make_cluster("A100-PCIe-80", 8).intra.bytes_per_s == 32e9
+    assert make_cluster("H100-NVL", 8).intra.bytes_per_s == make_cluster("H100-PCIe", 8).intra.bytes_per_s == 64e9
+    assert make_cluster("A800", 8).intra.bytes_per_s == make_cluster("H800", 8).intra.bytes_per_s == 200e9
+    assert make_cluster("V100", 16).inter.bytes_per_s == 6.25e9  # DGX-1: 4 x 100 Gbit/s over 8 devices
+    assert make_cluster("L4", 1).host_link.bytes_per_s == make_cluster("A100", 1).host_link.bytes_per_s  # PCIe 4
+    assert make_cluster("GH200", 1).host_link.bytes_per_s > 5 * make_cluster("H200", 1).host_link.bytes_per_s
+    assert make_cluster("GH200", 1).host_memory.bytes_per_s == 2 * make_cluster("GB200", 1).host_memory.bytes_per_s
+
+
+def test_nvlink_joins_a_rack_of_nvl72():
+    assert find_cluster("gb200x64").devices_per_node == 64
+    assert find_cluster("gb300x144").devices_per_node == 72
+    assert find_cluster("gb200x128").devices_per_node == 64  # of each rack as many
+    assert find_cluster("b200x64").devices_per_node == 8
+
+
 @pytest.mark.parametrize("name", ["h100", "h100x0", "x64", "tpux8", ""])
 def test_names_that_mean_nothing_are_refused(name):
     with pytest.raises(ConfigError):

@@ -23,6 +23,14 @@ def test_ranks_lie_on_nodes_with_the_first_axis_innermost():
     assert group_of(axes, ("zero",), 8).nodes == 4
 
 
+def test_an_axis_may_have_the_ranks_of_the_one_before_it():
+    # Two ranks share each sample, and all eight the state: the eight lie on one node.
+    axes = (("sequence", 2), ("zero", 8), ("pipeline", 2))
+    assert group_of(axes, ("zero",), 8, ("sequence",)) == Group(8, 8)
+    assert group_of(axes, ("zero",), 8) == Group(8, 4)
+    assert group_of(axes, ("pipeline",), 8, ("sequence",)) == Group(2, 1)
+
+
 def test_a_ring_inside_a_node_by_hand():
     group = Group(8, 8)
     assert collective_s("all_gather", 8e9, group, network()) == pytest.approx(7e9 / 300e9)
@@ -36,6 +44,12 @@ def test_between_nodes_all_cards_of_the_group_carry_it():
     assert collective_s("all_gather", 8e9, Group(16, 8), network()) == pytest.approx(max(4e9 / 200e9, 7.5e9 / 300e9))
     assert collective_s("all_gather", 8e9, Group(2, 1), network()) == pytest.approx(4e9 / 25e9)
     assert collective_s("send", 1e9, Group(2, 1), network()) == pytest.approx(1e9 / 25e9)
+
+
+def test_a_broadcast_brings_the_whole_to_every_rank():
+    assert collective_s("broadcast", 6e9, Group(2, 2), network()) == pytest.approx(6e9 / 300e9)
+    assert collective_s("broadcast", 6e9, Group(8, 8), network()) == pytest.approx(6e9 / 300e9)
+    assert collective_s("broadcast", 6e9, Group(2, 1), network()) == pytest.approx(6e9 / 25e9)
 
 
 def test_hops_of_a_ring_and_of_a_tree():

@@ -29,6 +29,11 @@ GIB = 2**30
         ("NVIDIA H200 141GB", "H200"),
         ("MI325X", "MI325X"),
         ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA A100 80GB PCIe", "A100-PCIe-80"),
+        ("NVIDIA A100-PCIE-40GB", "A100-PCIe-40"),
+        ("NVIDIA A800-SXM4-80GB", "A800"),
+        ("NVIDIA H800", "H800"),
+        ("NVIDIA H100 NVL", "H100-NVL"),
     ],
 )
 def test_a_name_means_the_narrowest_preset(name, preset):
@@ -63,7 +68,14 @@ def test_peaks_by_type():
 
 def test_every_preset_has_a_price_but_where_none_is_listed():
     unpriced = {name for name, device in DEVICES.items() if device.price_per_hour is None}
-    assert unpriced == {"MI250X", "MI325X", "B300", "GB200", "GB300", "GH200", "H20"}
+    assert unpriced == {
+        "A100-PCIe-40", "A100-PCIe-80", "A800", "B300", "GB200", "GB300", "GH200", "H20", "H800", "MI250X", "MI325X"
+    }  # fmt: skip
     assert DEVICES["B200"].price_per_hour > DEVICES["H100-SXM"].price_per_hour > DEVICES["L4"].price_per_hour > 0
     wanted = "V100-16 V100-32 A100-40 A100-80 H100-SXM H100-PCIe H200 B200 MI300X L4 A10 CPU"
     assert set(wanted.split()) <= set(DEVICES)
+
+
+def test_memory_is_what_drivers_report_and_not_the_nominal_size():
+    reported = {name: DEVICES[name].memory_bytes // 2**20 for name in ("A10", "A10G", "L4", "L40S", "H100-SXM")}
+    assert reported == {"A10": 23_028, "A10G": 23_028, "L4": 23_034, "L40S": 46_068, "H100-SXM": 81_559}

@@ -84,3 +84,13 @@ def test_products_of_early_libraries_and_casts():
     cast = dataclasses.replace(product, dtype="fp8")  # 3 bytes of both inputs, whatever the tiles cost
     arithmetic = 2 * 4096**3 / machine.matmul_flops_per_s("fp8")
     assert forward_s(cast, machine) == pytest.approx(arithmetic + 6 * 4096**2 / machine.bytes_per_s)
+
+
+def test_what_was_cast_once_is_not_cast_again():
+    op = Op("matmul", m=4096, n=8192, k=2048, dtype="fp8")
+    cached = dataclasses.replace(op, variant="cached")
+    read = 3 / (0.5 * BANDWIDTH)  # a cast reads two bytes and writes one
+    # Forward casts its input, backward the gradient of its output; of both products of backward the rest is there.
+    assert forward_s(op, MACHINE) - forward_s(cached, MACHINE) == pytest.approx(read * 2048 * 8192)
+    spared = 8192 * 2048 + 2048 * 4096 + 4096 * 8192
+    assert backward_s(op, MACHINE) - backward_s(cached, MACHINE) == pytest.approx(read * spared)

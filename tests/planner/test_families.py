@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from meshwright.cost import memory, peak
+from meshwright.cost.liveness import moments
 from meshwright.errors import ModelError
 from meshwright.methods import cost_of
 from meshwright.planner.families import family_step
@@ -178,3 +179,27 @@ def test_recomputing_every_second_product_gathers_again_and_reduces_once():
     assert sent() == {"all_gather": 128, "reduce_scatter": 128}
     assert sent(("checkpoint", {"wrap_class": PER_OP})) == {"all_gather": 192, "reduce_scatter": 128}
     assert sent(("checkpoint", {"wrap_class": BLOCK})) == {"all_gather": 192, "reduce_scatter": 160}
+
+
+def test_every_rank_of_a_pipeline_sends_for_the_blocks_it_has():
+    uneven = Shape("gpt", layers=10, hidden=256, heads=4, vocab=512, seq=64)
+    run = FamilyRun(micro_batch=1, num_micro_batches=4, tensor=2, seq=64)
+    steps = family_step(uneven, run, [("tensor", 2), ("pipeline", 4)])
+    blocks = [end - first for first, end in steps[0].stages.ranges]
+    assert blocks == [2, 3, 3, 2]
+    forward = [sum(b.count for b in step.boundaries if b.moment == "forward") for step in steps]
+    assert forward == [4 * each for each in blocks]  # two pairs of a gather and a reduction a block
+
+
+def test_gradients_that_accumulate_whole_have_no_shards_yet():
+    shape, axes = Shape("gpt", layers=4, hidden=256, heads=4, vocab=512, seq=64), [("zero", 4)]
+    run = FamilyRun(micro_batch=1, num_micro_batches=4, seq=64)
+    step = cost_of(
+        Strategy([("parallel_mode", {"axes": axes}), "amp_native", "zero1"]),
+        family_step(shape, run, axes, shard_axis="zero")[0],
+    )
+    every = moments(step)
+    assert (every["loss"].gradients, every["recomputation"].gradients) == (0, 0)
+    assert every["update"].gradients == memory(step).gradients > 0
+    weights_and_gradients = (2 + 4) * shape.num_parameters  # in bf16, and in fp32 until they are reduced
+    assert every["loss"].gathered == pytest.approx(weights_and_gradients, rel=0.01)

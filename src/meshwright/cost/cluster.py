@@ -62,22 +62,35 @@ class Cluster:
         return None if price is None else price * self.num_devices
 
 
-# Per device, one direction: NVLink 2, 3, 4, 5 and xGMI; PCIe where there is no such link; the usual network of a node
-# over its devices (DGX-1: 4 x 100 Gb/s; DGX A100: 8 x 200; DGX H100: 8 x 400). Datasheets.
+# Per device, one direction: NVLink 2, 3, 4, 5 and xGMI; PCIe where there is no such link between more than pairs; the
+# usual network of a node over its devices (DGX-1: 4 x 100 Gb/s; DGX A100: 8 x 200; DGX H100: 8 x 400; Frontier's and
+# LUMI's nodes of 8 dies: 4 x 200). Datasheets.
 _INTRA = {
-    "V100": 150e9, "A100": 300e9, "H100-PCIe": 64e9, "H100": 450e9, "H200": 450e9, "B200": 900e9,
-    "GB200": 900e9, "GB300": 900e9, "B300": 900e9, "GH200": 450e9, "H20": 450e9, "MI300X": 448e9, "MI325X": 448e9,
-    "MI250X": 200e9, "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9, "L4": 25e9, "CPU": 4e9,
+    "V100": 150e9, "A100-PCIe": 32e9, "A100": 300e9, "A800": 200e9, "H100-PCIe": 64e9, "H100-NVL": 64e9, "H100": 450e9,
+    "H800": 200e9, "H200": 450e9, "B200": 900e9, "GB200": 900e9, "GB300": 900e9, "B300": 900e9, "GH200": 450e9,
+    "H20": 450e9, "MI300X": 448e9, "MI325X": 448e9, "MI250X": 200e9,
+    "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9, "L4": 25e9, "CPU": 4e9,
 }  # fmt: skip
 _NODE_GBPS = {
-    "V100": 100, "A100": 1600, "H100": 3200, "H200": 3200, "B200": 3200, "GB200": 3200, "GB300": 6400, "B300": 6400,
-    "GH200": 3200, "H20": 3200, "MI300X": 3200, "MI325X": 3200, "MI250X": 1600,
+    "V100": 400, "A100": 1600, "A800": 1600, "H100": 3200, "H800": 3200, "H200": 3200, "B200": 3200, "GB200": 3200,
+    "GB300": 6400, "B300": 6400, "GH200": 3200, "H20": 3200, "MI300X": 3200, "MI325X": 3200, "MI250X": 800,
     "A10G": 100, "A10": 100, "L40S": 400, "L40": 400, "L4": 100, "CPU": 10,
 }  # fmt: skip
-_HOST = {"V100": 12e9, "A100": 25e9, "CPU": 10e9}
+# NVL72: NVLink joins a rack's devices, and not those of a tray alone. Jobs over several racks take 64 of each where
+# that divides them evenly.
+_NVLINK_RACK, _TAKEN_OF_A_RACK = {"GB200": 72, "GB300": 72}, 64
+# What copies reach of PCIe 3 (V100), 4 and 5, and of NVLink-C2C's 450 GB/s in a direction, which two share in a GB200.
+_HOST = {
+    "V100": 12e9, "A100": 25e9, "A800": 25e9, "MI250X": 25e9, "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9,
+    "L4": 25e9, "GH200": 350e9, "GB200": 175e9, "GB300": 175e9, "CPU": 10e9,
+}  # fmt: skip
 # What a device's share of its node's memory channels reaches in copies: three quarters of 2 x 6 channels of DDR4-2666
-# over 8 devices (V100), of 2 x 8 of DDR4-3200 (A100), of 2 x 8 of DDR5-4800 and later. Disks: eight NVMe drives a node.
-_HOST_MEMORY = {"V100": 24e9, "A100": 38e9, "CPU": 10e9}
+# over 8 devices (V100), of 2 x 8 of DDR4-3200 (A100 and servers of its time), of 8 of these (Frontier), of 2 x 8 of
+# DDR5-4800 and later, of a Grace's 512 GB/s for one device or for two. Disks: eight NVMe drives a node.
+_HOST_MEMORY = {
+    "V100": 24e9, "A100": 38e9, "A800": 38e9, "MI250X": 19e9, "A10G": 38e9, "A10": 38e9, "L40S": 38e9, "L40": 38e9,
+    "L4": 38e9, "GH200": 380e9, "GB200": 190e9, "GB300": 190e9, "CPU": 10e9,
+}  # fmt: skip
 _PRESET = re.compile(r"^(.+?)[xX*](\d{1,9})$")
 MOST_DEVICES = 2**24
 """More than anybody has; a number from a file that is larger is a mistake, and would take for ever to simulate."""
@@ -100,7 +113,7 @@ def make_cluster(
     Args:
         device: A device, or its name.
         num_devices: All of them.
-        devices_per_node: None: 8, or all of fewer.
+        devices_per_node: That their fast links join; None: 8, or the 72 of an NVL72, or all of fewer.
         node_gbps: Network of one node in Gbit/s; None: what is usual.
         latency_s: From node to node.
 
@@ -108,7 +121,7 @@ def make_cluster(
         ConfigError: For an unknown device, or numbers that do not fit together.
     """
     device = find_device(device) if isinstance(device, str) else device
-    per_node = devices_per_node or min(8, num_devices)
+    per_node = devices_per_node or _usual_node(device, num_devices)
     if not 1 <= num_devices <= MOST_DEVICES or not 1 <= per_node <= MOST_DEVICES:
         raise ConfigError(
             "A cluster needs devices",
@@ -126,6 +139,18 @@ def make_cluster(
         host_link=Link(_of_family(_HOST, device, 50e9), 1e-5),
         host_memory=Link(_of_family(_HOST_MEMORY, device, 57e9), 1e-7),
     )
+
+
+def most_joined(device: Device) -> int:
+    """Devices that fast links join where their makers join most: a rack's in an NVL72, else the eight of a node."""
+    return _NVLINK_RACK.get(device.name, 8)
+
+
+def _usual_node(device: Device, num_devices: int) -> int:
+    most = most_joined(device)
+    if num_devices > most > _TAKEN_OF_A_RACK and num_devices % most and num_devices % _TAKEN_OF_A_RACK == 0:
+        return _TAKEN_OF_A_RACK
+    return min(most, num_devices)
 
 
 def find_cluster(name: str) -> Cluster:

@@ -46,14 +46,26 @@ class Network:
         return self.cluster.inter.bytes_per_s * self.efficiency.inter
 
 
-def group_of(axes: tuple[tuple[str, int], ...], names: tuple[str, ...], devices_per_node: int) -> Group:
-    """How the ranks along some axes (taken as one) lie on nodes; the first axis is innermost."""
+def group_of(
+    axes: tuple[tuple[str, int], ...],
+    names: tuple[str, ...],
+    devices_per_node: int,
+    counted_again: tuple[str, ...] = (),
+) -> Group:
+    """How the ranks along some axes (taken as one) lie on nodes; the first axis is innermost.
+
+    Args:
+        axes: Names and sizes.
+        names: Those taken as one.
+        devices_per_node: In one node.
+        counted_again: Axes whose ranks those behind them have, too.
+    """
     stride, size, in_node = 1, 1, 1
     for name, length in axes:
         if name in names:
             size *= length
             in_node *= max(1, min(length, devices_per_node // stride))
-        stride *= length
+        stride *= 1 if name in counted_again else length
     return Group(size, max(1, min(in_node, size)))
 
 
@@ -78,6 +90,10 @@ def collective_s(kind: str, num_bytes: float, group: Group, network: Network, ca
         return num_bytes / link + overhead + calls * _hop_s(group, network)
     if kind == "all_to_all":
         return _all_to_all_s(num_bytes, group, network) + overhead + calls * _hop_s(group, network)
+    if kind == "broadcast":  # piece by piece from rank to rank: each takes in the whole
+        cards = group.in_node * network.inter_bytes_per_s
+        link = network.intra_bytes_per_s if group.nodes == 1 else min(network.intra_bytes_per_s, cards)
+        return num_bytes / link + overhead + calls * _ring_hops_s(group, network)
     once = _ring_s(num_bytes, group, network)
     if kind == "all_reduce":
         # NCCL takes a tree where the ring's many hops cost more than its bytes.

@@ -61,8 +61,9 @@ class Device:
         return self.fp8_flops_per_s or self.half_flops_per_s if dtype in ("fp8", "fp4") else self.half_flops_per_s
 
 
-# Vendors' datasheets, dense figures; memory as the driver reports it. ``aliases`` are what drivers call a device; the
-# first that matches counts, so narrower names stand first.
+# Vendors' datasheets, dense figures; memory as the driver reports it (with ECC on: 1.5 GiB less than the nominal 24 on
+# A10 and L4). H800 and A800 have fewer links, PCIe boards none; A100's state the peak of 400 W, and have 300 and 250.
+# ``aliases`` are what drivers call a device; the first that matches counts, so narrower names stand first.
 _BARE = (
     Device("GB300", 284_208 * _MIB, 2.5e15, 80e12, 8.0e12, 5e15, "B200", aliases=("GB300",), fp4_flops_per_s=15e15),
     Device("GB200", 189_471 * _MIB, 2.5e15, 80e12, 8.0e12, 5e15, "B200", aliases=("GB200",), fp4_flops_per_s=10e15),
@@ -73,17 +74,41 @@ _BARE = (
     Device("H100-PCIe", 81_559 * _MIB, 756e12, 51e12, 2.0e12, 1513e12, "H100", aliases=("H100 PCIe", "H100-PCIe")),
     Device("GH200", 97_871 * _MIB, 989.4e12, 67e12, 4.0e12, 1978.9e12, "H100", aliases=("GH200",)),
     Device("H20", 97_871 * _MIB, 148e12, 44e12, 4.0e12, 296e12, "H100", aliases=("H20",)),
-    Device("H100-SXM", 81_559 * _MIB, 989.4e12, 67e12, 3.35e12, 1978.9e12, "H100", aliases=("H100", "H800")),
-    Device("A100-80", 81_920 * _MIB, 312e12, 19.5e12, 2.039e12, None, "A100", aliases=("A100-80", "A100", "A800")),
+    Device("H100-SXM", 81_559 * _MIB, 989.4e12, 67e12, 3.35e12, 1978.9e12, "H100", aliases=("H100",)),
+    Device("H800", 81_559 * _MIB, 989.4e12, 67e12, 3.35e12, 1978.9e12, "H100", aliases=("H800",)),
+    Device(
+        "A100-PCIe-80",
+        81_920 * _MIB,
+        312e12,
+        19.5e12,
+        1.935e12,
+        None,
+        "A100",
+        power_fraction=0.75,
+        aliases=("A100-80GB-PCIe", "A100-PCIe-80", "A100-PCIe"),
+    ),
+    Device(
+        "A100-PCIe-40",
+        40_536 * _MIB,
+        312e12,
+        19.5e12,
+        1.555e12,
+        None,
+        "A100",
+        power_fraction=0.625,
+        aliases=("A100-40GB-PCIe", "A100-PCIe-40"),
+    ),
+    Device("A100-80", 81_920 * _MIB, 312e12, 19.5e12, 2.039e12, None, "A100", aliases=("A100-80", "A100")),
     Device("A100-40", 40_536 * _MIB, 312e12, 19.5e12, 1.555e12, None, "A100", aliases=("A100-40",)),
+    Device("A800", 81_920 * _MIB, 312e12, 19.5e12, 2.039e12, None, "A100", aliases=("A800",)),
     Device("MI325X", 256 * _GIB, 1307.4e12, 163.4e12, 6.0e12, 2614.9e12, "MI300X", aliases=("MI325X", "MI325")),
     Device("MI300X", 192 * _GIB, 1307.4e12, 163.4e12, 5.3e12, 2614.9e12, "MI300X", aliases=("MI300X", "MI300")),
     Device("MI250X", 64 * _GIB, 191.5e12, 47.9e12, 1.6e12, None, "MI300X", aliases=("MI250X", "MI250")),  # one die
-    Device("A10G", 24 * _GIB, 70e12, 35e12, 600e9, None, "A100", aliases=("A10G",)),
-    Device("A10", 24 * _GIB, 125e12, 31.2e12, 600e9, None, "A100", aliases=("A10",)),
-    Device("L40S", 48 * _GIB, 362e12, 91.6e12, 864e9, 733e12, "A100", aliases=("L40S",)),
-    Device("L40", 48 * _GIB, 181e12, 90.5e12, 864e9, 362e12, "A100", aliases=("L40",)),
-    Device("L4", 24 * _GIB, 121e12, 30.3e12, 300e9, 242e12, "A100", aliases=("L4",)),
+    Device("A10G", 23_028 * _MIB, 70e12, 35e12, 600e9, None, "A100", aliases=("A10G",)),
+    Device("A10", 23_028 * _MIB, 125e12, 31.2e12, 600e9, None, "A100", aliases=("A10",)),
+    Device("L40S", 46_068 * _MIB, 362e12, 91.6e12, 864e9, 733e12, "A100", aliases=("L40S",)),
+    Device("L40", 46_068 * _MIB, 181e12, 90.5e12, 864e9, 362e12, "A100", aliases=("L40",)),
+    Device("L4", 23_034 * _MIB, 121e12, 30.3e12, 300e9, 242e12, "A100", aliases=("L4",)),
     Device("V100-32", 32_510 * _MIB, 125e12, 15.7e12, 900e9, None, "V100", bf16=False, aliases=("V100-32", "V100")),
     Device("V100-16", 16_160 * _MIB, 125e12, 15.7e12, 900e9, None, "V100", bf16=False, aliases=("V100-16",)),
     # One core of a server at 2.8 GHz with AVX-512: a placeholder until ``calibrate`` has measured the machine.
@@ -112,7 +137,9 @@ _TDP_WATTS = {
     "H200": 700,
     "H100-SXM": 700,
     "H100-PCIe": 350,
+    "H800": 700,
     "A100-80": 400,
+    "A800": 400,
     "A100-40": 400,
 }
 # A vendor's own words for a board that runs below its power, without saying how far: TorchAO's B200 run at 750 W.

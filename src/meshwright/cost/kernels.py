@@ -76,7 +76,7 @@ def _kernel_s(op: Op, machine: Machine) -> float:
         return op.count * (machine.move_s(op.num_bytes) + _functions_s(op, machine) + gap)
     if op.kind == "attention":
         return _attention_s(op, machine) + op.count * gap
-    return op.count * (_matmul_s(op.m, op.n, op.k, op, machine) + gap)
+    return op.count * (_matmul_s(op.m, op.n, op.k, op, machine, op.m * op.k) + gap)
 
 
 def backward_s(op: Op, machine: Machine) -> float:
@@ -93,8 +93,8 @@ def backward_s(op: Op, machine: Machine) -> float:
     if op.kind == "attention":
         slower = _ATTENTION_BACKWARD / machine.efficiency.of_attention(op.dtype)[1]
         return again + _attention_s(op, machine) * slower + op.count * gap
-    of_input = _matmul_s(op.m, op.k, op.n, op, machine)
-    of_weight = _matmul_s(op.k, op.n, op.m, op, machine)
+    of_input = _matmul_s(op.m, op.k, op.n, op, machine, op.m * op.n)
+    of_weight = _matmul_s(op.k, op.n, op.m, op, machine, 0)
     return again + op.count * (of_input + of_weight + 2 * gap)
 
 
@@ -112,12 +112,13 @@ def pass_flops(op: Op) -> tuple[int, int]:
     return forward, op.flops * (1 if op.moment == "backward" else 2)
 
 
-def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine) -> float:
+def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine, fresh: int) -> float:
+    """One product; ``fresh`` of the elements it takes are cast first where others were cast for an earlier one."""
     size_in, size_out = _ITEMSIZE[op.dtype]
     moved = machine.constants.tile * (size_in * (m * k + k * n) + size_out * m * n)
     if op.dtype in _CAST_BYTES:
         rowwise = machine.constants.rowwise_bytes if op.variant == "rowwise" else 0.0
-        moved += (_CAST_BYTES[op.dtype] + rowwise) * (m * k + k * n)
+        moved += (_CAST_BYTES[op.dtype] + rowwise) * (fresh if op.variant == "cached" else m * k + k * n)
     rate = machine.matmul_flops_per_s(op.dtype) * (machine.constants.early if op.variant == "early" else 1.0)
     spent = 2 * m * n * k / rate + machine.move_s(moved)
     return machine.constants.product_s + op.batch * spent

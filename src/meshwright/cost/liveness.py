@@ -52,7 +52,9 @@ def moments(step: Step) -> dict[Moment, Memory]:
     behind = min(known.outside_bytes, saved) if known is not None else 0
     at_loss = saved + (known.loss_bytes if known is not None else 0)
     weights, (accumulated, of_block, of_outside) = whole_weights_bytes(step), _gradients(step)
-    lasting = whole.gradients if step.num_micro_batches > 1 or step.shard_axis is None else 0
+    # Shards of gradients that accumulate whole are made as these are reduced, and take their place.
+    shards_last = step.num_micro_batches > 1 and not step.whole_gradients
+    lasting = whole.gradients if shards_last or step.shard_axis is None else 0
     at_update = weights if step.gathered == "model" else 0
 
     def at(gradients: int, gathered: int, activations: int, recomputation: int = 0) -> Memory:

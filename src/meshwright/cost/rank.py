@@ -88,7 +88,7 @@ def _update_s(step: Step, machine: Machine, cluster: Cluster, moved: Copying) ->
 
 def one_s(step: Step, traffic: Traffic, network: Network) -> float:
     """Seconds of a step's collectives of one kind, were they alone."""
-    group = group_of(step.axes, (traffic.axis,), network.cluster.devices_per_node)
+    group = group_of(step.axes, (traffic.axis,), network.cluster.devices_per_node, step.counted_again)
     known, calls = network.constants, traffic.calls
     reduction = "all_to_all" if step.on_cpu else "reduce_scatter"  # of shards
     if traffic.hidden and traffic.kind in ("all_gather", reduction):

@@ -20,7 +20,7 @@ def ring_s(step: Step, network: Network, moment: str) -> float:
     sent = [each for each in step.traffic if each.moment == moment and each.axis == AXIS and each.kind == "send"]
     if not sent:
         return 0.0
-    group = group_of(step.axes, (AXIS,), network.cluster.devices_per_node)
+    group = group_of(step.axes, (AXIS,), network.cluster.devices_per_node, step.counted_again)
     travels = sum(collective_s("send", each.bytes_per_step, group, network, each.calls) for each in sent)
     cluster = network.cluster
     machine = Machine(cluster.device, network.efficiency, network.constants, cluster.num_devices)

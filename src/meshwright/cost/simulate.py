@@ -163,7 +163,7 @@ def _left_s(rank: Rank, collectives_s: float, computing_s: float) -> float:
 def hop_s(step: Step, cluster: Cluster, known: Calibration) -> float:
     """Seconds from one stage of a pipeline to the next."""
     network = Network(cluster, known.of(cluster.device.efficiency), known.constants)
-    group = group_of(step.axes, ("pipeline",), cluster.devices_per_node)
+    group = group_of(step.axes, ("pipeline",), cluster.devices_per_node, step.counted_again)
     size = step.stages.boundary_bytes if step.stages is not None else None
     return collective_s("send", size or 0, group, network) + known.constants.p2p_s + known.constants.wait_s
 

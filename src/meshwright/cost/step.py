@@ -90,7 +90,8 @@ class Op:
     functions: int = 0  # of a move: elements to which it applies a function that takes a CPU longer than their bytes
     dtype: Literal["fp32", "half", "fp8", "fp4"] = "half"
     causal: bool = False  # of an attention: half of the scores are not computed
-    variant: Literal["", "rowwise", "early", "flash1", "vendor"] = ""  # fp8 scaled row by row; others: see Constants
+    # fp8 scaled row by row, or cast once (weights: once a step); others: see Constants.
+    variant: Literal["", "rowwise", "cached", "early", "flash1", "vendor"] = ""
     count: int = 1
     inside: tuple[str, ...] = ()  # qualified names of the classes of the modules it lies in
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
@@ -238,6 +239,7 @@ class Step:
     whole_gradients: bool = False  # gradients accumulate whole until the last micro-batch
     wire: Wire | None = None  # in how many bits weights are gathered and gradients reduced; None: as they are
     traffic: tuple[Traffic, ...] = ()
+    counted_again: tuple[str, ...] = ()  # axes whose ranks those behind them have, too: of others' runs alone
 
     def size(self, axis: str | None) -> int:
         """Ranks along an axis; 1 where the mesh has none of that name."""

@@ -57,7 +57,7 @@ def family_step(
         num_micro_batches=run.num_micro_batches,
         activations=family_activations(shape, run, pipeline),
         flops=3 * (shape.layers * sum(op.flops for op in inside.ops) + sum(op.flops for op in outside.ops)),
-        boundaries=_boundaries(shape, run, sizes, exchanges_heads=exchanges_heads),
+        boundaries=_boundaries(shape, run, sizes, shape.layers, exchanges_heads=exchanges_heads),
     )
     if pipeline == 1:
         return [step]
@@ -65,7 +65,13 @@ def family_step(
     ranges, hidden = tuple(itertools.pairwise(bounds)), run.token_bytes(shape.hidden)
     if run.scatters_boundary and not run.split_tokens:
         hidden //= tensor
-    return [step.replace(stages=Stages(ranks, ranges, shape.layers, rank, hidden)) for rank in range(pipeline)]
+    return [
+        step.replace(
+            stages=Stages(ranks, ranges, shape.layers, rank, hidden),
+            boundaries=_boundaries(shape, run, sizes, on_ranks[rank], exchanges_heads=exchanges_heads),
+        )
+        for rank in range(pipeline)
+    ]
 
 
 def _stage_sizes(shape: Shape, stages: int, *, balanced: bool) -> tuple[int, ...]:
@@ -103,11 +109,14 @@ def _ending_on(rank: int, last: int, outside: Block) -> Block:
 
 
 def _boundaries(
-    shape: Shape, run: FamilyRun, sizes: Mapping[str, int], *, exchanges_heads: bool
+    shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: int, *, exchanges_heads: bool
 ) -> tuple[Boundary, ...]:
-    """Two pairs of collectives a block over the tensor axis (Korthikanti et al. 2022); exchanges for long sequences."""
-    pipeline, sequence, context = (sizes.get(axis, 1) for axis in ("pipeline", "sequence", "context"))
-    whole, calls = run.tokens * shape.hidden * run.itemsize, shape.layers // pipeline
+    """Two pairs of collectives a block over the tensor axis (Korthikanti et al. 2022); exchanges for long sequences.
+
+    ``calls``: blocks of the rank.
+    """
+    sequence, context = (sizes.get(axis, 1) for axis in ("sequence", "context"))
+    whole = run.tokens * shape.hidden * run.itemsize
     found: list[Boundary] = []
 
     def add(kind: str, moment: str, size: int, axis: str, number: int, beside: str = "", *, ends: bool = False) -> None:

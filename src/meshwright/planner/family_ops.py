@@ -17,6 +17,7 @@ PER_OP = "EverySecondMatmul"  # TorchTitan's selective policy: keeps attention's
 # means (4), multiplies (4 + 4), casts back (4 + 2) and multiplies by the weight (2 + 2); rotary positions cast,
 # multiply complex numbers and cast back.
 _PLAIN_NORM, _PLAIN_ROTARY = 18, 10
+_NARROW = ("fp8", "fp4")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class FamilyRun:
         dropout: Whether its masks are kept.
         seq: Tokens of a sample.
         flash1: Whether fused attention is of the first generation (Dao et al. 2022; Triton's).
-        saves_fp8: Whether products in 8 bits (or fewer) keep their inputs so, as Transformer Engine does.
+        saves_fp8: Whether products in 8 bits (or fewer) keep their inputs so, as Transformer Engine does: what was cast
+            for forward is not cast again for backward, and weights once a step.
         vendor_attention: Whether fused attention is written for this generation of devices (cuDNN's).
         rowwise: Whether fp8 products have a scale for each row.
         keeps_gathered: Whether the gathered input of a split layer is kept, instead of gathered again in backward.
@@ -128,14 +130,15 @@ def _moves(shape: Shape, run: FamilyRun) -> Op:
 
 def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "") -> Op:
     names = (BLOCK, beside) if beside else (BLOCK,)
-    variant: Literal["", "rowwise", "early"] = "rowwise" if run.rowwise else "early" if run.early else ""
+    cached = run.saves_fp8 and run.dtype in _NARROW
+    variant = "rowwise" if run.rowwise else "cached" if cached else "early" if run.early else ""
     return Op("matmul", m, n, k, dtype=run.dtype, inside=names, needed_in=names, variant=variant, operator=PRODUCT)  # type: ignore[arg-type]
 
 
 def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tuple[Op, ...]:
     heads, width = shape.heads // run.tensor, shape.hidden // shape.heads
     queries, keys, batch = shape.seq // run.sequence, shape.seq, run.micro_batch * heads
-    dtype = "half" if run.dtype in ("fp8", "fp4") else run.dtype
+    dtype = "half" if run.dtype in _NARROW else run.dtype
     if run.fused_attention:
         variant: Literal["", "flash1", "vendor"] = "flash1" if run.flash1 else "vendor" if run.vendor_attention else ""
         fused = _matmul(run, queries, keys, width)
@@ -188,7 +191,7 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     """Bytes that one block keeps for backward, its input included (34 s b h of Korthikanti et al. 2022, for GPT)."""
     h, kv, f, size = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token, run.itemsize
     plain = 2 * h * size  # the input, and the sum in the middle
-    narrow = run.saves_fp8 and run.dtype in ("fp8", "fp4")
+    narrow = run.saves_fp8 and run.dtype in _NARROW
     entering = 2 * h * (1 if narrow else size)  # both norms' outputs, which split layers take
     split = (h + 2 * kv) * size * (2 if run.copies_heads else 1) + h * size  # queries, keys, values; attention's output
     if shape.gated:
@@ -226,7 +229,7 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
     h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, shape.vocab // run.tensor
     first = 0 if pipeline > 1 else None
     last = pipeline - 1 if pipeline > 1 else None
-    dtype = "half" if run.dtype in ("fp8", "fp4") else run.dtype
+    dtype = "half" if run.dtype in _NARROW else run.dtype
     # torch's cross-entropy: casts to fp32 (4), log-softmax reads and writes (8); backward writes zeros with ones at the
     # labels (4), log-softmax reads two and writes (12), and casts (4). Fused: reads once; writes in place.
     usual = (size, 2 * size) if run.fused_loss else (size + 12, size + 20)

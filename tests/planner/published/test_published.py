@@ -14,7 +14,7 @@ from meshwright.planner.published.held import held_by
 from meshwright.planner.published.versions import convention_of_row
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data"
-TABLE, OTHERS = DATA / "published_runs.csv", DATA / "more_runs.csv"
+TABLE, OTHERS, LATE = DATA / "published_runs.csv", DATA / "more_runs.csv", DATA / "late_runs.csv"
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,14 @@ def test_tables_that_were_not_fitted_are_covered_and_none_falsely_fits():
     assert figures["time_median"] < 0.12
     assert figures["oom"]["fn"] == 0
     assert figures["oom"]["fp"] <= 2
+
+
+def test_runs_that_came_last_are_predicted_as_well():
+    rows = read_rows(LATE)
+    figures = score(rows[::10]).as_json()
+    assert figures["covered"] == figures["rows"] == 16
+    assert figures["time_mape"] < 0.1
+    assert figures["time_median"] < 0.08
 
 
 def test_json_has_the_agreed_keys(scores):
@@ -190,3 +198,27 @@ def test_the_stage_with_most_blocks_sets_the_pace_wherever_it_is():
     blocks = [sum(block.count for block in step.blocks if block.name != "outside") for step in case.steps]
     assert sum(blocks) == 80
     assert sorted(set(blocks)) == [4, 5, 6]  # the head spares the last stage one, which another takes
+
+
+def test_nemotron_4_has_no_gate_and_a_head_of_its_own():
+    cells = {"gpu": "H100", "n_gpus": "8", "layers": "32", "hidden": "6144", "heads": "48", "kv_heads": "8"}
+    cells |= {"ffn": "24576", "vocab": "256000", "seq": "4096", "micro_batch": "1", "zero_stage": "1"}
+    shape = predict_row(Row(0, {**cells, "source": "NeMo", "model": "Nemotron-4-15B"})).case.shape
+    assert (shape.gated, shape.is_tied) == (False, False)
+    assert shape.num_parameters == pytest.approx(15.6e9, rel=0.01)
+    assert predict_row(Row(0, {**cells, "source": "NeMo", "model": "Llama-3.1-Nemotron"})).case.shape.gated
+
+
+def test_ranks_that_divide_a_sample_reduce_its_gradients_once():
+    cells = {"source": "NeMo", "model": "Llama-3.1-8B", "gpu": "H100", "n_gpus": "8", "cp": "2", "dp": "4"}
+    cells |= {"zero_stage": "1", "micro_batch": "1", "seq": "8192"}
+    case = predict_row(Row(0, cells)).case
+    gradients = [each for each in case.steps[0].traffic if each.hidden and each.moment == "backward"]
+    assert [(each.kind, each.axis) for each in gradients] == [("reduce_scatter", "zero")]
+    assert dict(case.steps[0].axes)["zero"] == 8  # the four that take samples of their own, twice
+
+
+def test_hybrid_sharding_over_as_many_as_a_note_says():
+    cells = {"model": "Llama-2-7B", "gpu": "H100", "n_gpus": "256", "zero_stage": "FSDP", "micro_batch": "1"}
+    case = predict_row(Row(0, {**cells, "source": "somebody [HSDP 128]"})).case
+    assert dict(case.steps[0].axes) == {"zero": 128, "data": 2}

@@ -50,7 +50,7 @@ def links(plan: Plan) -> tuple[LinkTime, ...]:
         own: dict[LinkTime, float] = {}
         for traffic in step.traffic:
             duration = seconds_of(step, traffic, plan.forecast.cluster, known)
-            group = group_of(step.axes, (traffic.axis,), plan.forecast.cluster.devices_per_node)
+            group = group_of(step.axes, (traffic.axis,), plan.forecast.cluster.devices_per_node, step.counted_again)
             spans = group.nodes > 1
             bound_inside = spans and _is_bound_inside(step, traffic, plan.forecast.cluster, known)
             key = LinkTime(traffic.kind, traffic.axis, traffic.moment, spans, 0.0, traffic.hidden, bound_inside)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from meshwright.cost import Cluster, Link
+from meshwright.cost.cluster import most_joined
 from meshwright.errors import MeshwrightError
 from meshwright.methods import SAMPLED
 from meshwright.planner.explain.figures import price_per_billion_tokens, short
@@ -92,8 +93,8 @@ def _more_devices(subject_of: SubjectOf, found: Found, cluster: Cluster, samples
 
 
 def _per_node(cluster: Cluster, devices: int) -> int:
-    """A single node that is not full grows up to the usual eight."""
-    return max(cluster.devices_per_node, min(devices, 8))
+    """A single node that is not full grows up to what is usual for its devices."""
+    return max(cluster.devices_per_node, min(devices, most_joined(cluster.device)))
 
 
 def _spread(plan: Plan, now: int, more: int, samples: int) -> Iterator[tuple[Strategy, int]]:

@@ -7,6 +7,7 @@ import re
 from typing import Literal
 
 from meshwright.cost import Cluster, Step, find_device, make_cluster
+from meshwright.cost.cluster import most_joined
 from meshwright.errors import MeshwrightError
 from meshwright.methods import cost_of
 from meshwright.planner.families import family_step
@@ -116,6 +117,8 @@ def _case(
     axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
     virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
     steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
+    # The ranks that divide a sample are among those that the state is sharded over, or gradients are averaged.
+    steps = [step.replace(counted_again=("sequence",)) for step in steps]
     noted = bool(re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE)) and "vanilla" not in row.notes
     beside = convention.async_tensor or noted
     shown = _shown_by(steps)
@@ -178,7 +181,8 @@ def _cluster(row: Row, convention: Convention) -> Cluster:
     if number is None:
         number = _product(row)
     nodes = row.count("nodes")
-    per_node = max(1, number // nodes) if nodes else None
+    # Of an NVL72 a node is a tray, and the rack is what NVLink joins.
+    per_node = max(1, number // nodes) if nodes and most_joined(device) == 8 else None
     network = re.search(r"(\d{3,4}) ?Gbps", row.text("source"))
     return make_cluster(device, number, per_node, float(network.group(1)) if network else None, convention.latency_s)
 
@@ -276,6 +280,8 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
     whole = not 0 < convention.live_bytes < 2 * largest  # both are of half weights
     traffic = []
     for each in step.traffic:
+        if each.axis in step.counted_again and each.kind == "all_reduce":
+            continue  # of gradients, which the axis behind it reduces over these ranks, too
         if stage == 3 and each.kind == "all_gather" and not whole:
             each = dataclasses.replace(each, hidden=False)  # no room to gather the next layer while one computes
         if each.hidden and each.kind != "send" and stage < 2:

@@ -6,6 +6,7 @@ published; none is fitted.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -120,21 +121,46 @@ _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divid
     vocab=51200,
     default_ac="full",
 )
+_MEGATRON = Convention(
+    words=("megatron-lm", "mcore", "megascale", "megatron"),
+    family="gpt",
+    fused_loss=True,
+    reentrant=True,
+    wide_gradients=True,
+    async_tensor=True,
+    compiled=True,  # Transformer Engine's fused norms, rotary positions and activations
+    vendor_attention=True,  # so is its attention
+    stages=8,
+    vocab=128256,
+    default_zero=1,
+)
 _KNOWN = (
     _MEGATRON_2022,
-    Convention(
-        words=("megatron-bridge", "megatron-lm", "megatron bridge", "mcore", "nemo", "megascale", "megatron"),
-        family="gpt",
-        fused_loss=True,
-        reentrant=True,
-        wide_gradients=True,
-        async_tensor=True,
-        compiled=True,  # Transformer Engine's fused norms, rotary positions and activations
-        vendor_attention=True,  # so is its attention
-        stages=8,
-        vocab=128256,
-        default_zero=1,
+    Convention(words=("automodel",), vendor_attention=True, default_zero=3),  # FSDP2 with Transformer Engine
+    dataclasses.replace(  # ``grad_sync_dtype: bf16`` in NeMo's recipes, ``grad_reduce_in_fp32 = False`` in Bridge's
+        _MEGATRON,
+        words=("megatron-bridge", "megatron bridge", "nemo"),
+        reduce="half",
+        wide_gradients=False,
     ),
+    _MEGATRON,
+    Convention(  # XLA fuses what is elementwise; attention is cuDNN's (``cudnn_flash_te``)
+        words=("maxtext",),
+        fused_loss=True,
+        compiled=True,
+        vendor_attention=True,
+        default_zero=3,
+    ),
+    Convention(  # its recipes switch cuDNN's attention off (``xla_gpu_enable_cudnn_fmha=false``)
+        words=("paxml", " pax "),
+        family="gpt",
+        fused_attention=False,
+        fused_loss=True,
+        compiled=True,
+        vocab=51200,
+        default_zero=3,
+    ),
+    Convention(words=("kempnerforge",), vendor_attention=True, default_zero=3),  # its profile names cuDNN's kernels
     Convention(
         words=("llm-foundry", "llmfoundry", "mosaic", "composer"),
         family="gpt",

@@ -15,8 +15,9 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])(?![a-z])", re.IGNORECASE)
 _EXPERTS = re.compile(
     r"[ _-]a\d+(\.\d+)?b\b|\d+x\d+b|moe|mixtral|dbrx|grok|kimi|deepseek[ _-]?v[23]|gpt[ _-]?oss|llama-?4|nemotron_3"
 )
-_GPT_WORDS = ("gpt", "mpt", "megatron", "opt", "bloom", "bert", "turing", "mt-nlg", "pythia", "falcon")
-_LLAMA_WORDS = ("llama", "mistral", "qwen", "granite", "yi-", "gemma", "baichuan", "internlm", "nemotron", "olmo")
+# Nemotron to the fourth generation has a squared ReLU without a gate (arXiv 2402.16819); Llama-Nemotron is a Llama.
+_GPT_WORDS = ("gpt", "mpt", "megatron", "opt", "bloom", "bert", "turing", "mt-nlg", "pythia", "falcon", "nemotron")
+_LLAMA_WORDS = ("llama", "mistral", "qwen", "granite", "yi-", "gemma", "baichuan", "internlm", "olmo")
 _MOST_LAYERS = 5000  # what is more is a number of something else
 _CLOSE = 0.2  # a known model stands for another of its family whose size differs by no more
 
@@ -141,7 +142,7 @@ def _tied(row: Row, family: Family) -> bool | None:
     size = size_b(row)
     if "nanotron" in row.text("source").lower() and size is not None:
         return size < 4  # as the table's note says
-    return None
+    return False if "nemotron" in row.text("model").lower() else None
 
 
 def _rounded(hidden: int, heads: int) -> int:

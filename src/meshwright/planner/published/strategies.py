@@ -57,10 +57,11 @@ def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[
 
 
 def nearby_of(row: Row, sizes: dict[str, int], per_node: int) -> int:
-    """Over how many of the data-parallel ranks parameters are sharded: all, or under HSDP those of one node."""
-    if not re.search(r"\bHSDP\b|hybrid[ _-]?shard", f"{row.text('zero_stage')} {row.notes}", re.IGNORECASE):
+    """Over how many of the data-parallel ranks parameters are sharded: all, or under HSDP so many, or a node's."""
+    found = re.search(r"\b(?:HSDP|hybrid[ _-]?shard)(?: (\d+))?\b", f"{row.text('zero_stage')} {row.notes}", re.I)
+    if found is None:
         return sizes["dp"] * sizes["cp"]
-    ranks = max(1, per_node // (sizes["tp"] * sizes["cp"])) * sizes["cp"]
+    ranks = int(found.group(1) or 0) or max(1, per_node // (sizes["tp"] * sizes["cp"])) * sizes["cp"]
     return ranks if (sizes["dp"] * sizes["cp"]) % ranks == 0 else sizes["dp"] * sizes["cp"]
 
 
