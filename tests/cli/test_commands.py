@@ -1,12 +1,15 @@
 """Commands that start no ranks."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
 import meshwright
-from meshwright.cli import app
+from meshwright.cli import app, bench_comm, checkpoint
+from meshwright.distributed import BENCHMARK_OPS
 from meshwright.methods import rules
 from meshwright.strategy import METHOD_CONFIGS
 from tests.cli.helpers import project
@@ -19,6 +22,15 @@ def _run(*arguments):
 def test_version_and_help():
     assert _run("--version").stdout.strip() == meshwright.__version__
     assert "[optimizer]" in _run("train", "--help-config").stdout
+
+
+def test_help_names_what_its_commands_know_and_imports_little(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert ", ".join(BENCHMARK_OPS) in _run("bench-comm", "--help").stdout
+    assert "|".join(bench_comm.DTYPES) in _run("bench-comm", "--help").stdout
+    assert "|".join(checkpoint._DTYPES) in _run("checkpoint", "export", "--help").stdout
+    program = "import sys; from meshwright.cli import app; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
 @pytest.mark.parametrize("columns", ["60", "160"])

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 import meshwright
-from meshwright.cli.bench_comm import DTYPES, BenchOptions, bench_comm
-from meshwright.cli.calibrate import CalibrateOptions, run_calibration
-from meshwright.cli.checkpoint import checkpoint_app
-from meshwright.cli.config_help import config_help
-from meshwright.cli.failures import INTERRUPTED, exit_status, leave
-from meshwright.cli.methods import print_methods
+from meshwright.cli.checkpoint_commands import checkpoint_app
 from meshwright.cli.plan_commands import compare_command, plan_command
-from meshwright.cli.request import Options, number_of_processes, prepare
-from meshwright.cli.run_dir import default_run_dir
-from meshwright.cli.training import train
-from meshwright.distributed import BENCHMARK_OPS
 from meshwright.errors import ConfigError
-from meshwright.runtime.launch import inside_launcher, launch, stay_on_this_machine
+
+if TYPE_CHECKING:
+    from meshwright.cli.bench_comm import BenchOptions
+    from meshwright.cli.calibrate import CalibrateOptions
+    from meshwright.cli.request import Options
+
+# Commands import what they need when they run: help is there at once.
+_OPS = "all_gather, reduce_scatter, send_recv, all_reduce, all_to_all"
 
 app = typer.Typer(
     name="meshwright",
@@ -79,6 +76,11 @@ def train_command(
     ] = False,
 ) -> None:
     """Train the model of a training file, on all processes and under a strategy given or chosen."""
+    from meshwright.cli.config_help import config_help
+    from meshwright.cli.failures import exit_status, leave
+    from meshwright.cli.request import Options
+    from meshwright.runtime.launch import inside_launcher
+
     if help_config:
         typer.echo(config_help())
         return
@@ -101,6 +103,11 @@ def train_command(
 
 def _train(options: Options) -> int:
     """Trains here, or starts the ranks that do."""
+    from meshwright.cli.request import number_of_processes, prepare
+    from meshwright.cli.run_dir import default_run_dir
+    from meshwright.cli.training import train
+    from meshwright.runtime.launch import inside_launcher, stay_on_this_machine
+
     if inside_launcher():
         _leave_interrupts_to_the_launcher()
         return train(options)
@@ -121,6 +128,11 @@ def _leave_interrupts_to_the_launcher() -> None:
 
 
 def _start_ranks(arguments: list[str], nproc: int, max_restarts: int = 0) -> int:
+    from rich.console import Console
+
+    from meshwright.cli.failures import INTERRUPTED
+    from meshwright.runtime.launch import launch
+
     status = launch(["-m", "meshwright", *arguments], nproc, max_restarts)
     if status != 0:
         Console().show_cursor(True)  # a rank that was ended while it drew has left it hidden
@@ -137,7 +149,7 @@ app.command("compare")(compare_command)
 def bench_comm_command(
     ops: Annotated[
         list[str] | None,
-        typer.Option("--op", metavar="OP", help=f"{', '.join(BENCHMARK_OPS)}; repeatable.", show_default="all"),
+        typer.Option("--op", metavar="OP", help=f"{_OPS}; repeatable.", show_default="all"),
     ] = None,
     min_bytes: Annotated[int, typer.Option(metavar="BYTES", help="Smallest message.")] = 2**10,
     max_bytes: Annotated[
@@ -146,7 +158,7 @@ def bench_comm_command(
             metavar="BYTES", help="Largest message, doubling.", show_default="16 MiB on the CPU, 1 GiB on CUDA"
         ),
     ] = None,
-    dtype: Annotated[str, typer.Option(metavar="|".join(DTYPES), help="Element type.")] = "fp32",
+    dtype: Annotated[str, typer.Option(metavar="fp32|fp16|bf16", help="Element type.")] = "fp32",
     iterations: Annotated[int, typer.Option(metavar="N", min=1, help="Timings per size; the median counts.")] = 10,
     warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Runs per size before them.")] = 3,
     nproc: Annotated[
@@ -162,13 +174,19 @@ def bench_comm_command(
     traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
 ) -> None:
     """Measure the bandwidth of collectives between ranks by message size (BMTrain's benchmarks)."""
-    wanted = tuple(ops or BENCHMARK_OPS)
+    from meshwright.cli.bench_comm import BenchOptions
+    from meshwright.cli.failures import exit_status
+
+    wanted = tuple(ops or _OPS.split(", "))
     options = BenchOptions(wanted, min_bytes, max_bytes, dtype, iterations, warmup, device, json_file, nproc)
     raise typer.Exit(exit_status(lambda: _bench_comm(options), show_traceback=traceback))
 
 
 def _bench_comm(options: BenchOptions) -> int:
     """Measures here, or starts the ranks that do."""
+    from meshwright.cli.bench_comm import bench_comm
+    from meshwright.runtime.launch import inside_launcher
+
     if inside_launcher():
         _leave_interrupts_to_the_launcher()
         bench_comm(options)
@@ -193,12 +211,18 @@ def calibrate_command(
     traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
 ) -> None:
     """Measure this machine's kernels and links in about a minute, for predictions (use as --cluster FILE.json)."""
+    from meshwright.cli.calibrate import CalibrateOptions
+    from meshwright.cli.failures import exit_status
+
     options = CalibrateOptions(out, processes, device, clock)
     raise typer.Exit(exit_status(lambda: _calibrate(options), show_traceback=traceback))
 
 
 def _calibrate(options: CalibrateOptions) -> int:
     """Measures here, or starts the ranks that do."""
+    from meshwright.cli.calibrate import run_calibration
+    from meshwright.runtime.launch import inside_launcher
+
     if inside_launcher():
         _leave_interrupts_to_the_launcher()
         run_calibration(options)
@@ -212,4 +236,6 @@ def methods_command(
     as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print it as JSON, with every reason.")] = False,
 ) -> None:
     """List the methods that a strategy can name: what they do, what they need, what they do not go together with."""
+    from meshwright.cli.methods import print_methods
+
     print_methods(as_json=as_json)

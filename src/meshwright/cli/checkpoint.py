@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import typer
 from rich.table import Column, Table
 
-from meshwright.cli.failures import exit_status
 from meshwright.cli.run_dir import ADAPTERS, CHECKPOINTS, MODEL_CONFIG
 from meshwright.errors import CheckpointError, MeshwrightError
 from meshwright.planner.sizes import readable_bytes
@@ -22,38 +20,6 @@ from meshwright.store.record import RECORD, Record, read_record
 from meshwright.utils.terminal import PlainConsole
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-checkpoint_app = typer.Typer(help="Checkpoints: list, verify, export.", no_args_is_help=True)
-_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A run, its checkpoints, or one checkpoint.")]
-_Json = Annotated[bool, typer.Option("--json", metavar="", help="Print it as JSON.")]
-
-
-@checkpoint_app.command("list")
-def list_command(directory: _Directory, as_json: _Json = False) -> None:
-    """Show the complete checkpoints of a run; the files themselves are not read."""
-    raise typer.Exit(exit_status(lambda: _list(directory, as_json)))
-
-
-@checkpoint_app.command("verify")
-def verify_command(directory: _Directory, as_json: _Json = False) -> None:
-    """Read every file of every checkpoint and name what is damaged; exit status 1 when something is."""
-    raise typer.Exit(exit_status(lambda: _verify(directory, as_json)))
-
-
-@checkpoint_app.command("export")
-def export_command(
-    directory: _Directory,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or a file that ends in .safetensors.")],
-    dtype: Annotated[
-        str | None, typer.Option(metavar="|".join(_DTYPES), help="Type of the weights.", show_default="as saved")
-    ] = None,
-) -> None:
-    """Write the weights of a checkpoint (of a run: the newest that is whole) as safetensors.
-
-    A folder gets a config.json too where the run has trained a transformers model: from_pretrained loads it. Of a run
-    that has trained adapters of peft it gets these alone: PeftModel.from_pretrained loads them.
-    """
-    raise typer.Exit(exit_status(lambda: _export(directory, out, dtype)))
 
 
 def _found(directory: Path) -> list[Path]:
@@ -67,7 +33,8 @@ def _found(directory: Path) -> list[Path]:
     return found
 
 
-def _list(directory: Path, as_json: bool) -> int:
+def list_checkpoints(directory: Path, as_json: bool) -> int:
+    """Shows the complete checkpoints of a run; returns the exit status."""
     rows = [_row(path) for path in _found(directory)]
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
@@ -103,7 +70,8 @@ def _methods(record: Record) -> str:
         return ""
 
 
-def _verify(directory: Path, as_json: bool) -> int:
+def verify_checkpoints(directory: Path, as_json: bool) -> int:
+    """Names what is damaged; returns the exit status."""
     damage = {str(path): [str(error) for error in damage_of(path)] for path in _found(directory)}
     if as_json:
         typer.echo(json.dumps(damage, indent=1))
@@ -113,7 +81,8 @@ def _verify(directory: Path, as_json: bool) -> int:
     return 1 if any(damage.values()) else 0
 
 
-def _export(directory: Path, out: Path, dtype: str | None) -> int:
+def export_checkpoint(directory: Path, out: Path, dtype: str | None) -> int:
+    """Writes the weights of the newest whole checkpoint; returns the exit status."""
     if dtype is not None and dtype not in _DTYPES:
         raise CheckpointError("--dtype is not known", expected=", ".join(_DTYPES), got=dtype, fix="use one of these")
     path = _newest_whole(_found(directory))

@@ -7,10 +7,6 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.compare import CompareOptions, compare
-from meshwright.cli.failures import exit_status
-from meshwright.cli.plan import PlanOptions, plan
-from meshwright.cli.plan_options import Subjects
 from meshwright.errors import ConfigError
 
 _MODEL = "llama-3-8b, gpt:KEY=N,… (layers, hidden, heads, vocab), hf:PATH of a config.json, or MODULE:FUNCTION."
@@ -53,6 +49,9 @@ def plan_command(
     traceback: Annotated[bool, _TRACEBACK] = False,
 ) -> None:
     """Predict strategies for a model on a cluster that need not be there: memory, time, the best and why."""
+    from meshwright.cli.failures import exit_status
+    from meshwright.cli.plan import PlanOptions, plan
+    from meshwright.cli.plan_options import Subjects
 
     def command() -> int:
         subjects = Subjects(model, cluster, global_batch, seq, sample, loss, memory_limit)
@@ -80,6 +79,9 @@ def compare_command(
     traceback: Annotated[bool, _TRACEBACK] = False,
 ) -> None:
     """Compare strategies for one model on one cluster, or plans that were written before."""
+    from meshwright.cli.compare import CompareOptions, compare
+    from meshwright.cli.failures import exit_status
+    from meshwright.cli.plan_options import Subjects
 
     def command() -> int:
         given = {"--model": model, "--cluster": cluster, "--global-batch": global_batch}
