@@ -184,7 +184,7 @@ class Job:
             self.stages = self.stages.with_masters(master.of)
         if self.is_split:
             _check_fused(self.model, inner)
-            separate_layouts(inner_optimizer(inner))
+        separate_layouts(inner_optimizer(inner))
         step_on_local_tensors(inner_optimizer(inner))
         if not (self.loss_scaling or self.skip_nonfinite or self.spikes or master):
             return inner

@@ -96,7 +96,7 @@ def replicate(job: Job) -> None:
         job.micro_batch = _with_experts(job, job.experts.parameters(), group)
         return
     if not trainable and not job.is_split:  # DDP takes no model that is frozen whole, and would send rank 0's weights
-        broadcast_states(job.model)
+        broadcast_states(job.model, job.device)
     if job.is_split or not trainable:
         averager = GradientAverager(job.model, group, allow_unused=job.find_unused_parameters)
         job.micro_batch = averager.accumulating

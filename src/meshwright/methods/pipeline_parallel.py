@@ -210,7 +210,7 @@ class PipelineParallel(Method):
         if job.size(AXIS) == 1:
             return
         assert job.cut is not None, "the plan has decided it"
-        broadcast_states(job.model)  # while it is the same model on all ranks
+        broadcast_states(job.model, job.device)  # while it is the same model on all ranks
         _, blocks = block_list(job.model, self.blocks)
         splice = Splice(job.cut)
         mesh = job.require_mesh()

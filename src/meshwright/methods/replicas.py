@@ -24,10 +24,19 @@ _BUCKET_BYTES = 25 * 2**20  # DDP's: large enough for bandwidth, small enough to
 
 
 @torch.no_grad()
-def broadcast_states(model: nn.Module) -> None:
-    """Rank 0's values on every rank: without it each shard would come from another initialisation."""
+def broadcast_states(model: nn.Module, device: torch.device) -> None:
+    """Rank 0's values on every rank: without it each shard would come from another initialisation.
+
+    Args:
+        model: On ``device`` or the CPU, where it stays.
+        device: Whose links carry the values, tensor by tensor: those between hosts are slow, or no group knows them.
+    """
     for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.detach(), src=0)
+        here = tensor.detach()
+        there = here.to(device)
+        dist.broadcast(there, src=0)
+        if there is not here:
+            here.copy_(there)
 
 
 class GradientAverager:

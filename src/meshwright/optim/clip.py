@@ -139,8 +139,10 @@ def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> tor
         partial = norms.max() if infinite else norms.pow(norm_type).sum()
     if layout is not None:
         mesh, split_dims = layout
+        carried = partial.to(mesh.device_type)  # offloaded shards: NCCL's groups know no tensors of the host
         for dim in split_dims:
-            dist.all_reduce(partial, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+            dist.all_reduce(carried, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=mesh.get_group(dim))
+        partial = carried.to(device)
     return partial
 
 

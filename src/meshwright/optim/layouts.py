@@ -104,13 +104,21 @@ def separate_layouts(optimizer: Optimizer) -> None:
     """
     separated: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
-        if not (group.get("fused") or group.get("foreach")):
-            separated.append(group)
-            continue
         by_mesh: dict[Any, list[int]] = defaultdict(list)
         for index, parameter in enumerate(group["params"]):
             by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(index)
+        if len(by_mesh) < 2 or not _updates_lists(group):
+            separated.append(group)
+            continue
         lists = [key for key in ("params", "param_names") if key in group]
         for indices in by_mesh.values():
             separated.append({**group, **{key: [group[key][index] for index in indices] for key in lists}})
     optimizer.param_groups = separated
+
+
+def _updates_lists(group: dict[str, Any]) -> bool:
+    """Whether torch updates many tensors of a group in one operation: left the choice, it does so on accelerators."""
+    chosen = [group[key] for key in ("fused", "foreach") if group.get(key) is not None]
+    if chosen or "foreach" not in group:
+        return any(chosen)
+    return any(parameter.device.type != "cpu" for parameter in group["params"])

@@ -30,21 +30,11 @@ def step_on_local_tensors(optimizer: Optimizer) -> None:
 
     def collect_local(group: dict[str, Any], parameters: list[Any], gradients: list[Any], *states: list[Any]) -> Any:
         found = collect(group, parameters, gradients, *states)
-        if _keeps_its_kernel(group, parameters):
+        if not group.get("differentiable"):
             _unwrap(parameters, gradients, states)
         return found
 
     optimizer._init_group = collect_local  # type: ignore[attr-defined]
-
-
-def _keeps_its_kernel(group: dict[str, Any], parameters: list[Any]) -> bool:
-    """Whether plain tensors are updated in the way in which DTensors are.
-
-    Left the choice, torch takes ``foreach`` on GPUs for plain ones only, which holds temporaries of the shards' size.
-    """
-    if group.get("differentiable"):
-        return False
-    return bool(group.get("fused") or group.get("foreach")) or all(each.device.type == "cpu" for each in parameters)
 
 
 def _unwrap(parameters: list[Any], gradients: list[Any], states: tuple[list[Any], ...]) -> None:

@@ -25,7 +25,8 @@ def choose_device(backend: str | None, local_rank: int) -> torch.device:
             f"Local rank {local_rank} has no CUDA device of its own",
             expected=f"at most {torch.cuda.device_count()} processes on this machine",
             got=f"local rank {local_rank}",
-            fix="start fewer processes, or train on the CPU with init_distributed(backend='gloo')",
+            fix="start fewer processes, or train on the CPU with init_distributed(backend='gloo'); where each process "
+            "sees one device alone (Slurm's --gpus-per-task), set LOCAL_RANK=0 in all of them",
         )
     return torch.device("cuda", local_rank)
 

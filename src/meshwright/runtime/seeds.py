@@ -34,7 +34,8 @@ def seed_replica(seed: int, replica: int) -> None:
 def preserved_rng() -> Iterator[None]:
     """Leaves torch's, numpy's and random's generators as they were before the block."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng():
+    own = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # other devices are other ranks'
+    with torch.random.fork_rng(own):
         try:
             yield
         finally:

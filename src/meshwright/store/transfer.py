@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from meshwright.optim.whole_state import whole_tensor
 from meshwright.runtime import rank, world_size
 
 
@@ -16,9 +17,9 @@ def collect(tensor: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(tensor, DTensor):
         return tensor.to("cpu", copy=True) if rank() == 0 else None
     if not _in_rows_over_the_world(tensor):
-        whole = tensor.full_tensor()
+        whole = whole_tensor(tensor)
         return whole.to("cpu", copy=True) if rank() == 0 else None
-    part = _padded(tensor.to_local(), tensor)
+    part = _padded(tensor.to_local().to(tensor.device_mesh.device_type), tensor)  # offloaded ones are on the host
     parts = [torch.empty_like(part) for _ in range(world_size())] if rank() == 0 else None
     dist.gather(part, parts, dst=0)
     return torch.cat(parts)[: tensor.shape[0]].cpu() if parts is not None else None
@@ -39,9 +40,10 @@ def spread(source: torch.Tensor | None, target: torch.Tensor) -> None:
             dist.broadcast(target, src=0)
         return
     local = target.to_local()
-    full = source.to(local.device, target.dtype) if source is not None else None
+    device = target.device_mesh.device_type  # offloaded shards are on the host
+    full = source.to(device, target.dtype) if source is not None else None
     if _in_rows_over_the_world(target):
-        part = local.new_empty(_padded_shape(target))
+        part = local.new_empty(_padded_shape(target), device=device)
         parts = [_padded(rows, target) for rows in full.split(part.shape[0])] if full is not None else None
         if parts is not None:
             parts += [torch.empty_like(part)] * (world_size() - len(parts))
@@ -50,12 +52,12 @@ def spread(source: torch.Tensor | None, target: torch.Tensor) -> None:
         return
     # Rank 0 is on one of several smaller meshes only; and torch scatters interleaved shards only if they are even.
     if target.device_mesh.size() < world_size() or any(isinstance(each, _StridedShard) for each in target.placements):
-        full = local.new_empty(target.shape) if full is None else full.contiguous()
+        full = local.new_empty(target.shape, device=device) if full is None else full.contiguous()
         dist.broadcast(full, src=0)
         local.copy_(distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None).to_local())
         return
     if full is None:  # only its shape counts: takes no memory
-        full = local.new_empty(()).expand(target.shape)
+        full = local.new_empty((), device=device).expand(target.shape)
     local.copy_(distribute_tensor(full, target.device_mesh, target.placements).to_local())
 
 

@@ -74,7 +74,7 @@ def divide(
         mesh: The axis.
         device: Where experts go; only this rank's part is ever there.
     """
-    broadcast_states(model)
+    broadcast_states(model, device)
     experts = Experts(ExpertAxis(mesh))
     for layer, features in layers:
         if isinstance(layer, StackedExperts):

@@ -39,7 +39,7 @@ def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch
         sync: Take rank 0's values over first; False where the model is one pipeline rank's part.
     """
     if sync:
-        broadcast_states(model)
+        broadcast_states(model, device)
     tied = _tied_names(model)
     scattered = _scattered_rows(split)
     for layer in split.layers:

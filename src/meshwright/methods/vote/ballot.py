@@ -50,12 +50,13 @@ class Ballot:
 
     Args:
         keys: Of this rank's weights. Making a ballot is collective.
+        device: Whose links carry it, and the votes.
     """
 
-    def __init__(self, keys: list[int]) -> None:
+    def __init__(self, keys: list[int], device: torch.device) -> None:
         self._most = max(gather_objects(len(keys)))
-        self._own = keys
-        every = gather(keys, self._most, torch.device("cpu")) if world_size() > 1 else np.array([keys])
+        self._own, self._device = keys, device
+        every = gather(keys, self._most, device) if world_size() > 1 else np.array([keys])
         flat = every.reshape(-1)
         self._order = np.argsort(flat, kind="stable")
         in_order = flat[self._order]
@@ -65,19 +66,18 @@ class Ballot:
         self.num_compared = int((counts > 1).sum())
         """Parts of weights that several ranks hold."""
 
-    def vote(self, tensors: Iterable[torch.Tensor], device: torch.device) -> list[Outcome]:
+    def vote(self, tensors: Iterable[torch.Tensor]) -> list[Outcome]:
         """Compares what the ranks hold; collective: one all-gather of 8 bytes for every weight.
 
         Args:
             tensors: This rank's parts, in the order of the keys.
-            device: Whose links carry it.
 
         Returns:
             What is unequal, the same on every rank.
         """
         if not self.num_compared:
             return []
-        sums = gather(bit_sums(tensors).tolist(), self._most, device).reshape(-1)[self._order]
+        sums = gather(bit_sums(tensors).tolist(), self._most, self._device).reshape(-1)[self._order]
         odd = (sums != sums[self._first]) & (self._keys != _NOBODY)
         found = []
         for key in np.unique(self._keys[odd]).tolist():

@@ -42,15 +42,15 @@ class Voter:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, policy: VotePolicy, device: torch.device) -> None:
-        self.policy, self._device = policy, device
+        self.policy = policy
         self._outer = optimizer if isinstance(optimizer, OuterOptimizer) else None
         self._weights = VotedWeights(model, optimizer)
         parameters = self._weights.parameters()
         self._names = {key_of(name, parameter): name for name, parameter in parameters.items()}
-        self._ballot = Ballot(list(self._names))
+        self._ballot = Ballot(list(self._names), device)
         if self._outer is not None:
             own = {key_of(n, p, [self._outer.replicas.rank]): n for n, p in parameters.items()}
-            self._names_inside, self._ballot_inside = own, Ballot(list(own))
+            self._names_inside, self._ballot_inside = own, Ballot(list(own), device)
         self.num_steps = 0
         """Of the optimizer."""
         self.num_votes = 0
@@ -97,7 +97,7 @@ class Voter:
         ballot, names = self._ballot, self._names
         if self._outer is not None and not self._outer.synchronizer.replicas_are_equal:
             ballot, names = self._ballot_inside, self._names_inside
-        outcomes = ballot.vote(self._weights.tensors(), self._device)
+        outcomes = ballot.vote(self._weights.tensors())
         self.num_votes += 1
         if not outcomes:
             self.equal_at = self.num_steps

@@ -45,7 +45,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
         reshard_after_forward, reduce_once = False, True
     units = units_of(config, job.model, job.strategy, dict(job.axes))
     if config.sync_module_states and not job.is_split and job.pipeline is None:
-        broadcast_states(job.model)
+        broadcast_states(job.model, job.device)
     apart = _shard_experts(config, job, reshard_after_forward) if job.experts is not None else set()
     inside = job.experts.inside() if job.experts is not None else set()
     ignored = units.ignored | apart

@@ -8,6 +8,8 @@ import torch
 class CudaCopies:
     """One stream per direction, as the hardware has one copy engine per direction.
 
+    Any thread may queue copies. A new one begins on the first device: it would set up a context there for nothing.
+
     Args:
         device: The CUDA device.
     """
@@ -27,7 +29,7 @@ class CudaCopies:
         self, host: list[torch.Tensor], device: list[torch.Tensor], after: torch.cuda.Event
     ) -> torch.cuda.Event:
         """Copies asynchronously; the device tensors may be freed by their owner at once."""
-        with torch.cuda.stream(self._to_host):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._to_host):
             self._to_host.wait_event(after)
             for target, source in zip(host, device, strict=True):
                 target.copy_(source, non_blocking=True)
@@ -38,7 +40,7 @@ class CudaCopies:
         self, device: list[torch.Tensor], host: list[torch.Tensor], after: torch.cuda.Event
     ) -> torch.cuda.Event:
         """Copies asynchronously; the host tensors must stay until the event has passed."""
-        with torch.cuda.stream(self._to_device):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._to_device):
             self._to_device.wait_event(after)
             for target, source in zip(device, host, strict=True):
                 target.copy_(source, non_blocking=True)

@@ -14,13 +14,10 @@ from torch.overrides import TorchFunctionMode
 def device_of_pass(model: nn.Module, wanted: torch.device | None) -> torch.device:
     """The device of the tensors without data.
 
-    That of the model's parameters; for a model on ``meta`` the one that it will train on. A machine that lacks it runs
-    the pass on tensors of the CPU.
+    The one that the model will train on, wherever it is now; where nobody says which, that of its parameters. A machine
+    that lacks it runs the pass on tensors of the CPU.
     """
-    found = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    if found.type == "meta" and wanted is not None:
-        found = wanted
-    return device_here(found)
+    return device_here(wanted or next((tensor.device for tensor in model.parameters()), torch.device("cpu")))
 
 
 def device_here(device: torch.device) -> torch.device:
