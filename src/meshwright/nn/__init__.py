@@ -9,10 +9,11 @@ from meshwright.nn.averaging import average_gradients
 from meshwright.nn.block import Block, no_sync
 from meshwright.nn.block_list import TransformerBlockList
 from meshwright.nn.blocks import find_blocks, require_blocks
+from meshwright.nn.caches import without_caches
 from meshwright.nn.classes import class_name, class_names, modules_of, outermost
 from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
-from meshwright.nn.forward import class_with, wrap_method, wrap_methods
-from meshwright.nn.fresh_weights import reshard, reshard_at_updates
+from meshwright.nn.forward import class_with, without_fast_path, wrap_method, wrap_methods
+from meshwright.nn.fresh_weights import gathered_root, reshard, reshard_at_updates
 from meshwright.nn.fsdp_exchange import Comm, is_mean, reduce_by_exchange
 from meshwright.nn.fsdp_failure import abandon_units, recover_in_forward
 from meshwright.nn.fsdp_groups import parameter_groups
@@ -63,6 +64,7 @@ __all__ = [
     "class_with",
     "compile_forward",
     "find_blocks",
+    "gathered_root",
     "grouped_parameters",
     "init_parameters",
     "is_compiled",
@@ -86,6 +88,8 @@ __all__ = [
     "whole_model",
     "widen",
     "widened",
+    "without_caches",
+    "without_fast_path",
     "wrap_method",
     "wrap_methods",
 ]
