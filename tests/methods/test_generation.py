@@ -64,6 +64,27 @@ def test_the_tokens_are_those_of_one_process(ranks, strategy):
         assert [drawn for *_, drawn in first] == [drawn for *_, drawn in second]
 
 
+def adapters_and_saving(folder):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    expected = tokens(peft.get_peft_model(build("llama"), lora), 5)
+    for strategy in ("pipeline", "fsdp"):
+        torch.manual_seed(3)
+        model = peft.get_peft_model(build("llama"), lora)
+        job = mw.accelerate(
+            model, torch.optim.SGD, None, None, strategy=STRATEGIES[strategy], model_input_format="unpack_dict",
+            sample_batch={"input_ids": IDS, "labels": IDS}, batch_size=2,
+        )  # fmt: skip
+        assert tokens(job.model, 5) == expected
+        with pytest.raises(mw.ModelError, match="save_folder"):
+            job.model.save_pretrained(folder)
+
+
+def test_adapters_generate_and_divided_models_do_not_save_themselves(ranks, tmp_path):
+    ranks(2).run(adapters_and_saving, str(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 def other_methods():
     model = build("llama")
     job = mw.accelerate(model, None, strategy=["parallel_mode"])

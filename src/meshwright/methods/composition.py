@@ -18,6 +18,7 @@ from meshwright.methods.job import Job
 from meshwright.methods.law import SHARD_AXES
 from meshwright.methods.mixed_parallel import without_mixed
 from meshwright.methods.module_replace import replacement_of
+from meshwright.methods.own_saving import refuse_own_saving
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
 from meshwright.methods.pipeline.finish import finish_pipeline
 from meshwright.methods.zero.config import ZeroMethod
@@ -166,6 +167,7 @@ def apply_strategy(job: Job) -> None:
         if method.phase > Phase.REPLICATE:
             method.apply(job)
     tell_parameters(job)
+    refuse_own_saving(job)
 
 
 def cost_of(strategy: Strategy, step: Step, *, first: Phase = Phase.MESH, before: Phase | None = None) -> Step:

@@ -31,7 +31,7 @@ from meshwright.methods.pipeline.schedules import (
 from meshwright.methods.pipeline.splice import Splice
 from meshwright.methods.pipeline.trace import Dataflow
 from meshwright.methods.replicas import broadcast_states
-from meshwright.nn import keep_part_of_whole, without_fast_path, wrap_method
+from meshwright.nn import keep_part_of_whole, without_fast_path, wrap_method, wrap_methods
 from meshwright.strategy import Bytes
 
 AXIS = "pipeline"
@@ -225,6 +225,8 @@ class PipelineParallel(Method):
         without_fast_path(job.model)
         if hasattr(type(job.model), "generate"):
             wrap_method(job.model, "generate", job.pipeline.around_generate)
+            inner = [each for each in job.model.modules() if hasattr(type(each), "generate") and each is not job.model]
+            wrap_methods(inner, "forward", job.pipeline.around_inner)
         job.loss_func = job.pipeline.loss(job.loss_func)
         if job.shard_axis is None and job.size("tensor") == 1:
             job.model.to(job.device)

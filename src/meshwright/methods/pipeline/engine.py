@@ -91,6 +91,10 @@ class PipelineEngine:
         hand_over_stages({stage: [each.record for each in runs[0]] for stage, runs in taken.items()})
         return shared_output(self.line, output) if self._shares_output else output
 
+    def around_inner(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of the forward of a model inside the model, on which peft calls ``generate``."""
+        return forward(*args, **kwargs) if self._splice.is_running else self.around_model(forward, *args, **kwargs)
+
     def around_generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of the model's ``generate``: all ranks of the pipeline get the logits, and draw the same tokens.
 
