@@ -181,7 +181,7 @@ def pairs_on(strategy, steps, by_hand=False, sample=True, **keys):
             losses[-1] += loss.item()
         result.clip_grad_norm(0.1)
         result.optim.step()
-    calls = [layer.calls.item() for layer in result.model.layers if hasattr(layer, "calls")]
+    calls = [layer.calls.item() for layer in result.model.layers if not layer.calls.is_meta]
     return losses, whole_weights(result.model), result.evaluate(ROWS).item(), calls
 
 

@@ -1,4 +1,5 @@
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,6 +7,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.methods import Checkpoint, Job
+from meshwright.nn import without_caches
 from meshwright.planner.prediction import Pass
 from meshwright.planner.saved import record_saved
 from tests import tiny
@@ -106,3 +108,12 @@ def test_a_cache_is_switched_off_and_said():
     Checkpoint().apply(real)
     assert model.config.use_cache is False
     assert "use_cache" in real.notices[0]
+
+
+def test_parts_with_configurations_of_their_own_keep_no_cache():
+    decoder, encoder = (nn.Linear(2, 2) for _ in range(2))
+    decoder.config, encoder.config = SimpleNamespace(use_cache=True), SimpleNamespace(use_cache=False)
+    model = nn.ModuleList([encoder, decoder])
+    assert without_caches(model)
+    assert not decoder.config.use_cache
+    assert not without_caches(model)

@@ -11,6 +11,7 @@ from meshwright import Strategy, StrategyError
 from meshwright.cost import memory
 from meshwright.methods import PipelineParallel
 from meshwright.methods.pipeline.balance import Balancer, balanced_bounds
+from meshwright.methods.pipeline.parts import Elsewhere
 from meshwright.methods.pipeline.schedules import (
     SCHEDULES,
     actions,
@@ -273,3 +274,17 @@ def test_what_is_in_flight_is_what_torchs_tables_keep(name):
             assert list(kept.values()) == list(
                 live_peaks(name, ranks, per_rank, micro_batches, (1,) * ranks * per_rank)
             )
+
+
+def test_attributes_of_foreign_blocks_stay_readable_and_hold_nothing():
+    block = torch.nn.TransformerEncoderLayer(8, 2)
+    block.reduction, block.absent = torch.nn.Sequential(torch.nn.Linear(2, 2)), None
+    stand_in = Elsewhere(block, lambda call, x: x)
+    assert stand_in.self_attn.batch_first is False
+    assert stand_in.self_attn.in_proj_weight.is_meta
+    assert stand_in.absent is None
+    assert stand_in.reduction.training
+    assert not list(stand_in.parameters())
+    assert not stand_in.state_dict()
+    with pytest.raises(AttributeError, match="'strange' is asked of a block"):
+        _ = stand_in.strange

@@ -116,7 +116,9 @@ def refusals():
         except mw.MeshwrightError as error:
             said[case] = str(error)
     models = {"listless": torch.nn.Linear(6, 3), "residual": Residual(), "lists": Lists(), "skip": Skip()}
-    for case, model in {**models, "odd": Odd(), "shared": Shared()}.items():
+    compiled = Chain()
+    compiled.layers[1].compile(backend="eager")
+    for case, model in {**models, "odd": Odd(), "shared": Shared(), "compiled": compiled}.items():
         try:
             strategy = [("parallel_mode", {"pipeline": 2}), "pipeline_parallel"]
             sample = torch.ones(2, 6)
@@ -171,15 +173,17 @@ class Odd(Layers):
         return state.x
 
 
-class Shared(Layers):
-    def __init__(self):
-        super().__init__()
-        self.layers[1].weight = self.layers[0].weight
-
+class Chain(Layers):
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
         return x
+
+
+class Shared(Chain):
+    def __init__(self):
+        super().__init__()
+        self.layers[1].weight = self.layers[0].weight
 
 
 class Lists(Layers):
@@ -206,6 +210,7 @@ def test_what_cannot_be_cut_is_refused_everywhere(ranks):
         "reentrant": "leave no_reentrant out",
         "ignored": "leave these keys out",
         "odd": "an output of type State",
+        "compiled": "compile() was called on layers.1",
         "skip": "calls every block once, in the order of the list",
     }
     for case, words in expected.items():

@@ -7,6 +7,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.methods import SampleRun, TensorParallel
+from meshwright.methods.tensor.vocabulary import vocabulary_entries
 from tests.methods.split_runs import build
 
 WIDTH, TOKENS = 16, 6
@@ -140,6 +141,58 @@ def test_attentions_and_mlps_as_people_write_them():
     assert described(found) == {"qkv": ("colwise", ()), "out": ("rowwise", ()), **vocabulary}
     assert [(a.path, a.name, a.value) for a in found.adjustments] == [
         ("blocks.0", "num_heads", 2), ("blocks.1", "num_heads", 2)]  # fmt: skip
+
+
+class Masked(nn.Module):
+    """Counts its heads, and takes a mask of integers: 1 where a token may be seen, or where it may not."""
+
+    def __init__(self, visible):
+        super().__init__()
+        self.num_heads, self.visible = 4, visible
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x, mask):
+        q, k, v = (each(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        scores = scores.masked_fill(mask[:, None, None] != self.visible, -1e4)
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(-2))
+
+
+class MaskedModel(Model):
+    def forward(self, ids):
+        x, mask = self.embedding(ids), torch.ones_like(ids)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("visible", [0, 1])
+def test_behind_a_mask_that_hides_everything_nothing_is_proved(visible):
+    """Where all scores are hidden, heads of half their size would look right."""
+    found = split(MaskedModel(lambda: Masked(visible)))
+    assert {(each.name, each.value) for each in found.adjustments} == {("num_heads", 2)}
+
+
+class Positions(nn.Embedding):
+    """Counts positions itself, from 2, as BART's do."""
+
+    def forward(self, ids):
+        return super().forward(torch.arange(ids.shape[-1]) + 2)
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * 3
+
+
+def test_only_what_looks_up_ids_is_split_as_a_vocabulary():
+    model = Model(lambda: nn.Linear(WIDTH, WIDTH))
+    model.embedding, model.positions = Scaled(32, WIDTH), Positions(64, WIDTH)
+    entries, remark = vocabulary_entries(model, 2)
+    assert entries == {"embedding": "embedding_rowwise", "head": "colwise_gather_output"}
+    assert not remark
+    model.head = nn.Linear(WIDTH, 3)
+    assert vocabulary_entries(model, 2) == ({}, "positions does more than look up rows and stays whole")
 
 
 def test_a_bias_of_the_scores_is_split_with_its_heads():

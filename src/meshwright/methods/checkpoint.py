@@ -20,7 +20,7 @@ from meshwright.methods.recompute.operators import SELECTIVE, operator_names
 from meshwright.methods.recompute.repeated import Repeated
 from meshwright.methods.recompute.wrapping import recompute
 from meshwright.methods.references import ClassReferences
-from meshwright.nn import modules_of, outermost, require_blocks
+from meshwright.nn import modules_of, outermost, require_blocks, without_caches
 from meshwright.strategy import Bytes
 
 Granularity = Literal["none", "selective", "full"]
@@ -162,10 +162,7 @@ class Checkpoint(Method):
                 alike.setdefault(kept, []).append(module)
         for operators, modules in alike.items():
             recompute(modules, operators, no_reentrant=self.no_reentrant)
-        config = getattr(job.model, "config", None)
-        if config is not None and getattr(config, "use_cache", False):
-            # A key-value cache would be filled a second time by the recomputation.
-            config.use_cache = False
+        if without_caches(job.model):  # the recomputation would fill them a second time
             job.notices.append("checkpoint: config.use_cache was set to False; a cache cannot be recomputed")
 
     def cost(self, step: Step) -> Step:

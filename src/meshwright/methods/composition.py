@@ -17,6 +17,7 @@ from meshwright.methods.compatibility import check_axes, check_law, check_shard_
 from meshwright.methods.held import tell_parameters
 from meshwright.methods.job import Job
 from meshwright.methods.law import SHARD_AXES
+from meshwright.methods.own_saving import refuse_own_saving
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
 from meshwright.methods.replace.changes import replacement_of
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
@@ -178,6 +179,7 @@ def apply_strategy(job: Job) -> None:
         if method.phase > Phase.REPLICATE:
             method.apply(job)
     tell_parameters(job)
+    refuse_own_saving(job)
 
 
 def cost_of(strategy: Strategy, step: Step, *, first: Phase = Phase.MESH, before: Phase | None = None) -> Step:

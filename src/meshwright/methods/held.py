@@ -13,7 +13,8 @@ def tell_parameters(job: Job) -> None:
     model = unwrapped(job.model)
     part, orders = part_of_whole(model), rank_orders(model)
     named = {stored_name(name): parameter for name, parameter in model.named_parameters()}
-    places = {name: place for place, name in enumerate(part.names if part is not None else named)}
+    places = {stored_name(name): place for place, name in enumerate(part.names if part is not None else named)}
+    homes = {stored_name(name): ranks for name, ranks in part.homes.items()} if part is not None else {}
     for name, parameter in named.items():
-        on, of = (len(part.homes[name]), part.size) if part is not None else (1, 1)
+        on, of = (len(homes[name]), part.size) if part is not None else (1, 1)
         tell_held(parameter, Held(places[name], on, of, orders.get(id(parameter))))

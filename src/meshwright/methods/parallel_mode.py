@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -103,7 +104,7 @@ def replicate(job: Job) -> None:
         return
     late = _late(job, group)
     options = {"find_unused_parameters": job.find_unused_parameters, **job.ddp_options}
-    replicas = DistributedDataParallel(
+    replicas = Replicas(
         job.model,
         device_ids=[job.device.index] if job.device.type == "cuda" else None,
         process_group=group,
@@ -118,6 +119,26 @@ def replicate(job: Job) -> None:
         quantise_averages(replicas, job.wire, way, job.device)
     job.model = replicas
     job.micro_batch = functools.partial(_accumulating, replicas, late)
+
+
+class Replicas(DistributedDataParallel):
+    """DDP that answers for its model what does not train: attributes such as ``config``, and ``generate``.
+
+    Other methods of the model would compute gradients that nobody averages.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """What DDP does not have is the model's, unless it is another method."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            found = getattr(super().__getattr__("module"), name)
+            if name == "generate" or not inspect.ismethod(found):
+                return found
+            raise AttributeError(
+                f"DistributedDataParallel has no {name!r}, and the model's own would train on this rank alone. What to "
+                f"do: call the model itself, or model.module.{name} where nothing trains"
+            ) from None
 
 
 def averaging_axis(job: Job) -> str:

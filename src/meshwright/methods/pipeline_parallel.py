@@ -17,7 +17,7 @@ from meshwright.methods.law import SHARDING, Conflict
 from meshwright.methods.pipeline.balance import balanced_bounds
 from meshwright.methods.pipeline.chain import Line
 from meshwright.methods.pipeline.cost import stage_cost
-from meshwright.methods.pipeline.cut import Cut, block_list, check_apart, check_enough, given_bounds
+from meshwright.methods.pipeline.cut import Cut, block_list, check_apart, check_enough, check_not_compiled, given_bounds
 from meshwright.methods.pipeline.engine import PipelineEngine
 from meshwright.methods.pipeline.parts import keep_part, parameter_costs, part_of, place_stages
 from meshwright.methods.pipeline.schedules import (
@@ -31,7 +31,7 @@ from meshwright.methods.pipeline.schedules import (
 from meshwright.methods.pipeline.splice import Splice
 from meshwright.methods.pipeline.trace import Dataflow
 from meshwright.methods.replicas import broadcast_states
-from meshwright.nn import keep_part_of_whole, wrap_method
+from meshwright.nn import keep_part_of_whole, without_fast_path, wrap_method, wrap_methods
 from meshwright.strategy import Bytes
 
 AXIS = "pipeline"
@@ -204,6 +204,7 @@ class PipelineParallel(Method):
         if ranks == 1:
             return
         self.check_numbers(len(self.blocks_of(job.model)), ranks, job.num_micro_batches)
+        check_not_compiled(job.model, self.blocks)
 
     def apply(self, job: Job) -> None:
         """Frees the other ranks' blocks; the model's forward runs single stages from now on."""
@@ -221,6 +222,11 @@ class PipelineParallel(Method):
         keep_part(job.model, blocks, job.cut, line.rank, splice)
         job.pipeline = PipelineEngine(line, splice, self.schedule)
         wrap_method(job.model, "forward", job.pipeline.around_model)
+        without_fast_path(job.model)
+        if hasattr(type(job.model), "generate"):
+            wrap_method(job.model, "generate", job.pipeline.around_generate)
+            inner = [each for each in job.model.modules() if hasattr(type(each), "generate") and each is not job.model]
+            wrap_methods(inner, "forward", job.pipeline.around_inner)
         job.loss_func = job.pipeline.loss(job.loss_func)
         if job.shard_axis is None and job.size("tensor") == 1:
             job.model.to(job.device)

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from meshwright.nn.block import Block, CheckpointBlock, no_sync
     from meshwright.nn.block_list import TransformerBlockList
     from meshwright.nn.blocks import find_blocks, require_blocks
+    from meshwright.nn.caches import without_caches
     from meshwright.nn.classes import class_name, class_names, modules_of, outermost
     from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
-    from meshwright.nn.forward import class_with, wrap_method, wrap_methods
-    from meshwright.nn.fresh_weights import reshard, reshard_at_updates
+    from meshwright.nn.forward import class_with, without_fast_path, wrap_method, wrap_methods
+    from meshwright.nn.fresh_weights import gathered_root, reshard, reshard_at_updates
     from meshwright.nn.fsdp_exchange import Comm, is_mean, reduce_by_exchange
     from meshwright.nn.fsdp_failure import abandon_units, recover_in_forward
     from meshwright.nn.fsdp_groups import parameter_groups
@@ -44,10 +45,11 @@ else:
         block: Block CheckpointBlock no_sync
         block_list: TransformerBlockList
         blocks: find_blocks require_blocks
+        caches: without_caches
         classes: class_name class_names modules_of outermost
         compiled: compile_forward is_compiled outside_compiled
-        forward: class_with wrap_method wrap_methods
-        fresh_weights: reshard reshard_at_updates
+        forward: class_with without_fast_path wrap_method wrap_methods
+        fresh_weights: gathered_root reshard reshard_at_updates
         fsdp_exchange: Comm is_mean reduce_by_exchange
         fsdp_failure: abandon_units recover_in_forward
         fsdp_groups: parameter_groups
@@ -97,6 +99,7 @@ __all__ = [
     "class_with",
     "compile_forward",
     "find_blocks",
+    "gathered_root",
     "grouped_parameters",
     "init_parameters",
     "is_compiled",
@@ -120,6 +123,8 @@ __all__ = [
     "whole_model",
     "widen",
     "widened",
+    "without_caches",
+    "without_fast_path",
     "wrap_method",
     "wrap_methods",
 ]

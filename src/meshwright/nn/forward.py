@@ -38,6 +38,18 @@ def wrap_methods(modules: Iterable[nn.Module], name: str, around: Around) -> Non
         module.__class__ = wrapped[cls]
 
 
+def without_fast_path(model: nn.Module) -> None:
+    """Lets ``nn.TransformerEncoder`` run its layers by their forwards where gradients are off, too.
+
+    Its fast path reads their weights, and hands on nested tensors.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            module.activation_relu_or_gelu = 0  # what torch asks for that path
+        elif isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+
+
 def _around(original: Callable[..., Any], around: Around) -> Callable[..., Any]:
     @functools.wraps(original)
     def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -55,3 +56,15 @@ def _reshard_updated(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _is_gathered(unit: FSDPModule) -> bool:
     return any(not group.is_sharded for group in parameter_groups(unit))
+
+
+@contextlib.contextmanager
+def gathered_root(model: nn.Module) -> Iterator[None]:
+    """Whole weights outside of units while parts of a model are called by themselves; all are shards afterwards."""
+    assert isinstance(model, FSDPModule)
+    fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]  # else the part that is called becomes a root
+    model.unshard()
+    try:
+        yield
+    finally:
+        reshard(model)

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.errors import ModelError, join_names
 from meshwright.nn.block import Block
 from meshwright.nn.blocks import find_blocks
+from meshwright.nn.caches import without_caches
 from meshwright.nn.module import distributed_class
 from meshwright.nn.parameter import DistributedParameter
 from meshwright.runtime import print_rank, require_distributed, settings
@@ -46,9 +47,7 @@ def BMTrainModelWrapper(model: nn.Module, use_checkpoint: bool = True, zero_leve
             if id(child) in made:
                 parent._modules[name] = made[id(child)]
     _distribute_rest(model)
-    config = getattr(model, "config", None)
-    if use_checkpoint and blocks and getattr(config, "use_cache", False):
-        config.use_cache = False  # type: ignore[union-attr]
+    if use_checkpoint and blocks and without_caches(model):
         print_rank("meshwright: config.use_cache was set to False; a cache cannot be recomputed")
     return model
 

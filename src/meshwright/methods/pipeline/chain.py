@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import ModelError, join_names
 from meshwright.methods.pipeline.splice import Form, Handed, Splice
@@ -131,6 +132,30 @@ def run_chain(line: Line, splice: Splice, forward: Callable[[], Any]) -> tuple[A
             token = _send(line, stage, token, handed, boundaries.get(stage) if failure is None else None)
     _raise_together(line, failure)
     return (handed if line.is_here(line.last) else StageOutput(token)), boundaries
+
+
+def shared_output(line: Line, output: Any) -> Any:
+    """What the last stage returned, on every rank of the pipeline; without gradients.
+
+    Args:
+        line: The pipeline.
+        output: What :func:`run_chain` returned here.
+    """
+    source = line.peer(line.last)
+    is_here = line.is_here(line.last)
+    told = [tree_map_only(torch.Tensor, _without_data, output) if is_here else None]
+    dist.broadcast_object_list(told, src=source, group=line.group, device=line.device)
+
+    def shared(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.contiguous() if is_here else torch.empty_like(tensor, device=line.device)
+        dist.broadcast(tensor, src=source, group=line.group)
+        return tensor
+
+    return tree_map_only(torch.Tensor, shared, output if is_here else told[0])
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 class _Elsewhere(Exception):

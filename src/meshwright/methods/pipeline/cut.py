@@ -118,7 +118,7 @@ def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]
             "pipeline_parallel: it cannot be told which blocks of the model to cut",
             expected="one nn.ModuleList that the model's forward loops over",
             got=f"{len(seen)} that hold parameters ({join_names(seen)}); all lists: {join_names(lists)}",
-            fix="name it: ('pipeline_parallel', {'blocks': 'model.layers'})"
+            fix=f"name it: ('pipeline_parallel', {{'blocks': {list(seen)[-1]!r}}})"
             if seen
             else "put the model's layers into an nn.ModuleList; or train it with fsdp, which needs no such list",
         )
@@ -142,6 +142,28 @@ def check_apart(model: nn.Module, path: str) -> None:
                 got=f"{first}, which is also {name}",
                 fix="give every block parameters of its own, or train this model with fsdp",
             )
+
+
+def check_not_compiled(model: nn.Module, named: str | None) -> None:
+    """Refuses blocks that ``Module.compile`` was called on, or around: no stage could end behind one of them.
+
+    Raises:
+        ModelError: Naming one.
+    """
+    path, blocks = block_list(model, named)
+    around = {f"{path}.{index}" for index in range(len(blocks))} | set(itertools.accumulate(path.split("."), _joined))
+    compiled = [each for each in ("", *sorted(around)) if model.get_submodule(each)._compiled_call_impl is not None]
+    if compiled:
+        raise ModelError(
+            "pipeline_parallel: the model is compiled already, so that it cannot be run in stages",
+            expected="a plain model; parts of blocks may be compiled",
+            got=f"compile() was called on {compiled[0] or 'the model'}",
+            fix="leave that out, and add the method compile to the strategy",
+        )
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}"
 
 
 def given_bounds(split: Sequence[int], blocks: int, stages: int) -> tuple[int, ...]:

@@ -18,7 +18,15 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from meshwright.inspect import captured, hand_over_micro_batches, hand_over_stages
-from meshwright.methods.pipeline.chain import Boundary, Line, StageOutput, flag_device, run_chain, shared_loss
+from meshwright.methods.pipeline.chain import (
+    Boundary,
+    Line,
+    StageOutput,
+    flag_device,
+    run_chain,
+    shared_loss,
+    shared_output,
+)
 from meshwright.methods.pipeline.gradients import StageGradients
 from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
 from meshwright.methods.pipeline.splice import Handed, Splice
@@ -53,6 +61,7 @@ class PipelineEngine:
         self._schedules: dict[Any, tuple[Any, list[StageModule]]] = {}
         self.saved_bytes = 0
         self._shares_loss = False  # a loss function called inside another is that one's part
+        self._shares_output = False  # while text is generated, every rank needs the logits
         self._reduces = True  # False: gradients of a plain backward pass only accumulate
 
     def finish(self, model: nn.Module, gradients: StageGradients, compute: torch.dtype | None) -> None:
@@ -80,7 +89,26 @@ class PipelineEngine:
         output, self._boundaries = run_chain(self.line, self._splice, call)
         taken = self._splice.take_records()
         hand_over_stages({stage: [each.record for each in runs[0]] for stage, runs in taken.items()})
-        return output
+        return shared_output(self.line, output) if self._shares_output else output
+
+    def around_inner(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of the forward of a model inside the model, on which peft calls ``generate``."""
+        return forward(*args, **kwargs) if self._splice.is_running else self.around_model(forward, *args, **kwargs)
+
+    def around_generate(self, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of the model's ``generate``: all ranks of the pipeline get the logits, and draw the same tokens.
+
+        Without a cache: a rank's has the keys and values of its own blocks alone, and positions are counted by block 0.
+        """
+        seed = torch.randint(2**62, (), device=self.line.device)
+        dist.broadcast(seed, src=self.line.peer(self.line.last), group=self.line.group)
+        self._shares_output = True
+        try:
+            with preserved_rng():
+                torch.manual_seed(int(seed))
+                return generate(*args, **{**kwargs, "use_cache": False})
+        finally:
+            self._shares_output = False
 
     def loss(self, loss_func: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         """A loss function that knows the loss on every rank and whose backward reaches every stage."""

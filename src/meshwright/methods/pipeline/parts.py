@@ -144,18 +144,37 @@ def _release(module: nn.Module, name: str, parameter: nn.Parameter, fate: Fate, 
         wrap_method(module, "forward", lambda forward, *args, **kwargs: stand_in(module, splice.dtype or dtype, *args))
 
 
+class Absent:
+    """What stays readable of a module on another rank: its plain attributes, tensors without data, its children."""
+
+    def __init__(self, module: nn.Module) -> None:
+        vars(self).update((name, value) for name, value in vars(module).items() if name not in _KEPT_BY_MODULES)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            vars(self)[name] = None if tensor is None else tensor.detach().to("meta")
+        for name, child in module._modules.items():
+            vars(self)[name] = None if child is None else Absent(child)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{name!r} is asked of a block, or of a part of one, that is on another pipeline rank")
+
+
+_KEPT_BY_MODULES = frozenset(vars(nn.Module())) - {"training"}
+
+
 class Elsewhere(nn.Module):
     """Stands in the list where a block of another rank was; it holds no tensors.
 
-    Plain attributes of the block stay readable: some models ask their layers for them.
+    Attributes of the block stay readable, as :class:`Absent` has them: some models ask their layers for them.
     """
 
     def __init__(self, block: nn.Module, around: Callable[..., Any]) -> None:
         super().__init__()
-        for name, value in vars(block).items():
-            if name not in vars(self) and not isinstance(value, torch.Tensor | nn.Module):
-                self.__dict__[name] = value
+        self.__dict__["_block"] = Absent(block)  # no submodule: it is in nobody's state dict
         self._around = around
+
+    def __getattr__(self, name: str) -> Any:
+        """What the block had."""
+        return getattr(self.__dict__["_block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Hands the hidden state on."""

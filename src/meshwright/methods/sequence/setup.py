@@ -11,6 +11,7 @@ from meshwright.methods.job import Job
 from meshwright.methods.sequence.order import TokenOrder
 from meshwright.methods.sequence.proof import prove_blocks
 from meshwright.methods.sequence.tokens import block_lists
+from meshwright.nn import without_caches
 
 
 def check_parts(
@@ -42,7 +43,5 @@ def check_parts(
 
 def without_cache(job: Job, method: str) -> None:
     """Switches key-value caches off: a rank has a part of the tokens."""
-    config = getattr(job.model, "config", None)
-    if getattr(config, "use_cache", False):
-        config.use_cache = False  # type: ignore[union-attr]
+    if without_caches(job.model):
         job.notices.append(f"{method}: config.use_cache was set to False; a rank has a part of the tokens")

@@ -41,21 +41,21 @@ def record_calls(model: nn.Module, sample: SampleRun | None, ranks: int) -> list
     if not blocks:
         children = ", ".join(f"{name} ({type(child).__name__})" for name, child in model.named_children())
         raise _unknown("the model has no list of blocks to look into", "an nn.ModuleList of layers", children)
-    reason = "there is no sample"
+    reasons: list[str] = []
     for inputs, forward in _tries(model, sample, ranks):
         for block in blocks:
             block.call, block.given = None, {}
         try:
             _run(model, blocks, inputs, forward)
         except Exception as error:  # a user's model may do anything; behind the blocks it does not matter
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"
+            reasons.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}")
         if all(block.call is not None for block in blocks):
             return blocks
     silent = [block.path for block in blocks if block.call is None]
     raise _unknown(
         f"the data flow of {silent[0]} cannot be read off",
         "a dataset or sample_batch that the model runs with",
-        reason,
+        (reasons or ["there is no sample" if sample is None else "it does not run with the sample"])[0],
     )
 
 

@@ -25,7 +25,7 @@ from meshwright.methods.tensor.plan import PlannedLayer
 from meshwright.methods.tensor.split import Split
 from meshwright.methods.tensor.styles import is_transposed
 from meshwright.methods.tensor.tokens import let_exchange_tokens
-from meshwright.nn import RankOrder, keep_rank_order, wrap_method
+from meshwright.nn import RankOrder, keep_rank_order, without_fast_path, wrap_method
 
 
 def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch.device, *, sync: bool = True) -> None:
@@ -51,6 +51,7 @@ def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch
     for names in tied:
         _tie(model, names)
     _share_inputs(model, split, axis)
+    without_fast_path(model)
     if split.sequence is not None:
         let_exchange_tokens(model, split.sequence, axis)
 

@@ -85,8 +85,8 @@ def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool 
     if not is_part:
         _check_named(model, given)
     entries = [(re.compile(_regex(pattern)), style) for pattern, style in (*given.items(), *own.items())]
-    chosen, places = _chosen(model, entries, is_part)
     _check_bare_parameters(model, entries)
+    chosen, places = _chosen(model, entries, is_part)
     _with_tied(model, chosen)
     layers = [_layer(model, path, *chosen[path], places.get(path, "")) for path in chosen]
     if not is_part and not any(layer.style.dims for layer in layers):
@@ -155,7 +155,8 @@ def _check_bare_parameters(model: nn.Module, entries: list[tuple[re.Pattern[str]
                 "tensor_parallel: the plan splits a parameter that belongs to no linear layer",
                 expected="entries for nn.Linear and nn.Embedding",
                 got=f"{name}: {style!r}",
-                fix="train this model with fsdp; mixtures of experts and attention sinks are not split yet",
+                fix="train this model with fsdp, or its experts with expert_parallel; mixtures of experts and "
+                "attention sinks are not split yet",
             )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -34,11 +35,20 @@ class BlockCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     split: tuple[tuple[int, int], ...] = ()  # leaves that an earlier block gives split, and their dims
+    fill: tuple[int, bool] = (0, True)  # what integers and booleans are: nobody can tell masks and indices apart
 
     def values(self) -> list[Any]:
-        """Random leaves: masks that hide nothing, zeros for indices. The same at every call."""
+        """Random leaves, integers and booleans as ``fill`` says. The same at every call."""
         generator = torch.Generator().manual_seed(_SEED)
-        return [_random(leaf, generator) for leaf in tree_leaves((self.args, self.kwargs))]
+        return [_random(leaf, generator, *self.fill) for leaf in tree_leaves((self.args, self.kwargs))]
+
+    def filled(self) -> list[BlockCall]:
+        """The same with other integers and booleans, where there are any: a mask may hide everything, or nothing."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        kinds = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()}
+        integers = (0, 1) if kinds - {torch.bool} else (0,)
+        booleans = (True, False) if torch.bool in kinds else (True,)
+        return [replace(self, fill=fill) for fill in itertools.product(integers, booleans)]
 
     def tree(self, leaves: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments made of leaves."""
@@ -46,13 +56,11 @@ class BlockCall:
         return args, kwargs
 
 
-def _random(leaf: Any, generator: torch.Generator) -> Any:
+def _random(leaf: Any, generator: torch.Generator, integer: int, boolean: bool) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    if leaf.dtype == torch.bool:
-        return torch.ones(leaf.shape, dtype=torch.bool)
     if not leaf.is_floating_point():
-        return torch.zeros(leaf.shape, dtype=leaf.dtype)
+        return torch.full(leaf.shape, boolean if leaf.dtype == torch.bool else integer, dtype=leaf.dtype)
     values = torch.randn(leaf.shape, generator=generator)
     return values.requires_grad_(leaf.requires_grad)
 

@@ -24,10 +24,12 @@ from meshwright.methods.zero.units import Units, unit_of, units_of
 from meshwright.nn import (
     average_gradients,
     find_blocks,
+    gathered_root,
     recover_in_forward,
     reduce_by_exchange,
     reshard,
     reshard_at_updates,
+    wrap_method,
 )
 
 
@@ -82,6 +84,11 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     job.before_update.append(functools.partial(reshard, job.model))  # of any optimizer, over master weights too
     if job.pipeline is None:  # which clears away after itself
         recover_in_forward(job.model)
+    for module in job.model.modules():
+        # Transformers asks it: ranks then generate as long, and drop no layers of their own, as all gather weights.
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+    if hasattr(type(job.model), "generate"):
+        _let_generate(job.model)
     job.micro_batch = _micro_batch_context(job.model, reduce_once=reduce_once, keep=reshard_after_forward is False)
 
 
@@ -144,6 +151,16 @@ def _prefetch_forward(units: Units) -> None:
 def _move_ignored(ignored: set[nn.Parameter], device: torch.device) -> None:
     for parameter in ignored:
         parameter.data = parameter.data.to(device)
+
+
+def _let_generate(model: nn.Module) -> None:
+    """The encoder of T5, or the model that peft's adapters are in, is called without the model around it."""
+
+    def around(generate: Callable[..., object], *args: object, **kwargs: object) -> object:
+        with gathered_root(model):
+            return generate(*args, **kwargs)
+
+    wrap_method(model, "generate", around)
 
 
 def _micro_batch_context(
