@@ -165,6 +165,25 @@ def test_a_copy_goes_on_by_itself(copied):
     assert equal(train(again, other, start=2), train(model, optim, start=2))
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_steps_are_counted_in_fp32_whatever_torchs_default_type_is(default):
+    """bfloat16 counts to 256, and corrections of the bias would stop there."""
+    results, before = [], torch.get_default_dtype()
+    for dtype in (torch.float32, default):
+        weight = nn.Parameter(torch.ones(3, dtype=torch.float32))
+        try:
+            torch.set_default_dtype(dtype)
+            optimizer = AdamOptimizer([weight], lr=0.1)
+            for step in range(260):
+                weight.grad = torch.full((3,), 1.0 + step % 3, dtype=torch.float32)
+                optimizer.step(scale=3.0)
+        finally:
+            torch.set_default_dtype(before)
+        assert (optimizer.state[weight]["step"].dtype, int(optimizer.state[weight]["step"])) == (torch.float32, 260)
+        results.append(weight)
+    assert torch.equal(*results)
+
+
 def test_states_of_torchs_adamw_go_both_ways():
     theirs, ours = net(), net()
     reference = torch.optim.AdamW(theirs.parameters(), lr=0.02, fused=True)

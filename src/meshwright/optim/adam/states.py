@@ -56,7 +56,7 @@ class AdamStates:
     def made_for(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fresh states."""
         home, _ = self._home(parameter)
-        state = {"step": torch.zeros(())}
+        state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         state |= {name: wrapped_like(parameter, _zeros(local_tensor(parameter), home)) for name in _MOMENTS}
         if self.needs_master(parameter):
             state["master"] = _laid_out(parameter, parameter, home)
@@ -79,8 +79,8 @@ class AdamStates:
         home, _ = self._home(parameter)
         if not state:
             state.update(self.made_for(parameter))
-        if not isinstance(state["step"], torch.Tensor) or state["step"].device.type != "cpu":
-            state["step"] = torch.tensor(float(state["step"]))
+        if not isinstance(state["step"], torch.Tensor) or not _counts_on_host(state["step"]):
+            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device="cpu")
         if not self.needs_master(parameter):
             state.pop("master", None)
         elif "master" not in state:
@@ -91,6 +91,11 @@ class AdamStates:
         exp_avg, exp_avg_sq = (local_tensor(state[name]) for name in _MOMENTS)
         master = local_tensor(state["master"]) if "master" in state else None
         return Shards(weight, exp_avg, exp_avg_sq, master, state["step"], _kept(state))
+
+
+def _counts_on_host(step: torch.Tensor) -> bool:
+    # In half precision, torch's default type for some users, a count would stand still: bfloat16 knows no 257.
+    return step.device.type == "cpu" and step.dtype == torch.float32
 
 
 def _kept(state: dict[str, Any]) -> tuple[Any, ...]:
