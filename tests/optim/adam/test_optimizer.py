@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshwright import ConfigError, ModelError
-from meshwright.optim import AdamOffloadOptimizer, AdamOptimizer, MasterWeights
+from meshwright.optim import AdamOffloadOptimizer, AdamOptimizer, AdamW8bit, MasterWeights
 from meshwright.store import CheckpointStore, TrainingState
 from tests.optim.helpers import equal, give_gradients, loss_of, net, train, whole
 
@@ -337,6 +337,16 @@ def test_uneven_and_empty_shards_train_like_one_process(ranks, world):
 def test_hyperparameters_out_of_range(bad):
     with pytest.raises(ConfigError, match=r"Expected.*Got.*What to do"):
         AdamOptimizer([nn.Parameter(torch.ones(1))], **bad)
+
+
+def test_states_of_another_kind_are_refused():
+    weight = nn.Parameter(torch.ones(8))
+    others, optim = AdamW8bit([weight], min_8bit_size=1), AdamOptimizer([weight])
+    weight.grad = torch.ones(8)
+    others.step()
+    optim.load_state_dict(others.state_dict())
+    with pytest.raises(ModelError, match=r"not those of an Adam.*Got .*exp_avg_codes"):
+        optim.step()
 
 
 def test_what_adam_cannot_update_is_refused_and_changes_nothing():

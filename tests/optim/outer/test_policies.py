@@ -11,6 +11,7 @@ from meshwright import runtime
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.optim import (
     BMUF,
+    Adafactor,
     AdamOptimizer,
     AdamW8bit,
     DiLoCo,
@@ -22,6 +23,7 @@ from meshwright.optim import (
     OptimManager,
     OuterOptimizer,
     OuterPolicy,
+    SlowMo,
 )  # fmt: skip
 from meshwright.optim.outer.anomalies import AnomalyWatch
 from tests.optim.outer import simulation as sim
@@ -374,6 +376,8 @@ def test_what_is_refused():
         LocalSGD(LocalSGD(sim.sgd(net)))
     with pytest.raises(ConfigError, match="outer learning rate or momentum"):
         DiLoCo(sim.sgd(net), outer_momentum=1.5)
+    with pytest.raises(ConfigError, match="units of the inner learning rate"):
+        SlowMo(Adafactor(sim.model().float().parameters()))
     with pytest.raises(ConfigError, match="Unknown nbm_mode"):
         BMUF(sim.sgd(net), use_nbm=True, nbm_mode="cntk")
     with pytest.raises(ConfigError, match=r"Unknown warmup 'synchronus' \(did you mean 'synchronous'"):

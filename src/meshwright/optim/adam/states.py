@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.errors import ModelError, join_names
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.layouts import is_dense, wrapped_like
 
@@ -79,6 +80,13 @@ class AdamStates:
         home, _ = self._home(parameter)
         if not state:
             state.update(self.made_for(parameter))
+        if not state.keys() >= {"step", *_MOMENTS}:
+            raise ModelError(
+                "The states of a parameter are not those of an Adam: they were loaded from another optimizer",
+                expected=f"step, {join_names(_MOMENTS)}",
+                got=join_names(state),
+                fix="load them into the kind of optimizer that saved them, or leave them out",
+            )
         if not isinstance(state["step"], torch.Tensor) or not _counts_on_host(state["step"]):
             state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device="cpu")
         if not self.needs_master(parameter):
