@@ -9,6 +9,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright import Strategy
+from meshwright.optim import Adafactor
 from meshwright.strategy import METHOD_CONFIGS
 from tests import tiny
 
@@ -225,6 +226,11 @@ def bad_calls():
         ({"optim_func": None, "lr_scheduler_cls": print}, "needs an optimizer"),
         ({"lr_scheduler_cls": PLATEAU}, "with a validation loss"),
         ({"lr_scheduler_cls": lambda optim: PLATEAU(optim)}, "with a validation loss"),
+        (
+            {"optim_func": Adafactor, "optim_args": {}, "lr_scheduler_cls": torch.optim.lr_scheduler.StepLR},
+            "relative_step=False",
+        ),
+        ({"strategy": ["zero2"], "optim_args": {**LR, "fused": True}}, "fused SGD cannot"),
         ({"strategy": [("checkpoint", "Blok")]}, "did you mean 'Block'"),
         ({"strategy": [("fsdp", {"atorch_wrap_cls": "GPT2Block"})]}, "no module of class 'GPT2Block'"),
         ({"strategy": [("fsdp", {"reshard_after_forward": 3})]}, "divisor of 2"),

@@ -21,7 +21,7 @@ from meshwright.optim import Stages, clip_gradients
 from meshwright.optim.loaded import follow_loads
 from meshwright.planner import Plan
 from meshwright.request import Request
-from meshwright.request_checks import check_lr_scheduler
+from meshwright.request_checks import check_lr_scheduler, check_rates
 from meshwright.runtime import (
     Settings,
     difference_between_ranks,
@@ -202,6 +202,8 @@ def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelera
     optim = None if optim is None else job.finish_optimizer(optim)
     with same_on_every_rank():
         make_scheduler = request.lr_scheduler_cls
+        if make_scheduler is not None:
+            check_rates(optim)
         scheduler = None if make_scheduler is None else make_scheduler(optim, **(request.lr_scheduler_args or {}))
         check_lr_scheduler(scheduler)
     return Accelerated(

@@ -100,6 +100,21 @@ def check_lr_scheduler(scheduler: Any) -> None:
         ) from error
 
 
+def check_rates(optimizer: Any) -> None:
+    """Refuses an optimizer without learning rates beside a scheduler.
+
+    Raises:
+        ConfigError: For one that chooses its steps itself, as ``Adafactor`` with ``relative_step`` does.
+    """
+    if any(group.get("lr", 0.0) is None for group in getattr(optimizer, "param_groups", ())):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no learning rate that an lr_scheduler_cls could change",
+            expected="an optimizer with an lr",
+            got="lr=None",
+            fix="leave the scheduler out, or give an lr (to Adafactor with relative_step=False)",
+        )
+
+
 def check_kinds(given: Mapping[str, Any]) -> None:
     """Refuses values of a wrong kind before anything is predicted or changed.
 

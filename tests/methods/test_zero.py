@@ -253,7 +253,7 @@ def test_units_by_size_are_the_smallest_that_are_large_enough():
 
 
 class WithWhole(nn.Module):
-    """A scalar as CLIP's temperature, a parameter without elements, and batch normalisation."""
+    """A scalar as CLIP's temperature, a parameter without elements, a transposed one, and batch normalisation."""
 
     def __init__(self, norm=True):
         super().__init__()
@@ -261,6 +261,7 @@ class WithWhole(nn.Module):
         if not norm:
             self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
         self.last = nn.Linear(7, 3)
+        self.last.weight = nn.Parameter(torch.randn(7, 3).t())
         self.temperature = nn.Parameter(torch.tensor(0.5))
         self.no_prompt = nn.Parameter(torch.zeros(0, 7))
 

@@ -103,6 +103,18 @@ def test_a_skipped_step_does_not_count():
     assert torch.equal(average.of[model.weight], model.weight)
 
 
+def test_a_step_that_a_fused_optimizer_skips_by_itself_does_not_count():
+    model = linear()
+    fused = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer = GuardedOptimizer(fused, scaler=torch.amp.GradScaler("cpu"))
+    average = WeightAverage(optimizer, EmaPolicy())
+    for value in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        optimizer.scaled(model(torch.full((2, 4), value)).sum()).backward()
+        optimizer.step()
+    assert (average.num_steps, int(fused.state[model.weight]["step"])) == (2, 2)
+
+
 @pytest.mark.parametrize("policy", [EmaPolicy(decay=1.0), EmaPolicy(decay=0.0), EmaPolicy(every=0)])
 def test_numbers_that_make_no_average(policy):
     with pytest.raises(ConfigError, match="no moving average"):

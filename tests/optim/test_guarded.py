@@ -1,3 +1,6 @@
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -82,6 +85,50 @@ def test_groups_of_parameters_become_groups_of_masters():
     assert optim.param_groups[0]["params"][0].dtype == torch.float32
     named = master.optimizer(lambda p: torch.optim.SGD(p, lr=0.1), model.named_parameters())
     assert named.param_groups[0]["params"][0] is master.of[model.weight]
+
+
+def half_with_masters(momentum=0.0):
+    model = linear(torch.bfloat16)
+    model.bias.requires_grad_(False)
+    master = MasterWeights(model.parameters())
+    inner = master.optimizer(lambda p: torch.optim.SGD(p, lr=0.1, momentum=momentum), model.parameters())
+    return model, GuardedOptimizer(inner, master=master)
+
+
+def test_a_half_parameter_without_a_master_is_refused_once_it_trains():
+    model, optim = half_with_masters()
+    backward(model)
+    optim.step()
+    model.bias.requires_grad_(True)
+    backward(model)
+    with pytest.raises(ConfigError, match=r"1 parameters in half precision .*no fp32 master weights"):
+        optim.step()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_with_its_model_goes_on_by_itself(copied):
+    model, optim = half_with_masters(momentum=0.9)
+    torch.optim.lr_scheduler.LinearLR(optim, start_factor=0.5)  # puts a wrapper around step
+    both = [(model, optim), copied((model, optim))]
+    for each, optimizer in both:
+        assert torch.equal(each.weight, linear(torch.bfloat16).weight), "one moved the other"
+        for _ in range(2):
+            backward(each)
+            optimizer.step()
+    assert torch.equal(model.weight, both[1][0].weight)
+    assert not torch.equal(model.weight, linear(torch.bfloat16).weight)
+
+
+def test_hooks_are_called_for_steps_that_are_taken():
+    model, called = linear(), []
+    optim = GuardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), skip_nonfinite=True)
+    optim.register_step_pre_hook(lambda *_: called.append("before"))
+    after = optim.register_step_post_hook(lambda *_: called.append("after"))
+    for value in (1.0, float("inf"), 1.0):
+        backward(model, value)
+        optim.step()
+        after.remove()
+    assert called == ["before", "after", "before"]
 
 
 def test_clipping_unscales_first_and_only_once():

@@ -1,7 +1,7 @@
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, RMSprop
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, RMSprop, Rprop
 
 from meshwright.optim import step_on_local_tensors
 
@@ -71,6 +71,24 @@ def both():
     loop, _ = trained(Adagrad, {}, mesh, False)
     for mine, theirs in zip(fused, loop, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def with_rprop():
+    """Whose update torch has no rule for either."""
+    mesh, results = init_device_mesh("cpu", (2,)), []
+    for lay_out in (lambda whole: distribute_tensor(whole, mesh, [Shard(0)]), torch.clone):
+        weight = torch.nn.Parameter(lay_out(torch.ones(5, 3)))
+        optimizer = Rprop([weight], lr=0.1)
+        step_on_local_tensors(optimizer)
+        for step in range(4):
+            weight.grad = lay_out(torch.randn(5, 3, generator=torch.Generator().manual_seed(step)))
+            optimizer.step()
+        results.append(weight.detach())
+    assert torch.equal(results[0].full_tensor(), results[1])
+
+
+def test_rprop_steps_on_shards(ranks):
+    ranks(2).run(with_rprop)
 
 
 def test_kernels_on_shards_do_what_dtensor_operations_do(ranks):

@@ -94,6 +94,27 @@ def test_rest_is_adamw():
     assert all(torch.equal(ours[name], expected[name]) for name in shapes)
 
 
+def test_adamw_of_weights_in_another_order_of_memory():
+    """Transposed, and convolutions in channels_last: the kernel walks through memory."""
+    torch.manual_seed(0)
+    start = [torch.randn(6, 10), torch.randn(5, 4, 3, 2)]
+    changes = [lambda value: value.t().contiguous().t(), lambda value: value.to(memory_format=torch.channels_last)]
+    results = []
+    for orders in ([torch.Tensor.contiguous] * 2, changes):
+        weights = [nn.Parameter(order(value.clone())) for order, value in zip(orders, start, strict=True)]
+        optimizer = Muon(weights[:1], lr=0.02, algorithm="adamw")
+        optimizer.add_param_group({"params": weights[1:]})
+        for step in range(5):
+            for weight in weights:
+                gradient = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
+                weight.grad = torch.empty_like(weight).copy_(gradient)
+            optimizer.step()
+        results.append(weights)
+    assert not any(weight.is_contiguous() for weight in results[1])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_stacks_and_fused_weights_are_matrices_apart():
     """A stack equals its matrices one by one; a fused weight its parts, also of unequal sizes and along columns."""
 

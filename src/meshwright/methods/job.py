@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Optimizer
 
-from meshwright.errors import ModelError
+from meshwright.errors import ConfigError, ModelError
 from meshwright.nn import rank_orders
 from meshwright.optim import (
     GuardedOptimizer,
@@ -185,6 +186,7 @@ class Job:
         if self.is_split:
             _check_fused(self.model, inner)
         separate_layouts(inner_optimizer(inner))
+        _check_fused_kernel(inner_optimizer(inner))
         step_on_local_tensors(inner_optimizer(inner))
         if not (self.loss_scaling or self.skip_nonfinite or self.spikes or master):
             return inner
@@ -214,4 +216,16 @@ def _check_fused(model: nn.Module, optimizer: Optimizer) -> None:
                 expected="split=1 for such parameters: whole matrices are updated as on one device",
                 got=f"split={group['split']!r}",
                 fix="leave split out for them, or use separate projections for queries, keys and values",
+            )
+
+
+def _check_fused_kernel(optimizer: Optimizer) -> None:
+    """Refuses torch's fused SGD over shards, which would be an error of torch in the first step."""
+    for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
+        if group["fused"] and any(isinstance(parameter, DTensor) for parameter in group["params"]):
+            raise ConfigError(
+                "torch's fused SGD cannot update sharded parameters",
+                expected="fused=None (torch's own choice) or foreach=True under a strategy that shards",
+                got="fused=True",
+                fix="leave fused out of optim_args",
             )

@@ -74,7 +74,7 @@ def total_norm(
         norms = [_over_stages(stages, norms, infinite)]
     norms += [norm.to(norms[0].device) if norms else norm for norm in _norms(alike, norm_type)]
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     every = torch.stack(norms)
     return every.max() if infinite else every.sum().pow(1.0 / norm_type)
 
@@ -92,7 +92,7 @@ def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> list[torch.Tens
 
 
 def _over_stages(stages: Stages, norms: list[torch.Tensor], infinite: bool) -> torch.Tensor:
-    own = torch.zeros((), device=stages.device)  # of a rank without gradients too
+    own = torch.zeros((), dtype=torch.float32, device=stages.device)  # of a rank without gradients too
     if norms:
         every = torch.stack([norm.to(stages.device) for norm in norms])
         own = every.max() if infinite else every.sum()

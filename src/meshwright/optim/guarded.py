@@ -86,7 +86,11 @@ class GuardedOptimizer(WrappedOptimizer):
         self._leaves_out = True
 
     def prepare_gradients(self) -> None:
-        """Collects gradients into the master weights and removes the loss scale; once per step, repeats do nothing."""
+        """Collects gradients into the master weights and removes the loss scale; once per step, repeats do nothing.
+
+        Raises:
+            ConfigError: Without a scaled loss, and for a gradient of what should have a master weight and has none.
+        """
         if self._prepared:
             return
         if self.scaler is not None and not self._scaled:
@@ -98,6 +102,7 @@ class GuardedOptimizer(WrappedOptimizer):
             )
         if self.master is not None:
             self.master.collect_gradients()
+            self.master.check_covers(self._parameters())
         if self.scaler is not None:
             self.scaler.unscale_(self.inner)
         self._prepared = True
@@ -138,7 +143,8 @@ class GuardedOptimizer(WrappedOptimizer):
             # Asked for before the scale moves: a scale at its lower bound, or a patient one, stays where it is.
             found = self.scaler._found_inf_per_device(self.inner).values()
             overflowed = any(bool(each.item()) for each in found)
-            self.scaler.step(self.inner)
+            if not overflowed:  # torch would call a fused optimizer, which skips by itself, with all hooks of its step
+                self.scaler.step(self.inner)
             self.scaler.update()
             return overflowed
         if self.skip_nonfinite:

@@ -13,9 +13,10 @@ from torch.optim.adam import Adam
 from torch.optim.adamax import Adamax
 from torch.optim.adamw import AdamW
 from torch.optim.rmsprop import RMSprop
+from torch.optim.rprop import Rprop
 
 # Element by element, and with nothing kept but what they collect in lists. SGD's momentum is not collected but made.
-_ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop)
+_ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 
 
 def step_on_local_tensors(optimizer: Optimizer) -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwright.errors import ConfigError
 from meshwright.optim.clip import local_tensor
+from meshwright.optim.layouts import HALF_TYPES
 
 MASTER = "master"
 """The state of our optimizers that holds the fp32 copy of a half-precision parameter."""
@@ -26,7 +28,7 @@ class MasterWeights:
         self.of: dict[torch.Tensor, torch.Tensor] = {
             parameter: parameter.detach().float().requires_grad_()
             for parameter in parameters
-            if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16)
+            if parameter.requires_grad and parameter.dtype in HALF_TYPES
         }
         """The fp32 copy of each half-precision parameter; parameters of other types have none."""
 
@@ -49,6 +51,28 @@ class MasterWeights:
         for parameter, master in self.of.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
+
+    def check_covers(self, updated: Iterable[torch.Tensor]) -> None:
+        """Refuses gradients of half-precision parameters without a copy: small updates would vanish.
+
+        Args:
+            updated: What the optimizer updates: copies, and parameters that need none.
+
+        Raises:
+            ConfigError: When there is one.
+        """
+        lacking = [each for each in updated if each.grad is not None and self._lacks(each)]
+        if lacking:
+            raise ConfigError(
+                f"{len(lacking)} parameters in half precision have gradients and no fp32 master weights: they were "
+                "frozen when the optimizer was built",
+                expected="parameters that require gradients from the beginning",
+                got=f"shapes {[tuple(each.shape) for each in lacking[:5]]}",
+                fix="save a checkpoint, build model and optimizer anew with these unfrozen, and load it",
+            )
+
+    def _lacks(self, updated: torch.Tensor) -> bool:
+        return updated.dtype in HALF_TYPES
 
     @torch.no_grad()
     def write_back(self) -> None:

@@ -42,6 +42,19 @@ class WrappedOptimizer(Optimizer):
         """The inner optimizer's states."""
         return self.inner.state
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_optimizer_"):  # torch's lists of hooks: whoever registers one means the inner steps
+            return getattr(self.inner, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Without what others have put around ``step``, as schedulers do: it would step the original.
+        return {name: value for name, value in vars(self).items() if name != "step"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Not torch's, which puts its own wrapper around the ``step`` of the class.
+        vars(self).update(state)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients."""
         self.inner.zero_grad(set_to_none)

@@ -100,7 +100,8 @@ def _built(optim_func: Callable[[Any], Optimizer], params: list[Any]) -> Optimiz
 
 
 def _told(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> tuple[StateTensor, ...]:
-    if not any(parameter is one for group in optimizer.param_groups for one in group["params"]):
+    known = any(parameter is one for group in optimizer.param_groups for one in group["params"])
+    if not known or not parameter.numel():  # an empty one is passed over
         return ()
     states = []
     for name, form in optimizer.state_forms(parameter).items():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
@@ -62,6 +62,9 @@ def restore_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
         for group, base, factor in rates:
             _set_rate(group, base * factor(scheduler.last_epoch))
         scheduler._last_lr = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
+    elif type(scheduler) is ChainedScheduler:  # a schedule of ours in it has applied its own rate alone
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=False):
+            _set_rate(group, rate)
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:

@@ -132,6 +132,8 @@ def test_updating_behind_backward_is_a_step(kind, dtype):
     stepped, behind = net(dtype), net(dtype)
     plain = AdamOptimizer(stepped.parameters(), lr=0.02, weight_decay=0.1)
     optim = kind(behind.parameters(), lr=0.02, weight_decay=0.1, bucket_elements=1, record_delta=True)
+    hooked = []
+    optim.register_step_post_hook(lambda *_: hooked.append(whole(behind)))
     for step in range(10):
         for model in (stepped, behind):
             loss_of(model, 100 + step).backward()
@@ -147,6 +149,8 @@ def test_updating_behind_backward_is_a_step(kind, dtype):
             if step == 5:
                 model.first(torch.ones(1, 7, dtype=dtype)).sum().backward()
     assert equal(whole(behind), whole(stepped))
+    assert equal(hooked[-1], whole(stepped))
+    assert len(hooked) == 10
     assert optim.get_var_delta() > 0
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshwright import ConfigError, ModelError
-from meshwright.optim import AdamOffloadOptimizer, AdamOptimizer, MasterWeights
+from meshwright.optim import AdamOffloadOptimizer, AdamOptimizer, AdamW8bit, MasterWeights
 from meshwright.store import CheckpointStore, TrainingState
 from tests.optim.helpers import equal, give_gradients, loss_of, net, train, whole
 
@@ -165,6 +165,25 @@ def test_a_copy_goes_on_by_itself(copied):
     assert equal(train(again, other, start=2), train(model, optim, start=2))
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_steps_are_counted_in_fp32_whatever_torchs_default_type_is(default):
+    """bfloat16 counts to 256, and corrections of the bias would stop there."""
+    results, before = [], torch.get_default_dtype()
+    for dtype in (torch.float32, default):
+        weight = nn.Parameter(torch.ones(3, dtype=torch.float32))
+        try:
+            torch.set_default_dtype(dtype)
+            optimizer = AdamOptimizer([weight], lr=0.1)
+            for step in range(260):
+                weight.grad = torch.full((3,), 1.0 + step % 3, dtype=torch.float32)
+                optimizer.step(scale=3.0)
+        finally:
+            torch.set_default_dtype(before)
+        assert (optimizer.state[weight]["step"].dtype, int(optimizer.state[weight]["step"])) == (torch.float32, 260)
+        results.append(weight)
+    assert torch.equal(*results)
+
+
 def test_states_of_torchs_adamw_go_both_ways():
     theirs, ours = net(), net()
     reference = torch.optim.AdamW(theirs.parameters(), lr=0.02, fused=True)
@@ -318,6 +337,16 @@ def test_uneven_and_empty_shards_train_like_one_process(ranks, world):
 def test_hyperparameters_out_of_range(bad):
     with pytest.raises(ConfigError, match=r"Expected.*Got.*What to do"):
         AdamOptimizer([nn.Parameter(torch.ones(1))], **bad)
+
+
+def test_states_of_another_kind_are_refused():
+    weight = nn.Parameter(torch.ones(8))
+    others, optim = AdamW8bit([weight], min_8bit_size=1), AdamOptimizer([weight])
+    weight.grad = torch.ones(8)
+    others.step()
+    optim.load_state_dict(others.state_dict())
+    with pytest.raises(ModelError, match=r"not those of an Adam.*Got .*exp_avg_codes"):
+        optim.step()
 
 
 def test_what_adam_cannot_update_is_refused_and_changes_nothing():

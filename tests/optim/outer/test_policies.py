@@ -11,6 +11,7 @@ from meshwright import runtime
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.optim import (
     BMUF,
+    Adafactor,
     AdamOptimizer,
     AdamW8bit,
     DiLoCo,
@@ -22,6 +23,7 @@ from meshwright.optim import (
     OptimManager,
     OuterOptimizer,
     OuterPolicy,
+    SlowMo,
 )  # fmt: skip
 from meshwright.optim.outer.anomalies import AnomalyWatch
 from tests.optim.outer import simulation as sim
@@ -299,9 +301,54 @@ def lent():
     assert all(torch.equal(a, b) for a, b in zip(own, sim.weights(net), strict=True))
 
 
+def lent_with_buffers():
+    """Buffers are the mean of all, and each replica's own again; nothing is lent in warm-up but replica 0's."""
+    for warmup_steps in (0, 9):
+        net = sim.model()
+        optimizer = DiLoCo(sim.sgd(net), 2, model=net, warmup_steps=warmup_steps, warmup="single")
+        trained(optimizer, net, 3)
+        own, seen = sim.weights(net), net.seen.clone()
+        every, first = gathered(seen), gathered(net.first.weight.detach())[0]
+        assert not torch.equal(*every)
+        with optimizer.global_weights():
+            if warmup_steps:
+                assert torch.equal(net.first.weight, first)
+            torch.testing.assert_close(net.seen, every[0] if warmup_steps else sum(every) / 2, rtol=1e-14, atol=0)
+        assert torch.equal(seen, net.seen)
+        assert all(torch.equal(a, b) for a, b in zip(own, sim.weights(net), strict=True))
+
+
+def frozen_later():
+    """Momentum does not move what has rested for a block; what was frozen from the beginning has no global weight."""
+    for split in (False, True):
+        net = sim.model()
+        optimizer = DiLoCo(sim.sgd(net), 2, split=split)
+        trained(optimizer, net, 4)
+        net.first.weight.requires_grad_(False)
+        trained(optimizer, net, 2, first=4)
+        before = sim.weights(net)
+        trained(optimizer, net, 4, first=6)
+        moved = {
+            name for (name, value), old in zip(net.named_parameters(), before, strict=True) if (value != old).any()
+        }
+        assert moved == {name for name, _ in net.named_parameters()} - {"first.weight"}
+        net.first.weight.requires_grad_(True)
+        trained(optimizer, net, 2, first=10)
+        one, two = gathered(net.first.weight.detach())
+        assert torch.equal(one, two)
+        assert not torch.equal(one, before[0])
+    net = sim.model()
+    net.first.weight.requires_grad_(False)
+    optimizer = DiLoCo(sim.sgd(net), 2)
+    trained(optimizer, net, 1)
+    net.first.weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"1 parameters were unfrozen .*would not synchronise"):
+        trained(optimizer, net, 1)
+
+
 ALL = (
     inner_states, buffers, anomalies, clipped, half_precision, overflow_of_one, managed, different_beginnings,
-    of_fairseq, lent,
+    of_fairseq, lent, lent_with_buffers, frozen_later,
 )  # fmt: skip
 
 
@@ -329,6 +376,8 @@ def test_what_is_refused():
         LocalSGD(LocalSGD(sim.sgd(net)))
     with pytest.raises(ConfigError, match="outer learning rate or momentum"):
         DiLoCo(sim.sgd(net), outer_momentum=1.5)
+    with pytest.raises(ConfigError, match="units of the inner learning rate"):
+        SlowMo(Adafactor(sim.model().float().parameters()))
     with pytest.raises(ConfigError, match="Unknown nbm_mode"):
         BMUF(sim.sgd(net), use_nbm=True, nbm_mode="cntk")
     with pytest.raises(ConfigError, match=r"Unknown warmup 'synchronus' \(did you mean 'synchronous'"):

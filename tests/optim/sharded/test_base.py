@@ -10,7 +10,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright.errors import ConfigError, ModelError
 from meshwright.optim.adafactor import Adafactor
+from meshwright.optim.came import CAME
 from meshwright.optim.lamb import Lamb
+from meshwright.optim.muon import Muon
 from tests.optim.sharded.layouts import full, gradients, layouts_of, plain, start_values, trained, whole_result
 
 KINDS = {
@@ -225,6 +227,17 @@ def test_a_parameter_may_be_replaced_or_retyped_between_steps():
         results.append(weight.detach())
     assert torch.equal(results[0], results[1])
     assert optimizer.state[weight]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("build", [*KINDS.values(), lambda values: CAME(values, lr=0.1), Muon])
+def test_empty_parameters_rest(build):
+    empty, other = (torch.nn.Parameter(torch.ones(size)) for size in ((0, 4), (3, 4)))
+    optimizer = build([empty, other])
+    for _ in range(2):
+        empty.grad, other.grad = torch.ones(0, 4), torch.ones(3, 4)
+        optimizer.step()
+    assert other.isfinite().all()
+    assert not torch.equal(other, torch.ones(3, 4))
 
 
 def test_a_failed_group_is_not_added():

@@ -48,6 +48,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     units = units_of(config, job.model, job.strategy, dict(job.axes))
     if config.sync_module_states and not job.is_split and job.pipeline is None:
         broadcast_states(job.model, job.device)
+    _make_contiguous(job.model)
     apart = _shard_experts(config, job, reshard_after_forward) if job.experts is not None else set()
     inside = job.experts.inside() if job.experts is not None else set()
     ignored = units.ignored | apart
@@ -90,6 +91,13 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     if hasattr(type(job.model), "generate"):
         _let_generate(job.model)
     job.micro_batch = _micro_batch_context(job.model, reduce_once=reduce_once, keep=reshard_after_forward is False)
+
+
+def _make_contiguous(model: nn.Module) -> None:
+    """Puts transposed weights, and convolutions in channels_last, in the order of their dims, as FSDP2 wants them."""
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
 
 
 def _shard_experts(config: ZeroMethod, job: Job, reshard_after_forward: bool | int) -> set[nn.Parameter]:

@@ -47,7 +47,7 @@ class AdamOffloadOptimizer(AdamBase):
         Weights change although nobody has looked at the gradients: clipping, loss scaling and the skipping of
         non-finite steps need ``step``. An error inside the block leaves some parameters updated and others not. Not
         with ``DistributedDataParallel``, which averages gradients only after they were taken here; FSDP2 averages
-        before.
+        before. Hooks of ``step`` (averaged weights, votes) are called when the block ends.
 
         Args:
             scale: What the loss was multiplied by.
@@ -64,3 +64,5 @@ class AdamOffloadOptimizer(AdamBase):
                 yield
             if self.record_delta:
                 self._delta.reduce()
+        for hook in (*self._optimizer_step_pre_hooks.values(), *self._optimizer_step_post_hooks.values()):
+            hook(self, (), {})

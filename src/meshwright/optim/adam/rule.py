@@ -79,7 +79,7 @@ class AdamRule:
             return
         kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         # One tensor for all: the kernels read the step number and leave it as it is.
-        steps = [torch.full((), float(step), device=device)] * len(weights)
+        steps = [torch.full((), float(step), dtype=torch.float32, device=device)] * len(weights)
         kernel(
             weights,
             gradients,
@@ -94,7 +94,7 @@ class AdamRule:
             eps=self.eps,
             amsgrad=False,
             maximize=self.maximize,
-            grad_scale=torch.full((), scale, device=device) if scale != 1.0 else None,
+            grad_scale=torch.full((), scale, dtype=torch.float32, device=device) if scale != 1.0 else None,
             found_inf=None,
         )
 
@@ -116,7 +116,7 @@ class AdamRule:
             exp_avgs,
             exp_avg_sqs,
             [],
-            [torch.tensor(float(step - 1)) for _ in weights],
+            [torch.tensor(float(step - 1), dtype=torch.float32) for _ in weights],
             foreach=True,
             decoupled_weight_decay=self.decoupled,
             amsgrad=False,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from meshwright.errors import ModelError, join_names
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.layouts import is_dense, wrapped_like
 
@@ -56,7 +57,7 @@ class AdamStates:
     def made_for(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fresh states."""
         home, _ = self._home(parameter)
-        state = {"step": torch.zeros(())}
+        state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         state |= {name: wrapped_like(parameter, _zeros(local_tensor(parameter), home)) for name in _MOMENTS}
         if self.needs_master(parameter):
             state["master"] = _laid_out(parameter, parameter, home)
@@ -79,8 +80,15 @@ class AdamStates:
         home, _ = self._home(parameter)
         if not state:
             state.update(self.made_for(parameter))
-        if not isinstance(state["step"], torch.Tensor) or state["step"].device.type != "cpu":
-            state["step"] = torch.tensor(float(state["step"]))
+        if not state.keys() >= {"step", *_MOMENTS}:
+            raise ModelError(
+                "The states of a parameter are not those of an Adam: they were loaded from another optimizer",
+                expected=f"step, {join_names(_MOMENTS)}",
+                got=join_names(state),
+                fix="load them into the kind of optimizer that saved them, or leave them out",
+            )
+        if not isinstance(state["step"], torch.Tensor) or not _counts_on_host(state["step"]):
+            state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device="cpu")
         if not self.needs_master(parameter):
             state.pop("master", None)
         elif "master" not in state:
@@ -91,6 +99,11 @@ class AdamStates:
         exp_avg, exp_avg_sq = (local_tensor(state[name]) for name in _MOMENTS)
         master = local_tensor(state["master"]) if "master" in state else None
         return Shards(weight, exp_avg, exp_avg_sq, master, state["step"], _kept(state))
+
+
+def _counts_on_host(step: torch.Tensor) -> bool:
+    # In half precision, torch's default type for some users, a count would stand still: bfloat16 knows no 257.
+    return step.device.type == "cpu" and step.dtype == torch.float32
 
 
 def _kept(state: dict[str, Any]) -> tuple[Any, ...]:

@@ -64,8 +64,8 @@ def unscale_and_find_nonfinite(tensors: Iterable[torch.Tensor], inverse_scale: f
     """Multiplies this rank's plain tensors in place, and finds inf or nan in the same pass; result as above."""
     found = []
     for kind in by_kind(tensors):
-        flag = torch.zeros((), device=kind[0].device)
-        factor = torch.full((), inverse_scale, device=kind[0].device)
+        flag = torch.zeros((), dtype=torch.float32, device=kind[0].device)
+        factor = torch.full((), inverse_scale, dtype=torch.float32, device=kind[0].device)
         torch._amp_foreach_non_finite_check_and_unscale_(kind, flag, factor)
         found.append(flag)
     return _any(found)

@@ -268,7 +268,7 @@ class OptimManager:
         ignoring = self.on_nonfinite == "ignore"
         scaled = [g for g in local_gradients(parameters) if ignoring or self._watch.is_measured(g)]
         if self.loss_scale != 1.0 and scaled:
-            multiply_(scaled, torch.tensor(1.0 / self.loss_scale))
+            multiply_(scaled, torch.tensor(1.0 / self.loss_scale, dtype=torch.float32))
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
         """Loss scale with its counters, optimizers and schedulers.

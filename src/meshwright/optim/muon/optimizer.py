@@ -224,5 +224,10 @@ def _adamw_step(chunk: Chunk) -> None:
         lr=float(group["lr"]), beta1=float(beta1), beta2=float(beta2), eps=group["adamw_eps"],
         weight_decay=group["weight_decay"], decoupled=True, maximize=False, hold_steps=0,
     )  # fmt: skip
+    # The kernel walks through memory: all must lie alike, as the states do.
+    weights, gradients = chunk.weights.contiguous(), chunk.gradients.in_fp32().contiguous()
     moments = (chunk.states["exp_avg"].tensors, chunk.states["exp_avg_sq"].tensors)
-    rule.update(chunk.weights.tensors, chunk.gradients.in_fp32().tensors, *moments, chunk.step, scale=1.0)
+    rule.update(weights.tensors, gradients.tensors, *moments, chunk.step, scale=1.0)
+    for weight, moved in zip(chunk.weights, weights, strict=True):
+        if moved is not weight:
+            weight.copy_(moved)

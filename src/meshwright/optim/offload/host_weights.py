@@ -139,6 +139,9 @@ class HostWeights(MasterWeights):
             found = self._sums.get(parameter)
             copy.grad = None if found is None else wrapped_like(copy, found)
 
+    def _lacks(self, updated: torch.Tensor) -> bool:
+        return self._fp32 and updated not in self.resident and super()._lacks(updated)
+
     @torch.no_grad()
     def write_back(self) -> None:
         """Rounds the copies on the device into the model's parameters, and those on the host where they have not been.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from meshwright.runtime import print_rank
+
 _EWMA = 0.02  # weight of the newest norm in mean and variance, as in EDiT (Cheng et al. 2024, appendix)
 
 
@@ -41,3 +43,14 @@ class AnomalyWatch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes them over."""
         self._seen, self._mean, self._variance = int(state["seen"]), float(state["mean"]), float(state["variance"])
+
+
+def tell_left_out(num_replicas: int, size: int) -> None:
+    """Says so once where only so many replicas of all have taken part in a synchronisation."""
+    if num_replicas < size:
+        left = "the global weights stay as they were" if num_replicas == 0 else "they go on from the others' mean"
+        print_rank(
+            f"meshwright: {size - num_replicas} of {size} replicas were left out, their weights had moved out of all "
+            f"proportion; {left}",
+            flush=True,
+        )

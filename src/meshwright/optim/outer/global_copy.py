@@ -90,7 +90,8 @@ class GlobalCopy:
         """
         count = flight.finish()
         if count:
-            self._step(dict(zip(parameters, flight.views, strict=True)))
+            means = zip(parameters, flight.views, strict=True)
+            self._step({parameter: mean for parameter, mean in means if parameter not in self._weights.resting})
         return count
 
     def _step(self, pseudo_gradients: dict[torch.Tensor, torch.Tensor]) -> None:

@@ -155,6 +155,7 @@ class OuterOptimizer(WrappedOptimizer):
         return computed
 
     def _begin(self) -> None:
+        self.synchronizer.weights.check_frozen()
         self.synchronizer.start()
         if not self._averages_gradients:
             self.synchronizer.part_loss_scales()
@@ -199,9 +200,13 @@ class OuterOptimizer(WrappedOptimizer):
             self.synchronizer.synchronize()
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
-        """A context that lends the model the global weights, for instance to evaluate or export them; collective."""
+        """A context that lends the model the global weights, for instance to evaluate or export them; collective.
+
+        Floating-point buffers are the mean of the replicas' inside, unless the policy keeps them apart. During warm-up,
+        when there are no global weights yet, all is replica 0's.
+        """
         self.synchronizer.start()
-        return self.synchronizer.global_weights()
+        return self.synchronizer.global_weights(in_warmup=self.in_warmup)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of everything: inner and outer states, global weights, counters, what is under way.

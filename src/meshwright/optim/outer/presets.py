@@ -110,6 +110,13 @@ class SlowMo(OuterOptimizer):
         **policy: Any,
     ) -> None:
         momentum_sgd(slowmo_lr, slowmo_momentum, False)  # checks the numbers
+        if any(group.get("lr") is None for group in optimizer.param_groups):
+            raise ConfigError(
+                f"SlowMo counts in units of the inner learning rate, and {type(optimizer).__name__} has none",
+                expected="an inner optimizer with an lr",
+                got="lr=None",
+                fix="give an lr (to Adafactor with relative_step=False), or use DiLoCo",
+            )
 
         def make_outer(params: list[nn.Parameter]) -> Optimizer:
             return SlowMomentum(params, self._inner_rates, lr=slowmo_lr, momentum=slowmo_momentum)

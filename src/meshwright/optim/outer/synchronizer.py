@@ -15,7 +15,7 @@ from meshwright.optim.clip import local_tensor, total_norm
 from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.layouts import wrapped_like
 from meshwright.optim.loss_scaler import LossScaler
-from meshwright.optim.outer.anomalies import AnomalyWatch
+from meshwright.optim.outer.anomalies import AnomalyWatch, tell_left_out
 from meshwright.optim.outer.exchange import Flight, Landed, average_gradients, average_in_place
 from meshwright.optim.outer.fragments import divided
 from meshwright.optim.outer.global_copy import GlobalCopy, OuterFactory
@@ -26,7 +26,6 @@ from meshwright.optim.outer.rhythm import Action
 from meshwright.optim.outer.split_copy import SplitCopy
 from meshwright.optim.outer.start import made_equal, take_first
 from meshwright.optim.outer.weights import InnerWeights
-from meshwright.runtime import print_rank
 
 
 class Synchronizer:
@@ -95,6 +94,7 @@ class Synchronizer:
             self._make_equal()
         kind = SplitCopy if self.policy.split else GlobalCopy
         self._copy = kind(self.weights, self.replicas, self._make_outer, self.policy)
+        self.weights.note_frozen(parameters)
         every = divided(parameters, self.policy.fragments, self._given_fragments)
         self._fragments = [self._copy.ordered(fragment) for fragment in every]
 
@@ -147,15 +147,28 @@ class Synchronizer:
         parameters = self.weights.parameters
         if self.policy.warmup != "synchronous":
             with self.replicas.meeting():
-                weights = [self.weights.read(parameter).clone() for parameter in parameters]
-                take_first([*weights, *self._float_buffers()], self.replicas, self._bucket_bytes)
-                for parameter, weight in zip(parameters, weights, strict=True):
-                    self.weights.write(parameter, weight)
-                self.weights.finish()
+                self._take_first()
                 self._settle_inner_state_after_warmup(parameters)
         self.copy.fill()
         self.replicas_are_equal = True
         self.part_loss_scales()
+
+    def _take_first(self) -> None:
+        held = self._held()
+        take_first(held, self.replicas, self._bucket_bytes)
+        self._put(held)
+
+    def _held(self) -> list[torch.Tensor]:
+        """Copies of weights and buffers."""
+        return [each.clone() for each in (*map(self.weights.read, self.weights.parameters), *self._float_buffers())]
+
+    @torch.no_grad()
+    def _put(self, held: list[torch.Tensor]) -> None:
+        for parameter, weight in zip(self.weights.parameters, held, strict=False):
+            self.weights.write(parameter, weight)
+        self.weights.finish()
+        for buffer, value in zip(self._float_buffers(), held[len(self.weights.parameters) :], strict=True):
+            buffer.copy_(value)
 
     def _settle_inner_state_after_warmup(self, parameters: list[torch.Tensor]) -> None:
         if self.policy.warmup == "single":
@@ -180,6 +193,7 @@ class Synchronizer:
 
     def _send(self, fragment: int) -> None:
         parameters = self._fragments[fragment]
+        self.weights.note_frozen(parameters)
         message = self.copy.message(parameters)
         self.copy.write(parameters, message)
         norm = total_norm([wrapped_like(p, view) for p, view in zip(parameters, message.views, strict=True)])
@@ -201,7 +215,7 @@ class Synchronizer:
             return
         flight, took_part = self._flights.pop(fragment)
         parameters = self._fragments[fragment]
-        self._tell(self.copy.step(parameters, flight))
+        tell_left_out(self.copy.step(parameters, flight), self.replicas.size)
         own_share = self.policy.merge_alpha if alpha is None else alpha
         self._take_global(parameters, own_share if took_part else 0.0)
         if not took_part or self.policy.inner_state == "reset":
@@ -219,15 +233,6 @@ class Synchronizer:
                 value = torch.lerp(value, local, alpha)
             self.weights.write(parameter, value)
         self.weights.finish()
-
-    def _tell(self, num_replicas: int) -> None:
-        if num_replicas < self.replicas.size:
-            left = "the global weights stay as they were" if num_replicas == 0 else "they go on from the others' mean"
-            print_rank(
-                f"meshwright: {self.replicas.size - num_replicas} of "
-                f"{self.replicas.size} replicas were left out, their weights had moved out of all proportion; {left}",
-                flush=True,
-            )
 
     def synchronize(self) -> None:
         """Takes what is under way, and then a whole outer step at once; collective."""
@@ -247,17 +252,23 @@ class Synchronizer:
         self._take_global(self.copy.ordered(self.weights.parameters), 0.0)
 
     @contextlib.contextmanager
-    def global_weights(self) -> Iterator[None]:
-        """Lends the model the global weights, for instance to evaluate or export them; collective."""
-        parameters = self.weights.parameters
-        kept = [self.weights.read(parameter).clone() for parameter in parameters]
-        self.take_global()
+    def global_weights(self, *, in_warmup: bool) -> Iterator[None]:
+        """Lends the model the global weights, with buffers as all replicas would get them; collective.
+
+        Args:
+            in_warmup: There are none yet; those of replica 0 will be.
+        """
+        held = self._held()
+        if in_warmup:
+            self._take_first()
+        else:
+            self.take_global()
+            if self.policy.buffers == "average":
+                average_in_place(self._float_buffers(), self.replicas, self._bucket_bytes)
         try:
             yield
         finally:
-            for parameter, value in zip(parameters, kept, strict=True):
-                self.weights.write(parameter, value)
-            self.weights.finish()
+            self._put(held)
 
     def settle(self) -> dict[int, tuple[list[torch.Tensor], int, bool]]:
         """Waits for what is under way without taking it, and returns it, by fragment.

@@ -172,6 +172,8 @@ class ShardedOptimizer(ShardedStateDict):
     def _slot(self, parameter: torch.Tensor, group: dict[str, Any], has_gradient: bool) -> Slot | None:
         """What to work with; None where there is nothing to do."""
         found = self._slots.get(id(parameter))  # whose slot keeps it alive, so that no other can have its id
+        if found is None and parameter.numel() == 0:  # nothing moves, and means over nothing are none
+            return None
         if not has_gradient and not (parameter.requires_grad and _is_split(parameter, found)):
             return None
         state = self.state.get(parameter) or {}
