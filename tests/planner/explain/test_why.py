@@ -6,6 +6,7 @@ import re
 from meshwright.cost import fitted, make_cluster, seconds_of
 from meshwright.planner import FamilyWorkload, parse_family, readable_bytes
 from meshwright.planner.explain import links, mfu, per_gpu, price_per_billion_tokens, short, why
+from meshwright.planner.explain.entry import plan_entry
 from meshwright.planner.explain.figures import every_step
 from meshwright.planner.search import Found
 from meshwright.planner.words import time_parts
@@ -85,3 +86,4 @@ def test_a_link_is_called_after_the_tier_that_it_waits_for():
         assert ring.between_nodes
         assert ring.bound_inside is inside
         assert ("bound by the links inside" in str(ring)) is inside
+        assert plan_entry(plan)["traffic"][links(plan).index(ring)]["bound_inside"] is inside
