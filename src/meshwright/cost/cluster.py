@@ -15,6 +15,8 @@ from meshwright.cost.device import DEVICES, Device, find_device
 from meshwright.cost.efficiency import Calibration, calibration_from
 from meshwright.errors import ConfigError, MeshwrightError, join_names
 
+_USUAL_NODE = 8
+
 
 @dataclass(frozen=True)
 class Link:
@@ -60,6 +62,13 @@ class Cluster:
         """Of all devices, in US dollars; None: unknown."""
         price = self.device.price_per_hour
         return None if price is None else price * self.num_devices
+
+    def resized(self, num_devices: int) -> Cluster:
+        """The same with another number of devices; a single node that is not full grows up to the usual eight."""
+        per_node = self.devices_per_node
+        if self.num_devices <= per_node:
+            per_node = max(per_node, min(num_devices, _USUAL_NODE))
+        return dataclasses.replace(self, num_devices=num_devices, devices_per_node=per_node)
 
 
 # Per device, one direction: NVLink 2, 3, 4, 5 and xGMI; PCIe where there is no such link; the usual network of a node
@@ -108,7 +117,7 @@ def make_cluster(
         ConfigError: For an unknown device, or numbers that do not fit together.
     """
     device = find_device(device) if isinstance(device, str) else device
-    per_node = devices_per_node or min(8, num_devices)
+    per_node = devices_per_node or min(_USUAL_NODE, num_devices)
     if not 1 <= num_devices <= MOST_DEVICES or not 1 <= per_node <= MOST_DEVICES:
         raise ConfigError(
             "A cluster needs devices",

@@ -27,6 +27,14 @@ def test_the_first_plan_is_explained_by_time_and_memory():
     assert "activations" in reasons.chosen[3]
 
 
+def test_what_offloading_needs_of_the_host_is_said():
+    cluster = make_cluster("H100", 1)
+    for methods, told in ((["checkpoint"], False), (["checkpoint", ("offload", "optimizer")], True)):
+        plan = FamilyWorkload(parse_family("llama-3-1b"), cluster, 1, "bf16").plan(Strategy(methods))
+        said = why(Found((plan,))).chosen[-1]
+        assert (f"Host memory holds {readable_bytes(plan.memory.host_total)} for every device" in said) is told
+
+
 def test_every_other_plan_says_where_it_loses():
     reasons, best = why(found()), found().plans[0]
     assert len(reasons.others) == len(found().plans) - 1

@@ -88,6 +88,17 @@ def test_updates_in_host_memory_are_bounded_by_what_they_wait_for():
     assert found.num_predicted < len(best) / 2
 
 
+def test_one_device_too_few_is_told_how_many_would_do():
+    shape = parse_family("llama-3-8b")
+    subject = FamilyWorkload(shape, find_cluster("h100x1"), 8, limit_bytes=3 * 2**30)
+    with pytest.raises(StrategyError) as refused:
+        search(subject, excluded=["offload"])
+    enough = int(str(refused.value).partition("take ")[2].partition(" of")[0])
+    assert search(subject.on(enough), excluded=["offload"], top=1).plans
+    with pytest.raises(StrategyError):
+        search(subject.on(enough // 2), excluded=["offload"], top=1)
+
+
 def test_the_same_search_finds_the_same_and_says_what_it_passed_over():
     first, again = (search(workload(), top=4) for _ in range(2))
     assert [str(plan.strategy) for plan in first.plans] == [str(plan.strategy) for plan in again.plans]
