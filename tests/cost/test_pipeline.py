@@ -22,6 +22,18 @@ def test_the_order_is_the_engines():
     assert kinds == [[kind for kind, _, _ in row] for row in actions("1f1b", 4, 1, 6)]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "per_rank", "micro_batches"), [(4, 3, 5), (5, 2, 7), (4, 2, 2), (6, 2, 14), (8, 3, 20)]
+)
+def test_rounds_of_interleaved_stages_are_the_engines(ranks, per_rank, micro_batches):
+    # Where ranks do not divide the micro-batches, a round has more of them than there are ranks.
+    own = order("interleaved", ranks, per_rank, micro_batches)
+    assert own == actions("interleaved", ranks, per_rank, micro_batches)
+    ends = play(own, [EQUAL] * ranks, 0.1, per_rank)
+    continued = pipeline_s("interleaved", [EQUAL] * ranks, 0.1, per_rank, micro_batches)
+    assert continued == pytest.approx(max(end for _, _, end in ends), rel=0.02)
+
+
 def test_many_micro_batches_are_continued_as_they_would_be_played():
     times = [StageTimes(1.0, 2.0), StageTimes(1.5, 2.5), StageTimes(1.0, 3.0)]
     for schedule in ("gpipe", "1f1b"):

@@ -117,6 +117,13 @@ def test_a_workload_needs_a_batch_and_a_known_precision():
             planned([], **options)
 
 
+@pytest.mark.parametrize("what", ["activation", "optimizer", "all"])
+def test_what_offloading_brings_back_is_reserved_too(what):
+    peak = planned(["fsdp", ("offload", what)]).forecast.peak
+    assert peak.memory.returned > 0 or what == "optimizer"
+    assert peak.reserved_bytes >= peak.allocated_bytes
+
+
 def test_a_host_counts_what_it_offloads_to_itself():
     plain, offloaded = planned(["fsdp"], cluster="cpux4"), planned(["fsdp", "offload"], cluster="cpux4")
     assert plain.step.on_cpu

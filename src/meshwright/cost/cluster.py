@@ -61,6 +61,13 @@ class Cluster:
         price = self.device.price_per_hour
         return None if price is None else price * self.num_devices
 
+    def resized(self, num_devices: int) -> Cluster:
+        """The same with another number of devices; a single node that is not full grows up to what is usual for its devices."""
+        per_node = self.devices_per_node
+        if self.num_devices <= per_node:
+            per_node = max(per_node, min(num_devices, most_joined(self.device)))
+        return dataclasses.replace(self, num_devices=num_devices, devices_per_node=per_node)
+
 
 # Per device, one direction: NVLink 2, 3, 4, 5 and xGMI; PCIe where there is no such link between more than pairs; the
 # usual network of a node over its devices (DGX-1: 4 x 100 Gb/s; DGX A100: 8 x 200; DGX H100: 8 x 400; Frontier's and

@@ -20,10 +20,25 @@ def pick_largest(keys: Sequence[tuple[Any, ...]], sizes: Sequence[int], budget: 
     Returns:
         The positions of the chosen.
     """
-    chosen, left = set(), budget + 1e-6  # a fraction of 1 must fit in spite of rounding
+    picked = pick_numbers(keys, sizes, [1] * len(sizes), budget)
+    return {place for place, number in enumerate(picked) if number}
+
+
+def pick_numbers(
+    keys: Sequence[tuple[Any, ...]], sizes: Sequence[int], counts: Sequence[int], budget: float
+) -> list[int]:
+    """The same of things that there are several of: how many of each are chosen.
+
+    Args:
+        keys: As of :func:`pick_largest`.
+        sizes: Of one of each.
+        counts: How many of each there are.
+        budget: Most that the chosen may sum up to.
+    """
+    chosen, left = [0] * len(sizes), budget + 1e-6  # a fraction of 1 must fit in spite of rounding
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], keys[place], place)):
-        if sizes[place] <= left:
-            chosen.add(place)
+        while chosen[place] < counts[place] and sizes[place] <= left:
+            chosen[place] += 1
             left -= sizes[place]
     return chosen
 
@@ -55,37 +70,24 @@ def homes_of(step: Step) -> list[Home]:
         return homes
     _place_parameters(step, homes)
     listed = [parameter for _, parameter in step.every_parameter()]
-    total = sum(home.count * whole_numel(step, p) for home, p in zip(homes, listed, strict=True) if p.trainable)
-    taken = sum(home.parameters * whole_numel(step, p) for home, p in zip(homes, listed, strict=True) if p.trainable)
-    places = [
-        place
-        for place, (home, parameter) in enumerate(zip(homes, listed, strict=True))
-        for _ in range(home.count - home.parameters)
-        if parameter.trainable
+    keys, sizes = [_whole_shape(step, each) for each in listed], [whole_numel(step, each) for each in listed]
+    trained = [size if each.trainable else 0 for size, each in zip(sizes, listed, strict=True)]
+    total = sum(home.count * size for home, size in zip(homes, trained, strict=True))
+    taken = sum(home.parameters * size for home, size in zip(homes, trained, strict=True))
+    left = [home.count - home.parameters if each.trainable else 0 for home, each in zip(homes, listed, strict=True)]
+    hosted = pick_numbers(keys, sizes, left, step.hosted.optimizer * total - taken)
+    early = [
+        number if each.sharded or step.shard_axis is None else 0 for number, each in zip(hosted, listed, strict=True)
     ]
-    for place in _chosen(step, listed, places, step.hosted.optimizer * total - taken):
-        homes[place].optimizer += 1
-    places = [
-        place
-        for place, (home, parameter) in enumerate(zip(homes, listed, strict=True))
-        for _ in range(home.optimizer)
-        if parameter.sharded or step.shard_axis is None
-    ]
-    for place in _chosen(step, listed, places, step.hosted.gradients * total - taken):
-        homes[place].optimizer -= 1
-        homes[place].gradients += 1
+    leaving = pick_numbers(keys, sizes, early, step.hosted.gradients * total - taken)
+    for home, number, gone in zip(homes, hosted, leaving, strict=True):
+        home.optimizer, home.gradients = number - gone, gone
     return homes
 
 
 def whole_numel(step: Step, parameter: Parameter) -> int:
     """Elements of the whole parameter, before a tensor axis divides it."""
     return parameter.numel * (step.size("tensor") if parameter.tensor_dim is not None else 1)
-
-
-def _chosen(step: Step, listed: list[Parameter], places: list[int], budget: float) -> list[int]:
-    keys = [_whole_shape(step, listed[place]) for place in places]
-    sizes = [whole_numel(step, listed[place]) for place in places]
-    return [places[index] for index in pick_largest(keys, sizes, budget)]
 
 
 def _whole_shape(step: Step, parameter: Parameter) -> tuple[int, ...]:
@@ -98,14 +100,13 @@ def _place_parameters(step: Step, homes: list[Home]) -> None:
     assert step.hosted is not None
     if step.shard_axis is None or not step.hosted.parameters:
         return
-    units = [place for place, block in enumerate(step.blocks) for _ in range(block.count)]
-    sizes = [_sharded_numel(step, step.blocks[place]) for place in units]
-    chosen = [units[index] for index in pick_largest([()] * len(units), sizes, step.hosted.parameters * sum(sizes))]
-    first = 0
-    for place, block in enumerate(step.blocks):
+    sizes, counts = [_sharded_numel(step, block) for block in step.blocks], [block.count for block in step.blocks]
+    budget = step.hosted.parameters * sum(size * count for size, count in zip(sizes, counts, strict=True))
+    chosen, first = pick_numbers([()] * len(sizes), sizes, counts, budget), 0
+    for number, block in zip(chosen, step.blocks, strict=True):
         for offset, parameter in enumerate(block.parameters):
             if parameter.sharded:
-                homes[first + offset].parameters = chosen.count(place)
+                homes[first + offset].parameters = number
         first += len(block.parameters)
 
 

@@ -103,7 +103,8 @@ def _reserved(every: dict[Moment, Memory], weights: int) -> int:
 
     def computing(each: Memory) -> int:
         twice = max(each.gradients - whole.gradients, 0)  # in DDP's buffers, too
-        return (each.activations or 0) + each.recomputation + max(each.gathered - weights, 0) + twice
+        kept = (each.activations or 0) + each.recomputation + each.returned
+        return kept + max(each.gathered - weights, 0) + twice
 
     whole = every["update"]
     lasting = whole.parameters + whole.master + whole.optimizer + whole.buffers + whole.gradients

@@ -58,8 +58,7 @@ def pipeline_s(
     if schedule in SPLIT_BACKWARD:
         # Qi et al. 2024, Table 2 and DeepSeek-AI 2025, Table 2: with I = W = F the bubble is at most a rank's F a hop.
         return slowest * micro_batches + (ranks - 1) * (slowest / 6 / max(stages_per_rank, 1) + 2 * hop_s)
-    rest = micro_batches % ranks
-    settled = micro_batches if schedule == "gpipe" else min(micro_batches, (_SETTLED_ROUNDS + 1) * ranks + rest)
+    settled = micro_batches if schedule == "gpipe" else settled_after(schedule, ranks, micro_batches)
 
     def played(number: int) -> float:
         rows = order(schedule, ranks, stages_per_rank, number)
@@ -68,8 +67,20 @@ def pipeline_s(
     whole = played(settled)
     if settled == micro_batches:
         return whole
-    rate = max((whole - played(settled - ranks)) / ranks, slowest)  # hops that the ranks wait for count, too
+    each = _per_round(schedule, ranks, micro_batches)
+    rate = max((whole - played(settled - each)) / each, slowest)  # hops that the ranks wait for count, too
     return whole + (micro_batches - settled) * rate
+
+
+def settled_after(schedule: str, ranks: int, micro_batches: int) -> int:
+    """So many micro-batches show what all of them do: every further round of them takes as long as the last."""
+    each = _per_round(schedule, ranks, micro_batches)
+    return min(micro_batches, (_SETTLED_ROUNDS + 1) * each + micro_batches % each)
+
+
+def _per_round(schedule: str, ranks: int, micro_batches: int) -> int:
+    """Micro-batches that go through one stage of a rank before the next stage's turn; torch makes rounds equal."""
+    return micro_batches // max(1, micro_batches // ranks) if schedule == "interleaved" else ranks
 
 
 def play(
@@ -116,13 +127,14 @@ def ready_s(action: Action, last: int, hop_s: float, done: dict[Action, float]) 
 
 def _row(schedule: str, rank: int, ranks: int, stages_per_rank: int, micro_batches: int) -> list[Action]:
     if schedule == "gpipe":
-        forwards, backwards = _passes(rank, ranks, 1, micro_batches)
+        forwards, backwards = _passes(rank, ranks, 1, micro_batches, micro_batches)
         return [*forwards, *backwards]
-    forwards, backwards = _passes(rank, ranks, stages_per_rank, micro_batches)
+    each = _per_round(schedule, ranks, micro_batches)
+    forwards, backwards = _passes(rank, ranks, stages_per_rank, micro_batches, each)
     if stages_per_rank == 1:
         warm_up = ranks - rank - 1
     else:
-        warm_up = (ranks - rank - 1) * 2 + (stages_per_rank - 1) * ranks
+        warm_up = (ranks - rank - 1) * 2 + (stages_per_rank - 1) * each
     warm_up = min(warm_up, len(forwards))
     row = forwards[:warm_up]
     for index in range(len(forwards) - warm_up):
@@ -130,12 +142,14 @@ def _row(schedule: str, rank: int, ranks: int, stages_per_rank: int, micro_batch
     return row + backwards[len(forwards) - warm_up :]
 
 
-def _passes(rank: int, ranks: int, per_rank: int, micro_batches: int) -> tuple[list[Action], list[Action]]:
-    """A rank's forwards and its backwards: stage by stage for as many micro-batches as there are ranks."""
+def _passes(
+    rank: int, ranks: int, per_rank: int, micro_batches: int, per_round: int
+) -> tuple[list[Action], list[Action]]:
+    """A rank's forwards and its backwards: round by round, stage after stage."""
     forwards: list[Action] = []
     backwards: list[Action] = []
-    for first in range(0, micro_batches, ranks if per_rank > 1 else micro_batches):
-        parts = range(first, min(first + ranks, micro_batches) if per_rank > 1 else micro_batches)
+    for first in range(0, micro_batches, per_round):
+        parts = range(first, min(first + per_round, micro_batches))
         for turn in range(per_rank):
             forwards += [("F", turn * ranks + rank, part) for part in parts]
             backwards += [("B", (per_rank - 1 - turn) * ranks + rank, part) for part in parts]

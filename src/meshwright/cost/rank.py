@@ -66,7 +66,7 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
         passes=reducing(lambda each: each.per_micro_batch or not reduces_each),
         last=reducing(lambda each: True),
         inline_s=inline["forward"] + inline["backward"],
-        update_s=_update_s(step, machine, cluster, moved)
+        update_s=updated_s(step, machine, cluster, moved)
         + sum(one_s(step, t, network) for t in step.traffic if t.moment == "update"),
         copying=moved,
         gathers_each=gathers_each,
@@ -78,8 +78,8 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
     )
 
 
-def _update_s(step: Step, machine: Machine, cluster: Cluster, moved: Copying) -> float:
-    """Of the device, and then of what is in host memory, with the copies it waits for."""
+def updated_s(step: Step, machine: Machine, cluster: Cluster, moved: Copying) -> float:
+    """Seconds of the update: of the device, and then of what is in host memory, with the copies it waits for."""
     here = update_s(step, machine)
     share = 0.0 if step.on_cpu else hosted_share(step)
     slower = machine.bytes_per_s * machine.efficiency.update / cluster.host_memory.bytes_per_s

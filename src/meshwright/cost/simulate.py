@@ -41,6 +41,7 @@ class StepTime:
         parts = {"compute": self.compute_s, "tensor or sequence collectives": self.inline_s}
         parts |= {"copies between memories": self.copies_s}
         parts |= {"data collectives": self.exposed_s, "pipeline bubble": self.bubble_s, "update": self.update_s}
+        parts |= {"launch, batch and loss": self.overhead_s}
         return max(parts, key=parts.__getitem__)
 
 

@@ -115,7 +115,7 @@ class FamilyWorkload:
 
     def on(self, num_devices: int) -> FamilyWorkload:
         """The same on more of the same devices, or fewer."""
-        return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, num_devices=num_devices))
+        return dataclasses.replace(self, cluster=self.cluster.resized(num_devices))
 
     def _plan(self, strategy: Strategy, wanted_micro_batches: int | None, *, alike: bool) -> Plan:
         resolved = self._resolved(strategy)

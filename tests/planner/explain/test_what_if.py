@@ -2,8 +2,13 @@
 
 import dataclasses
 
+import pytest
+
+from meshwright.cost import make_cluster
+from meshwright.planner import FamilyWorkload, parse_family
 from meshwright.planner.explain import what_if
 from meshwright.planner.search import Found
+from meshwright.strategy import Strategy
 from tests.planner.explain.found import found, subject_of
 
 
@@ -23,6 +28,18 @@ def test_more_never_hurts():
     assert known[more].plan.forecast.cluster.num_devices > 16
     assert known[more].plan.forecast.samples == 64
     assert 1.2 < known[more].speed_up < 2.1
+
+
+@pytest.mark.parametrize(("devices", "per_node", "wanted"), [(16, 4, 4), (4, 4, 8), (8, 8, 8), (2, 2, 4)])
+def test_more_devices_are_more_of_the_same_nodes(devices, per_node, wanted):
+    cluster = make_cluster("H100", devices, per_node)
+    assert cluster.resized(2 * devices).devices_per_node == wanted
+    subject = FamilyWorkload(parse_family("llama-3-1b"), cluster, 4 * devices)
+    plan = subject.plan(Strategy(["fsdp", ("amp_native", "bf16")]))
+    more, *_ = what_if(
+        lambda where, samples: dataclasses.replace(subject, cluster=where, batch_size=samples), Found((plan,))
+    )
+    assert more.plan.forecast.cluster.devices_per_node == wanted
 
 
 def test_memory_lets_what_was_too_large_in():

@@ -6,6 +6,7 @@ import re
 from meshwright.cost import fitted, make_cluster, seconds_of
 from meshwright.planner import FamilyWorkload, parse_family, readable_bytes
 from meshwright.planner.explain import links, mfu, per_gpu, price_per_billion_tokens, short, why
+from meshwright.planner.explain.entry import plan_entry
 from meshwright.planner.explain.figures import every_step
 from meshwright.planner.search import Found
 from meshwright.planner.words import time_parts
@@ -24,6 +25,14 @@ def test_the_first_plan_is_explained_by_time_and_memory():
     needed = readable_bytes(best.needed_bytes)
     assert f"The peak is {reserved}, with the gaps that an allocator leaves {needed} of the" in reasons.chosen[3]
     assert "activations" in reasons.chosen[3]
+
+
+def test_what_offloading_needs_of_the_host_is_said():
+    cluster = make_cluster("H100", 1)
+    for methods, told in ((["checkpoint"], False), (["checkpoint", ("offload", "optimizer")], True)):
+        plan = FamilyWorkload(parse_family("llama-3-1b"), cluster, 1, "bf16").plan(Strategy(methods))
+        said = why(Found((plan,))).chosen[-1]
+        assert (f"Host memory holds {readable_bytes(plan.memory.host_total)} for every device" in said) is told
 
 
 def test_every_other_plan_says_where_it_loses():
@@ -85,3 +94,4 @@ def test_a_link_is_called_after_the_tier_that_it_waits_for():
         assert ring.between_nodes
         assert ring.bound_inside is inside
         assert ("bound by the links inside" in str(ring)) is inside
+        assert plan_entry(plan)["traffic"][links(plan).index(ring)]["bound_inside"] is inside

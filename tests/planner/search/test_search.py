@@ -10,7 +10,7 @@ from meshwright.planner.known_models import parse_family
 from meshwright.planner.search import choices, default_space, search
 from meshwright.planner.search.candidates import Candidates
 from meshwright.planner.search.objective import rank_of_plan
-from meshwright.planner.search.space import divisors_of, zero_sizes
+from meshwright.planner.search.space import divisors_of, offloads, zero_sizes
 from meshwright.strategy import Strategy
 
 SMALL = Shape("gpt", 8, 1024, 16, 50304, 1024)
@@ -65,6 +65,38 @@ def test_a_search_finds_what_looking_at_everything_finds(limit, objective):
     assert found.num_predicted < len(best) / 2
     assert [rank_of_plan(plan, objective)[0] for plan in found.plans] == [rank[0] for rank in best[:5]]
     assert rank_of_plan(found.plans[0], objective)[1] == best[0][1]
+
+
+def test_schedules_that_need_many_micro_batches_are_not_lost():
+    subject = workload("a100-80x2", batch=8)
+    space = default_space(subject).replace(sharding=choices(None))
+    space = space.replace(sizes={"pipeline": (2,)}, axis_methods={"pipeline": choices("pipeline_parallel")})
+    for objective in ("tokens_per_s", "memory"):
+        found = search(subject, space=space, top=1, objective=objective).plans[0]
+        assert found.strategy.get("pipeline_parallel").schedule == "1f1b"
+
+
+def test_updates_in_host_memory_are_bounded_by_what_they_wait_for():
+    # Without that, every micro-batch of every branch that offloads looks as fast as one that does not.
+    mixtral = parse_family("mixtral:layers=4,hidden=4096,heads=32,kv_heads=8,ffn=14336,vocab=32000,experts=8")
+    subject = workload("h100x2", batch=8, shape=mixtral, limit_bytes=40 * 2**30)
+    space = default_space(subject).replace(offload=offloads())
+    space = space.replace(sizes={"tensor": space.sizes["tensor"]}, sharding=choices(None, "fsdp"))
+    found = search(subject, space=space, top=3)
+    best = everything(subject, space)
+    assert [rank_of_plan(plan, "tokens_per_s")[0] for plan in found.plans] == [rank[0] for rank in best[:3]]
+    assert found.num_predicted < len(best) / 2
+
+
+def test_one_device_too_few_is_told_how_many_would_do():
+    shape = parse_family("llama-3-8b")
+    subject = FamilyWorkload(shape, find_cluster("h100x1"), 8, limit_bytes=3 * 2**30)
+    with pytest.raises(StrategyError) as refused:
+        search(subject, excluded=["offload"])
+    enough = int(str(refused.value).partition("take ")[2].partition(" of")[0])
+    assert search(subject.on(enough), excluded=["offload"], top=1).plans
+    with pytest.raises(StrategyError):
+        search(subject.on(enough // 2), excluded=["offload"], top=1)
 
 
 def test_the_same_search_finds_the_same_and_says_what_it_passed_over():

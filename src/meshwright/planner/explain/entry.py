@@ -19,6 +19,8 @@ from meshwright.planner.explain.links import links
 from meshwright.planner.plan import Plan
 from meshwright.planner.words import time_parts
 
+_OF_LINK = ("kind", "axis", "moment", "between_nodes", "bound_inside", "hidden")
+
 
 def plan_entry(plan: Plan) -> dict[str, Any]:
     """One plan with all its figures."""
@@ -32,9 +34,7 @@ def plan_entry(plan: Plan) -> dict[str, Any]:
         "time": time_entry(plan),
         "memory": _memory(plan),
         "traffic": [
-            {**{name: getattr(link, name) for name in ("kind", "axis", "moment", "between_nodes", "hidden")}}
-            | {"seconds_alone": link.seconds}
-            for link in links(plan)
+            {name: getattr(link, name) for name in _OF_LINK} | {"seconds_alone": link.seconds} for link in links(plan)
         ],
         "notices": list(plan.notices),
         "gaps": list(plan.gaps),

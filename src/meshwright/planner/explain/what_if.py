@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from meshwright.cost import Cluster, Link
-from meshwright.cost.cluster import most_joined
 from meshwright.errors import MeshwrightError
 from meshwright.methods import SAMPLED
 from meshwright.planner.explain.figures import price_per_billion_tokens, short
@@ -83,18 +82,12 @@ def _more_devices(subject_of: SubjectOf, found: Found, cluster: Cluster, samples
     for more in range(now + 1, _FARTHEST * now + 1):
         if whole_nodes and more % per_node:
             continue
-        larger = dataclasses.replace(cluster, num_devices=more, devices_per_node=_per_node(cluster, more))
-        subject = subject_of(larger, samples)
+        subject = subject_of(cluster.resized(more), samples)
         wider = (each for plan in _every(found) for each in _spread(plan, now, more, samples))
         plan = _best(_planned(subject, strategy, parts) for strategy, parts in wider)
         if plan is not None:
             return _told(f"{more} devices instead of {now}", found.plans[0], plan)
     return None
-
-
-def _per_node(cluster: Cluster, devices: int) -> int:
-    """A single node that is not full grows up to what is usual for its devices."""
-    return max(cluster.devices_per_node, min(devices, most_joined(cluster.device)))
 
 
 def _spread(plan: Plan, now: int, more: int, samples: int) -> Iterator[tuple[Strategy, int]]:

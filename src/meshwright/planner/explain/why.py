@@ -97,7 +97,13 @@ def memory_sentence(plan: Plan) -> str:
         held += f" of the {readable_bytes(plan.limit_bytes)} that tensors can have"
         held += f" ({readable_bytes(left)} left)" if left >= 0 else f" ({readable_bytes(-left)} too much)"
     when = f", {MOMENTS[plan.forecast.peak.moment]}" if plan.forecast is not None else ""
-    return f"{held}{when}: {_largest_classes(plan)}."
+    return f"{held}{when}: {_largest_classes(plan)}.{_on_host(plan)}"
+
+
+def _on_host(plan: Plan) -> str:
+    """What offloading needs of memory that no limit is set for."""
+    on_host = 0 if plan.step.on_cpu else plan.memory.host_total
+    return f" Host memory holds {readable_bytes(on_host)} for every device: see that it is there." if on_host else ""
 
 
 def _with_gaps(plan: Plan) -> str:

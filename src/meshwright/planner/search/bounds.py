@@ -12,12 +12,12 @@ import functools
 import math
 from dataclasses import dataclass
 
-from meshwright.cost import Block, Calibration, Cluster, Link, Stages, Step, fitted, memory, peak
+from meshwright.cost import Calibration, Cluster, Link, Stages, Step, fitted, memory, peak
 from meshwright.cost.collectives import Network
+from meshwright.cost.copying import copying
 from meshwright.cost.efficiency import Constants
 from meshwright.cost.kernels import Machine
-from meshwright.cost.rank import one_s, rank_of
-from meshwright.cost.update import update_s
+from meshwright.cost.rank import one_s, rank_of, updated_s
 from meshwright.errors import MeshwrightError
 from meshwright.methods import Method, cost_of
 from meshwright.methods.law import SHARD_AXES
@@ -82,8 +82,9 @@ class Bounds:
         self.subject, self.cluster, self.known = subject, cluster, known
         ideal = Constants(**{**dataclasses.asdict(known.constants), "gap_s": 0.0, "call_s": 0.0, "hop": 0.0})
         self._ideal = Calibration(known.devices, ideal)
-        intra, inter = (Link(link.bytes_per_s, 0.0) for link in (cluster.intra, cluster.inter))
-        self._wires = dataclasses.replace(cluster, intra=intra, inter=inter)
+        links = (cluster.intra, cluster.inter, cluster.host_link, cluster.disk)
+        intra, inter, host, disk = (Link(link.bytes_per_s, 0.0) for link in links)
+        self._wires = dataclasses.replace(cluster, intra=intra, inter=inter, host_link=host, disk=disk)
         efficiency = known.of(cluster.device.efficiency)
         self._machine = Machine(cluster.device, efficiency, ideal, cluster.num_devices)
         self._network = Network(self._wires, efficiency, ideal)
@@ -212,9 +213,9 @@ class Bounds:
         return self._computed[key]
 
     def held_bytes(self, branch: Branch, micro_batch: int, micro_batches: int) -> float:
-        """Bytes that are taken of a rank's limit, from the probe of its inner axes where there is one."""
+        """Bytes taken of a rank's limit, from the probe of its inner axes where known; of no samples the state's."""
         state = self.state(branch).held_bytes[micro_batches > 1] / self._parts(branch)
-        probe = self.divided(branch) if self.known_probe(branch) else None
+        probe = self.divided(branch) if micro_batch and self.known_probe(branch) else None
         if probe is None:
             return state * self.undivided(branch).slack
         kept: float = probe.kept_bytes
@@ -241,31 +242,30 @@ class Bounds:
         return self._state_of[branch]
 
     def _state(self, branch: Branch, axes: tuple[tuple[str, int], ...]) -> State:
-        blocks = bare_blocks(self.undivided(branch).step)
-        methods = Strategy([*branch.sharding, *branch.precision, *branch.rest])
-        once, twice = (cost_of(methods, self._bare(branch, axes, blocks, number)) for number in (1, 2))
+        once, twice = (self._bare(branch, axes, number, merged=True) for number in (1, 2))
+        if once.hosted is not None:  # what leaves the device is chosen parameter by parameter
+            once, twice = (self._bare(branch, axes, number, merged=False) for number in (1, 2))
         seconds = [self._link_s(step) for step in (once, twice)]
         on_host = memory(once).host_total if once.on_cpu else 0
         return State(
             self._twins.setdefault((once, twice), len(self._twins)),
             (peak(once).reserved_bytes + on_host, peak(twice).reserved_bytes + on_host),
-            update_s(once, self._machine),
+            updated_s(once, self._machine, self._wires, copying(once, self._wires)),
             (seconds[0], max(seconds[1] - seconds[0], 0.0)),
         )
 
-    def _bare(
-        self, branch: Branch, axes: tuple[tuple[str, int], ...], blocks: tuple[Block, ...], micro_batches: int
-    ) -> Step:
+    def _bare(self, branch: Branch, axes: tuple[tuple[str, int], ...], micro_batches: int, *, merged: bool) -> Step:
         sizes = dict(axes)
         first = next((axis for axis in SHARD_AXES if sizes.get(axis, 1) > 1), "data")
-        return Step(
-            blocks=blocks,
+        step = Step(
+            blocks=bare_blocks(self.undivided(branch).step, merged=merged),
             axes=axes,
             shard_axis=first if branch.sharding else None,
             num_micro_batches=micro_batches,
             stages=Stages((0,), ((0, 1),), 1, 0) if branch.mesh.pipeline > 1 else None,
             on_cpu=self.cluster.device.is_host,
         )
+        return cost_of(Strategy([*branch.sharding, *branch.precision, *branch.rest]), step)
 
     def _link_s(self, step: Step) -> float:
         hidden = (each for each in step.traffic if each.hidden and each.moment != "update" and each.kind != "send")

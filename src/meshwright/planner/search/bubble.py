@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import math
 
-from meshwright.cost.pipeline import StageTimes, pipeline_s
+from meshwright.cost.pipeline import StageTimes, pipeline_s, settled_after
 
 
 def bubble(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
     """Waiting, in units of what a rank computes for a micro-batch."""
     # More than these only go on as the last ones did.
-    few = min(micro_batches, 2 * ranks + micro_batches % ranks)
-    return _played_bubble(schedule, ranks, stages_per_rank, few)
+    return _played_bubble(schedule, ranks, stages_per_rank, settled_after(schedule, ranks, micro_batches))
 
 
 @functools.lru_cache(maxsize=4096)

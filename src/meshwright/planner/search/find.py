@@ -72,10 +72,12 @@ def search(
     if looked.stopped and not looked.plans:
         raise ended_early(max_predictions)
     if not looked.plans:
-        smallest = looking.smallest(given, looked.too_large)
+        hosting = () if "offload" in excluded else offloads()
+        roomiest = given.replace(hybrid=False, recompute=given.recompute[-1:], offload=(*given.offload, *hosting))
+        smallest = looking.smallest(roomiest, looked.too_large)
         if smallest is None:
             raise nothing_works(subject.world, looking.refused, included)
-        raise nothing_fits(subject, smallest, looking.fewest_devices(given))
+        raise nothing_fits(subject, smallest, looking.fewest_devices(roomiest))
     return Found(
         plans=tuple(plan for _, plan in looked.plans),
         too_large=tuple(looked.too_large),
@@ -134,7 +136,7 @@ class _Search:
 
     def smallest(self, space: Space, known: Sequence[Plan]) -> Plan | None:
         """The strategy that takes least, though it is too much: of those that divide all that can be divided."""
-        looked = self._pass(_smallest_of(space), "memory", 1, limited=False)
+        looked = self._pass(space, "memory", 1, limited=False)
         plans = [*known, *(plan for _, plan in looked.plans)]
         return min(plans, key=lambda plan: (plan.needed_bytes, str(plan.strategy)), default=None)
 
@@ -148,10 +150,10 @@ class _Search:
         while grow is not None and self.cluster is not None and number < most:
             number *= 2
             larger: Subject = grow(number)
-            wider = default_space(larger).sizes
-            sizes = {axis: wider.get(axis, every) if len(every) > 1 else every for axis, every in space.sizes.items()}
-            bounds = Bounds(larger, self.cluster)
-            candidates = Candidates(_smallest_of(space.replace(sizes=sizes)), number, self.node, larger.batch_size)
+            cluster = self.cluster.resized(number)
+            wider = space.replace(sizes=_wider(space, default_space(larger)))
+            candidates = Candidates(wider, number, cluster.devices_per_node, larger.batch_size)
+            bounds = Bounds(larger, cluster)
             looked = Engine(larger, candidates, bounds, "memory", 1, self.max_predictions, None).run()
             if looked.plans:
                 return number
@@ -163,5 +165,11 @@ def _is_untraced(looked: Looked) -> bool:
     return bool(looked.plans) and looked.plans[0][1].step.activations is None
 
 
-def _smallest_of(space: Space) -> Space:
-    return space.replace(hybrid=False, recompute=space.recompute[-1:], offload=(*space.offload, *offloads()))
+def _wider(space: Space, larger: Space) -> dict[str, tuple[int, ...]]:
+    """The sizes of a larger world, as far as a caller's wishes leave its axes."""
+    return {
+        axis: tuple(size for size in larger.sizes.get(axis, every) if size > 1 or 1 in every)
+        if space.axis_methods.get(axis)
+        else every
+        for axis, every in space.sizes.items()
+    }

@@ -45,9 +45,10 @@ def _one(traffic: Traffic, samples: int, micro_batches: int) -> Traffic:
     )
 
 
-def bare_blocks(step: Step) -> tuple[Block, ...]:
-    """The blocks without what they compute; parameters that are treated alike are one."""
-    return tuple(dataclasses.replace(b, ops=(), parameters=_merged(b.parameters)) for b in step.blocks)
+def bare_blocks(step: Step, *, merged: bool = True) -> tuple[Block, ...]:
+    """The blocks without what they compute; parameters that are treated alike are one where they may be merged."""
+    blocks = (dataclasses.replace(block, ops=()) for block in step.blocks)
+    return tuple(dataclasses.replace(b, parameters=_merged(b.parameters)) if merged else b for b in blocks)
 
 
 def _merged(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
