@@ -97,9 +97,10 @@ def test_a_misunderstood_call_is_told_below_the_error():
     with pytest.raises(TypeError) as caught:
         call_model(model, pair, None)
     assert "'unpack_sequence' calls model(*batch)" in caught.value.__notes__[0]
-    with pytest.raises(AttributeError) as caught:
-        call_loss(torch.nn.MSELoss(), pair, torch.ones(3, 1))
-    assert "loss_func(model_input, model_output)" in caught.value.__notes__[0]
+    for loss, given in ((torch.nn.MSELoss(), pair), (torch.nn.CrossEntropyLoss(), torch.ones(3, 2, dtype=torch.long))):
+        with pytest.raises((AttributeError, RuntimeError)) as caught:
+            call_loss(loss, given, torch.ones(3, 1))
+        assert "loss_func(model_input, model_output)" in caught.value.__notes__[0]
 
 
 def test_a_loss_without_a_graph_is_refused_where_it_is_to_train():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.errors import ConfigError, DataError, ModelError, join_names
+from meshwright.errors import ConfigError, DataError, MeshwrightError, ModelError, join_names
 from meshwright.utils.trees import leaves_of, map_tree
 
 INPUT_FORMATS = (None, "unpack_sequence", "unpack_dict")
@@ -83,16 +83,20 @@ def call_model(model: nn.Module, inputs: Any, model_input_format: str | None) ->
 
 def call_loss(loss_func: Callable[[Any, Any], Any], inputs: Any, output: Any) -> Any:
     """The loss function's result; what kind of call it was stands below an error that looks like a misunderstanding."""
-    with _told_how("The loss was computed as loss_func(model_input, model_output)."):
+    # torch's losses, which want (output, target), fail in as many ways as there are kinds of input.
+    with _told_how(
+        "The loss was computed as loss_func(model_input, model_output).", RuntimeError, ValueError, IndexError
+    ):
         return loss_func(inputs, output)
 
 
 @contextlib.contextmanager
-def _told_how(call: str) -> Iterator[None]:
+def _told_how(call: str, *further: type[Exception]) -> Iterator[None]:
     try:
         yield
-    except (TypeError, AttributeError) as error:
-        if not getattr(error, "__notes__", ()):  # a loss within a model, or a model within a model
+    except (TypeError, AttributeError, *further) as error:
+        is_clear = isinstance(error, MeshwrightError | torch.OutOfMemoryError)
+        if not is_clear and not getattr(error, "__notes__", ()):  # a loss within a model, or a model within a model
             error.add_note(f"meshwright: {call}")
         raise
 
