@@ -14,6 +14,7 @@ from meshwright.errors import ConfigError, DataError, MeshwrightError, ModelErro
 from meshwright.utils.trees import leaves_of, map_tree
 
 INPUT_FORMATS = (None, "unpack_sequence", "unpack_dict")
+_MISUNDERSTOOD: tuple[type[Exception], ...] = (TypeError, AttributeError)
 _CALLS = {
     None: "The model was called as model(batch), for want of a model_input_format: 'unpack_sequence' calls "
     "model(*batch), 'unpack_dict' model(**batch).",
@@ -66,7 +67,7 @@ def call_model(model: nn.Module, inputs: Any, model_input_format: str | None) ->
     Raises:
         DataError: When the input is not of the kind the format unpacks.
     """
-    with _told_how(_CALLS.get(model_input_format, "")):
+    with _told_how(_CALLS.get(model_input_format, ""), _MISUNDERSTOOD):
         if model_input_format is None:
             return model(inputs)
         if model_input_format == "unpack_sequence" and isinstance(inputs, Sequence):
@@ -84,18 +85,17 @@ def call_model(model: nn.Module, inputs: Any, model_input_format: str | None) ->
 def call_loss(loss_func: Callable[[Any, Any], Any], inputs: Any, output: Any) -> Any:
     """The loss function's result; what kind of call it was stands below an error that looks like a misunderstanding."""
     # torch's losses, which want (output, target), fail in as many ways as there are kinds of input.
-    with _told_how(
-        "The loss was computed as loss_func(model_input, model_output).", RuntimeError, ValueError, IndexError
-    ):
+    kinds = (*_MISUNDERSTOOD, RuntimeError, ValueError, IndexError)
+    with _told_how("The loss was computed as loss_func(model_input, model_output).", kinds):
         return loss_func(inputs, output)
 
 
 @contextlib.contextmanager
-def _told_how(call: str, *further: type[Exception]) -> Iterator[None]:
+def _told_how(call: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
     try:
         yield
-    except (TypeError, AttributeError, *further) as error:
-        is_clear = isinstance(error, MeshwrightError | torch.OutOfMemoryError)
+    except kinds as error:
+        is_clear = isinstance(error, (MeshwrightError, torch.OutOfMemoryError))
         if not is_clear and not getattr(error, "__notes__", ()):  # a loss within a model, or a model within a model
             error.add_note(f"meshwright: {call}")
         raise
