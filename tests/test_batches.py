@@ -3,8 +3,8 @@ import collections
 import pytest
 import torch
 
-from meshwright.batches import micro_batches, resized
-from meshwright.errors import DataError
+from meshwright.batches import batch_size_of, call_loss, call_model, first_loss, micro_batches, resized, to_device
+from meshwright.errors import DataError, ModelError
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -57,3 +57,53 @@ def test_resizing_repeats_what_belongs_to_samples():
     assert found["x"].tolist() == [0, 1, 0, 1, 0]
     assert found["names"] == ["n0", "n1", "n0", "n1", "n0"]
     assert resized(batch(4), 2)["names"] == ["n0", "n1"]
+
+
+class Moving:
+    def to(self, device):
+        return f"moved to {device}"
+
+
+def test_everything_in_a_batch_goes_to_the_device():
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    given = {
+        "encoding": collections.UserDict(ids=torch.ones(2), nested=[torch.ones(1)], name="n"),
+        "own": Moving(),
+        "packed": packed,
+        "kind": Moving,
+    }
+    there = to_device(given, torch.device("meta"))
+    assert there["encoding"]["ids"].is_meta
+    assert there["encoding"]["nested"][0].is_meta
+    assert there["encoding"]["name"] == "n"
+    assert not given["encoding"]["ids"].is_meta
+    assert (there["own"], there["kind"]) == ("moved to meta", Moving)
+    assert there["packed"].data.is_meta
+    assert not there["packed"].batch_sizes.is_meta  # torch keeps it on the host
+
+
+def test_mappings_of_other_classes_are_cut_as_dictionaries_are():
+    given = collections.UserDict(ids=torch.arange(4), names=["a", "b", "c", "d"])
+    assert batch_size_of(given) == 4
+    first, second = micro_batches(given, 2)
+    assert (type(second), second["ids"].tolist(), second["names"]) == (collections.UserDict, [2, 3], ["c", "d"])
+    assert first["names"] == ["a", "b"]
+    assert resized(given, 5)["ids"].tolist() == [0, 1, 2, 3, 0]
+
+
+def test_a_misunderstood_call_is_told_below_the_error():
+    model = torch.nn.Linear(2, 1)
+    pair = [torch.ones(3, 2), torch.ones(3, 1)]
+    with pytest.raises(TypeError) as caught:
+        call_model(model, pair, None)
+    assert "'unpack_sequence' calls model(*batch)" in caught.value.__notes__[0]
+    for loss, given in ((torch.nn.MSELoss(), pair), (torch.nn.CrossEntropyLoss(), torch.ones(3, 2, dtype=torch.long))):
+        with pytest.raises((AttributeError, RuntimeError)) as caught:
+            call_loss(loss, given, torch.ones(3, 1))
+        assert "loss_func(model_input, model_output)" in caught.value.__notes__[0]
+
+
+def test_a_loss_without_a_graph_is_refused_where_it_is_to_train():
+    assert first_loss(torch.ones(())) == 1
+    with pytest.raises(ModelError, match="does not depend on anything that trains"):
+        first_loss(torch.ones(()), trains=True)

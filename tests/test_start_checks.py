@@ -8,6 +8,7 @@ import torch
 
 import meshwright as mw
 from meshwright import LaunchError, ModelError, start_checks
+from meshwright.data import global_batch_loader
 from tests import tiny
 
 UNSYNCED = ("fsdp", {"sync_module_states": False})
@@ -46,6 +47,13 @@ def _unlike():
     with pytest.raises(LaunchError, match="model differs") as longer:
         mw.accelerate(torch.nn.Linear(3, 4, bias=mw.rank() == 0), strategy=[])
     return str(caught.value), taken, str(other.value), str(model.value), str(longer.value)
+
+
+def test_a_last_batch_that_will_be_an_error_is_told_at_the_start():
+    loader = global_batch_loader(range(11), loader_args={"batch_size": 4}, replica=0, num_replicas=1)
+    (line,) = start_checks.told_remainder(loader, 2)
+    assert "has 3 samples per replica, which do not divide into 2 micro-batches" in line
+    assert start_checks.told_remainder(loader, 3) == start_checks.told_remainder(None, 2) == []
 
 
 def test_ranks_that_do_not_start_alike(ranks):

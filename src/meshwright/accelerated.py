@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwright.batches import call_model, first_loss, micro_batches
+from meshwright.batches import call_loss, call_model, first_loss, micro_batches
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
 from meshwright.nn import reshard
@@ -192,11 +192,11 @@ class Accelerated:
     def _loss_of(self, part: Any) -> torch.Tensor:
         inputs = self.prepare_input(part, self.device)
         output = call_model(self.model, inputs, self._model_input_format)
-        return first_loss(self._loss_func(inputs, output))
+        return first_loss(self._loss_func(inputs, output), trains=True)
 
     def _loss_func(self, inputs: Any, output: Any) -> Any:
         """The job's loss; its backward multiplies by the loss scale where there is one."""
-        loss = self._job.loss_func(inputs, output)
+        loss = call_loss(self._job.loss_func, inputs, output)
         if self._guard is None:
             return loss
         if isinstance(loss, list | tuple):

@@ -33,7 +33,7 @@ from meshwright.runtime import (
     seed_replica,
     settings,
 )
-from meshwright.start_checks import check_alike, told_difference
+from meshwright.start_checks import check_alike, told_difference, told_remainder
 from meshwright.strategy import read_size
 
 # For clip_grad_norm; a strong reference would keep every model alive for ever.
@@ -139,7 +139,7 @@ def accelerate(
     plan, reason = _decide(request, world, limit)
     told = told_difference(difference, plan)
     job, accelerated = _build(request, plan, world.device)
-    job.notices.extend(told)
+    job.notices.extend([*told, *told_remainder(accelerated.dataloader, accelerated.num_micro_batches)])
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from meshwright.errors import ConfigError, DataError, ModelError, join_names
+from meshwright.errors import ConfigError, DataError, MeshwrightError, ModelError, join_names
+from meshwright.utils.trees import leaves_of, map_tree
 
 INPUT_FORMATS = (None, "unpack_sequence", "unpack_dict")
+_MISUNDERSTOOD: tuple[type[Exception], ...] = (TypeError, AttributeError)
+_CALLS = {
+    None: "The model was called as model(batch), for want of a model_input_format: 'unpack_sequence' calls "
+    "model(*batch), 'unpack_dict' model(**batch).",
+    "unpack_sequence": "The model was called as model(*batch), by model_input_format='unpack_sequence'.",
+    "unpack_dict": "The model was called as model(**batch), by model_input_format='unpack_dict'.",
+}
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """The default ``prepare_input``: every tensor of a batch moved to ``device``."""
-    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, data)
+    """The default ``prepare_input``: every tensor of a batch moved to ``device``, and whatever else has a ``to``."""
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if _moves_itself(leaf) else leaf
+
+    return map_tree(moved, data, is_leaf=_moves_itself)
+
+
+def _moves_itself(node: Any) -> bool:
+    """A packed sequence, a graph, a batch of the user's own class; of a mapping the values are moved, not the whole."""
+    return callable(getattr(node, "to", None)) and not isinstance(node, Mapping | type)
 
 
 def check_input_format(model_input_format: str | None) -> None:
@@ -48,18 +67,38 @@ def call_model(model: nn.Module, inputs: Any, model_input_format: str | None) ->
     Raises:
         DataError: When the input is not of the kind the format unpacks.
     """
-    if model_input_format is None:
-        return model(inputs)
-    if model_input_format == "unpack_sequence" and isinstance(inputs, Sequence):
-        return model(*inputs)
-    if model_input_format == "unpack_dict" and isinstance(inputs, Mapping):
-        return model(**inputs)
+    with _told_how(_CALLS.get(model_input_format, ""), _MISUNDERSTOOD):
+        if model_input_format is None:
+            return model(inputs)
+        if model_input_format == "unpack_sequence" and isinstance(inputs, Sequence):
+            return model(*inputs)
+        if model_input_format == "unpack_dict" and isinstance(inputs, Mapping):
+            return model(**inputs)
     raise DataError(
         f"The model input cannot be unpacked as {model_input_format!r}",
         expected="a list or tuple" if model_input_format == "unpack_sequence" else "a dictionary",
         got=type(inputs).__name__,
         fix="let prepare_input return one, or choose another model_input_format",
     )
+
+
+def call_loss(loss_func: Callable[[Any, Any], Any], inputs: Any, output: Any) -> Any:
+    """The loss function's result; what kind of call it was stands below an error that looks like a misunderstanding."""
+    # torch's losses, which want (output, target), fail in as many ways as there are kinds of input.
+    kinds = (*_MISUNDERSTOOD, RuntimeError, ValueError, IndexError)
+    with _told_how("The loss was computed as loss_func(model_input, model_output).", kinds):
+        return loss_func(inputs, output)
+
+
+@contextlib.contextmanager
+def _told_how(call: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+    try:
+        yield
+    except kinds as error:
+        is_clear = isinstance(error, (MeshwrightError, torch.OutOfMemoryError))
+        if not is_clear and not getattr(error, "__notes__", ()):  # a loss within a model, or a model within a model
+            error.add_note(f"meshwright: {call}")
+        raise
 
 
 def loss_of_output(inputs: Any, output: Any) -> Any:
@@ -81,11 +120,15 @@ def loss_of_output(inputs: Any, output: Any) -> Any:
     return loss
 
 
-def first_loss(loss: Any) -> torch.Tensor:
+def first_loss(loss: Any, trains: bool = False) -> torch.Tensor:
     """The loss itself, where a loss function returns a list or tuple with the loss first.
 
+    Args:
+        loss: What the function returned.
+        trains: Whether gradients are wanted of it.
+
     Raises:
-        ModelError: When that is not a tensor of one number.
+        ModelError: When that is not a tensor of one number, or has no gradients to give.
     """
     found = loss[0] if isinstance(loss, list | tuple) and loss else loss
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
@@ -96,6 +139,14 @@ def first_loss(loss: Any) -> torch.Tensor:
             got=f"a tensor of shape {tuple(found.shape)}" if is_tensor else f"{type(found).__name__} {found!r:.80}",
             fix="return the mean over the samples" if is_tensor else "return the loss from loss_func",
         )
+    if trains and not found.requires_grad:
+        raise ModelError(
+            "The loss does not depend on anything that trains",
+            expected="a loss computed from the model's output, by parameters that require gradients",
+            got="a tensor without a graph",
+            fix="look for detach(), item(), torch.tensor(…) or torch.no_grad() on the way to it, and for a model whose "
+            "parameters are all frozen",
+        )
     return found
 
 
@@ -105,7 +156,7 @@ def batch_size_of(batch: Any) -> int:
     Raises:
         DataError: When it holds no tensor with a dim 0, or they differ.
     """
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
+    sizes = {leaf.shape[0] for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
     if len(sizes) != 1:
         raise DataError(
             "The number of samples in the batch cannot be told",
@@ -166,7 +217,7 @@ def _chosen(batch: Any, size: int, tensor_rows: Callable[[torch.Tensor], torch.T
             return type(leaf)(leaf[place] for place in places)
         return leaf
 
-    return tree_map(choose, batch, is_leaf=lambda node: _is_per_sample(node, size))
+    return map_tree(choose, batch, is_leaf=lambda node: _is_per_sample(node, size))
 
 
 def _is_per_sample(node: Any, size: int) -> bool:
@@ -174,7 +225,7 @@ def _is_per_sample(node: Any, size: int) -> bool:
     is_listed = type(node) in (list, tuple) and len(node) == size  # a named tuple is a structure
     # Nothing but None stands for arguments that are left out.
     is_filled = is_listed and any(item is not None for item in node)
-    return is_filled and not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node))
+    return is_filled and not any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(node))
 
 
 def _is_all_numbers(node: Any) -> bool:
@@ -183,7 +234,7 @@ def _is_all_numbers(node: Any) -> bool:
 
 def _refuse_numbers(batch: Any, size: int) -> None:
     """Two numbers beside two samples may be one for each, or the height and width of all."""
-    for leaf in tree_leaves(batch, is_leaf=lambda node: _is_per_sample(node, size)):
+    for leaf in leaves_of(batch, is_leaf=lambda node: _is_per_sample(node, size)):
         if _is_per_sample(leaf, size) and _is_all_numbers(leaf):
             raise DataError(
                 "The batch holds as many numbers as samples, and they may belong to samples or not",

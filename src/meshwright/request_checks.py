@@ -158,5 +158,7 @@ _KINDS: dict[str, _Kind] = {
     ),
     "max_grad_norm": (_is_number, "a number above 0, or None", "use None to measure the norm without clipping"),
     "num_micro_batches": (_is_count, "a whole number, 1 or more", "use 1 to train on whole batches"),
+    "excluded": (lambda value: not isinstance(value, str), "a list of names of methods", "put the name into a list"),
+    "included": (lambda value: not isinstance(value, str), "a list of names of methods", "put the name into a list"),
     "batch_size": (_is_count, "a whole number of samples over all ranks", "correct it"),
 }

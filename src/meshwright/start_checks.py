@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
+from torch.utils.data import DataLoader
+
+from meshwright.data import GlobalBatchLoader
 from meshwright.errors import LaunchError, ModelError
 from meshwright.planner import Plan
 from meshwright.runtime import Difference, agreed, check_all_equal, code_versions, gather_objects
@@ -63,6 +67,17 @@ def told_difference(difference: Difference | None, plan: Plan) -> list[str]:
             )
         )
     return [f"the weights differ between ranks: {difference}; those of rank 0 are taken over"]
+
+
+def told_remainder(dataloader: DataLoader[Any] | None, num_micro_batches: int) -> list[str]:
+    """What is said of an epoch whose last batch is an error: hours may pass until it comes."""
+    last = dataloader.last_batch_size if isinstance(dataloader, GlobalBatchLoader) else None
+    if last is None or last % num_micro_batches == 0:
+        return []
+    return [
+        f"the last batch of an epoch has {last} samples per replica, which do not divide into {num_micro_batches} "
+        "micro-batches: its step will be an error; dataloader_args={'drop_last': True} leaves it out"
+    ]
 
 
 def takes_over_values(plan: Plan) -> bool:

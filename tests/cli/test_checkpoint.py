@@ -25,7 +25,7 @@ from tests.cli.helpers import losses, project
 
 def _train(options, signal_at_step=None):
     """What a rank of the program does; rank 1 (or the only one) is sent SIGTERM in a step."""
-    path, said, step = list(sys.path), io.StringIO(), training._step
+    path, said, told, step = list(sys.path), io.StringIO(), io.StringIO(), training._step
 
     def _signalled(session, *given, **named):
         result = step(session, *given, **named)
@@ -40,12 +40,13 @@ def _train(options, signal_at_step=None):
             mock.patch.object(training, "shutdown_distributed"),
             mock.patch.object(training, "_step", _signalled),
             contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(told),
         ):
             status = training.train(options)
     finally:
         sys.path[:] = path
         sys.modules.pop("tiny", None)
-    return status, said.getvalue()
+    return status, said.getvalue(), told.getvalue()
 
 
 def _stop_and_go_on(file, folder):
@@ -59,9 +60,11 @@ def _stop_and_go_on(file, folder):
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_exactly(ranks, tmp_path):
     first, second = ranks(2).run(_stop_and_go_on, project(tmp_path), tmp_path)
-    (status, said), names, went_on, whole = first
+    (status, said, told), names, went_on, whole = first
     assert (status, second[0][0]) == (143, 143)
     assert "stopped by SIGTERM after step 4, which is saved" in said
+    steps = len(losses(tmp_path / "whole"))
+    assert f"--resume --steps {steps} " in told  # to where it was going, and not to twice as far as it has come
     assert names == ["step-00000003", "step-00000004"]
     assert (went_on[0], whole[0]) == (0, 0)
     assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")

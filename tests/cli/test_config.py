@@ -108,6 +108,7 @@ def test_files_that_are_no_toml(tmp_path):
 
 def test_the_help_explains_every_key():
     text = config_help()
+    assert "# list of number: decay rates" in text
     for name, field in TrainConfig.model_fields.items():
         assert f"\n[{name}]\n" in text
         for key, entry in field.annotation.model_fields.items():

@@ -77,6 +77,6 @@ def test_the_run_goes_on_when_a_machine_is_gone(whole, tmp_path):
     said = logs[0].read_text()
     assert status == 0, said
     assert "written by 2 ranks" in said
-    assert "planned anew for 1 ranks" in said
+    assert "planned anew for one rank" in said
     assert json.loads((tmp_path / "out/config.json").read_text())["ranks"] == 1
     assert losses(tmp_path / "out") == pytest.approx(whole, rel=1e-5)

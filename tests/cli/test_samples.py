@@ -97,7 +97,7 @@ def test_a_dataset_is_put_into_one_order_and_told_the_seed():
     assert loaded.model_input_format == "unpack_sequence"
     assert loaded.tokens_per_sample is None
     loaded.start_at(3)
-    assert loaded.loader_args(4) == {"batch_size": 4, "sampler": loaded.order}
+    assert loaded.loader_args(4, 2) == {"batch_size": 4, "num_workers": 2, "sampler": loaded.order}
     assert loaded.order.start == 3
 
 
@@ -109,7 +109,9 @@ def test_token_ids_are_counted_and_passed_by_name():
 
 def test_a_stream_begins_again_and_goes_on_where_it_was():
     loaded = _loaded("stream", args={"count": 4})
-    assert loaded.loader_args(2) == {"batch_size": 2}
+    assert loaded.loader_args(2) == {"batch_size": 2, "num_workers": 0}
+    with pytest.raises(ConfigError, match="A stream cannot be read by several processes"):
+        loaded.loader_args(2, 1)
     assert loaded.sample_batch[0].shape == (1, 3)
     seen = [y.item() for _, y in itertools.islice(loaded.dataset, 10)]
     assert seen[:4] == seen[4:8]

@@ -100,7 +100,7 @@ def test_resumed_ranks_repeat_the_uninterrupted_run(run, ranks, world):
             ranks(1).run(_resumes, folder / "tiny.toml", out, "another")
     said = ranks(world).run(_resumes, folder / "tiny.toml", out, launch)
     _check_resumed(out, said[0], losses(folder / "first"))
-    changed = "the strategy has changed from parallel_mode(data=2) to parallel_mode(data=1), planned anew for 1 ranks"
+    changed = "the strategy has changed from parallel_mode(data=2) to parallel_mode(data=1), planned anew for one rank"
     assert (changed in said[0]) == (world == 1), said[0]
 
 

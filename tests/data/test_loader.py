@@ -88,11 +88,25 @@ def test_restarts_on_4_2_and_3_replicas_repeat_and_lose_nothing():
 
 
 def test_numbers_of_replicas_that_divide_are_named():
-    assert numbers_that_divide(8) == "1, 2, 4 or 8"
-    assert numbers_that_divide(8, parts=2) == "1, 2 or 4"
-    assert numbers_that_divide(1) == "1"
-    assert numbers_that_divide(8, parts=3) == "no number of"
-    assert numbers_that_divide(720720).endswith("7 or …")
+    assert numbers_that_divide(8) == ", or 1, 2, 4 or 8 replicas"
+    assert numbers_that_divide(8, parts=2) == ", or 1, 2 or 4 replicas"
+    assert numbers_that_divide(1) == ", or 1 replica"
+    assert numbers_that_divide(8, parts=3) == ""
+    assert numbers_that_divide(720720).endswith("7 or … replicas")
+
+
+def test_the_last_batch_of_an_epoch_is_known_ahead():
+    def last(dataset, **loader_args):
+        given = {"batch_size": 8, **loader_args}
+        made = global_batch_loader(dataset, loader_args=given, replica=0, num_replicas=2)
+        return made.last_batch_size
+
+    assert last(Numbers(24)) == 4
+    assert last(Numbers(27)) == 2
+    assert last(Numbers(27), drop_last=True) == 4
+    assert last(Numbers(27), sampler=range(27)) == 2
+    assert last(Numbers(27), sampler=GlobalOrder(27, seed=0)) is None
+    assert last(Stream(27)) is None
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])

@@ -40,8 +40,8 @@ def export_command(
 ) -> None:
     """Write the weights of a checkpoint (of a run: the newest that is whole) as safetensors.
 
-    A folder gets a config.json too where the run has trained a transformers model: from_pretrained loads it. Of a run
-    that has trained adapters of peft it gets these alone: PeftModel.from_pretrained loads them.
+    A folder gets a config.json too where the run has trained a transformers model: from_pretrained loads it.
+    Of a run that has trained adapters of peft it gets these alone: PeftModel.from_pretrained loads them.
     """
     from meshwright.cli.checkpoint import export_checkpoint
     from meshwright.cli.failures import exit_status

@@ -146,6 +146,9 @@ class RunTable(Table):
     steps: _Count = Field(default=1000, description="optimizer steps of the whole run")
     batch_size: _Count = Field(default=8, description="sequences per step over all ranks")
     num_micro_batches: _Count = Field(default=1, description="parts into which each rank cuts its share of a batch")
+    num_workers: _NonNegative = Field(
+        default=0, description="processes of each rank that load samples ahead of its steps; 0 for streams"
+    )
     checkpoint_every: _Count | None = Field(
         default=None, description="steps between checkpoints; default: one at the end"
     )

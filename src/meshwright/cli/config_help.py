@@ -58,7 +58,7 @@ def _type_name(annotation: Any) -> str:
     if origin is typing.Literal:
         return " | ".join(f"'{each}'" for each in arguments)
     if origin in (list, tuple):
-        items = sorted({_type_name(each) for each in arguments})
+        items = sorted({_type_name(each) for each in arguments if each is not Ellipsis})
         return "list" if items == ["anything"] else f"list of {' or '.join(items)}"
     names = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "anything"}
     return names.get(origin or annotation, "table")

@@ -37,7 +37,7 @@ def resolve_reference(reference: str, key: str) -> Callable[..., Any]:
     if not callable(found):
         raise ConfigError(
             f"{key} {reference!r}: {module.__file__ or module_name} has no function {name!r}"
-            f"{did_you_mean(name, vars(module))}",
+            f"{did_you_mean(name, vars(module).keys() - {name})}",
             expected="a function or class",
             got="nothing of that name" if found is None else type(found).__name__,
             fix=f"correct {key}",
@@ -101,4 +101,6 @@ def _not_imported(module_name: str, where: str, error: Exception) -> ConfigError
 def where_raised(error: BaseException) -> str:
     """File and line in which an error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else "no frame"
+    if not frames or frames[-1].filename == __file__:
+        return "by the call itself"
+    return f"{frames[-1].filename}, line {frames[-1].lineno}"

@@ -46,7 +46,8 @@ def print_report(session: Session, records: Sequence[Mapping[str, Any]], peak_by
     console = PlainConsole()
     console.print(table)
     # Outside of the table, so that it can be copied.
-    command = session.options.resume_command(session.run_dir, 2 * steps)
+    wanted = session.prepared.config.run.steps
+    command = session.options.resume_command(session.run_dir, wanted if steps < wanted else 2 * steps)
     console.print(f"Go on with it:\n  {command}", soft_wrap=True, highlight=False, markup=False)
 
 

@@ -132,7 +132,7 @@ def _check_batch(config: TrainConfig, strategy: Strategy | None, world: int) -> 
             "run.batch_size does not divide: it counts sequences over all ranks",
             expected=f"a multiple of {parts} ({replicas} replicas x {micro_batches} micro-batches)",
             got=str(config.run.batch_size),
-            fix=f"use {nearest}, or {numbers_that_divide(config.run.batch_size, micro_batches)} replicas",
+            fix=f"use {nearest}{numbers_that_divide(config.run.batch_size, micro_batches)}",
         )
 
 

@@ -13,7 +13,7 @@ from meshwright.batches import usual_input_format
 from meshwright.cli.config import DataTable
 from meshwright.cli.references import call_reference, resolve_reference, takes
 from meshwright.data import GlobalOrder, RepeatedStream
-from meshwright.errors import DataError
+from meshwright.errors import ConfigError, DataError
 from meshwright.runtime import check_equal, same_on_every_rank
 
 
@@ -32,10 +32,23 @@ class Loaded:
         """Passes over what a run has seen before."""
         self.order.start = samples_seen
 
-    def loader_args(self, batch_size: int) -> dict[str, Any]:
-        """For ``accelerate(dataloader_args=)``."""
-        given = {"batch_size": batch_size}
-        return given | ({"sampler": self.order} if isinstance(self.order, GlobalOrder) else {})
+    def loader_args(self, batch_size: int, num_workers: int = 0) -> dict[str, Any]:
+        """For ``accelerate(dataloader_args=)``.
+
+        Raises:
+            ConfigError: When several processes are to read a stream: each would read all of it.
+        """
+        given = {"batch_size": batch_size, "num_workers": num_workers}
+        if isinstance(self.order, GlobalOrder):
+            return given | {"sampler": self.order}
+        if num_workers:
+            raise ConfigError(
+                "A stream cannot be read by several processes",
+                expected="run.num_workers = 0, or a dataset with __getitem__ and __len__",
+                got=f"run.num_workers = {num_workers}",
+                fix="leave it out, or let the data function return a dataset that can be indexed",
+            )
+        return given
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,7 @@ def _run_dir(options: Options, prepared: Prepared) -> tuple[Path, bool]:
 def _accelerate(prepared: Prepared, data: Loaded) -> Accelerated:
     run, optimizer = prepared.config.run, prepared.config.optimizer
     with same_on_every_rank():
+        loader_args = data.loader_args(run.batch_size, run.num_workers)
         model = prepared.model.build(prepared.corpus.vocab_size, prepared.corpus.seq_len)
     return accelerate(
         model,
@@ -144,7 +145,7 @@ def _accelerate(prepared: Prepared, data: Loaded) -> Accelerated:
         model_input_format=prepared.model.model_input_format or data.model_input_format,
         optim_args=prepared.optimizer.arguments,
         optim_param_func=prepared.optimizer.param_func,
-        dataloader_args=data.loader_args(run.batch_size),
+        dataloader_args=loader_args,
         sample_batch=data.sample_batch,
         lr_scheduler_cls=warmup_decay,
         lr_scheduler_args={
@@ -226,7 +227,8 @@ def _change_of_strategy(then: str, now: Strategy, planned: bool) -> list[str]:
         before = str(Strategy(then))
     except StrategyError:  # of another version: it is told, not applied
         before = then
-    why = f", planned anew for {world_size()} ranks" if planned else ""
+    ranks = f"{world_size()} ranks" if world_size() > 1 else "one rank"
+    why = f", planned anew for {ranks}" if planned else ""
     return [f"the strategy has changed from {before} to {now}{why}"] if before != str(now) else []
 
 

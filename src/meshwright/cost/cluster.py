@@ -62,7 +62,7 @@ class Cluster:
         return None if price is None else price * self.num_devices
 
     def resized(self, num_devices: int) -> Cluster:
-        """The same with another number of devices; a single node that is not full grows up to what is usual for its devices."""
+        """The same with another number of devices; a single node that is not full grows up to what is usual."""
         per_node = self.devices_per_node
         if self.num_devices <= per_node:
             per_node = max(per_node, min(num_devices, most_joined(self.device)))

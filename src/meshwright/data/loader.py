@@ -37,6 +37,17 @@ class GlobalBatchLoader(DataLoader[Any]):
         yield from batches
         self.set_epoch(self.epoch + 1)
 
+    @property
+    def last_batch_size(self) -> int | None:
+        """Samples of this replica in the last batch of an epoch; None where there is no telling."""
+        if isinstance(self.dataset, IterableDataset) or not isinstance(self.sampler, Sized):
+            return None
+        try:
+            rest = len(self.sampler) % self.replica_batch_size
+        except TypeError:  # an order without an end
+            return None
+        return rest if rest and not self.drop_last else self.replica_batch_size
+
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch's order; call it before iterating. Reaches samplers and datasets with a ``set_epoch``."""
         self.epoch = epoch
@@ -124,12 +135,12 @@ def _check_batch_size(batch_size: Any, num_replicas: int) -> None:
             "The global batch does not divide between the data-parallel replicas",
             expected=f"a batch_size that is a multiple of {num_replicas} (batch_size counts samples over all replicas)",
             got=f"batch_size {batch_size} for {num_replicas} replicas",
-            fix=f"use {nearest}, or {numbers_that_divide(batch_size)} replicas",
+            fix=f"use {nearest}{numbers_that_divide(batch_size)}",
         )
 
 
 def numbers_that_divide(batch_size: int, parts: int = 1) -> str:
-    """The numbers of replicas among which a global batch can be shared out evenly, as in ``"1, 2, 4 or 8"``.
+    """Advice: the numbers of replicas that share a global batch out evenly, as in ``", or 1, 2 or 4 replicas"``.
 
     Args:
         batch_size: Samples in a step over all replicas.
@@ -138,7 +149,10 @@ def numbers_that_divide(batch_size: int, parts: int = 1) -> str:
     samples = batch_size // parts if batch_size % parts == 0 else 0
     found = [str(number) for number in range(1, samples + 1) if samples % number == 0]
     shown = found if len(found) <= 8 else [*found[:7], "…"]
-    return f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) > 1 else "".join(shown) or "no number of"
+    if not shown:
+        return ""
+    several = f"{', '.join(shown[:-1])} or {shown[-1]}" if len(shown) > 1 else shown[0]
+    return f", or {several} replica{'s' if several != '1' else ''}"
 
 
 def _check_dataset(dataset: Any, batch_size: int, drop_last: bool) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_map
 
 from meshwright.cost import Placement, Step
 from meshwright.methods.dtypes import itemsize, torch_dtype
 from meshwright.methods.half_precision import HalfPrecisionMethod
 from meshwright.methods.job import Job, Precision
+from meshwright.utils.trees import map_tree
 
 
 class Half(HalfPrecisionMethod):
@@ -72,7 +72,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
-    return tree_map(cast, value)
+    return map_tree(cast, value)
 
 
 def _cast_buffers(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from meshwright.methods.traced_transformers import one_sequence_per_sample, without_grouped_kernels
 from meshwright.nn import find_blocks, run_with
@@ -33,6 +33,7 @@ from meshwright.planner.profile.recorder import OpRecorder, Ops, sort_kernels
 from meshwright.planner.saved import SavedTensors, record_saved
 from meshwright.planner.summary import summarise
 from meshwright.planner.work import PlacedWork
+from meshwright.utils.trees import map_tree
 
 if TYPE_CHECKING:
     from meshwright.cost import Activations, Boundary, Placed, Transient
@@ -188,7 +189,7 @@ class Pass:
         def to_fake(leaf: Any) -> Any:
             return self._cast(converted_to(leaf, fake, device)) if isinstance(leaf, torch.Tensor) else leaf
 
-        return tree_map(to_fake, self.inputs)
+        return map_tree(to_fake, self.inputs)
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.param_dtype) if self.param_dtype is not None and tensor.is_floating_point() else tensor

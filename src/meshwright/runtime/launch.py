@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.runtime import loopback
+from meshwright.runtime.tasks import told_separate_tasks
 
 _MONITOR_INTERVAL_S = 0.1
 
@@ -61,6 +62,8 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
     Returns:
         0, or the exit status of the rank that failed first (1 where a signal ended it, 130 on Ctrl-C).
     """
+    if told := told_separate_tasks(os.environ):
+        print(f"meshwright: {told}", file=sys.stderr, flush=True)
     # Without a limit every rank starts a thread per core and they fight over the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
     stay_on_this_machine()

@@ -20,6 +20,7 @@ from meshwright.runtime.background import prepare_to_leave
 from meshwright.runtime.device import choose_device, synchronize_device
 from meshwright.runtime.meeting import launchers_store, meet
 from meshwright.runtime.seeds import seed_everything
+from meshwright.runtime.tasks import told_separate_tasks
 
 _FAREWELL_S = 0.05  # many times what a waiting thread needs to take the interpreter's lock and drop a tensor
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -87,8 +88,8 @@ def init_distributed(
         if _settings != wanted:
             raise LaunchError(
                 "init_distributed was called twice with different arguments",
-                expected=str(_settings),
-                got=str(wanted),
+                expected=_differing(_settings, wanted),
+                got=_differing(wanted, _settings),
                 fix="call it once, at the start, or shutdown_distributed() before calling it again",
             )
         return
@@ -99,6 +100,12 @@ def init_distributed(
         atexit.register(_leave_at_exit, world_size())
     _settings = wanted
     seed_everything(seed)
+
+
+def _differing(ours: Settings, theirs: Settings) -> str:
+    """The fields of the first that the second has otherwise."""
+    other = vars(theirs)
+    return ", ".join(f"{name}={value!r}" for name, value in vars(ours).items() if value != other[name])
 
 
 def _check_init_method(init_method: str) -> None:
@@ -160,6 +167,8 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
     present = [name for name in _ENVIRONMENT if name in os.environ]
     # MASTER_ADDR and MASTER_PORT alone are often left exported in a shell: they do not make a world.
     if "RANK" not in present and "WORLD_SIZE" not in present:
+        if told := told_separate_tasks(os.environ):
+            print(f"meshwright: {told}", file=sys.stderr, flush=True)
         dist.init_process_group(store=HashStore(), rank=0, world_size=1, **options)
         return
     missing = [name for name in _ENVIRONMENT if name not in present]

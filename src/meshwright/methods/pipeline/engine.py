@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
 
 from meshwright.inspect import captured, hand_over_micro_batches, hand_over_stages
 from meshwright.methods.pipeline.chain import (
@@ -32,6 +31,7 @@ from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
 from meshwright.methods.pipeline.splice import Handed, Splice
 from meshwright.nn import reshard
 from meshwright.runtime import preserved_rng, same_on_every_rank
+from meshwright.utils.trees import leaves_of
 
 if TYPE_CHECKING:
     from meshwright.methods.pipeline.stage import StageModule
@@ -270,6 +270,5 @@ class PipelineEngine:
 
 def _shapes(inputs: Any) -> tuple[Any, ...]:
     return tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf)
-        for leaf in tree_leaves(inputs)
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else type(leaf) for leaf in leaves_of(inputs)
     )

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.nn import run_with
+from meshwright.utils.trees import map_tree
 
 
 @dataclass
@@ -171,7 +172,7 @@ def trace_blocks(
         if parameter not in inside:
             names[id(tensor)] = name
     run = _Run(model, blocks, names)
-    given = tree_map(lambda leaf: converted(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
+    given = map_tree(lambda leaf: converted(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
     with warnings.catch_warnings(), fake, torch.enable_grad(), run.hooked():
         warnings.simplefilter("ignore")
         loss = run_with(forward, model, state, given)

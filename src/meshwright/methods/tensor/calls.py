@@ -17,6 +17,7 @@ from meshwright.errors import ModelError
 from meshwright.methods.sample import SampleRun
 from meshwright.methods.tensor.trial import BlockCall
 from meshwright.nn import find_blocks, run_with
+from meshwright.utils.trees import map_tree
 
 _TOKENS = 16  # enough to tell positions apart; made a multiple of the ranks, which may cut them
 
@@ -88,7 +89,7 @@ def _short(inputs: Any, tokens: int) -> Any:
         is_ids = isinstance(leaf, torch.Tensor) and leaf.dim() >= 2 and not leaf.is_floating_point()
         return leaf[:, :tokens] if is_ids else leaf
 
-    return tree_map(short, inputs)
+    return map_tree(short, inputs)
 
 
 def _run(model: nn.Module, blocks: list[RecordedBlock], inputs: Any, forward: Callable[[nn.Module, Any], Any]) -> None:
@@ -103,7 +104,7 @@ def _run(model: nn.Module, blocks: list[RecordedBlock], inputs: Any, forward: Ca
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             trains = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
             state[name] = converted(tensor).requires_grad_(trains)
-        fake_inputs = tree_map(lambda leaf: converted(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
+        fake_inputs = map_tree(lambda leaf: converted(leaf) if isinstance(leaf, torch.Tensor) else leaf, inputs)
         with _recording(blocks), torch.enable_grad():
             run_with(forward, model, state, fake_inputs)
 

@@ -7,6 +7,8 @@ from types import TracebackType
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from meshwright.errors import MeshwrightError
+
 _READS = "it reads the values of a tensor; keep such a branch, .item() or print out of forward, or use torch.where"
 _SHAPES = "the size of its result depends on values; use a form of fixed size, such as torch.where or a mask"
 _LENGTH = 160
@@ -24,6 +26,8 @@ def reason_of(error: BaseException, model: nn.Module) -> str:
         return f"DataDependentOutputException while tracing: {error.func} in {place}: {_READS}"
     if isinstance(error, DynamicOutputShapeException):
         return f"DynamicOutputShapeException while tracing: {error.func} in {place}: {_SHAPES}"
+    if isinstance(error, MeshwrightError):  # training will say the rest of it
+        return error.what
     said = (str(error).splitlines() or [""])[0][:_LENGTH]
     return f"{type(error).__name__} while tracing ({said}) in {place}"
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from meshwright.utils.trees import leaves_of
 
 _IDS = ("input_ids", "decoder_input_ids")
 _SAMPLES = 2  # one alone could be a dim of another meaning
@@ -25,7 +26,7 @@ def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
     except Exception:  # a user's data may refuse; training will say so
         return None
     named = [inputs[name] for name in _IDS if isinstance(inputs, Mapping) and name in inputs]
-    for leaf in (*named, *tree_leaves(inputs)):
+    for leaf in (*named, *leaves_of(inputs)):
         if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dim() == 2:
             return leaf.shape[1] if leaf.shape[0] == _SAMPLES else None
     return None
