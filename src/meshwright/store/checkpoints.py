@@ -64,7 +64,7 @@ class CheckpointStore:
                 got=repr(keep),
                 fix="use None to keep all",
             )
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()  # a program may change where it is between two saves
         self.keep = keep
         self._copies = HostCopies()  # what non_blocking saves are written from
         self._claim: Claim | None = None  # on rank 0, while a save is under way
@@ -121,6 +121,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: On every rank, when one of them failed.
         """
+        runtime.come_together("a CheckpointStore's save, load, newest or wait")
         with runtime.same_on_every_rank():
             wait_for_saves()
 
