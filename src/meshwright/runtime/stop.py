@@ -61,15 +61,15 @@ class StopSignals:
         self._over.set()
         if self in _listening:
             _listening.remove(self)
-            self._give_back()
+            self._give_back(*_SIGNALS)
             with contextlib.suppress(OSError):
                 self._reader.shutdown(socket.SHUT_RDWR)
             self._writer.close()
 
-    def _give_back(self) -> None:
+    def _give_back(self, *which: signal.Signals) -> None:
         signal.set_wakeup_fd(self._wakeup_before)
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
+        for each in which:
+            signal.signal(each, self._before[each])
 
     def asked(self) -> int:
         """The signal that any rank was sent, 0 for none; collective, the same on every rank.
@@ -102,9 +102,12 @@ class StopSignals:
 
 
 def _give_back_in_child() -> None:
-    """What a rank forks (a pool, workers) is ended by its signals as ever, and its signals are not the rank's."""
+    """What a rank forks (a pool, workers) is ended by SIGTERM as ever, and its signals are not the rank's.
+
+    A Ctrl-C, which a terminal sends to all of them, still ends none: the rank needs its workers up to the end of a step.
+    """
     while _listening:
-        _listening.pop()._give_back()
+        _listening.pop()._give_back(signal.SIGTERM)
 
 
 if sys.platform != "win32":
