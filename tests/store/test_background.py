@@ -126,3 +126,19 @@ def test_an_old_checkpoint_that_was_moved_to_another_disk_stays_there(tmp_path):
     place.delete_old(tmp_path / "run", newest_step=3, keep=1)
     assert not list((tmp_path / "run").iterdir())
     assert (tmp_path / "disk" / "manifest.json").exists()
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_left_for_the_next(tmp_path, monkeypatch):
+    running, reader, writing = build("plain"), build("plain", seed=1), CheckpointStore(tmp_path, keep=1)
+    writing.save(running)
+    load_shards = checkpoints.load_shards
+
+    def overtaken(*given):
+        if running.step < 2:
+            running.step += 1
+            writing.save(running)
+        load_shards(*given)
+
+    monkeypatch.setattr(checkpoints, "load_shards", overtaken)
+    assert CheckpointStore(tmp_path).load(reader).step == 2
+    assert torch.equal(reader.model.narrow.bias, running.model.narrow.bias)

@@ -104,7 +104,7 @@ class StopSignals:
 def _give_back_in_child() -> None:
     """What a rank forks (a pool, workers) is ended by SIGTERM as ever, and its signals are not the rank's.
 
-    A Ctrl-C, which a terminal sends to all of them, still ends none: the rank needs its workers up to the end of a step.
+    A Ctrl-C, which a terminal sends to all of them, still ends none: the rank needs them up to the end of a step.
     """
     while _listening:
         _listening.pop()._give_back(signal.SIGTERM)
