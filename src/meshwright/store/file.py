@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -180,12 +180,13 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
     with same_on_every_rank():
         wait_for_saves()
         entries, stages = whole_entries(model)
-        masters = masters_of(model)
-        if masters is not None:
-            entries = _finest(entries, masters)
         if rank() == 0:
             found = read_folder(path)[0] if is_folder(path) else read_file(path)
-    described = gather_objects({name: _describe(value) for name, value in found.items()} if rank() == 0 else None)[0]
+    told = {name: _describe(value) for name, value in found.items()}, {n for n in found if _is_wide(found[n])}
+    described, wide = gather_objects(told if rank() == 0 else None)[0]
+    masters = masters_of(model)
+    if masters is not None:
+        entries = _finest(entries, masters, wide)
     parts = PartEntries.of(entries)
     wanted = _described(entries) if parts is None else parts.described()
     tied = tied_names(entries.raw) if parts is None else parts.tied_names()
@@ -203,13 +204,15 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
     return keys
 
 
-def _finest(entries: ModelEntries, masters: MasterWeights) -> ModelEntries:
-    """The entries with masters in place of what is rounded from them: files may hold more than half precision."""
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 2
 
-    def finest(value: Any) -> Any:
-        return masters.of.get(value, value) if isinstance(value, torch.Tensor) else value
 
-    raw, tensors = ({name: finest(value) for name, value in each.items()} for each in (entries.raw, entries.tensors))
+def _finest(entries: ModelEntries, masters: MasterWeights, wide: Set[str]) -> ModelEntries:
+    """The entries with masters in place of what is rounded from them, where the file holds more than half precision."""
+    finer = {id(v): masters.of[v] for n, v in entries.tensors.items() if n in wide and v in masters.of}
+    raw = {name: finer.get(id(value), value) for name, value in entries.raw.items()}
+    tensors = {name: finer.get(id(value), value) for name, value in entries.tensors.items()}
     return dataclasses.replace(entries, raw=raw, tensors=tensors)
 
 
