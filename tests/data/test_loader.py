@@ -149,6 +149,21 @@ def test_an_epoch_that_was_walked_to_its_end_is_followed_by_the_next(workers):
     assert walked(kept) == walked(kept)
 
 
+def test_walking_draws_no_random_number_of_the_process():
+    """A run that is resumed within an epoch walks once more than one that goes on: its dropout must be the same."""
+
+    def seed(epoch, **options):
+        loader = global_batch_loader(Numbers(4), loader_args=options, replica=0, num_replicas=1)
+        loader.set_epoch(epoch)
+        before = torch.get_rng_state()
+        next(iter(loader))
+        assert torch.equal(torch.get_rng_state(), before)
+        return loader.generator.initial_seed()
+
+    assert seed(0) == seed(0) != seed(1), "of the workers"
+    assert seed(1, generator=torch.Generator().manual_seed(5)) == 5
+
+
 def test_sizes_are_known_and_the_callers_dict_stays_as_it_was():
     loader_args = {"batch_size": 12, "shuffle": False, "drop_last": True, "num_workers": 0}
     untouched = copy.deepcopy(loader_args)

@@ -172,3 +172,20 @@ def test_an_optimizer_without_copies_leaves_the_model_as_it_is():
     masters = MasterWeights(model.half().parameters())
     follow_loads(model, GuardedOptimizer(masters.optimizer(torch.optim.AdamW, model.parameters()), master=masters))
     assert len(model._load_state_dict_post_hooks) == 1
+
+
+def masters_of_a_file(folder):
+    torch.manual_seed(5)
+    wanted = tiny.Mlp().state_dict()
+    if mw.rank() == 0:
+        torch.save(wanted, folder / "weights.pt")
+    mw.synchronize()
+    job, _ = accelerate(["parallel_mode", ("half", "bf16")])
+    mw.load(job.model, folder / "weights.pt")
+    masters = job.optim.master.of
+    inner = getattr(job.model, "module", job.model)
+    return all(torch.equal(masters[each], wanted[name]) for name, each in inner.named_parameters())
+
+
+def test_masters_take_over_what_half_precision_cannot_hold(ranks, tmp_path):
+    assert ranks(2).run(masters_of_a_file, tmp_path) == [True, True]

@@ -148,3 +148,30 @@ def test_every_way_to_start(tmp_path, starter, size):
         f"rank {r} of {size} mean {(size - 1) / 2}" for r in range(size)
     ]
     assert len({line.split("draw ")[1] for line in lines}) == 1  # models are made equal
+
+
+def _fail_alone():
+    try:
+        if runtime.rank() == 1:
+            raise ValueError("on one rank")
+    except ValueError:
+        runtime.shutdown_distributed()  # as in a ``finally``; rank 0 may be in any collective
+    return torch.distributed.is_initialized()
+
+
+def test_a_rank_that_fails_alone_waits_for_nobody(ranks):
+    assert ranks(2).run(_fail_alone) == [True, True]
+
+
+def _outlive_the_group():
+    group = torch.distributed.new_group(backend="gloo")
+    with runtime.agreeing_over(group):
+        before = runtime.gather_objects(runtime.rank())
+        torch.distributed.destroy_process_group(group)
+        with pytest.raises(LaunchError, match="left each other before a save in the background"):
+            runtime.gather_objects(1)
+        return before, (runtime.rank(), runtime.world_size())
+
+
+def test_a_thread_that_outlives_its_group_does_not_go_on_alone(ranks):
+    assert ranks(2).run(_outlive_the_group) == [([0, 1], (0, 2)), ([0, 1], (1, 2))]

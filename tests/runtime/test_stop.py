@@ -54,3 +54,23 @@ def test_a_rank_that_cannot_leave_is_ended(tmp_path):
     assert [process.exitcode for process in both] == [143, 130]
     assert "rank 0 1 s after SIGTERM the step has not ended" in (tmp_path / "late").read_text()
     assert "interrupted again" in (tmp_path / "twice").read_text()
+
+
+def _fork_and_end():
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        time.sleep(0.1)
+        os.kill(child, number)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_what_a_rank_forks_is_ended_by_its_own_signals():
+    """A ``multiprocessing.Pool`` in the loop terminates its workers: that is no word to the rank."""
+    with StopSignals() as signals:
+        assert _fork_and_end() == -signal.SIGTERM, "and not Ctrl-C"
+        time.sleep(0.1)
+        assert signals.asked() == 0
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL

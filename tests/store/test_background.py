@@ -3,13 +3,14 @@
 import resource
 import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 
 from meshwright.errors import CheckpointError
 from meshwright.runtime import background, rank
-from meshwright.store import CheckpointStore, checkpoints
+from meshwright.store import CheckpointStore, checkpoints, place, writer
 from tests.store.runs import build, load_and_go_on, same_everywhere, train
 
 
@@ -102,3 +103,42 @@ def test_a_damaged_checkpoint_is_passed_over_and_met_again(tmp_path):
         (tmp_path / f"step-{step:08d}" / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"Every checkpoint .* is damaged.*state\.json.*state\.json"):
         store.load(state)
+
+
+def test_a_program_may_change_where_it_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    store, may_go_on = CheckpointStore("run"), threading.Event()
+    writer.run_later(may_go_on.wait, 60)
+    writer.write_later(Path("weights.pt"), {"x": torch.ones(1)})
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    may_go_on.set()
+    assert store.save(build("plain")) == tmp_path / "run" / "step-00000000"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "run", "weights.pt"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_an_old_checkpoint_that_was_moved_to_another_disk_stays_there(tmp_path):
+    for path in (tmp_path / "disk", tmp_path / "run" / "step-00000002"):
+        path.mkdir(parents=True)
+        (path / "manifest.json").touch()
+    (tmp_path / "run" / "step-00000001").symlink_to(tmp_path / "disk")
+    place.delete_old(tmp_path / "run", newest_step=3, keep=1)
+    assert not list((tmp_path / "run").iterdir())
+    assert (tmp_path / "disk" / "manifest.json").exists()
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_left_for_the_next(tmp_path, monkeypatch):
+    running, reader, writing = build("plain"), build("plain", seed=1), CheckpointStore(tmp_path, keep=1)
+    writing.save(running)
+    load_shards = checkpoints.load_shards
+
+    def overtaken(*given):
+        if running.step < 2:
+            running.step += 1
+            writing.save(running)
+        load_shards(*given)
+
+    monkeypatch.setattr(checkpoints, "load_shards", overtaken)
+    assert CheckpointStore(tmp_path).load(reader).step == 2
+    assert torch.equal(reader.model.narrow.bias, running.model.narrow.bias)

@@ -21,7 +21,6 @@ from meshwright.runtime import (
     StopSignals,
     gather_objects,
     peak_memory_bytes,
-    preserved_rng,
     print_rank,
     rank,
     shutdown_distributed,
@@ -63,8 +62,7 @@ def _steps(session: Session, observer: Observer | None, signals: StopSignals, wa
     """Steps and checkpoints up to the end of the run, or to the signal that is returned."""
     run, start, accelerated = session.prepared.config.run, session.state.step, session.accelerated
     assert accelerated.dataloader is not None
-    with preserved_rng():  # a new iterator draws a seed: dropout of a resumed run would be another
-        batches = iter(accelerated.dataloader)
+    batches = iter(accelerated.dataloader)
     outer = accelerated.optim if isinstance(accelerated.optim, OuterOptimizer) else None
     anomalies = Anomalies(session, observer)
     while session.state.step < run.steps:

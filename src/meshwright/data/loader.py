@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from meshwright.data.order import ShardedSampler, ShardedStream, UndividedOrder, check_replica, forward_epoch
@@ -20,6 +22,9 @@ class GlobalBatchLoader(DataLoader[Any]):
     Whoever walks it to its end begins the next epoch, with another order where it shuffles; whoever stops before begins
     the same one again. Every rank must walk it alike. A run that is resumed says where: ``set_epoch``.
 
+    Walking draws no random number of the process, as torch's loaders do at the start of an epoch: a run that is resumed
+    within one goes on with the same dropout. Workers are seeded by the epoch and the process's seed.
+
     Made by :func:`global_batch_loader`.
     """
 
@@ -27,10 +32,13 @@ class GlobalBatchLoader(DataLoader[Any]):
         super().__init__(dataset, batch_size=replica_batch_size, **options)
         self.replica_batch_size = replica_batch_size
         self.global_batch_size = replica_batch_size * num_replicas
+        self._seeds_workers = self.generator is None
         self.epoch = 0
         """Of the walk that is under way, or comes next."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._seeds_workers:
+            self.generator = _worker_seeds(self.epoch)
         return self._walk(super().__iter__())  # workers start now, not with the first batch
 
     def _walk(self, batches: Iterable[Any]) -> Iterator[Any]:
@@ -53,6 +61,12 @@ class GlobalBatchLoader(DataLoader[Any]):
         self.epoch = epoch
         forward_epoch(self.sampler, epoch)
         forward_epoch(self.dataset, epoch)
+
+
+def _worker_seeds(epoch: int) -> torch.Generator:
+    # The initial seed is the run's and the replica's, and checkpoints keep it beside the generator's state.
+    (word,) = np.random.SeedSequence([torch.initial_seed(), epoch]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(word))
 
 
 def global_batch_loader(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.optim.master import MASTER, take_over
+from meshwright.optim.master import MASTER, MasterWeights, take_over
 from meshwright.optim.wrapped import inner_optimizer, is_outer
 from meshwright.optim.wrappers import guard_of
 
@@ -42,6 +42,13 @@ def weights_were_loaded(model: nn.Module) -> None:
     """Tells the optimizer that follows a model, if there is one, of weights that were put in place some other way."""
     for module in model.modules():
         _refresh(module)
+
+
+def masters_of(model: nn.Module) -> MasterWeights | None:
+    """The fp32 masters that the optimizer of an accelerated model updates; None where it updates the parameters."""
+    known = next((_OPTIMIZERS[module] for module in model.modules() if module in _OPTIMIZERS), None)
+    guard = guard_of(known()) if known is not None else None
+    return guard.master if guard is not None else None
 
 
 @contextlib.contextmanager

@@ -53,6 +53,7 @@ from meshwright.runtime.processes import (
 )
 from meshwright.runtime.seeds import preserved_rng, seed_everything, seed_replica
 from meshwright.runtime.stop import StopSignals
+from meshwright.runtime.together import come_together
 from meshwright.runtime.versions import code_versions
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "check_axes",
     "check_equal",
     "code_versions",
+    "come_together",
     "config",
     "coordinate_of",
     "difference_between_ranks",

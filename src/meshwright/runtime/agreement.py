@@ -76,8 +76,25 @@ def gather_objects(value: Any) -> list[Any]:
     if world_size() == 1:
         return [value]
     every: list[Any] = [None] * world_size()
-    dist.all_gather_object(every, value, group=agreement_group())
+    group = agreement_group()
+    if group is not None:
+        _check_alive(group)
+    dist.all_gather_object(every, value, group=group)
     return every
+
+
+def _check_alive(group: dist.ProcessGroup) -> None:
+    """Refuses to go on beside training when that has ended: what ranks write without each other is no checkpoint."""
+    try:
+        dist.get_rank(group)
+    except ValueError as error:
+        raise LaunchError(
+            "The ranks have left each other before a save in the background was done",
+            expected="a process group until it is on the disk",
+            got=str(error),
+            fix="end with meshwright.shutdown_distributed(), which waits for it, in place of "
+            "torch.distributed.destroy_process_group(), or wait for the save before that",
+        ) from error
 
 
 def check_equal(what: str, value: str, fix: str) -> None:

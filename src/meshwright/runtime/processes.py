@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import LaunchError
-from meshwright.runtime.background import prepare_to_leave
+from meshwright.runtime.background import agreement_group, prepare_to_leave
 from meshwright.runtime.device import choose_device, synchronize_device
 from meshwright.runtime.meeting import launchers_store, meet
 from meshwright.runtime.seeds import seed_everything
@@ -228,10 +228,16 @@ def require_distributed(what: str) -> None:
 def shutdown_distributed() -> None:
     """Leaves the world: waits for the other ranks, then destroys the process group. Harmless when there is none.
 
+    Where it is reached by an error on its way (in a ``finally``), the other ranks may be anywhere, waiting for this
+    one: then the end of the program leaves the world, as it does where nobody calls this.
+
     Raises:
         CheckpointError: On every rank, when a save in the background has failed.
     """
     global _settings
+    error = sys.exc_info()[1]
+    if error is not None and not getattr(error, "agreed", False) and world_size() > 1:
+        return
     prepare_to_leave()
     if dist.is_initialized():
         synchronize()
@@ -241,12 +247,14 @@ def shutdown_distributed() -> None:
 
 def rank() -> int:
     """This process's rank; 0 before ``init_distributed``."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    group = agreement_group()  # of a thread beside training, which must not take itself for rank 0 when the world ends
+    return group.rank() if group is not None else dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
     """Number of ranks; 1 before ``init_distributed``."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    group = agreement_group()
+    return group.size() if group is not None else dist.get_world_size() if dist.is_initialized() else 1
 
 
 def print_rank(*values: Any, rank: int = 0, **print_options: Any) -> None:

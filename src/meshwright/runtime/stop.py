@@ -19,6 +19,7 @@ from meshwright.runtime.background import background_group
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAME_CTRL_C_S = 2.0  # a terminal sends Ctrl-C to every process, and a launcher passes it on once more
+_listening: list[StopSignals] = []  # in this process, the innermost last
 
 
 class StopSignals:
@@ -50,6 +51,7 @@ class StopSignals:
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
             # The handlers do nothing: what counts is the byte that comes out of the socket.
             self._before = {each: signal.signal(each, lambda *_: None) for each in _SIGNALS}
+            _listening.append(self)
             threading.Thread(target=self._listen, name="meshwright-signals", daemon=True).start()
         return self
 
@@ -57,13 +59,17 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._over.set()
-        if self._before:
-            signal.set_wakeup_fd(self._wakeup_before)
-            for each, handler in self._before.items():
-                signal.signal(each, handler)
+        if self in _listening:
+            _listening.remove(self)
+            self._give_back(*_SIGNALS)
             with contextlib.suppress(OSError):
                 self._reader.shutdown(socket.SHUT_RDWR)
             self._writer.close()
+
+    def _give_back(self, *which: signal.Signals) -> None:
+        signal.set_wakeup_fd(self._wakeup_before)
+        for each in which:
+            signal.signal(each, self._before[each])
 
     def asked(self) -> int:
         """The signal that any rank was sent, 0 for none; collective, the same on every rank.
@@ -93,6 +99,19 @@ class StopSignals:
         if not self._over.wait(self._grace_s):
             name = signal.Signals(self._signal).name
             _end(self._signal, f"{self._grace_s:g} s after {name} the step has not ended, or its checkpoint: ended")
+
+
+def _give_back_in_child() -> None:
+    """What a rank forks (a pool, workers) is ended by SIGTERM as ever, and its signals are not the rank's.
+
+    A Ctrl-C, which a terminal sends to all of them, still ends none: the rank needs them up to the end of a step.
+    """
+    while _listening:
+        _listening.pop()._give_back(signal.SIGTERM)
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_give_back_in_child)
 
 
 def _end(number: int, why: str) -> None:

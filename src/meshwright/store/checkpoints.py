@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from meshwright import runtime
-from meshwright.errors import ConfigError
+from meshwright.errors import CheckpointError, ConfigError
 from meshwright.runtime.background import agreeing_over, background_group
 from meshwright.store.choice import TENSORS, complete_checkpoints, newest_valid, nothing_valid, step_name
 from meshwright.store.generators import set_generators
@@ -39,6 +39,7 @@ from meshwright.store.union import names_of_others
 from meshwright.store.writer import run_later, wait_for_saves
 
 _DISK = "make room on the disk, and check that the directory may be written; earlier checkpoints are untouched"
+_TRIES = 5  # to load the newest, where a run deletes one after the other
 _DELETE = "the new checkpoint is complete; delete the old ones by hand, and check who may write into the directory"
 
 
@@ -64,7 +65,7 @@ class CheckpointStore:
                 got=repr(keep),
                 fix="use None to keep all",
             )
-        self.directory = Path(directory)
+        self.directory = Path(directory).absolute()  # a program may change where it is between two saves
         self.keep = keep
         self._copies = HostCopies()  # what non_blocking saves are written from
         self._claim: Claim | None = None  # on rank 0, while a save is under way
@@ -121,6 +122,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: On every rank, when one of them failed.
         """
+        runtime.come_together("a CheckpointStore's save, load, newest or wait")
         with runtime.same_on_every_rank():
             wait_for_saves()
 
@@ -182,12 +184,25 @@ class CheckpointStore:
         Args:
             state: Live objects; ``step``, ``samples_seen`` and ``extra`` are filled in too.
             checkpoint: Directory of one checkpoint; None means the newest that is whole: rank 0 warns of damaged ones
-                before it, and ``CheckpointInfo.damaged`` names them.
+                before it, and ``CheckpointInfo.damaged`` names them. One that a run still saving here deletes while it
+                is read is left for the next.
 
         Raises:
             CheckpointError: On every rank: there is none, it is incomplete, damaged, or of another model or optimizer.
         """
-        path, damaged = self._chosen(None if checkpoint is None else Path(checkpoint))
+        if checkpoint is not None:
+            return self._load(state, Path(checkpoint))
+        for _ in range(_TRIES - 1):
+            newest = self.newest()
+            try:
+                return self._load(state, None)
+            except CheckpointError:
+                if newest is None or runtime.gather_objects(newest.exists())[0]:
+                    raise
+        return self._load(state, None)
+
+    def _load(self, state: TrainingState, checkpoint: Path | None) -> CheckpointInfo:
+        path, damaged = self._chosen(checkpoint)
         begin(state, to_load=True)
         with runtime.same_on_every_rank():
             record = read_record(path)
@@ -216,7 +231,7 @@ class CheckpointStore:
         if path is None:
             raise runtime.agreed(nothing_valid(self.directory, damaged) if checkpoint is None else damaged[0])
         for problem in damaged if runtime.rank() == 0 else ():
-            warnings.warn(f"passed over a damaged checkpoint, and took {path}: {problem}", stacklevel=3)
+            warnings.warn(f"passed over a damaged checkpoint, and took {path}: {problem}", stacklevel=4)
         return path, tuple(str(problem) for problem in damaged)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +13,9 @@ from torch import nn
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.nn.fp8 import is_scaling_state
-from meshwright.optim.loaded import weights_were_loaded
-from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
+from meshwright.optim.loaded import masters_of, weights_were_loaded
+from meshwright.optim.master import MasterWeights
+from meshwright.runtime import come_together, gather_objects, rank, require_distributed, same_on_every_rank
 from meshwright.store.entries import ModelEntries, model_entries, stored_name
 from meshwright.store.file_format import check_tensors, make_folder, read_file, write_file
 from meshwright.store.folder import is_folder, read_folder, write_folder
@@ -50,6 +52,7 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
         CheckpointError: On every rank, when the file cannot be written, or a background save before this one was not.
     """
     require_distributed("save")
+    come_together("save")
     path = Path(file)
     with same_on_every_rank():
         wait_for_saves()
@@ -88,6 +91,7 @@ def save_folder(
         CheckpointError: On every rank, when the folder cannot be written, or the model holds more than tensors.
     """
     require_distributed("save_folder")
+    come_together("save_folder")
     with same_on_every_rank():
         wait_for_saves()
         refuse_stages(model, "save_folder")
@@ -170,6 +174,7 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
             as it was.
     """
     require_distributed("load")
+    come_together("load")
     path = Path(file)
     found: dict[str, Any] = {}
     with same_on_every_rank():
@@ -177,7 +182,11 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
         entries, stages = whole_entries(model)
         if rank() == 0:
             found = read_folder(path)[0] if is_folder(path) else read_file(path)
-    described = gather_objects({name: _describe(value) for name, value in found.items()} if rank() == 0 else None)[0]
+    told = {name: _describe(value) for name, value in found.items()}, {n for n in found if _is_wide(found[n])}
+    described, wide = gather_objects(told if rank() == 0 else None)[0]
+    masters = masters_of(model)
+    if masters is not None:
+        entries = _finest(entries, masters, wide)
     parts = PartEntries.of(entries)
     wanted = _described(entries) if parts is None else parts.described()
     tied = tied_names(entries.raw) if parts is None else parts.tied_names()
@@ -189,8 +198,22 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
         _fill(entries, stages, found, described)
     else:
         _fill_parts(entries, parts, found, described)
+    if masters is not None:
+        masters.write_back()
     weights_were_loaded(model)
     return keys
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 2
+
+
+def _finest(entries: ModelEntries, masters: MasterWeights, wide: Set[str]) -> ModelEntries:
+    """The entries with masters in place of what is rounded from them, where the file holds more than half precision."""
+    finer = {id(v): masters.of[v] for n, v in entries.tensors.items() if n in wide and v in masters.of}
+    raw = {name: finer.get(id(value), value) for name, value in entries.raw.items()}
+    tensors = {name: finer.get(id(value), value) for name, value in entries.tensors.items()}
+    return dataclasses.replace(entries, raw=raw, tensors=tensors)
 
 
 def _described(entries: ModelEntries) -> dict[str, tuple[int, ...] | None]:

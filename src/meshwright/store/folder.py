@@ -48,6 +48,7 @@ def write_folder(
     Raises:
         CheckpointError: On every rank, when the folder cannot be written.
     """
+    folder = folder.absolute()  # the program may be elsewhere when a file is written in the background
     gather = gather or (lambda name: collect(tensors[name]))
     shards = _cut(tensors, shard_bytes)
     files = [f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from meshwright.errors import CheckpointError
 from meshwright.nn import part_of_whole
 from meshwright.optim import GuardedOptimizer, OuterOptimizer, inner_optimizer
-from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
+from meshwright.runtime import come_together, gather_objects, rank, require_distributed, same_on_every_rank
 from meshwright.store.entries import model_entries, unwrapped
 from meshwright.store.file_format import make_folder, write_file
 from meshwright.store.folder import write_folder
@@ -64,6 +64,7 @@ def save_optimizer(
         CheckpointError: On every rank, when it updates what is not in the model, or writing failed.
     """
     require_distributed("save_optimizer")
+    come_together("save_optimizer")
     target = Path(path)
     with same_on_every_rank():
         wait_for_saves()
@@ -134,6 +135,7 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, path: str | os.PathLi
             then as it was.
     """
     require_distributed("load_optimizer")
+    come_together("load_optimizer")
     found: dict[str, torch.Tensor] = {}
     contents: OptimizerContents | None = None
     with same_on_every_rank():

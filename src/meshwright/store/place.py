@@ -112,10 +112,17 @@ def delete_old(directory: Path, newest_step: int, keep: int | None) -> None:
     remains = [*directory.glob(".step-*.deleted")]  # a deletion that was killed half way
     remains += [path for path in directory.glob(".step-*.tmp") if path.name < f".{step_name(newest_step)}.tmp"]
     for path in remains:
-        shutil.rmtree(path)
+        _delete(path)
     older = [path for step, path in complete_checkpoints(directory) if step < newest_step]
     for path in older[: max(len(older) - (keep - 1), 0)] if keep is not None else []:
         # Renamed first: a deletion that is killed half way must not leave half a checkpoint under a good name.
         half = path.with_name(f".{path.name}.deleted")
         path.rename(half)
-        shutil.rmtree(half)
+        _delete(half)
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink():  # what was moved to another disk stays there
+        path.unlink()
+    else:
+        shutil.rmtree(path)

@@ -18,7 +18,7 @@ _pending: list[Future[None]] = []
 
 def write_later(path: Path, state_dict: dict[str, Any]) -> None:
     """Starts writing a state dict nobody else changes."""
-    run_later(write_file, path, state_dict)
+    run_later(write_file, path.absolute(), state_dict)  # the program may be elsewhere by then
 
 
 def run_later(function: Callable[..., None], *arguments: Any) -> None:

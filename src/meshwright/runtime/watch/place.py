@@ -8,7 +8,7 @@ from pathlib import PurePath
 from types import FrameType
 from typing import NamedTuple
 
-_COLLECTIVES = ("/torch/distributed/",)
+_COLLECTIVES = ("/torch/distributed/", "/meshwright/runtime/together.py")
 _LIBRARIES = ("/torch/", "/meshwright/runtime/", "/meshwright/distributed/")
 _WRAPPERS = frozenset({"wrapper", "inner", "_wrapped_call_impl", "_call_impl", "decorate_context"})
 
