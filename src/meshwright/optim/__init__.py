@@ -20,7 +20,7 @@ from meshwright.optim.galore import (
 from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.held import Held, tell_held
 from meshwright.optim.lamb import DistributedLamb, Lamb
-from meshwright.optim.layouts import separate_layouts
+from meshwright.optim.layouts import step_by_layouts
 from meshwright.optim.local_step import step_on_local_tensors
 from meshwright.optim.loss_scaler import LossScaler
 from meshwright.optim.manager import OptimManager
@@ -93,8 +93,8 @@ __all__ = [
     "inner_optimizer",
     "local_tensor",
     "muon_param_groups",
-    "separate_layouts",
     "spike_watch_of",
+    "step_by_layouts",
     "step_on_local_tensors",
     "tell_held",
     "total_norm",

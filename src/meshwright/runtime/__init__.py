@@ -51,7 +51,7 @@ from meshwright.runtime.processes import (
     synchronize,
     world_size,
 )
-from meshwright.runtime.seeds import preserved_rng, seed_everything, seed_replica
+from meshwright.runtime.seeds import GeneratorState, preserved_rng, seed_everything, seed_replica
 from meshwright.runtime.stop import StopSignals
 from meshwright.runtime.versions import code_versions
 
@@ -59,6 +59,7 @@ __all__ = [
     "AXES",
     "Axes",
     "Difference",
+    "GeneratorState",
     "Settings",
     "ShardAxes",
     "StopSignals",
