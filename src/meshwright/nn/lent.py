@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from meshwright.errors import ModelError
 
 
 def call_with(
@@ -41,8 +45,27 @@ def call_with(
 def run_with(
     run: Callable[[nn.Module, Any], Any], model: nn.Module, state: Mapping[str, torch.Tensor], inputs: Any
 ) -> Any:
-    """``run(model, inputs)`` with other tensors in the model, as :func:`call_with` lends them."""
-    return call_with(_Run(run, model), {f"model.{name}": tensor for name, tensor in state.items()}, (inputs,))
+    """``run(model, inputs)`` with other tensors in the model, as :func:`call_with` lends them.
+
+    Raises:
+        ModelError: When a model runs in it that is sharded, such as a teacher in the loss. What it gathers would stay
+            with it: tensors without data, and on this rank alone where only one predicts.
+    """
+    hook = register_module_forward_pre_hook(_refuse_sharded)
+    try:
+        return call_with(_Run(run, model), {f"model.{name}": tensor for name, tensor in state.items()}, (inputs,))
+    finally:
+        hook.remove()
+
+
+def _refuse_sharded(module: nn.Module, args: Any) -> None:
+    if isinstance(module, FSDPModule):
+        raise ModelError(
+            "another model that is sharded runs in it, which a pass without data cannot run",
+            expected="a model and a loss of plain modules",
+            got=type(module).__name__,
+            fix="train on: only predictions miss it",
+        )
 
 
 class _Run(nn.Module):
