@@ -23,7 +23,7 @@ def check_gradients(fraction: float, job: Job) -> None:
             "offload: gradients cannot leave the device in backward here, they are averaged or reduced after it",
             expected="a single replica, or zero1, zero2 or fsdp, without tensor, expert and pipeline axes",
             got=f"gradients={fraction} over the axes {dict(job.axes)}",
-            fix="set gradients to 0, also in place of 'all': they then travel when they are final; or add zero2 where it is not",
+            fix="set gradients to 0, also in place of 'all': they then travel when they are final; or add zero2",
         )
 
 
