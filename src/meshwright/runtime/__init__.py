@@ -51,7 +51,14 @@ from meshwright.runtime.processes import (
     synchronize,
     world_size,
 )
-from meshwright.runtime.seeds import GeneratorState, preserved_rng, seed_everything, seed_replica
+from meshwright.runtime.seeds import (
+    GeneratorState,
+    preserved_rng,
+    seed_everything,
+    seed_in_use,
+    seed_replica,
+    spread_seed,
+)
 from meshwright.runtime.stop import StopSignals
 from meshwright.runtime.versions import code_versions
 
@@ -99,10 +106,12 @@ __all__ = [
     "require_distributed",
     "same_on_every_rank",
     "seed_everything",
+    "seed_in_use",
     "seed_replica",
     "settings",
     "shard_axes",
     "shutdown_distributed",
+    "spread_seed",
     "stage_axes",
     "stage_index",
     "sum_loss",

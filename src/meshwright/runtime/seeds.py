@@ -29,7 +29,21 @@ def seed_replica(seed: int, replica: int) -> None:
         seed: The run's seed.
         replica: Index of this rank's data-parallel replica; ranks that share a batch share it.
     """
-    seed_everything((seed + (replica + 1) * _SPREAD) % 2**63)
+    seed_everything(spread_seed(seed, replica))
+
+
+def spread_seed(seed: int, index: int) -> int:
+    """A seed of its own for each of several that share one."""
+    return (seed + (index + 1) * _SPREAD) % 2**63
+
+
+def seed_in_use(seed: int) -> None:
+    """As :func:`seed_everything`, but fast: of CUDA devices the current one only, once it is used."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 @dataclass(frozen=True)

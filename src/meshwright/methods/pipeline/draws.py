@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from meshwright.runtime import GeneratorState, preserved_rng, seed_everything, seed_replica
+from meshwright.runtime import GeneratorState, preserved_rng, seed_in_use, spread_seed
 
 _EVALUATION = torch.Generator()  # so that evaluating changes no draw of training
 
@@ -28,7 +28,7 @@ def draw_seeds(count: int) -> list[int]:
 def drawing(seed: int) -> Iterator[None]:
     """Generators that begin at a seed, and are afterwards as they were."""
     with preserved_rng():
-        seed_everything(seed)
+        seed_in_use(seed)
         yield
 
 
@@ -47,7 +47,7 @@ class BlockDraws:
     def enter(self) -> None:
         """Before the first of them."""
         self._outside = GeneratorState.now()
-        seed_replica(self._seed, self._stage)
+        seed_in_use(spread_seed(self._seed, self._stage))
 
     def leave(self) -> None:
         """Behind the last of them: goes on with what was drawn outside."""
