@@ -143,8 +143,7 @@ def accelerate(
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)
-    # Pipeline stages draw masks of their own too; ranks of a tensor group share theirs.
-    seed_replica(world.seed, job.replica + job.num_replicas * job.index("pipeline"))
+    seed_replica(world.seed, job.replica)
     if accelerated.optim is not None:
         _OPTIMIZERS[accelerated.model] = (weakref.ref(accelerated.optim), job.stages)
         follow_loads(accelerated.model, accelerated.optim)

@@ -203,7 +203,7 @@ def several():
     assert first == again  # recomputing draws the same masks
     assert max(first) - min(first) > 1e-4  # and each step others
     drawn = runtime.gather_objects(torch.rand(()).item())
-    assert drawn[0] != drawn[1]  # stages draw masks of their own
+    assert drawn[0] == drawn[1]  # in their blocks alone stages draw for themselves
     every["recomputed"] = pairs_on(["pipeline_parallel", "checkpoint"], 3)
     return every
 

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+import meshwright as mw
 from meshwright.nn import call_with, run_with
+from tests import tiny
 
 
 class Twice(nn.Module):
@@ -58,3 +60,37 @@ def test_what_has_no_name_stays():
     lent = call_with(module, {"a.weight": torch.zeros(4, 4)}, (x,))
     assert torch.equal(lent, lent[:1].expand_as(lent))
     assert not torch.equal(module(x), lent)
+
+
+def teacher():
+    model = tiny.build("plain")
+    model.register_buffer("calls", torch.zeros(()))  # DDP takes rank 0's in every forward
+    return model
+
+
+def distilled(strategy):
+    """Losses of two steps towards a teacher that is distributed, and how far its answers are from a plain one's."""
+    ids, apart = torch.arange(2 * tiny.SEQ_LEN).view(2, -1) % tiny.VOCAB, []
+    sharded, plain = mw.accelerate(teacher(), strategy=strategy).model, teacher()
+
+    def loss_func(inputs, output):
+        with torch.no_grad():
+            answer = sharded(inputs)
+        apart.append(torch.dist(answer, plain(inputs)).item())
+        return (output - answer).square().mean()
+
+    job = mw.accelerate(
+        tiny.build("plain", seed=4), torch.optim.SGD, None, loss_func, strategy=["fsdp"], optim_args={"lr": 0.1},
+        sample_batch=ids,
+    )  # fmt: skip
+    losses = [job.step(ids).loss.item() for _ in range(2)]
+    return losses, apart
+
+
+@pytest.mark.parametrize("strategy", [["fsdp"], [("parallel_mode", {"data": 2})]], ids=["fsdp", "data"])
+def test_a_distributed_model_in_the_loss_is_not_run_without_data(ranks, strategy):
+    """Predictions would leave it with tensors that hold nothing, on rank 0 alone, or wait for the others."""
+    for losses, apart in ranks(2).run(distilled, strategy):
+        assert max(apart) < 1e-5
+        assert len(apart) == 2
+        assert losses[1] < losses[0]

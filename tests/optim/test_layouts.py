@@ -3,7 +3,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import SGD, AdamW
 
-from meshwright.optim import separate_layouts
+from meshwright.optim import step_by_layouts
 
 
 def mixture(mesh, device):
@@ -12,10 +12,14 @@ def mixture(mesh, device):
 
 
 def num_groups(parameters, optimizer_class=SGD, **options):
-    optimizer = optimizer_class([{"params": parameters}], lr=0.1, **options)
-    separate_layouts(optimizer)
-    assert [each for group in optimizer.param_groups for each in group["params"]] == parameters
-    return len(optimizer.param_groups)
+    """In a step; between steps there is one."""
+    optimizer, seen = optimizer_class([{"params": parameters}], lr=0.1, **options), []
+    optimizer.step = lambda: seen.extend(group["params"] for group in optimizer.param_groups)
+    step_by_layouts(optimizer)
+    optimizer.step()
+    assert [each for group in seen for each in group] == parameters
+    assert len(optimizer.param_groups) == 1
+    return len(seen)
 
 
 def counted():

@@ -24,7 +24,7 @@ from meshwright.optim import (
     SpikeWatch,
     Stages,
     inner_optimizer,
-    separate_layouts,
+    step_by_layouts,
     step_on_local_tensors,
 )
 from meshwright.optim.wrapped import call_around
@@ -178,6 +178,8 @@ class Job:
         # What DDP and torch.compile put around a model changes the names in it; whoever groups by name wrote his own.
         bare = unwrapped(self.model)
         params = bare.parameters() if self.optim_param_func is None else self.optim_param_func(bare)
+        if self.pipeline is not None:  # a stage may have none of them, and torch refuses an empty list
+            params = list(params) or [{"params": []}]
         master = self._make_master()
         inner = optim_func(params) if master is None else master.optimizer(optim_func, params)
         call_around(inner, self.before_update, self.after_update)
@@ -185,7 +187,7 @@ class Job:
             self.stages = self.stages.with_masters(master.of)
         if self.is_split:
             _check_fused(self.model, inner)
-        separate_layouts(inner_optimizer(inner))
+        step_by_layouts(inner_optimizer(inner))
         _check_fused_kernel(inner_optimizer(inner))
         step_on_local_tensors(inner_optimizer(inner))
         if not (self.loss_scaling or self.skip_nonfinite or self.spikes or master):

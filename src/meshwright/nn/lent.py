@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.errors import ModelError
+from meshwright.nn.part import part_of_whole
 
 
 def call_with(
@@ -41,8 +47,29 @@ def call_with(
 def run_with(
     run: Callable[[nn.Module, Any], Any], model: nn.Module, state: Mapping[str, torch.Tensor], inputs: Any
 ) -> Any:
-    """``run(model, inputs)`` with other tensors in the model, as :func:`call_with` lends them."""
-    return call_with(_Run(run, model), {f"model.{name}": tensor for name, tensor in state.items()}, (inputs,))
+    """``run(model, inputs)`` with other tensors in the model, as :func:`call_with` lends them.
+
+    Raises:
+        ModelError: When a model runs in it that is distributed already, such as a teacher in the loss. What it gathers
+            would stay with it: tensors without data, and on this rank alone where only one predicts; or this rank would
+            wait for others.
+    """
+    hook = register_module_forward_pre_hook(_refuse_distributed)
+    try:
+        return call_with(_Run(run, model), {f"model.{name}": tensor for name, tensor in state.items()}, (inputs,))
+    finally:
+        hook.remove()
+
+
+def _refuse_distributed(module: nn.Module, args: Any) -> None:
+    asks = isinstance(module, DistributedDataParallel) and module.will_sync_module_buffers()
+    if isinstance(module, FSDPModule) or part_of_whole(module) is not None or asks:
+        raise ModelError(
+            "another model runs in it whose ranks need each other, which a pass without data cannot run",
+            expected="a model and a loss of plain modules",
+            got=type(module).__name__,
+            fix="train on: only predictions miss it",
+        )
 
 
 class _Run(nn.Module):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshwright.optim.guarded import GuardedOptimizer
     from meshwright.optim.held import Held, tell_held
     from meshwright.optim.lamb import DistributedLamb, Lamb
-    from meshwright.optim.layouts import separate_layouts
+    from meshwright.optim.layouts import step_by_layouts
     from meshwright.optim.local_step import step_on_local_tensors
     from meshwright.optim.loss_scaler import LossScaler
     from meshwright.optim.manager import OptimManager
@@ -64,7 +64,7 @@ else:
         guarded: GuardedOptimizer
         held: Held tell_held
         lamb: DistributedLamb Lamb
-        layouts: separate_layouts
+        layouts: step_by_layouts
         local_step: step_on_local_tensors
         loss_scaler: LossScaler
         manager: OptimManager
@@ -130,8 +130,8 @@ __all__ = [
     "inner_optimizer",
     "local_tensor",
     "muon_param_groups",
-    "separate_layouts",
     "spike_watch_of",
+    "step_by_layouts",
     "step_on_local_tensors",
     "tell_held",
     "total_norm",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from meshwright.optim.held import Held
 from meshwright.runtime import world_size
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
+_LISTS = ("params", "param_names")  # of a parameter group: one item for each parameter
 
 
 def is_dense(local: torch.Tensor) -> bool:
@@ -96,24 +99,35 @@ def reduced(values: torch.Tensor, operation: dist.ReduceOp.RedOpType, peers: Pee
     return values
 
 
-def separate_layouts(optimizer: Optimizer) -> None:
-    """Divides parameter groups so that each holds plain tensors only, or DTensors of one mesh only.
+def step_by_layouts(optimizer: Optimizer) -> None:
+    """Lets every step take each parameter group in parts that hold plain tensors only, or DTensors of one mesh only.
 
     torch's fused and foreach updates take a group's tensors in one operation, which refuses mixtures; groups that are
-    updated one tensor at a time stay whole. For an optimizer that has no state yet.
+    updated one tensor at a time stay whole. Between steps the groups are the caller's: learning rates and schedules
+    count them.
     """
-    separated: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        by_mesh: dict[Any, list[int]] = defaultdict(list)
-        for index, parameter in enumerate(group["params"]):
-            by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(index)
-        if len(by_mesh) < 2 or not _updates_lists(group):
-            separated.append(group)
-            continue
-        lists = [key for key in ("params", "param_names") if key in group]
-        for indices in by_mesh.values():
-            separated.append({**group, **{key: [group[key][index] for index in indices] for key in lists}})
-    optimizer.param_groups = separated
+    if all(len(_parts_of(group)) < 2 for group in optimizer.param_groups):
+        return
+    step = optimizer.step
+
+    def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        with _in_parts(optimizer):
+            return step(*args, **kwargs)
+
+    optimizer.step = types.MethodType(stepped, optimizer)  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _in_parts(optimizer: Optimizer) -> Iterator[None]:
+    groups = optimizer.param_groups
+    parts = [(group, part) for group in groups for part in _parts_of(group)]
+    optimizer.param_groups = [part for _, part in parts]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, part in parts:  # some optimizers count steps in their groups
+            group.update({key: value for key, value in part.items() if key not in _LISTS})
 
 
 def _updates_lists(group: dict[str, Any]) -> bool:
@@ -122,3 +136,13 @@ def _updates_lists(group: dict[str, Any]) -> bool:
     if chosen or "foreach" not in group:
         return any(chosen)
     return any(parameter.device.type != "cpu" for parameter in group["params"])
+
+
+def _parts_of(group: dict[str, Any]) -> list[dict[str, Any]]:
+    if not _updates_lists(group):
+        return [group]
+    by_mesh: dict[Any, list[int]] = defaultdict(list)
+    for index, parameter in enumerate(group["params"]):
+        by_mesh[parameter.device_mesh if isinstance(parameter, DTensor) else None].append(index)
+    lists = [key for key in _LISTS if key in group]
+    return [{**group, **{key: [group[key][each] for each in own] for key in lists}} for own in by_mesh.values()]

@@ -51,7 +51,14 @@ from meshwright.runtime.processes import (
     synchronize,
     world_size,
 )
-from meshwright.runtime.seeds import preserved_rng, seed_everything, seed_replica
+from meshwright.runtime.seeds import (
+    GeneratorState,
+    preserved_rng,
+    seed_everything,
+    seed_in_use,
+    seed_replica,
+    spread_seed,
+)
 from meshwright.runtime.stop import StopSignals
 from meshwright.runtime.together import come_together
 from meshwright.runtime.versions import code_versions
@@ -60,6 +67,7 @@ __all__ = [
     "AXES",
     "Axes",
     "Difference",
+    "GeneratorState",
     "Settings",
     "ShardAxes",
     "StopSignals",
@@ -100,10 +108,12 @@ __all__ = [
     "require_distributed",
     "same_on_every_rank",
     "seed_everything",
+    "seed_in_use",
     "seed_replica",
     "settings",
     "shard_axes",
     "shutdown_distributed",
+    "spread_seed",
     "stage_axes",
     "stage_index",
     "sum_loss",

@@ -21,9 +21,9 @@ def check_gradients(fraction: float, job: Job) -> None:
     if fraction and not completed_in_backward(dict(job.axes), job.shard_axis):
         raise StrategyError(
             "offload: gradients cannot leave the device in backward here, they are averaged or reduced after it",
-            expected="a single replica, or zero1, zero2 or fsdp, without tensor and pipeline axes",
+            expected="a single replica, or zero1, zero2 or fsdp, without tensor, expert and pipeline axes",
             got=f"gradients={fraction} over the axes {dict(job.axes)}",
-            fix="leave the key gradients out: they then travel when they are final; or add zero2",
+            fix="set gradients to 0, also in place of 'all': they then travel when they are final; or add zero2",
         )
 
 

@@ -98,13 +98,14 @@ class Boundary:
         ]
 
 
-def run_chain(line: Line, splice: Splice, forward: Callable[[], Any]) -> tuple[Any, dict[int, Boundary]]:
+def run_chain(line: Line, splice: Splice, forward: Callable[[], Any], seed: int) -> tuple[Any, dict[int, Boundary]]:
     """Runs this rank's stages of one forward pass, between the other ranks'.
 
     Args:
         line: The pipeline.
         splice: Runs a stage.
         forward: Calls the model.
+        seed: Of random draws, the same on all ranks.
 
     Returns:
         The model's output where the last stage is, else a :class:`StageOutput`; and what came and went, by the number
@@ -124,7 +125,7 @@ def run_chain(line: Line, splice: Splice, forward: Callable[[], Any]) -> tuple[A
                 handed = _receive(line, stage, token, told[0])
         if failure is None:
             try:
-                handed = splice.run(stage, handed if stage else None, forward)
+                handed = splice.run(stage, handed if stage else None, forward, seed)
                 boundaries |= {stage: Boundary.of(handed)} if stage != line.last else {}
             except Exception as error:
                 failure = error

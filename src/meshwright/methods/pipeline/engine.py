@@ -26,6 +26,7 @@ from meshwright.methods.pipeline.chain import (
     shared_loss,
     shared_output,
 )
+from meshwright.methods.pipeline.draws import draw_seeds, drawing
 from meshwright.methods.pipeline.gradients import StageGradients
 from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
 from meshwright.methods.pipeline.splice import Handed, Splice
@@ -86,7 +87,7 @@ class PipelineEngine:
         if self._splice.is_running:
             return call()
         self._splice.take_records()  # of a pass that failed
-        output, self._boundaries = run_chain(self.line, self._splice, call)
+        output, self._boundaries = run_chain(self.line, self._splice, call, *draw_seeds(1))
         taken = self._splice.take_records()
         hand_over_stages({stage: [each.record for each in runs[0]] for stage, runs in taken.items()})
         return shared_output(self.line, output) if self._shares_output else output
@@ -116,12 +117,13 @@ class PipelineEngine:
         def everywhere(inputs: Any, output: Any) -> Any:
             if self._splice.is_running or self._shares_loss:
                 return loss_func(inputs, output)
+            (seed,) = draw_seeds(1)
             if isinstance(output, StageOutput):
                 hand_over_stages({})
                 return self._finishing(shared_loss(self.line, output.token, None))
             self._shares_loss = True
             try:
-                with captured() as records:
+                with captured() as records, drawing(seed):
                     loss = loss_func(inputs, output)
             except Exception:
                 shared_loss(self.line, None, None)  # the others wait for a loss
@@ -179,8 +181,9 @@ class PipelineEngine:
             return output if isinstance(output, Handed) else loss(given, output)
 
         schedule, modules = self._prepared(inputs, run)
+        seeds = draw_seeds(len(inputs))
         for module in modules:
-            module.begin(inputs, run, measure)
+            module.begin(inputs, run, seeds, measure)
         self._splice.take_records()
         numbers = torch.arange(len(inputs))
         losses: list[torch.Tensor] = []

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from meshwright.errors import ModelError
 from meshwright.inspect import Record, Watched, captured
 from meshwright.methods.pipeline.cut import Cut
+from meshwright.methods.pipeline.draws import BlockDraws, drawing
 from meshwright.methods.pipeline.trace import carried_positions
 
 
@@ -58,6 +59,7 @@ class _Running:
     first: int  # its blocks: first … end - 1
     end: int
     inbox: Handed | None  # None: the first stage
+    draws: BlockDraws
     output: Any = None  # of the block that ran last
     inputs: list[Any] = field(default_factory=list)  # of that block, flattened
     records: list[Record] = field(default_factory=list)  # of what the model's code inspects
@@ -77,18 +79,19 @@ class Splice:
         """Whether a stage runs now."""
         return self._running is not None
 
-    def run(self, stage: int, inbox: Handed | None, forward: Callable[[], Any]) -> Any:
+    def run(self, stage: int, inbox: Handed | None, forward: Callable[[], Any], seed: int) -> Any:
         """Runs a stage.
 
         Args:
             stage: Its number.
             inbox: What the stage before handed on; None for the first.
             forward: Calls the model, whose forward :meth:`until_handed` guards.
+            seed: Of this micro-batch, the same for all stages.
 
         Returns:
             A :class:`Handed`, or what ``forward`` returns where the stage is the last.
         """
-        with self._stage(stage, inbox):
+        with self._stage(stage, inbox, BlockDraws(stage, seed)), drawing(seed):
             return forward()
 
     def take_records(self) -> dict[int, list[list[Watched]]]:
@@ -97,9 +100,10 @@ class Splice:
         return taken
 
     @contextlib.contextmanager
-    def _stage(self, stage: int, inbox: Handed | None) -> Iterator[None]:
+    def _stage(self, stage: int, inbox: Handed | None, draws: BlockDraws) -> Iterator[None]:
+        first, end = self.cut.bounds[stage : stage + 2]
         with captured() as records:
-            self._running = _Running(self.cut.bounds[stage], self.cut.bounds[stage + 1], inbox, records=records)
+            self._running = _Running(first, end, inbox, draws, records=records)
             try:
                 yield
             finally:
@@ -133,7 +137,11 @@ class Splice:
                 return running.inbox.form.filled(running.inbox.tensors)
             assert call is not None
             self._check_inputs(running, index, args, kwargs)
+            if index == running.first:
+                running.draws.enter()
             output = call(*args, **kwargs)
+            if index == running.end - 1:
+                running.draws.leave()
             running.output = output
             return output
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,14 +42,21 @@ class StageModule(nn.Module):
         self._splice, self.stage, self._parameters_now, self._device = splice, stage, parameters, device
         self.before, self.after = boundaries.get(stage - 1), boundaries.get(stage)
         self._inputs: list[Any] = []
+        self._seeds: Sequence[int] = ()
         self._run: Callable[[Any], Any] | None = None
         self._measure: Callable[[], Any] | None = None
         self.saved_bytes = 0  # by the first micro-batch, when it was measured
         self.error: Exception | None = None
 
-    def begin(self, inputs: list[Any], run: Callable[[Any], Any], measure: Callable[[], Any] | None = None) -> None:
-        """Sets the micro-batches of a step, what runs the model on one, and what measures the first."""
-        self._inputs, self._run, self._measure, self.error = inputs, run, measure, None
+    def begin(
+        self,
+        inputs: list[Any],
+        run: Callable[[Any], Any],
+        seeds: Sequence[int],
+        measure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Sets the micro-batches of a step, what runs the model on one, their seeds, and what measures the first."""
+        self._inputs, self._run, self._seeds, self._measure, self.error = inputs, run, seeds, measure, None
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The stage's parameters; the model itself is no submodule, for all stages of a rank share it."""
@@ -69,7 +76,7 @@ class StageModule(nn.Module):
         run, inputs = self._run, self._inputs[number]
         inbox = Handed(tensors, self.before.form) if self.before is not None else None
         with self._measure() if self._measure is not None and number == 0 else contextlib.nullcontext() as saved:
-            result = self._splice.run(self.stage, inbox, lambda: run(inputs))
+            result = self._splice.run(self.stage, inbox, lambda: run(inputs), self._seeds[number])
         self.saved_bytes = saved.bytes if saved is not None else self.saved_bytes
         if self.after is None:
             return result.reshape(1)

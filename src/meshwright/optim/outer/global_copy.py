@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError
 from meshwright.optim.clip import local_tensor, multiply_, total_norm
-from meshwright.optim.layouts import separate_layouts, wrapped_like
+from meshwright.optim.layouts import step_by_layouts, wrapped_like
 from meshwright.optim.outer.exchange import AllReduce, Flight
 from meshwright.optim.outer.message import Message, wide_type
 from meshwright.optim.outer.policy import OuterPolicy
@@ -128,5 +128,5 @@ def _built(make_outer: OuterFactory, copies: list[nn.Parameter]) -> Optimizer:
         )
     if not copies:
         outer.param_groups[0]["params"].clear()
-    separate_layouts(outer)
+    step_by_layouts(outer)
     return outer
