@@ -42,7 +42,9 @@ class Pool:
         if silent:
             self.stop()
         if errors:
-            raise RemoteFailure(f"rank {errors[0][0]} of {self.size} failed:\n{errors[0][1]}")
+            others = "".join(f"rank {rank}, too: …{text[-600:]}" for rank, text in errors[1:])
+            unheard = f"ranks {silent} did not answer\n" if silent else ""
+            raise RemoteFailure(f"rank {errors[0][0]} of {self.size} failed:\n{errors[0][1]}{others}{unheard}")
         if silent:
             raise RemoteFailure(f"ranks {silent} of {self.size} did not answer")
         return [answer[1] for answer in answers if answer]
