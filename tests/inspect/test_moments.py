@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.inspect import moments as room
-from meshwright.inspect.moments import NOTHING, merge, moments, statistics
+from meshwright.inspect.moments import merge, moments, nothing, statistics
 
 NUMBERS = st.floats(-(2.0**40), 2.0**40, width=32)
 
@@ -25,7 +25,7 @@ def test_merged_parts_are_as_the_whole(parts):
     scale = np.abs(values).max()
     assert found[:2] == expected[:2]
     assert found[2:] == pytest.approx(expected[2:], rel=1e-9, abs=1e-12 * scale)
-    torch.testing.assert_close(merge(torch.cat([rows, NOTHING[None]])), merge(rows), rtol=0, atol=0)
+    torch.testing.assert_close(merge(torch.cat([rows, nothing()[None]])), merge(rows), rtol=0, atol=0)
 
 
 @given(st.lists(NUMBERS, min_size=3, max_size=9), st.integers(1, 2))

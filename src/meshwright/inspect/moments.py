@@ -16,11 +16,13 @@ import torch
 COUNT, MEAN, SQUARES, MIN, MAX = range(5)
 """The columns of a row of moments; SQUARES is the sum of squared deviations from the mean."""
 
-NOTHING = torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf], dtype=torch.float64)
-"""The moments of no elements: merging them with others changes nothing."""
-
 # A large shard is never copied whole: 2 MiB of fp64 stay in a CPU's cache, 128 MiB keep a GPU busy.
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "other": 1 << 24}
+
+
+def nothing() -> torch.Tensor:
+    """The moments of no elements: merging them with others changes nothing."""
+    return torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf], dtype=torch.float64)
 
 
 @torch.no_grad()
@@ -33,7 +35,7 @@ def moments(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Returns:
         Shape ``(len(tensors), 5)``, fp64, on the CPU. NaN and infinity show in every column they would show in.
     """
-    table = NOTHING.repeat(len(tensors), 1)
+    table = nothing().repeat(len(tensors), 1)
     places: dict[torch.device, list[int]] = defaultdict(list)
     for place, tensor in enumerate(tensors):
         if tensor.numel() > 0:

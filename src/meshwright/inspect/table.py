@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.inspect.moments import COUNT, NOTHING, merge, moments, statistics
+from meshwright.inspect.moments import COUNT, merge, moments, nothing, statistics
 from meshwright.inspect.shares import NOBODY, share
 
 Shape = tuple[int, ...]
@@ -67,13 +67,13 @@ def merged(tables: Sequence[Table], *, one_team: bool, order: Sequence[str] = ()
     found = dict.fromkeys(name for table in tables for name in table.names)
     names = list(dict.fromkeys(name for name in (*order, *found) if name in found))
     place = {name: index for index, name in enumerate(names)}
-    every = NOTHING.repeat(len(tables), len(names), 2, 1)
+    every = nothing().repeat(len(tables), len(names), 2, 1)
     teams = torch.full(every.shape[:-1], NOBODY)
     for index, table in enumerate(tables):
         here = torch.tensor([place[name] for name in table.names], dtype=torch.int64)
         every[index, here], teams[index, here] = table.moments, table.teams
     if one_team:
-        every = torch.where((teams == teams.amin(0))[..., None], every, NOTHING)
+        every = torch.where((teams == teams.amin(0))[..., None], every, nothing())
     return names, merge(every)
 
 
