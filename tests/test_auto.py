@@ -135,6 +135,7 @@ def seed_api(directory):
     assert auto(load_strategy=["zero2", "fsdp"]) == (False, None, None)
     assert auto(load_strategy=["zero2"], finetune_strategy=True)[2].names == ("parallel_mode", "zero2")
     assert auto(time_limit=-1) == (False, None, None)
+    assert auto(load_strategy=path, loss_weight="labels") == (False, None, None)
     assert auto(load_strategy=path, save_strategy_to_file="/no/such/folder/s.json") == (False, None, None)
     with pytest.raises(TypeError, match="did you mean 'verbose'"):
         auto(verbos=True)

@@ -16,7 +16,7 @@ FLOORS = [
     {"strategy", "store"},
     {"methods"},
     {"planner"},
-    {"batches", "benchmark", "built_optimizer", "request_checks", "start_checks", "step_watch"},
+    {"batch_mean", "batches", "benchmark", "built_optimizer", "request_checks", "start_checks", "step_watch"},
     {"request", "accelerated"},
     {"trials"},
     {"auto", "planning"},

@@ -14,7 +14,7 @@ from meshwright.request_checks import check_kinds
     [
         ("optim_func", "adamw"), ("loss_func", "mse"), ("lr_scheduler_cls", "cosine"), ("max_grad_norm", "1"),
         ("num_micro_batches", 2.0), ("num_micro_batches", True), ("batch_size", "4"), ("dataset", DataLoader([1, 2])),
-        ("excluded", "fsdp"),
+        ("excluded", "fsdp"), ("loss_weight", "labels"),
     ],
 )  # fmt: skip
 def test_a_value_of_a_wrong_kind_is_named(name, value):

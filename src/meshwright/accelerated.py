@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from meshwright.batch_mean import ALL_AXES, STEP_AXES, LossWeight, divided, loss_divisors, mean_over
 from meshwright.batches import call_loss, call_model, first_loss, micro_batches
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from meshwright.optim import GuardedOptimizer, SpikeAction, Stages, WeightAverage
 
 _MEASURE_NEXT = -1
-_AVERAGED_LOSS = ("data", "zero", "expert")
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class Accelerated:
         model_input_format: str | None,
         max_grad_norm: float | None,
         num_micro_batches: int,
+        loss_weight: LossWeight | None = None,
     ) -> None:
         self._job = job
         self.model: nn.Module = job.model
@@ -100,7 +101,7 @@ class Accelerated:
         self.replica, self.num_replicas = job.replica, job.num_replicas
         self.num_micro_batches = num_micro_batches
         self.max_grad_norm, self.grad_norm_type = max_grad_norm, job.grad_norm_type
-        self._model_input_format = model_input_format
+        self._model_input_format, self._loss_weight = model_input_format, loss_weight
         self._hosted_bytes = 0  # of activations that a measured forward copied to the host
         self._saved_bytes = 0  # what measured_step found; _MEASURE_NEXT asks the next forward to measure
 
@@ -126,7 +127,7 @@ class Accelerated:
         optim = required(self.optim)
         optim.zero_grad()
         with kept_buffers(self.model, self._job.skip_nonfinite or self._job.spikes is not None) as restore_buffers:
-            loss = self._mean(self._forward_backward(micro_batches(batch, self.num_micro_batches)), _AVERAGED_LOSS)
+            loss = mean_over(self._job, self._forward_backward(micro_batches(batch, self.num_micro_batches)), STEP_AXES)
             limit, p = self.max_grad_norm, self.grad_norm_type
             grad_norm, update = clipped_step(self.model, optim, limit, p, self.stages)
             spike = judge_loss(loss, self._guard, self._job.spikes)
@@ -150,47 +151,54 @@ class Accelerated:
         return result, measured_state(self.model, self.optim) | activations
 
     def _forward_backward(self, parts: list[Any]) -> torch.Tensor:
-        """Runs all micro-batches; returns this rank's mean loss."""
+        """Runs all micro-batches; returns this rank's part of the mean loss over ranks."""
         with abandoned_if_it_fails(self._job, self.optim):
+            weighed = self._weighed(parts)
             if self._job.pipeline is not None:
-                return self._in_stages(self._job.pipeline, parts)
+                return self._in_stages(self._job.pipeline, list(weighed))
             total: torch.Tensor | None = None
-            for index, part in enumerate(parts):
+            for index, (inputs, divisor) in enumerate(weighed):
                 with self._job.micro_batch(index == len(parts) - 1):
-                    loss = self._forward(part) / len(parts)
+                    loss = divided(self._forward(inputs), divisor)
                     loss.backward()
                 total = loss.detach() if total is None else total + loss.detach()
             assert total is not None
             return total
 
-    def _in_stages(self, pipeline: PipelineEngine, parts: list[Any]) -> torch.Tensor:
+    def _weighed(self, parts: list[Any]) -> Iterable[tuple[Any, float]]:
+        """Each micro-batch's model input, and what its loss is divided by."""
+        inputs = (self.prepare_input(part, self.device) for part in parts)
+        if self._loss_weight is None:
+            return zip(inputs, itertools.repeat(float(len(parts))))  # prepared one by one, when they are wanted
+        every = list(inputs)
+        return zip(every, loss_divisors(self._job, self._loss_weight, every, STEP_AXES), strict=True)
+
+    def _in_stages(self, pipeline: PipelineEngine, weighed: list[tuple[Any, float]]) -> torch.Tensor:
         if self._guard is not None:
             self._guard.expect_scaled()
-        inputs = [self.prepare_input(part, self.device) for part in parts]
         measure = functools.partial(record_saved, self.model) if self._saved_bytes == _MEASURE_NEXT else None
         loss = pipeline.step(
-            inputs,
-            call=lambda given: call_model(self.model, given, self._model_input_format),
-            loss=lambda given, output: first_loss(self._loss_func(given, output)) / len(parts),
+            weighed,
+            call=lambda given: call_model(self.model, given[0], self._model_input_format),
+            loss=lambda given, output: divided(first_loss(self._loss_func(given[0], output)), given[1]),
             measure=measure,
         )
         if measure is not None:
             self._saved_bytes = pipeline.saved_bytes
         return loss
 
-    def _forward(self, part: Any) -> torch.Tensor:
+    def _forward(self, inputs: Any) -> torch.Tensor:
         if self._saved_bytes != _MEASURE_NEXT:
-            return self._loss_of(part)
+            return self._loss_of(inputs)
         hosted = self._job.activations
         before = hosted.num_bytes if hosted is not None else 0
         with record_saved(self.model) as saved:
-            loss = self._loss_of(part)
+            loss = self._loss_of(inputs)
         self._saved_bytes = saved.bytes
         self._hosted_bytes = hosted.num_bytes - before if hosted is not None else 0
         return loss
 
-    def _loss_of(self, part: Any) -> torch.Tensor:
-        inputs = self.prepare_input(part, self.device)
+    def _loss_of(self, inputs: Any) -> torch.Tensor:
         output = call_model(self.model, inputs, self._model_input_format)
         return first_loss(self._loss_func(inputs, output), trains=True)
 
@@ -242,9 +250,10 @@ class Accelerated:
     @torch.no_grad()
     def evaluate(self, batch: Any) -> torch.Tensor:
         """The mean loss over the global batch, without gradients; 0-dim, equal on every rank."""
-        inputs = self.prepare_input(batch, self.device)
+        inputs, weigh = self.prepare_input(batch, self.device), self._loss_weight
+        (divisor,) = loss_divisors(self._job, weigh, [inputs], ALL_AXES) if weigh is not None else [1.0]
         output = call_model(self.model, inputs, self._model_input_format)
-        loss = self._mean(first_loss(self._job.loss_func(inputs, output)), ("replica", *_AVERAGED_LOSS))
+        loss = mean_over(self._job, divided(first_loss(self._job.loss_func(inputs, output)), divisor), ALL_AXES)
         reshard(self.model)  # else weights gathered here would outlive a change of the shards
         return loss
 
@@ -281,14 +290,6 @@ class Accelerated:
         if self.optim is not None:
             self.optim.zero_grad()  # some gradients may be on the host
         return DryRun(elapsed, peak_memory_bytes(self.device))
-
-    def _mean(self, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        mean = value.detach().clone()
-        for axis in axes:
-            if self._job.size(axis) > 1:
-                dist.all_reduce(mean, group=self._job.require_mesh().get_group(axis))
-                mean /= self._job.size(axis)
-        return mean
 
     def __repr__(self) -> str:
         return f"Accelerated({self.strategy}, {type(self.optim).__name__}, {self.device})"

@@ -27,6 +27,7 @@ _EXTRA_ARGUMENTS = {
     "batch_size": None,
     "sampler_seed": 0,
     "memory_limit": None,
+    "loss_weight": None,
 }
 
 
@@ -61,7 +62,7 @@ def auto_accelerate(
         **kargs: ``verbose``; ``time_limit``: seconds in which the best few candidates may be run to choose the fastest
             (None chooses by prediction alone); ``find_unused_parameters``; ``ignore_dryrun_on_load_strategy=False``
             runs forward and backward once before returning; ``sample_batch``; ``batch_size``; ``sampler_seed``;
-            ``memory_limit``: bytes one rank may hold.
+            ``memory_limit``: bytes one rank may hold; ``loss_weight``.
 
     Returns:
         ``(status, result, best_strategy)``; ``(False, None, None)`` when it failed, with the reason printed on rank 0.
@@ -82,7 +83,7 @@ def auto_accelerate(
             sample_batch=extra["sample_batch"], batch_size=extra["batch_size"], sampler_seed=extra["sampler_seed"],
             dry_run=load_strategy is not None and not extra["ignore_dryrun_on_load_strategy"],
             time_limit=extra["time_limit"], finetune_strategy=finetune_strategy, verbose=extra["verbose"],
-            memory_limit=extra["memory_limit"],
+            memory_limit=extra["memory_limit"], loss_weight=extra["loss_weight"],
         )  # fmt: skip
         if save_strategy_to_file is not None:
             _save(result.strategy, save_strategy_to_file)

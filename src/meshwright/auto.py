@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from meshwright.accelerated import Accelerated
+from meshwright.batch_mean import LossWeight
 from meshwright.collector import paused_collection
 from meshwright.errors import ModelError
 from meshwright.methods import Job, apply_strategy, check_strategy
@@ -61,6 +62,7 @@ def accelerate(
     included: Sequence[str] = (),
     max_grad_norm: float | None = None,
     num_micro_batches: int | None = None,
+    loss_weight: LossWeight | None = None,
     find_unused_parameters: bool = False,
     ddp_options: Mapping[str, Any] | None = None,
     sample_batch: Any = None,
@@ -105,6 +107,10 @@ def accelerate(
         max_grad_norm: Largest gradient norm; None measures it without clipping.
         num_micro_batches: Parts into which ``step`` cuts a batch; None takes ``init_distributed``'s, or 1, or under a
             pipeline one for each of its ranks (stages, where the schedule needs as many).
+        loss_weight: ``loss_weight(model_input)``: how many items the loss of a micro-batch is the mean over (a number,
+            or a tensor of one), such as its labels that are not -100. ``step`` and ``evaluate`` then take the mean
+            over the items of the whole batch; None averages the losses of ranks and micro-batches alike. Read by the
+            host at the start of each step.
         find_unused_parameters: For DDP, when parts of the model do not take part in every step.
         ddp_options: Further keyword arguments of DistributedDataParallel, for strategies without a sharding method.
         sample_batch: A batch for predictions where there is no dataset; of any number of samples.
@@ -129,7 +135,7 @@ def accelerate(
         model, optim_func, dataset, loss_func, strategy, prepare_input, model_input_format, optim_args,
         optim_param_func, dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args, excluded,
         included, max_grad_norm, _first_given(num_micro_batches, world.num_micro_batches), find_unused_parameters,
-        ddp_options, sample_batch, batch_size, sampler_seed, dry_run, time_limit, finetune_strategy,
+        ddp_options, sample_batch, batch_size, sampler_seed, dry_run, time_limit, finetune_strategy, loss_weight,
     )  # fmt: skip
     with same_on_every_rank():
         request.check(world.device)
@@ -215,6 +221,7 @@ def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelera
         model_input_format=request.model_input_format,
         max_grad_norm=job.max_grad_norm,
         num_micro_batches=job.num_micro_batches,
+        loss_weight=request.loss_weight,
     )
 
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from meshwright.batch_mean import LossWeight
 from meshwright.batches import (
     batch_size_of,
     call_model,
@@ -27,7 +28,7 @@ from meshwright.errors import ConfigError
 from meshwright.methods import Job, SampleRun
 from meshwright.optim import check_steps_alone
 from meshwright.planner import Plan, Workload, choose, cluster_at_hand, fitting
-from meshwright.request_checks import check_keywords, check_kinds, check_lr_scheduler, check_model
+from meshwright.request_checks import check_amounts, check_keywords, check_kinds, check_lr_scheduler, check_model
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 
@@ -65,6 +66,7 @@ class Request:
     dry_run: bool
     time_limit: float | None = None
     finetune: bool = False
+    loss_weight: LossWeight | None = None
 
     def check(self, device: torch.device) -> None:
         """Refuses arguments that cannot work together.
@@ -77,20 +79,7 @@ class Request:
         check_kinds({"batch_size": (self.dataloader_args or {}).get("batch_size")})
         self.strategy_digest()
         check_model(self.model, device)
-        if self.num_micro_batches is not None and self.num_micro_batches < 1:
-            raise ConfigError(
-                "num_micro_batches is not a count",
-                expected="1 or more",
-                got=repr(self.num_micro_batches),
-                fix="use 1 to train on whole batches",
-            )
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ConfigError(
-                "max_grad_norm is not a norm",
-                expected="a number above 0, or None",
-                got=repr(self.max_grad_norm),
-                fix="use None to measure the norm without clipping",
-            )
+        check_amounts(self.num_micro_batches, self.max_grad_norm)
         if self.dry_run and self.dataset is None and self.sample_batch is None:
             raise ConfigError(
                 "A dry run needs data", expected="dataset or sample_batch", got="neither", fix="pass one of them"

@@ -115,6 +115,28 @@ def check_rates(optimizer: Any) -> None:
         )
 
 
+def check_amounts(num_micro_batches: int | None, max_grad_norm: float | None) -> None:
+    """Refuses numbers that are none of micro-batches, or no norm.
+
+    Raises:
+        ConfigError: Naming the argument.
+    """
+    if num_micro_batches is not None and num_micro_batches < 1:
+        raise ConfigError(
+            "num_micro_batches is not a count",
+            expected="1 or more",
+            got=repr(num_micro_batches),
+            fix="use 1 to train on whole batches",
+        )
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ConfigError(
+            "max_grad_norm is not a norm",
+            expected="a number above 0, or None",
+            got=repr(max_grad_norm),
+            fix="use None to measure the norm without clipping",
+        )
+
+
 def check_kinds(given: Mapping[str, Any]) -> None:
     """Refuses values of a wrong kind before anything is predicted or changed.
 
@@ -148,6 +170,11 @@ _KINDS: dict[str, _Kind] = {
         "pass torch.optim.AdamW, and its arguments as optim_args",
     ),
     "loss_func": (callable, "a function of inputs and output", "pass loss_func(inputs, output)"),
+    "loss_weight": (
+        callable,
+        "a function of a model input",
+        'pass lambda inputs: (inputs["labels"] != -100).sum(), or another count',
+    ),
     "prepare_input": (callable, "a function of a batch and a device", "leave it out to move tensors to the device"),
     "optim_param_func": (callable, "a function of the model", "return parameter groups from it"),
     "lr_scheduler_cls": (callable, "a scheduler's class", "pass torch.optim.lr_scheduler.StepLR, or another"),

@@ -164,7 +164,7 @@ class PipelineEngine:
         """Forward and backward of all micro-batches, gradients averaged and exchanged unless they only accumulate.
 
         Args:
-            inputs: The model input of each micro-batch: equal shapes, equal on all ranks of the pipeline.
+            inputs: Of each micro-batch, for ``call`` and ``loss``: equal shapes, equal on all ranks of the pipeline.
             call: Calls the model.
             loss: Makes a micro-batch's loss of its output.
             measure: Records what the first micro-batch saves; :attr:`saved_bytes` then tells what all in flight do.

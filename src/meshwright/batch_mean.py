@@ -1,0 +1,88 @@
+"""The mean over the items of a whole batch, of which every rank and micro-batch has a part."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import ConfigError
+from meshwright.methods import Job
+
+LossWeight = Callable[[Any], float | torch.Tensor]
+"""How many items the loss of a model input is the mean over."""
+
+STEP_AXES = ("data", "zero", "expert")
+"""The axes whose ranks take different samples of one step."""
+
+ALL_AXES = ("replica", *STEP_AXES)
+"""With the replicas of ``outer``, which train on their own."""
+
+
+def mean_over(job: Job, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+    """The mean of a tensor over the ranks along these axes; collective."""
+    mean = value.detach().clone()
+    for axis in axes:
+        if job.size(axis) > 1:
+            dist.all_reduce(mean, group=job.require_mesh().get_group(axis))
+            mean /= job.size(axis)
+    return mean
+
+
+@torch.no_grad()
+def loss_divisors(job: Job, weight_of: LossWeight, inputs: Sequence[Any], axes: tuple[str, ...]) -> list[float]:
+    """By what each micro-batch's loss is divided, so that their sum, averaged over ranks, is the mean over all items.
+
+    Equal weights give the number of micro-batches. Collective, and read by the host once.
+
+    Args:
+        job: Its ranks.
+        weight_of: Called with the model input of each micro-batch.
+        inputs: These, of this rank.
+        axes: Along which ranks have other samples of the batch.
+
+    Returns:
+        One number each; infinite for a micro-batch without items.
+
+    Raises:
+        ConfigError: On every rank along ``axes``, when a weight is no number of at least 0 on any of them.
+    """
+    given = [weight_of(each) for each in inputs]
+    weights = torch.stack([_as_number(each, job.device) for each in given])
+    wrong = ~(weights.isfinite() & (weights >= 0))
+    means = mean_over(job, torch.stack([weights.sum(), wrong.sum()]), axes)
+    *own, total, any_wrong = torch.cat([weights, means]).tolist()
+    if any_wrong:
+        raise _error([value for value, is_wrong in zip(given, wrong.tolist(), strict=True) if is_wrong])
+    return [total / weight if weight else math.inf for weight in own]
+
+
+def divided(loss: torch.Tensor, divisor: float) -> torch.Tensor:
+    """A micro-batch's part of the mean; 0, without gradients, where it has no items: its own mean is nan then."""
+    return (loss.nan_to_num() if math.isinf(divisor) else loss) / divisor
+
+
+def _as_number(value: Any, device: torch.device) -> torch.Tensor:
+    """0-dim, on the device; nan for what is no number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.reshape(()).to(device, torch.float32)
+    return torch.tensor(float(value) if isinstance(value, numbers.Real) else math.nan, device=device)
+
+
+def _error(wrong: list[Any]) -> ConfigError:
+    got = "such numbers on this rank, and something else on another"
+    if wrong:
+        value = wrong[0]
+        is_several = isinstance(value, torch.Tensor) and value.numel() != 1
+        got = f"a tensor of shape {tuple(value.shape)}" if is_several else f"{type(value).__name__} {value!r:.80}"
+    return ConfigError(
+        "loss_weight returned no weight",
+        expected="a finite number of at least 0, or a tensor of one",
+        got=got,
+        fix="return how many items the loss of this model input is the mean over, "
+        'such as (inputs["labels"] != -100).sum()',
+    )
