@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+import meshwright as mw
 from meshwright import ConfigError
-from meshwright.planner import describe_blocks, measured_state, plan_table, probe_optimizer
+from meshwright.planner import OptimizerProbe, describe_blocks, measured_state, plan_table
 from tests import tiny
 
 OPTIMIZERS = [
@@ -23,7 +24,7 @@ OPTIMIZERS = [
 @pytest.mark.parametrize(("optim_class", "args"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_predicted_optimizer_bytes_are_those_held(optim_class, args):
     model = tiny.Mlp()
-    states_of = probe_optimizer(lambda params: optim_class(params, **args), torch.device("cpu"))
+    states_of = OptimizerProbe(lambda params: optim_class(params, **args), torch.device("cpu"))
     predicted = 0
     for block in describe_blocks(model, states_of):
         for parameter in block.parameters:
@@ -45,10 +46,42 @@ def test_each_group_keeps_what_its_own_hyperparameters_ask_for():
         {"params": [("named", two)], "lr": torch.tensor(0.1)},
         {"params": three},
     ]
-    states_of = probe_optimizer(torch.optim.AdamW, torch.device("cpu"), groups)
+    states_of = OptimizerProbe(torch.optim.AdamW, torch.device("cpu"), groups)
     assert [len(states_of(each)) for each in (one, two, three, four)] == [4, 3, 3, 0]
     assert groups[0]["betas"] is betas
     assert groups[0].keys() == {"params", "amsgrad", "betas"}
+
+
+CUDA = torch.device("cuda")  # torch's choice for it is known without one
+
+
+@pytest.mark.parametrize(
+    ("optim_class", "args", "device", "together", "apart"),
+    [
+        (torch.optim.AdamW, {}, CUDA, 1, 0),
+        (torch.optim.AdamW, {"fused": True}, CUDA, 0, 0),
+        (torch.optim.AdamW, {"foreach": False}, CUDA, 0, 3),  # of the tensor before, too
+        (torch.optim.SGD, {"lr": 0.1}, CUDA, 0, 0),
+        (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}, CUDA, 1, 0),
+        (torch.optim.Adagrad, {}, CUDA, 2, 0),
+        (torch.optim.Rprop, {}, CUDA, 1, 1.25),  # masks have one byte
+        (torch.optim.AdamW, {}, torch.device("cpu"), 0, 0),
+        (torch.optim.AdamW, {"foreach": True}, torch.device("cpu"), 1, 0),
+        (mw.optim.AdamW8bit, {}, CUDA, 0, 0),
+    ],
+)
+def test_what_is_held_for_a_moment(optim_class, args, device, together, apart):
+    probe = OptimizerProbe(lambda params: optim_class(params, **args), device)
+    found = probe.updating(nn.Parameter(torch.ones(8, 8)))
+    assert sum(each.itemsize for each in (found.together if found else ())) == 4 * together
+    assert sum(each.itemsize for each in (found.apart if found else ())) == 4 * apart
+
+
+def test_groups_hold_theirs_one_after_the_other():
+    one, two, three = (nn.Parameter(torch.ones(4, 4)) for _ in range(3))
+    groups = [{"params": [one]}, {"params": [two], "fused": True}, {"params": [three]}]
+    probe = OptimizerProbe(torch.optim.AdamW, CUDA, groups)
+    assert [found and found.group for found in map(probe.updating, (one, two, three))] == [0, None, 2]
 
 
 def test_repeated_blocks_are_described_once_and_tied_weights_counted_once():
@@ -62,7 +95,7 @@ def test_the_probe_leaves_no_trace():
     torch.manual_seed(4)
     expected = torch.rand(1)
     torch.manual_seed(4)
-    probe_optimizer(lambda params: torch.optim.SGD(params, lr=torch.rand(1).item()), torch.device("cpu"))(
+    OptimizerProbe(lambda params: torch.optim.SGD(params, lr=torch.rand(1).item()), torch.device("cpu"))(
         nn.Parameter(torch.ones(2))
     )
     assert torch.rand(1) == expected
@@ -70,7 +103,7 @@ def test_the_probe_leaves_no_trace():
 
 def test_what_is_no_optimizer():
     with pytest.raises(ConfigError, match=r"did not return an optimizer.*Expected.*Got int"):
-        probe_optimizer(lambda params: 3, torch.device("cpu"))(nn.Parameter(torch.ones(2)))
+        OptimizerProbe(lambda params: 3, torch.device("cpu"))(nn.Parameter(torch.ones(2)))
 
 
 def test_the_table_shows_every_class():

@@ -15,6 +15,7 @@ from tests.live_bytes import LiveBytes
 from tests.tiny import gpt2
 
 VOCAB, SEQ, BATCH = 96, 48, 8
+FUSED = {"lr": 1e-3, "fused": True}
 
 
 def loss_func(ids, logits):
@@ -28,12 +29,12 @@ def step_peak(live, result, batch):
     return live.peak
 
 
-def off_by(build, data, strategy, micro_batches=1, **given):
+def off_by(build, data, strategy, micro_batches=1, optim=torch.optim.AdamW, optim_args=FUSED, **given):
     """Predicted over counted, of the rank that holds most, less one."""
     with LiveBytes() as live:
         result = mw.accelerate(
-            build(), torch.optim.AdamW, data, strategy=strategy, max_grad_norm=1.0, num_micro_batches=micro_batches,
-            optim_args={"lr": 1e-3, "fused": True}, dataloader_args={"batch_size": BATCH}, **given,
+            build(), optim, data, strategy=strategy, max_grad_norm=1.0, num_micro_batches=micro_batches,
+            optim_args=optim_args, dataloader_args={"batch_size": BATCH}, **given,
         )  # fmt: skip
         batch = next(iter(result.dataloader))
         result.step(batch)
@@ -115,6 +116,60 @@ def test_so_it_is_beside_blocks_and_with_micro_batches(ranks):
     ]
     found = ranks(2).run(narrow, cases)[0]
     assert all(abs(off) < 0.02 for off in found), found
+
+
+class Wide(nn.Module):
+    """Weights, and hardly any activations: the update is the peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+def two_groups(model):
+    weights = list(model.parameters())
+    return [{"params": weights[:8]}, {"params": weights[8:]}]
+
+
+def updates(cases):
+    found = []
+    for optim, args, strategy, groups in cases:
+        torch.manual_seed(0)
+        off = off_by(
+            Wide, torch.randn(2 * BATCH, 256), strategy, optim=optim, optim_args={"foreach": True, **args},
+            optim_param_func=groups, loss_func=lambda x, y: y.square().mean(),
+        )  # fmt: skip
+        found.append(off)
+    return found
+
+
+def test_what_multi_tensor_optimizers_hold_for_a_moment(ranks):
+    cases = [
+        (torch.optim.AdamW, {}, ["parallel_mode"], None),
+        (torch.optim.Adadelta, {"weight_decay": 0.1}, ["fsdp"], None),
+        (torch.optim.AdamW, {}, ["parallel_mode", ("half", "bf16")], two_groups),
+    ]
+    found = ranks(2).run(updates, cases)[0]
+    assert all(abs(off) < 0.01 for off in found), found
+
+
+@pytest.mark.long
+def test_so_they_do_however_parameters_are_divided(ranks):
+    plan = {f"blocks.{index}": ("colwise", "rowwise")[index % 2] for index in range(6)}
+    tensor = [("parallel_mode", ([("tensor", 2)], None)), ("tensor_parallel", {"plan": plan})]
+    cases = [
+        (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1, "momentum": 0.9}, ["fsdp", ("half", "bf16")], None),
+        (torch.optim.Rprop, {}, ["parallel_mode"], None),
+        (torch.optim.NAdam, {}, ["parallel_mode", ("half", {"dtype": "bf16", "master_weights": False})], two_groups),
+        (torch.optim.AdamW, {}, tensor, None),
+    ]  # fmt: skip
+    found = ranks(2).run(updates, cases)[0]
+    assert all(abs(off) < 0.01 for off in found), found
 
 
 @pytest.mark.long

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         StateTensor,
         Step,
         Traffic,
+        Updating,
     )
     from meshwright.cost.timeline import Event
     from meshwright.cost.traffic import inline_traffic, send_boundaries
@@ -97,7 +98,7 @@ else:
         sharding_traffic: gather_traffic gathered_bytes mean_traffic reduce_traffic reduced_bytes
         simulate: StepTime simulate timeline
         step: Block Boundary BoundaryAxis Buffer CollectiveKind Copy Hosted Moment Op Parameter Placement
-        step: Stages StateTensor Step Traffic
+        step: Stages StateTensor Step Traffic Updating
         timeline: Event
         traffic: inline_traffic send_boundaries
         transient: Instant Transient outermost_instants
@@ -148,6 +149,7 @@ __all__ = [
     "TracedModule",
     "Traffic",
     "Transient",
+    "Updating",
     "Wire",
     "Work",
     "balanced_owners",

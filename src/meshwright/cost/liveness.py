@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.cost.by_place import backward_by_place
-from meshwright.cost.gathering import broadcast_bytes, copied_out
-from meshwright.cost.memory import Memory, memory, whole_gradients, whole_weights_bytes
+from meshwright.cost.gathering import averages_in_buckets, broadcast_bytes, copied_out
+from meshwright.cost.memory import Memory, held_bytes, memory, whole_gradients, whole_weights_bytes
 from meshwright.cost.step import Step
 
 Moment = Literal["gather", "loss", "recomputation", "reduction", "update"]
@@ -45,9 +45,10 @@ def moments(step: Step) -> dict[Moment, Memory]:
     Before a part of the model computes in forward, what was gathered is copied to where it is used. As the loss runs
     backward everything that forward saved is alive, and no gradient but those that accumulate. When
     the last block does (recomputed or not) what the loss kept is free. When the gradients outside the blocks are
-    reduced, nothing saved is left; at the update, all gradients are there.
+    reduced, nothing saved is left; at the update, all gradients are there, and what the optimizer holds for a moment.
     """
-    whole, known = memory(step), step.activations
+    most, known = memory(step), step.activations
+    whole = dataclasses.replace(most, updating=0)
     saved = known.saved_bytes if known is not None else 0
     behind = min(known.outside_bytes, saved) if known is not None else 0
     at_loss = saved + (known.loss_bytes if known is not None else 0)
@@ -55,7 +56,6 @@ def moments(step: Step) -> dict[Moment, Memory]:
     # Shards of gradients that accumulate whole are made as these are reduced, and take their place.
     shards_last = step.num_micro_batches > 1 and not step.whole_gradients
     lasting = whole.gradients if shards_last or step.shard_axis is None else 0
-    at_update = weights if step.gathered == "model" else 0
 
     def at(gradients: int, gathered: int, activations: int, recomputation: int = 0) -> Memory:
         return dataclasses.replace(
@@ -77,8 +77,23 @@ def moments(step: Step) -> dict[Moment, Memory]:
         "loss": loss,
         "recomputation": recomputed,
         "reduction": at(whole.gradients, weights + accumulated + of_outside, 0),
-        "update": at(whole.gradients, at_update, 0),
+        "update": _at_update(step, most),
     }
+
+
+def _at_update(step: Step, most: Memory) -> Memory:
+    """All gradients, and what the optimizer holds for a moment.
+
+    Of real modules FSDP2 has freed what it gathered, and DDP keeps its buffers beside fp32 gradients of half weights.
+    """
+    known = step.activations
+    real = known is not None and bool(known.transients)
+    gathered = 0 if real or step.gathered != "model" else whole_weights_bytes(step)
+    beside = real and step.master is not None and averages_in_buckets(step)
+    buffers = sum(count * held_bytes(step, p) for count, p in step.every_parameter() if p.trainable) if beside else 0
+    return dataclasses.replace(
+        most, gradients=most.gradients + buffers, gathered=gathered, activations=0, recomputation=0, returned=0
+    )
 
 
 def _gradients(step: Step) -> tuple[int, int, int]:
@@ -103,7 +118,7 @@ def _reserved(every: dict[Moment, Memory], weights: int) -> int:
 
     def computing(each: Memory) -> int:
         twice = max(each.gradients - whole.gradients, 0)  # in DDP's buffers, too
-        kept = (each.activations or 0) + each.recomputation + each.returned
+        kept = (each.activations or 0) + each.recomputation + each.returned + each.updating
         return kept + max(each.gathered - weights, 0) + twice
 
     whole = every["update"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from meshwright.cost.homes import Home, homes_of
@@ -12,6 +12,7 @@ from meshwright.cost.owners import balanced_owners
 from meshwright.cost.step import Block, Buffer, Parameter, Placement, StateTensor, Step
 
 _FP32_BYTES = 4
+_COMPUTING = ("activations", "recomputation", "returned")  # classes of which nothing is left at the update
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Memory:
     average: int = 0  # a moving average of the weights
     recomputation: int = 0  # saved again while the largest recomputed part runs backward
     returned: int = 0  # offloaded activations that are back on the device at once
+    updating: int = 0  # what the optimizer holds for a moment: at the update, when no activations are left
     host_parameters: int = 0  # in host memory beside a device, or apart from the model where the host is the device
     host_master: int = 0  # copies of parameters, which the optimizer updates in their place
     host_gradients: int = 0
@@ -40,8 +42,10 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Sum of all classes on the device; unknown activations count as nothing."""
-        return sum(self._sized(field.name) for field in fields(self) if not field.name.startswith(("host_", "disk_")))
+        """Sum of the classes on the device, of activations and what an update holds the larger; unknown ones are 0."""
+        names = (field.name for field in fields(self) if not field.name.startswith(("host_", "disk_")))
+        computing = sum(map(self._sized, _COMPUTING))
+        return sum(map(self._sized, names)) - min(computing, self.updating)
 
     @property
     def host_total(self) -> int:
@@ -92,6 +96,7 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
         average=total(lambda p: average_bytes(step, p, where), lambda home: home.on_device),
         recomputation=known.working_bytes if known is not None else 0,
         returned=known.returned_bytes if known is not None else 0,
+        updating=_updating_bytes(step, homes, where),
         host_parameters=total(lambda p: held_bytes(step, p, where), lambda home: home.parameters),
         host_master=0 if on_disk else host_master,
         host_gradients=total(copied, lambda home: home.copied) + total(gradient, lambda home: home.parameters),
@@ -193,6 +198,25 @@ def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Ma
         return 0
     itemsize = updated if updated is not None and state.dims and not state.own_type else state.itemsize
     return math.prod(shape[dim] for dim in state.dims) * state.numel_apart * itemsize
+
+
+def _updating_bytes(step: Step, homes: Sequence[Home], where: Mapping[str, int]) -> int:
+    """The most that the update of one group holds for a moment on the device.
+
+    Methods that divide some of a group's parameters over another mesh than the rest have both updated apart.
+    """
+    together: dict[Hashable, int] = {}
+    apart: dict[Hashable, int] = {}
+
+    def size(parameter: Parameter, tensors: tuple[StateTensor, ...]) -> int:
+        return sum(_state_bytes(step, parameter, tensor, where) for tensor in tensors)
+
+    for home, (_, p) in zip(homes, step.every_parameter(), strict=True):
+        if p.updating is not None and p.trainable and home.on_device:
+            key = (p.updating.group, p.tensor_dim is not None, p.expert is not None, p.sharded)
+            together[key] = together.get(key, 0) + home.on_device * size(p, p.updating.together)
+            apart[key] = max(apart.get(key, 0), size(p, p.updating.apart))
+    return max((together[key] + apart[key] for key in together), default=0)
 
 
 def _outer_bytes(step: Step, where: Mapping[str, int]) -> int:

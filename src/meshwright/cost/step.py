@@ -37,6 +37,15 @@ class StateTensor:
 
 
 @dataclass(frozen=True)
+class Updating:
+    """What an optimizer holds of a parameter for a moment while it updates it, beside its states."""
+
+    together: tuple[StateTensor, ...]  # while the whole group is updated
+    apart: tuple[StateTensor, ...]  # while its own turn lasts
+    group: int = 0  # groups are updated one after the other
+
+
+@dataclass(frozen=True)
 class Parameter:
     """One parameter of the model, as it is given."""
 
@@ -47,6 +56,7 @@ class Parameter:
     floating: bool = True
     owners: tuple[str, ...] = ()  # qualified class names of the modules it lies in
     states: tuple[StateTensor, ...] = ()  # what the optimizer will keep for it
+    updating: Updating | None = None  # what it holds for a moment; None: nothing
     sharded: bool = True  # False: left whole on every rank although others are sharded
     tensor_dim: int | None = None  # the dim that a tensor axis divides; None: none
     expert: tuple[int | None, int] | None = None  # its expert's number in a list (None: stacked), of how many

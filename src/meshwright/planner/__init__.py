@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshwright.planner.saved import record_saved
     from meshwright.planner.search import Found, Space, choices, default_space, search
     from meshwright.planner.sizes import readable_bytes
-    from meshwright.planner.states import probe_optimizer
+    from meshwright.planner.states import OptimizerProbe
     from meshwright.planner.table import plan_table
     from meshwright.planner.workload import Workload
 else:
@@ -34,7 +34,7 @@ else:
         saved: record_saved
         search: Found Space choices default_space search
         sizes: readable_bytes
-        states: probe_optimizer
+        states: OptimizerProbe
         table: plan_table
         workload: Workload
         """,
@@ -44,6 +44,7 @@ __all__ = [
     "FamilyWorkload",
     "Forecast",
     "Found",
+    "OptimizerProbe",
     "Plan",
     "Shape",
     "Space",
@@ -60,7 +61,6 @@ __all__ = [
     "measured_state",
     "parse_family",
     "plan_table",
-    "probe_optimizer",
     "readable_bytes",
     "record_saved",
     "search",

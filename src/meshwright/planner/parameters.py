@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.cost import Block, Buffer, Parameter
+from meshwright.cost import Block, Buffer, Parameter, Updating
 from meshwright.nn import class_name, class_names, find_blocks
 from meshwright.optim import average_of, local_tensor
 from meshwright.optim.wrapped import is_outer
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Marks:
-    """What methods make of single parameters."""
+    """What methods make of single parameters, and the optimizer holds of them for a moment."""
 
     tensor_dims: Mapping[nn.Parameter, int] = field(default_factory=dict)  # the dim that a tensor axis divides
     experts: Mapping[nn.Parameter, tuple[int | None, int]] = field(default_factory=dict)  # see ``Parameter.expert``
     num_fp8: Mapping[nn.Parameter, int] = field(default_factory=dict)  # layers that multiply with it in 8 bits
+    updating: Callable[[nn.Parameter], Updating | None] = lambda parameter: None
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ def _describe(
                 floating=parameter.is_floating_point(),
                 owners=owners.get((prefix + name).rpartition(".")[0], ()),
                 states=states_of(parameter) if parameter.requires_grad else (),
+                updating=marks.updating(parameter) if parameter.requires_grad else None,
                 tensor_dim=marks.tensor_dims.get(parameter),
                 expert=marks.experts.get(parameter),
                 num_fp8=marks.num_fp8.get(parameter, 0),

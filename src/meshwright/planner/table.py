@@ -27,6 +27,7 @@ MEMORY_CLASSES = (  # fields of Memory, and what people call them
     ("recomputation", "activations recomputed"),
     ("returned", "activations brought back"),
     ("gathered", "gathered while computing"),
+    ("updating", "held while updating"),
     ("host_parameters", "on the host: parameters"),
     ("host_master", "on the host: copies to update"),
     ("host_gradients", "on the host: gradients"),

@@ -35,10 +35,9 @@ from meshwright.planner.pipeline import (
     trace_flow,
 )
 from meshwright.planner.plan import Plan, needed_bytes
-from meshwright.planner.profile.device import device_here
 from meshwright.planner.profile.inputs import tokens_per_sample
 from meshwright.planner.recompute import fit_budget
-from meshwright.planner.states import StatesOf, probe_optimizer
+from meshwright.planner.states import OptimizerProbe
 from meshwright.planner.traced import Conditions, Tracer
 from meshwright.planner.traces import Trace, trace_key, trace_of
 
@@ -240,14 +239,15 @@ class Workload:
                 tensor_dims=split.dims if split else {},
                 experts=getattr(split, "experts", {}),
                 num_fp8=fp8.num_weights if fp8 else {},
+                updating=self._probe.updating,
             )
-            self._descriptions[key] = describe_each(self.model, self._states_of, marks, cut)
+            self._descriptions[key] = describe_each(self.model, self._probe, marks, cut)
         return self._descriptions[key]
 
     @functools.cached_property
-    def _states_of(self) -> StatesOf:
+    def _probe(self) -> OptimizerProbe:
         params = None if self.optim_param_func is None else self.optim_param_func(self.model)
-        return probe_optimizer(self.optim_func, device_here(self.device), params)
+        return OptimizerProbe(self.optim_func, self.device, params)
 
     @functools.cached_property
     def _splits(self) -> dict[tuple[object, ...], Trace | None]:

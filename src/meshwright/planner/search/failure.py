@@ -22,6 +22,7 @@ _REMEDIES = {
     "recomputation": "shorter samples",
     "gathered": "smaller blocks",
     "optimizer": "an optimizer with less state",
+    "updating": "fused=True in optim_args, where the optimizer has such a kernel",
 }
 
 

@@ -46,8 +46,16 @@ def _one(traffic: Traffic, samples: int, micro_batches: int) -> Traffic:
 
 
 def bare_blocks(step: Step, *, merged: bool = True) -> tuple[Block, ...]:
-    """The blocks without what they compute; parameters that are treated alike are one where they may be merged."""
-    blocks = (dataclasses.replace(block, ops=()) for block in step.blocks)
+    """The blocks without what they compute; parameters that are treated alike are one where they may be merged.
+
+    What an update holds for a moment is left out: it is not there together with activations, which come on top.
+    """
+    blocks = (
+        dataclasses.replace(
+            block, ops=(), parameters=tuple(dataclasses.replace(p, updating=None) for p in block.parameters)
+        )
+        for block in step.blocks
+    )
     return tuple(dataclasses.replace(b, parameters=_merged(b.parameters)) if merged else b for b in blocks)
 
 
