@@ -30,7 +30,7 @@ def warn_of_another_run(directory: Path) -> None:
             f"{directory} holds checkpoints up to step {found[-1][0]} that this run has not loaded: load takes the "
             "highest step, whoever wrote it, and the oldest are deleted. What to do: load the newest before training, "
             "or give this run a directory of its own",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 
