@@ -6,7 +6,15 @@ from torch.utils.data import DataLoader
 
 from meshwright.batches import first_loss
 from meshwright.errors import ConfigError, ModelError
-from meshwright.request_checks import check_kinds
+from meshwright.request_checks import check_keywords, check_kinds
+
+
+def check_optimizer(given):
+    check_keywords("optim_args", torch.optim.AdamW, given)
+
+
+def check_schedule(given):
+    check_keywords("lr_scheduler_args", torch.optim.lr_scheduler.OneCycleLR, given)
 
 
 @pytest.mark.parametrize(
@@ -36,3 +44,23 @@ def test_what_is_no_loss_is_named(loss):
 
 def test_a_loss_may_stand_first():
     assert first_loss((torch.ones(1), {"more": 2})) == 1
+
+
+@pytest.mark.parametrize(
+    ("check", "given", "said"),
+    [
+        (check_optimizer, {"lr": "1e-3"}, "optim_args has a value for 'lr'.*str '1e-3'"),
+        (check_optimizer, {"betas": 0.9, "lr": 0.1}, "optim_args has a value for 'betas'"),
+        (check_schedule, {"max_lr": 0.1, "total_step": 3}, r"unknown key 'total_step' \(did you mean 'total_steps'"),
+        (check_schedule, {"total_steps": 3}, "lr_scheduler_args does not fit OneCycleLR: missing.*'max_lr'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(check, given, said):
+    with pytest.raises(ConfigError, match=said):
+        check(given)
+
+
+def test_arguments_that_fit_pass():
+    check_optimizer({"lr": 1e-3, "betas": (0.9, 0.99)})
+    check_optimizer({"lr": -1.0})  # torch says that itself
+    check_schedule({"max_lr": 0.1, "total_steps": 3})

@@ -21,7 +21,7 @@ from meshwright.batches import call_loss, call_model, first_loss, micro_batches
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
 from meshwright.nn import reshard
-from meshwright.optim import average_of, clip_gradients, clipped_step, guard_of
+from meshwright.optim import average_of, clip_gradient_values, clip_gradients, clipped_step, guard_of
 from meshwright.optim.wrapped import is_outer
 from meshwright.planner import Plan, measured_state, record_saved
 from meshwright.runtime import peak_memory_bytes, preserved_rng, synchronize_device
@@ -267,6 +267,10 @@ class Accelerated:
         limit = next((each for each in (max_norm, self.max_grad_norm) if each is not None), float("inf"))
         p = norm_type if norm_type is not None else self.grad_norm_type
         return clip_gradients(self.model.parameters(), self.optim, limit, p, self._job.stages)
+
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Clamps every element of the gradients to ``[-clip_value, clip_value]``, sharded or not."""
+        clip_gradient_values(self.model.parameters(), self.optim, clip_value)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -92,7 +92,7 @@ class Request:
                 fix="pass optim_func",
                 expected="optim_func beside lr_scheduler_cls",
             )
-        check_lr_scheduler(self.lr_scheduler_cls)
+        check_lr_scheduler(self.lr_scheduler_cls, self.lr_scheduler_args)
         check_keywords("ddp_options", DistributedDataParallel, self.ddp_options)
         if isinstance(self.optim_func, Optimizer):
             self._check_built()

@@ -60,30 +60,69 @@ def check_model(model: nn.Module, device: torch.device) -> None:
 
 
 def check_keywords(option: str, function: Callable[..., Any], given: Mapping[str, Any] | None) -> None:
-    """Refuses keyword arguments that the function cannot take, before the model is changed."""
+    """Refuses keyword arguments that the function cannot take beside its first, before the model is changed."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without a signature: its own error will do
         return
     names = [name for name, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
-        return
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for key in given or {}:
-        if key not in names:
+        if key not in names and not takes_any:
             raise ConfigError(
                 f"{option} has an unknown key {key!r}{did_you_mean(key, names)}",
                 expected=f"keyword arguments of {getattr(function, '__name__', function)}",
                 got=repr(key),
                 fix="correct the key or leave it out",
             )
+    try:
+        signature.bind(None, **(given or {}))
+    except TypeError as error:
+        raise ConfigError(
+            f"{option} does not fit {getattr(function, '__name__', function)}: {error}",
+            expected=f"{option} for {signature}",
+            got=repr(dict(given or {})),
+            fix="add what is missing",
+        ) from error
+    if isinstance(function, type) and issubclass(function, Optimizer) and function.__module__.startswith("torch."):
+        _check_values(option, function, given or {})
 
 
-def check_lr_scheduler(scheduler: Any) -> None:
-    """Refuses a scheduler, or the class of one, that an optimizer step alone cannot move.
+def _check_values(option: str, optim_func: type[Optimizer], given: Mapping[str, Any]) -> None:
+    """Refuses values of a wrong kind for torch's optimizers, which fail in the middle of a comparison.
 
     Raises:
-        ConfigError: When its ``step`` needs an argument, as ReduceLROnPlateau's does.
+        ConfigError: Naming an argument without which the optimizer can be built.
     """
+    wrong = _type_error(optim_func, given)
+    for key in given if wrong is not None else ():
+        if _type_error(optim_func, {name: value for name, value in given.items() if name != key}) is None:
+            raise ConfigError(
+                f"{option} has a value for {key!r} that {optim_func.__name__} cannot use",
+                expected="a value of the kind that its documentation names, such as a number",
+                got=f"{type(given[key]).__name__} {given[key]!r:.80} ({wrong})",
+                fix="correct the value",
+            ) from wrong
+
+
+def _type_error(optim_func: Callable[..., Any], given: Mapping[str, Any]) -> TypeError | None:
+    try:
+        optim_func([nn.Parameter(torch.zeros(1))], **given)
+    except TypeError as error:
+        return error
+    except Exception:  # says what it objects to itself
+        return None
+    return None
+
+
+def check_lr_scheduler(scheduler: Any, given: Mapping[str, Any] | None = None) -> None:
+    """Refuses a scheduler, or what builds one from ``given``, that an optimizer step alone cannot move.
+
+    Raises:
+        ConfigError: When its ``step`` needs an argument, as ReduceLROnPlateau's does, or it cannot take what is given.
+    """
+    if callable(scheduler):
+        check_keywords("lr_scheduler_args", scheduler, given)
     kind = scheduler if isinstance(scheduler, type) else type(scheduler)
     step = getattr(kind, "step", None)
     if not callable(step):  # a function that builds one: looked at when it has

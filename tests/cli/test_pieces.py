@@ -115,6 +115,38 @@ def test_metrics_drop_what_a_resumed_run_repeats(tmp_path):
     assert lines == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 2.5}]
 
 
+def test_metrics_of_a_full_disk_are_written_when_there_is_room_again(tmp_path, capsys):
+    file = MetricsFile(tmp_path / "metrics.jsonl", 0)
+    on_disk = file._file
+    file._file = FullDisk(on_disk)
+    for step in (1, 2):
+        file.append({"step": step})
+    said = capsys.readouterr().err
+    assert said.count("No space left") == 1
+    assert "training goes on" in said
+    file._file = on_disk
+    file.append({"step": 3})
+    file._file = FullDisk(on_disk)
+    file.append({"step": 4})
+    file.close()
+    assert "1 lines are missing" in capsys.readouterr().err
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()[:3]]
+    assert steps == [1, 2, 3]
+
+
+class FullDisk:
+    """Has room for five more bytes."""
+
+    def __init__(self, file):
+        self.file, self.room, self.close = file, 5, file.close
+
+    def write(self, data):
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        data, self.room = data[: self.room], 0
+        return self.file.write(data)
+
+
 def test_numbers_for_people():
     assert sparkline([8, 7, 6, 5, 4, 3, 2, 1], 8) == "█▇▆▅▄▃▂▁"
     assert sparkline(list(range(1000)), 10)[0] == "▁"

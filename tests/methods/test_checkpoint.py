@@ -117,3 +117,38 @@ def test_parts_with_configurations_of_their_own_keep_no_cache():
     assert without_caches(model)
     assert not decoder.config.use_cache
     assert not without_caches(model)
+
+
+class Cached(nn.Module):
+    """Calls its blocks with a cache, as a transformers model does under prefix tuning."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([CachedBlock(), CachedBlock()])
+
+    def forward(self, x, cache):
+        for layer in self.layers:
+            x = layer(x, past_key_values=cache)
+        return x
+
+
+class CachedBlock(nn.Linear):
+    """Has no use for it."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+
+    def forward(self, x, past_key_values=None):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("config", [{}, {"policy": "selective"}, {"no_reentrant": False}])
+def test_blocks_that_fill_a_cache_are_refused(config):
+    model, x = Cached(), torch.randn(2, 3)
+    Checkpoint.parse(config).apply(job(model))
+    model(x, None)
+    cache = SimpleNamespace(get_seq_length=lambda: 4, update=lambda *given: given)
+    with pytest.raises(mw.ModelError, match=r"cache of keys and values.*prefix tuning"):
+        model(x, cache)
+    with torch.no_grad():
+        model(x, cache)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from meshwright import Strategy, StrategyError
 from meshwright.cost import memory
 from meshwright.methods import PipelineParallel
+from meshwright.methods.pipeline import parts
 from meshwright.methods.pipeline.balance import Balancer, balanced_bounds
 from meshwright.methods.pipeline.parts import Elsewhere
 from meshwright.methods.pipeline.schedules import (
@@ -288,3 +290,14 @@ def test_attributes_of_foreign_blocks_stay_readable_and_hold_nothing():
     assert not stand_in.state_dict()
     with pytest.raises(AttributeError, match="'strange' is asked of a block"):
         _ = stand_in.strange
+
+
+def test_an_embedding_of_another_stage_still_tells_its_device_and_type():
+    table = torch.nn.Embedding(9, 4, dtype=torch.bfloat16)
+    parts._release(table, "weight", table.weight, "stands in", SimpleNamespace(dtype=None))
+    ids = torch.zeros(2, 3, dtype=torch.long).to(table.weight.device)  # as peft's prompt tuning does
+    assert (table.weight.dtype, table.weight.shape) == (torch.bfloat16, (9, 4))
+    assert table.weight.untyped_storage().nbytes() == 2
+    assert table(ids).shape == (2, 3, 4)
+    assert not list(table.parameters())
+    assert not table.state_dict()

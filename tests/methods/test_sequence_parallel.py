@@ -133,6 +133,34 @@ def test_what_cannot_work_is_refused_on_all_ranks(ranks):
         assert apart < 1e-6
 
 
+class Vectors(Net):
+    """Takes features: a gradient leaves through them."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, torch.zeros(x.shape[1], 12))
+        return x
+
+
+def gradient_of_an_input(axes):
+    given = torch.randn(2, 8, 12, generator=torch.Generator().manual_seed(0))
+    gradients = []
+    job = mw.accelerate(
+        Vectors(), torch.optim.SGD, None, lambda x, out: out.square().mean(), optim_args={"lr": 0.1},
+        strategy=[("parallel_mode", axes), *(f"{axis}_parallel" for axis in axes)], sample_batch=given,
+    )  # fmt: skip
+    for model in (job.model, Vectors()):
+        x = given.clone().requires_grad_()
+        model(x * 1).square().mean().backward()
+        gradients.append(x.grad)
+    return (gradients[0] - gradients[1]).abs().max().item() / gradients[1].abs().max().item()
+
+
+@pytest.mark.parametrize("axis", ["sequence", "context"])
+def test_a_gradient_that_leaves_through_the_input_is_whole(ranks, axis):
+    assert max(ranks(2).run(gradient_of_an_input, {axis: 2})) < 1e-6
+
+
 @pytest.mark.long
 def test_checkpoints_go_between_layouts(ranks, tmp_path):
     sequence = [("parallel_mode", {"sequence": 2, "zero": 2}), "sequence_parallel", "fsdp"]

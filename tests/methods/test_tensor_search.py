@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from meshwright.methods import SampleRun, TensorParallel
@@ -233,6 +234,15 @@ def test_what_cannot_be_split_is_refused_with_the_reason(case):
     for name, parameter in model.named_parameters():
         assert before[name][0] == id(parameter)
         assert torch.equal(before[name][1], parameter)
+
+
+def test_heads_of_a_transformers_model_that_the_axis_does_not_divide_are_told():
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3,
+        num_key_value_heads=3, pad_token_id=0,
+    )  # fmt: skip
+    with pytest.raises(mw.ModelError, match=r"does not divide num_attention_heads.*multiple of 2.*Got 3"):
+        split(LlamaForCausalLM(config))
 
 
 def test_where_tokens_are_gathered():

@@ -4,7 +4,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from meshwright import ModelError
-from meshwright.optim import clip_grad_norm_, total_norm
+from meshwright.optim import clip_grad_norm_, clip_grad_value_, total_norm
 
 SHAPES = [(7, 5), (1, 3), (16,), (), (3, 4)]
 NORMS = [1.0, 2.0, 3.0, float("inf")]
@@ -99,3 +99,19 @@ def test_a_sparse_gradient_without_rows_has_no_norm():
     parameter = torch.nn.Parameter(torch.zeros(9, 3))
     parameter.grad = torch.sparse_coo_tensor(torch.zeros(1, 0, dtype=torch.long), torch.zeros(0, 3), (9, 3))
     assert [clip_grad_norm_([parameter], 0.5, p).item() for p in (2.0, float("inf"))] == [0.0, 0.0]
+
+
+def clip_values():
+    mesh = init_device_mesh("cpu", (2,))
+    whole, plain = torch.tensor([-3.0, 0.5, 2.0]), torch.nn.Parameter(torch.zeros(2))
+    sharded = torch.nn.Parameter(distribute_tensor(torch.zeros(3), mesh, [Shard(0)]))
+    sharded.grad, plain.grad = distribute_tensor(whole, mesh, [Shard(0)]), torch.tensor([9.0, -9.0])
+    clip_grad_value_([sharded, plain, plain, torch.nn.Parameter(torch.zeros(1))], 1.0)
+    assert torch.equal(sharded.grad.full_tensor(), whole.clamp(-1, 1))
+    assert plain.grad.tolist() == [1, -1]
+
+
+def test_elements_are_clamped_where_they_are(ranks):
+    ranks(2).run(clip_values)
+    with pytest.raises(ValueError, match="clip_value"):
+        clip_grad_value_([], 0)

@@ -119,3 +119,18 @@ def test_a_step_that_a_fused_optimizer_skips_by_itself_does_not_count():
 def test_numbers_that_make_no_average(policy):
     with pytest.raises(ConfigError, match="no moving average"):
         WeightAverage(sgd(linear()), policy)
+
+
+def test_what_is_unfrozen_later_is_averaged_from_then_on():
+    model = linear(torch.float64)
+    model.bias.requires_grad_(False)
+    optimizer = sgd(model)
+    average = WeightAverage(optimizer, EmaPolicy(decay=0.9, warmup=False))
+    train(model, optimizer, 3)
+    assert list(average.of) == [model.weight]
+    model.bias.requires_grad_(True)
+    expected = model.bias.detach().clone()
+    train(model, optimizer, after=lambda: expected.lerp_(model.bias.detach(), 0.1))
+    torch.testing.assert_close(average.of[model.bias], expected)
+    with average.weights():
+        torch.testing.assert_close(model.bias.detach(), expected)

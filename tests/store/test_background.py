@@ -142,3 +142,27 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_left_for_the_next(tmp_
     monkeypatch.setattr(checkpoints, "load_shards", overtaken)
     assert CheckpointStore(tmp_path).load(reader).step == 2
     assert torch.equal(reader.model.narrow.bias, running.model.narrow.bias)
+
+
+def test_what_failed_in_the_background_does_not_keep_the_next_state_from_the_disk(tmp_path, monkeypatch):
+    state, store, write = build("plain"), CheckpointStore(tmp_path), checkpoints.save_shards
+    failures = iter([OSError("no room"), None, OSError("no room"), None])
+
+    def save_shards(*given):
+        failure = next(failures)
+        if failure is not None:
+            raise CheckpointError("cannot write") from failure
+        write(*given)
+
+    monkeypatch.setattr(checkpoints, "save_shards", save_shards)
+    store.save(state, non_blocking=True)
+    state.step = 1
+    with pytest.warns(UserWarning, match="in the background failed, and this one is written at once: cannot write"):
+        path = store.save(state, non_blocking=True)
+    assert path.is_dir()
+    state.step = 2
+    store.save(state, non_blocking=True)
+    with pytest.raises(CheckpointError, match="cannot write"):
+        store.wait()
+    store.save(state)
+    assert [each.name for each in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000002"]

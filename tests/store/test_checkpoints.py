@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from meshwright import runtime
 from meshwright.errors import CheckpointError, ConfigError, LaunchError
-from meshwright.store import CheckpointStore, TrainingState
+from meshwright.store import CheckpointStore, TrainingState, place
 from tests.store.runs import build, same_everywhere, train
 
 
@@ -227,3 +228,20 @@ def test_a_path_may_be_a_string(tmp_path):
     path = _saved(str(tmp_path))
     assert isinstance(path, Path)
     assert CheckpointStore(tmp_path).load(build("plain"), str(path)).path == path
+
+
+def test_a_run_that_begins_beside_checkpoints_of_another_is_told(tmp_path, monkeypatch):
+    state, store = build("plain"), CheckpointStore(tmp_path)
+    state.step = 7
+    store.save(state)
+    monkeypatch.setattr(place, "_own", set())  # as in another process
+    state.step = 1
+    with pytest.warns(UserWarning, match="checkpoints up to step 7 that this run has not loaded"):
+        store.save(state)
+    monkeypatch.setattr(place, "_own", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CheckpointStore(tmp_path).load(state)
+        state.step = 8
+        store.save(state)
+        CheckpointStore(tmp_path / "new").save(state)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError
-from meshwright.optim import GuardedOptimizer, Stages, inner_optimizer, local_tensor
+from meshwright.optim import GuardedOptimizer, Stages, inner_optimizer
 
 
 class BoostedOptimizer(GuardedOptimizer):
@@ -83,12 +83,7 @@ class BoostedOptimizer(GuardedOptimizer):
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clips every gradient element to ``[-clip_value, clip_value]``, after the loss scale is removed."""
-        self.prepare_gradients()
-        gradients = [local_tensor(gradient) for gradient in self._gradients()]
-        if gradients:
-            torch._foreach_clamp_max_(gradients, clip_value)
-            torch._foreach_clamp_min_(gradients, -clip_value)
-        self._norm = None
+        self.clip_grad_value(clip_value)
 
     def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
         """The norm of the last step before clipping; None when nothing has asked for it (``max_norm`` is 0).

@@ -10,7 +10,7 @@ from meshwright.cli.observer import Observer
 from meshwright.cli.run_dir import ANOMALIES, append_line
 from meshwright.cli.session import Session
 from meshwright.data import GlobalOrder
-from meshwright.errors import LossSpikeError, UnsoundStepError
+from meshwright.errors import CheckpointError, LossSpikeError, UnsoundStepError
 from meshwright.runtime import agreed, print_rank
 from meshwright.store.choice import step_name
 from meshwright.store.generators import generator_tensors, set_generators
@@ -46,7 +46,10 @@ class Anomalies:
         what = "loss spike" if isinstance(error, LossSpikeError) else "not finite"
         self._write(what, "stopped", state.step + 1, state.samples_seen, {"message": str(error)})
         set_generators(self._generators)
-        session.store.wait()
+        try:
+            session.store.wait()
+        except CheckpointError as failed:  # of an earlier state: this one is to be saved all the same
+            error.add_note(f"An earlier checkpoint is missing: {failed}")
         saved = session.store.newest()
         if saved is None or saved.name != step_name(state.step):
             saved = session.store.save(state)

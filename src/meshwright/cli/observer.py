@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from rich.console import RenderableType
 
 from meshwright.cli.progress import TrainingProgress, duration, status_line
-from meshwright.cli.run_dir import METRICS, TENSORBOARD, MetricsFile
+from meshwright.cli.run_dir import METRICS, TENSORBOARD, MetricsFile, tell_unwritten
 from meshwright.cli.session import Session
 from meshwright.planner import plan_table
 from meshwright.utils.terminal import PlainConsole
@@ -56,8 +57,18 @@ class Observer:
         self._print_instead(self._progress.above)
         self._progress.stop()
         self._metrics.close()
-        if self._board is not None:
-            self._board.close()
+        with self._board_errors():
+            if self._board is not None:
+                self._board.close()
+
+    @contextlib.contextmanager
+    def _board_errors(self) -> Iterator[None]:
+        """Ends the events, and not the run, where they cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            self._board = None
+            tell_unwritten(self._session.run_dir / TENSORBOARD, error, "its events end here")
 
     def show_measured(self, measured: Mapping[str, int]) -> None:
         """Prints the plan with what the first step really held beside it."""
@@ -72,9 +83,9 @@ class Observer:
     def show_step(self, record: dict[str, Any]) -> None:
         """Writes one step down, and shows it."""
         self._metrics.append(record)
-        if self._board is not None:
-            for name in _SCALARS:
-                if record[name] is not None:
+        with self._board_errors():
+            if self._board is not None:
+                for name in (each for each in _SCALARS if record[each] is not None):
                     self._board.add_scalar(name, record[name], record["step"])
         self._smooth(record["loss"])
         line, eta_s = status_line(record, self._smoothed), self._eta_s(record["step"])
@@ -88,9 +99,10 @@ class Observer:
         """Forgets what came after a step."""
         self._metrics.rewind(step)
         self._first_step, self._smoothed = step + 1, None
-        if self._board is not None:
-            self._board.close()
-            self._board = _tensorboard(self._session)
+        with self._board_errors():
+            if self._board is not None:
+                self._board.close()
+                self._board = _tensorboard(self._session)
 
     def _smooth(self, loss: float) -> None:
         before = self._smoothed

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -120,22 +121,41 @@ class MetricsFile:
         self._path = path
         self.records = [record for record in _read_lines(path) if record["step"] <= resumed_step]
         write_text(path, "".join(map(line_of, self.records)))
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open for the whole run
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
+        self._pending = b""  # what the disk had no room for
+        self._told = False
 
     def append(self, record: dict[str, Any]) -> None:
-        """Writes one line. Infinities and nan, which JSON lacks, become null."""
+        """Writes one line. Infinities and nan, which JSON lacks, become null.
+
+        Where the disk is full this is told once; the lines are kept and written when there is room again.
+        """
         self.records.append(record)
-        self._file.write(line_of(record))
+        self._pending += line_of(record).encode()
+        try:
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+            self._told = False
+        except OSError as error:
+            if not self._told:
+                tell_unwritten(self._path, error, "its lines are written when there is room again")
+            self._told = True
 
     def rewind(self, step: int) -> None:
         """Drops the lines of later steps, which will be taken again."""
         self._file.close()
         self.records[:] = [record for record in self.records if record["step"] <= step]
-        write_text(self._path, "".join(map(line_of, self.records)))
-        self._file = open(self._path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open for the whole run
+        try:
+            write_text(self._path, "".join(map(line_of, self.records)))
+            self._pending = b""
+        except ConfigError as error:
+            tell_unwritten(self._path, error, f"lines after step {step} that were undone stay in it")
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
 
     def close(self) -> None:
         """Ends the file."""
+        if self._pending:
+            tell_unwritten(self._path, "no room until the end", f"{len(self._pending.splitlines())} lines are missing")
         self._file.close()
 
 
@@ -145,21 +165,22 @@ def line_of(record: dict[str, Any]) -> str:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Adds a line to a file of records.
-
-    Raises:
-        ConfigError: When it cannot be written.
-    """
+    """Adds a line to a file of records; one that cannot be written is told instead."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(line_of(record))
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written",
-            expected="a directory in which this user may write",
-            got=error.strerror or str(error),
-            fix="make room on the disk, and resume",
-        ) from error
+        tell_unwritten(path, error, f"it lacks {line_of(record).strip()}")
+
+
+def tell_unwritten(path: Path, error: object, consequence: str) -> None:
+    """Says on stderr that a file which only tells of the run cannot be written: no reason to end the run."""
+    print(
+        f"meshwright: {path} cannot be written ({error}); training goes on, and {consequence}. What to do: make room "
+        "on the disk, for the next checkpoint needs some",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _finite(value: Any) -> Any:

@@ -9,7 +9,7 @@ from meshwright.methods.base import Method, Phase
 from meshwright.methods.context.attention import ContextRanks
 from meshwright.methods.job import Job
 from meshwright.methods.sequence.order import TokenOrder
-from meshwright.methods.sequence.setup import check_parts, without_cache
+from meshwright.methods.sequence.setup import check_parts, whole_input_gradients, without_cache
 from meshwright.methods.sequence.tokens import work_on_parts
 from meshwright.methods.tensor.exchange import TensorAxis
 
@@ -55,6 +55,7 @@ class ContextParallel(Method):
         if job.size(AXIS) > 1:
             axis = TensorAxis(job.require_mesh()[AXIS])
             work_on_parts(job.model, ContextRanks(axis, balance=self.balance, within=job.size("sequence")))
+            whole_input_gradients(job.model, axis)
             without_cache(job, self.method_name)
 
     def cost(self, step: Step) -> Step:

@@ -10,7 +10,7 @@ from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.sequence.attention import SequenceRanks, check_heads
 from meshwright.methods.sequence.order import TokenOrder
-from meshwright.methods.sequence.setup import check_parts, without_cache
+from meshwright.methods.sequence.setup import check_parts, whole_input_gradients, without_cache
 from meshwright.methods.sequence.tokens import work_on_parts
 from meshwright.methods.tensor.exchange import TensorAxis
 
@@ -52,7 +52,9 @@ class SequenceParallel(Method):
     def apply(self, job: Job) -> None:
         """Cuts and gathers tokens in hooks around the blocks, and takes over attention inside them."""
         if job.size(AXIS) > 1:
-            work_on_parts(job.model, SequenceRanks(TensorAxis(job.require_mesh()[AXIS]), job.size("context")))
+            axis = TensorAxis(job.require_mesh()[AXIS])
+            work_on_parts(job.model, SequenceRanks(axis, job.size("context")))
+            whole_input_gradients(job.model, axis)
             without_cache(job, self.method_name)
 
     def cost(self, step: Step) -> Step:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from meshwright.nn.block import Block, CheckpointBlock, no_sync
     from meshwright.nn.block_list import TransformerBlockList
     from meshwright.nn.blocks import find_blocks, require_blocks
-    from meshwright.nn.caches import without_caches
+    from meshwright.nn.caches import is_cache, without_caches
     from meshwright.nn.classes import class_name, class_names, modules_of, outermost
     from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
     from meshwright.nn.forward import class_with, without_fast_path, wrap_method, wrap_methods
@@ -45,7 +45,7 @@ else:
         block: Block CheckpointBlock no_sync
         block_list: TransformerBlockList
         blocks: find_blocks require_blocks
-        caches: without_caches
+        caches: is_cache without_caches
         classes: class_name class_names modules_of outermost
         compiled: compile_forward is_compiled outside_compiled
         forward: class_with without_fast_path wrap_method wrap_methods
@@ -102,6 +102,7 @@ __all__ = [
     "gathered_root",
     "grouped_parameters",
     "init_parameters",
+    "is_cache",
     "is_compiled",
     "is_mean",
     "keep_part_of_whole",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 
@@ -15,3 +17,8 @@ def without_caches(model: nn.Module) -> bool:
     for config in caching:
         config.use_cache = False
     return bool(caching)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a block that is called with this writes its keys and values into it, as into transformers' caches."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from meshwright.optim.adafactor import Adafactor, DistributedAdaFactor
     from meshwright.optim.adam import AdamOffloadOptimizer, AdamOptimizer
     from meshwright.optim.came import CAME, DistributedCAME
-    from meshwright.optim.clip import Stages, clip_grad_norm_, local_tensor, total_norm
+    from meshwright.optim.clip import Stages, clip_grad_norm_, clip_grad_value_, local_tensor, total_norm
     from meshwright.optim.clipped_step import clipped_step
     from meshwright.optim.closures import check_steps_alone
     from meshwright.optim.distributed_names import cast_to_distributed
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from meshwright.optim.sharded import ShardedOptimizer
     from meshwright.optim.spikes import SpikeAction, SpikePolicy, SpikeWatch, spike_watch_of, watch_spikes
     from meshwright.optim.wrapped import average_of, inner_optimizer
-    from meshwright.optim.wrappers import clip_gradients, guard_of
+    from meshwright.optim.wrappers import clip_gradient_values, clip_gradients, guard_of
 else:
     on_demand(
         __name__,
@@ -53,7 +53,7 @@ else:
         adafactor: Adafactor DistributedAdaFactor
         adam: AdamOffloadOptimizer AdamOptimizer
         came: CAME DistributedCAME
-        clip: Stages clip_grad_norm_ local_tensor total_norm
+        clip: Stages clip_grad_norm_ clip_grad_value_ local_tensor total_norm
         clipped_step: clipped_step
         closures: check_steps_alone
         distributed_names: cast_to_distributed
@@ -75,7 +75,7 @@ else:
         sharded: ShardedOptimizer
         spikes: SpikeAction SpikePolicy SpikeWatch spike_watch_of watch_spikes
         wrapped: average_of inner_optimizer
-        wrappers: clip_gradients guard_of
+        wrappers: clip_gradient_values clip_gradients guard_of
         """,
     )
 
@@ -122,6 +122,8 @@ __all__ = [
     "cast_to_distributed",
     "check_steps_alone",
     "clip_grad_norm_",
+    "clip_grad_value_",
+    "clip_gradient_values",
     "clip_gradients",
     "clipped_step",
     "copies_for",

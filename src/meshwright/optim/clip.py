@@ -114,7 +114,7 @@ def layout_of(tensor: torch.Tensor) -> Layout:
             "A gradient is an unreduced partial sum",
             expected="gradients that are sharded or replicated",
             got=str(tensor.placements),
-            fix="finish the backward pass (with gradient synchronisation) before taking the norm",
+            fix="finish the backward pass (with gradient synchronisation) before clipping",
         )
     return tensor.device_mesh, split
 
@@ -197,6 +197,26 @@ def clip_grad_norm_(
     if max_norm < float("inf"):
         divide_([_dense(local_tensor(gradient)) for gradient in gradients], clip_divisor(norm, max_norm))
     return norm
+
+
+def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+    """Clamps every element of all gradients to ``[-clip_value, clip_value]``, each rank those it holds.
+
+    torch's own fails where only some parameters are DTensors.
+
+    Raises:
+        ValueError: When ``clip_value`` is not above zero.
+    """
+    if not clip_value > 0:
+        raise ValueError(f"clip_value is the largest element allowed. Expected a number above 0. Got {clip_value!r}.")
+    each_once = {id(parameter): parameter for parameter in parameters}.values()
+    gradients = [gradient for parameter in each_once if (gradient := parameter.grad) is not None]
+    for gradient in gradients:
+        layout_of(gradient)  # refuses what is not summed yet
+    gradients = [local_tensor(gradient) for gradient in gradients]
+    if gradients:
+        torch._foreach_clamp_max_(gradients, clip_value)
+        torch._foreach_clamp_min_(gradients, -clip_value)
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -69,8 +69,8 @@ class WeightAverage:
         _check(policy)
         self.policy, self._model = policy, model
         self._weights = InnerWeights(optimizer)
-        self.of: dict[torch.Tensor, torch.Tensor] = {p: self._like(p) for p in self._weights.parameters}
-        """The average of each parameter that trains, laid out as it is; meaningless before the first update."""
+        self._of: dict[torch.Tensor, torch.Tensor] = {p: self._like(p) for p in self._weights.parameters}
+        self._known = {id(parameter) for parameter in self._of}
         self.num_steps = 0
         """Steps of the optimizer, without skipped ones."""
         self.num_updates = 0
@@ -78,7 +78,23 @@ class WeightAverage:
         setattr(inner_optimizer(optimizer), AVERAGE, self)
         # Inside the guards: a skipped step does not come by.
         stepped = optimizer.inner if isinstance(optimizer, GuardedOptimizer) else optimizer
-        call_around(stepped, after=[self.count_step])
+        call_around(stepped, before=[self._take_in], after=[self.count_step])
+
+    @property
+    def of(self) -> Mapping[torch.Tensor, torch.Tensor]:
+        """The average of each parameter that trains, laid out as it is; meaningless before the first update.
+
+        What was unfrozen since begins with its weights as they are, which are the average of what stood still.
+        """
+        self._take_in()
+        return self._of
+
+    def _take_in(self) -> None:
+        for parameter in self._weights.training():
+            if id(parameter) not in self._known:  # a tensor's own hash is slow
+                self._known.add(id(parameter))
+                self._of[parameter] = average = self._like(parameter)
+                local_tensor(average).copy_(self._weights.read(parameter))
 
     def _like(self, parameter: torch.Tensor) -> torch.Tensor:
         local = self._weights.read(parameter)
@@ -94,7 +110,7 @@ class WeightAverage:
     def update(self) -> None:
         """Moves the average towards the weights as they are now."""
         groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
-        for parameter in self.of:
+        for parameter in self._of:
             local = self._weights.read(parameter)
             groups[local.device, local.dtype].append(parameter)
         for parameters in groups.values():
@@ -102,7 +118,7 @@ class WeightAverage:
         self.num_updates += 1
 
     def _update(self, parameters: list[torch.Tensor]) -> None:
-        averages = [local_tensor(self.of[parameter]) for parameter in parameters]
+        averages = [local_tensor(self._of[parameter]) for parameter in parameters]
         weights = [self._weights.read(parameter) for parameter in parameters]
         keep = self.policy.weight_of_old(self.num_updates - 1)
         if self.num_updates == 0:

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, NonFiniteError
-from meshwright.optim.clip import Stages, clip_grad_norm_
+from meshwright.optim.clip import Stages, clip_grad_norm_, clip_grad_value_
 from meshwright.optim.master import MasterWeights
 from meshwright.optim.wrapped import WrappedOptimizer
 from meshwright.runtime import agreed
@@ -113,6 +113,12 @@ class GuardedOptimizer(WrappedOptimizer):
         norm = clip_grad_norm_(self._parameters(), max_norm, norm_type, self.stages)
         self._norm = norm if max_norm == float("inf") or norm_type == 2.0 else None
         return norm
+
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Prepares the gradients and clamps every element to ``[-clip_value, clip_value]``."""
+        self.prepare_gradients()
+        clip_grad_value_(self._parameters(), clip_value)
+        self._norm = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

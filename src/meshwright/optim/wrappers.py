@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch.optim import Optimizer
 
-from meshwright.optim.clip import Stages, clip_grad_norm_
+from meshwright.optim.clip import Stages, clip_grad_norm_, clip_grad_value_
 from meshwright.optim.guarded import GuardedOptimizer
 from meshwright.optim.wrapped import is_outer
 
@@ -40,3 +40,14 @@ def clip_gradients(
     if guard is not None:
         return guard.clip_grad_norm(max_norm, norm_type)
     return clip_grad_norm_(parameters, max_norm, norm_type, stages)
+
+
+def clip_gradient_values(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None, clip_value: float) -> None:
+    """Clamps every element of a model's gradients, prepared as its optimizer wants them; arguments as above."""
+    if is_outer(optimizer):
+        optimizer.prepare_gradients()
+    guard = guard_of(optimizer)
+    if guard is not None:
+        guard.clip_grad_value(clip_value)
+    else:
+        clip_grad_value_(parameters, clip_value)

@@ -28,7 +28,15 @@ from meshwright.store.manifest import (
     write_durably,
     write_manifest,
 )
-from meshwright.store.place import Claim, commit, delete_old, make_room, temporary_of
+from meshwright.store.place import (
+    Claim,
+    commit,
+    delete_old,
+    make_room,
+    own_directory,
+    temporary_of,
+    warn_of_another_run,
+)
 from meshwright.store.record import RECORD, Record, consistent, read_record
 from meshwright.store.replicas import begin, load_means
 from meshwright.store.shards import file_prefix, load_shards, save_shards
@@ -36,9 +44,10 @@ from meshwright.store.snapshot import names_held, plan_restore
 from meshwright.store.staging import HostCopies, Staged, staged
 from meshwright.store.state import CheckpointInfo, TrainingState
 from meshwright.store.union import names_of_others
-from meshwright.store.writer import run_later, wait_for_saves
+from meshwright.store.writer import failure_before, run_later, wait_for_saves
 
 _DISK = "make room on the disk, and check that the directory may be written; earlier checkpoints are untouched"
+_CALLS = "a CheckpointStore's save, load, newest or wait"
 _TRIES = 5  # to load the newest, where a run deletes one after the other
 _DELETE = "the new checkpoint is complete; delete the old ones by hand, and check who may write into the directory"
 
@@ -79,24 +88,31 @@ class CheckpointStore:
             state: Live objects.
             non_blocking: Return when each rank has copied its shards to host memory (which takes as much of it, for
                 good), and write them from there while training goes on. One save is under way at a time: the next one
-                waits for it. When it fails, the next ``save`` or ``load``, :meth:`wait` or ``shutdown_distributed``
-                raises that.
+                waits for it. When it fails, the next ``save`` warns of that and writes at once, whether or not it
+                is ``non_blocking``; the next ``load``, :meth:`wait` or ``shutdown_distributed`` raises it.
 
         Returns:
             The new checkpoint's directory, the same on every rank; it appears when the checkpoint is complete.
 
         Raises:
-            CheckpointError: On every rank: the step exists already, something cannot be stored, or writing failed,
-                now or in the background before. Earlier checkpoints are untouched and nothing of the new one stays.
+            CheckpointError: On every rank: the step exists already, something cannot be stored, or writing failed.
+                Earlier checkpoints are untouched and nothing of the new one stays.
             LaunchError: When the ranks are at different steps.
         """
-        self.wait()
+        runtime.come_together(_CALLS)
+        failed = failure_before()
+        if failed is not None and runtime.rank() == 0:
+            warnings.warn(f"a save in the background failed, and this one is written at once: {failed}", stacklevel=2)
         runtime.check_equal("The step to save", str(state.step), fix="call save at the same step on every rank")
+        return self._save(state, non_blocking=non_blocking and failed is None)
+
+    def _save(self, state: TrainingState, *, non_blocking: bool) -> Path:
         final = self.directory / step_name(state.step)
         try:
             with runtime.same_on_every_rank(), storage_errors(f"{self.directory} cannot take a checkpoint", _DISK):
                 if runtime.rank() == 0:
                     self._claim = Claim(self.directory)
+                    warn_of_another_run(self.directory)
                     make_room(final)
         except BaseException:
             self._release()
@@ -122,7 +138,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: On every rank, when one of them failed.
         """
-        runtime.come_together("a CheckpointStore's save, load, newest or wait")
+        runtime.come_together(_CALLS)
         with runtime.same_on_every_rank():
             wait_for_saves()
 
@@ -230,6 +246,7 @@ class CheckpointStore:
         path, damaged = newest_valid(candidates)
         if path is None:
             raise runtime.agreed(nothing_valid(self.directory, damaged) if checkpoint is None else damaged[0])
+        own_directory(path.parent)
         for problem in damaged if runtime.rank() == 0 else ():
             warnings.warn(f"passed over a damaged checkpoint, and took {path}: {problem}", stacklevel=4)
         return path, tuple(str(problem) for problem in damaged)

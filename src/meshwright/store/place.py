@@ -6,11 +6,32 @@ import contextlib
 import os
 import shutil
 import sys
+import warnings
 from pathlib import Path
 
 from meshwright.errors import CheckpointError
 from meshwright.store.choice import complete_checkpoints, step_name, verify
 from meshwright.store.manifest import sync_directory
+
+_own: set[Path] = set()  # directories whose checkpoints this process has gone on from, or has written
+
+
+def own_directory(directory: Path) -> None:
+    """Notes that this run goes on from what is in a directory: what it saves there belongs to the same run."""
+    _own.add(directory.resolve())
+
+
+def warn_of_another_run(directory: Path) -> None:
+    """At a run's first save: warns of checkpoints in the directory that it has not gone on from. For one rank only."""
+    found = complete_checkpoints(directory) if directory.resolve() not in _own else []
+    own_directory(directory)
+    if found:
+        warnings.warn(
+            f"{directory} holds checkpoints up to step {found[-1][0]} that this run has not loaded: load takes the "
+            "highest step, whoever wrote it, and the oldest are deleted. What to do: load the newest before training, "
+            "or give this run a directory of its own",
+            stacklevel=4,
+        )
 
 
 def temporary_of(final: Path) -> Path:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from meshwright.errors import CheckpointError
 from meshwright.runtime import before_leaving, same_on_every_rank
 from meshwright.store.file_format import write_file
 
@@ -34,6 +35,22 @@ def wait_for_saves() -> None:
     """
     while _pending:
         _pending.pop(0).result()
+
+
+def failure_before() -> CheckpointError | None:
+    """Waits for all background saves, and returns how the first that failed did, the same on every rank; collective.
+
+    For who saves anew: what failed before must not keep the state of now from being written.
+    """
+    found: CheckpointError | None = None
+    while True:
+        try:
+            with same_on_every_rank():
+                wait_for_saves()
+        except CheckpointError as error:
+            found = found or error
+        else:
+            return found
 
 
 @atexit.register

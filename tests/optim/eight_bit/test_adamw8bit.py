@@ -184,3 +184,15 @@ def test_transposed_parameters(nbits):
             optimizer.step()
         results.append(weight.detach())
     assert torch.equal(*results)
+
+
+def test_states_of_torchs_adamw_are_refused_when_they_are_loaded():
+    weight = torch.nn.Parameter(torch.ones(4, 64))
+    weight.grad = torch.ones_like(weight)
+    given = torch.optim.AdamW([weight])
+    given.step()
+    with pytest.raises(CheckpointError, match=r"lacks states.*exp_avg_codes.*Got step, exp_avg, exp_avg_sq.*nbits=32"):
+        AdamW8bit([weight], min_8bit_size=8).load_state_dict(given.state_dict())
+    small = AdamW8bit([weight])
+    small.load_state_dict(given.state_dict())
+    small.step()

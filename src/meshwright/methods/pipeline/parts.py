@@ -141,6 +141,8 @@ def _release(module: nn.Module, name: str, parameter: nn.Parameter, fate: Fate, 
     stand_in = _stand_in_of(module)
     if fate == "stands in" and stand_in is not None:
         dtype = parameter.dtype
+        del module._parameters[name]  # some ask its device and type; zeros that take no memory, as what it computes
+        setattr(module, name, torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape))
         wrap_method(module, "forward", lambda forward, *args, **kwargs: stand_in(module, splice.dtype or dtype, *args))
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from meshwright.errors import ModelError
 from meshwright.methods.recompute.operators import keeping, selective_contexts
-from meshwright.nn import carried, is_compiled, outside_compiled, wrap_methods
+from meshwright.nn import carried, is_cache, is_compiled, outside_compiled, wrap_methods
 
 _KEEPING: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that keep results of operators
 
@@ -39,15 +40,28 @@ def keeps_results(model: nn.Module) -> bool:
     return any(module in _KEEPING and not is_compiled(module) for module in outside_compiled(model))
 
 
+def _refuse_caches(args: Iterable[Any]) -> None:
+    cache = next((value for value in args if is_cache(value)), None)
+    if cache is not None:
+        raise ModelError(
+            "checkpoint: a block is called with a cache of keys and values, which recomputing would fill a second time",
+            expected="training without past_key_values",
+            got=type(cache).__name__,
+            fix="leave checkpoint out; prefix tuning cannot do without its cache, LoRA and prompt tuning need none",
+        )
+
+
 def _whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    _refuse_caches((*args, *kwargs.values()))
     return torch_checkpoint(carried(forward), *args, use_reentrant=False, **kwargs)
 
 
 def _selective(kept: frozenset[str], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    _refuse_caches((*args, *kwargs.values()))
     contexts = functools.partial(selective_contexts, kept)
     with keeping(kept):
         return torch_checkpoint(carried(forward), *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -56,6 +70,7 @@ def _selective(kept: frozenset[str], forward: Callable[..., Any], *args: Any, **
 def _reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    _refuse_caches((*args, *kwargs.values()))
     # It takes positional arguments only, and only those get gradients.
     names, count, forward = list(kwargs), len(args), carried(forward)
 

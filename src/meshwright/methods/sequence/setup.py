@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_map
 
 from meshwright.errors import ModelError
 from meshwright.methods.job import Job
 from meshwright.methods.sequence.order import TokenOrder
 from meshwright.methods.sequence.proof import prove_blocks
 from meshwright.methods.sequence.tokens import block_lists
+from meshwright.methods.tensor.exchange import TensorAxis
 from meshwright.nn import without_caches
 
 
@@ -39,6 +43,21 @@ def check_parts(
     notice = prove_blocks(job.model, job.sample, order, check_queries)
     if notice:
         job.notices.append(notice)
+
+
+def whole_input_gradients(model: nn.Module, axis: TensorAxis) -> None:
+    """Gives a gradient that leaves the model through its inputs (a discriminator's) the tokens of all ranks.
+
+    Behind the cut a rank has n times the gradient of its own tokens, which for weights the averaging evens out.
+    """
+
+    def whole(value: Any) -> Any:
+        return axis.mean_gradient(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tree_map(whole, args), tree_map(whole, kwargs)
+
+    model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
 
 
 def without_cache(job: Job, method: str) -> None:

@@ -10,7 +10,7 @@ from meshwright.errors import ModelError, join_names
 from meshwright.methods.tensor.plan import PlannedLayer
 
 _HEAD_SIZES = ("head_dim", "head_size")
-_HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
+HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
 _OWN_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_kv_heads", "num_key_value_heads", "nhead")
 
 
@@ -60,15 +60,20 @@ def _check_head_counts(model: nn.Module, layers: list[PlannedLayer], ranks: int)
     in_attention = any(
         layer.style.name == "colwise" and "attention" in type(layer.parent).__name__.lower() for layer in layers
     )
-    for name in _HEAD_COUNTS:
+    for name in HEAD_COUNTS:
         count = getattr(config, name, None)
         if in_attention and isinstance(count, int) and count % ranks:
-            raise ModelError(
-                f"tensor_parallel: the tensor axis does not divide {name}",
-                expected=f"a multiple of {ranks}, so that every rank has whole heads",
-                got=f"{count}",
-                fix="use a tensor axis that divides it",
-            )
+            raise undivided_heads(name, count, ranks)
+
+
+def undivided_heads(name: str, count: int, ranks: int) -> ModelError:
+    """The error for a number of heads that the axis does not divide."""
+    return ModelError(
+        f"tensor_parallel: the tensor axis does not divide {name}",
+        expected=f"a multiple of {ranks}, so that every rank has whole heads",
+        got=f"{count}",
+        fix="use a tensor axis that divides it",
+    )
 
 
 def _check_whole_heads(layer: PlannedLayer, ranks: int) -> None:

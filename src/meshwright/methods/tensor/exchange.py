@@ -33,6 +33,11 @@ class TensorAxis:
         result: torch.Tensor = _Copy.apply(whole, self)
         return result
 
+    def mean_gradient(self, whole: torch.Tensor) -> torch.Tensor:
+        """Nothing in forward; in backward the mean of the ranks' gradients, where each has another part of them."""
+        result: torch.Tensor = _MeanGradient.apply(whole, self)
+        return result
+
     def add(self, part: torch.Tensor) -> torch.Tensor:
         """Adds up what the ranks have computed, in forward."""
         result: torch.Tensor = _Add.apply(part, self)
@@ -99,6 +104,17 @@ class _Copy(Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return ctx.axis.sum(gradient), None
+
+
+class _MeanGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, axis: TensorAxis) -> torch.Tensor:
+        ctx.axis = axis
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return ctx.axis.sum(gradient).div_(ctx.axis.size), None
 
 
 class _Add(Function):

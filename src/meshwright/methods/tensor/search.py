@@ -13,6 +13,7 @@ from torch import nn
 from meshwright.errors import ModelError
 from meshwright.methods.sample import SampleRun
 from meshwright.methods.tensor.calls import RecordedBlock, record_calls, signature
+from meshwright.methods.tensor.checks import HEAD_COUNTS, undivided_heads
 from meshwright.methods.tensor.compare import Refuted
 from meshwright.methods.tensor.flow import Region, mark_input, record_flow, regions
 from meshwright.methods.tensor.plan import PlannedLayer, planned
@@ -155,6 +156,7 @@ def _choose(
                 reason = reason or str(refuted)
                 continue
             return [*layers, *more], changes
+    _check_head_counts(block, region, ranks)
     raise _cannot(f"{block.path} ({region.name})", reason or f"a tensor axis of {ranks} does not divide its features")
 
 
@@ -170,20 +172,25 @@ def _cannot(path: str, reason: str) -> ModelError:
         expected="linear layers that feed linear layers, in code that reads sizes and heads off its tensors, such as "
         "view(…, -1, head_dim), or off attributes of its own module",
         got=reason,
-        fix="change its code; or give a plan for the layers that can be split, such as plan={'layers.*.up': 'colwise', "
-        "'layers.*.down': 'rowwise'}; or use fsdp, which splits any model",
+        fix="use a tensor axis that divides the number of heads; or change its code; or give a plan for the layers "
+        "that can be split, such as plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}; or use fsdp, which "
+        "splits any model",
     )
 
 
 def _check_heads(block: RecordedBlock, region: Region, ranks: int) -> None:
     for path, name, value in _counts(block.module, region):
         if value % ranks:
-            raise ModelError(
-                f"tensor_parallel: the tensor axis does not divide {name} of {_joined(block.path, path)}",
-                expected=f"a multiple of {ranks}, so that every rank has whole heads",
-                got=str(value),
-                fix="use a tensor axis that divides it",
-            )
+            raise undivided_heads(f"{name} of {_joined(block.path, path)}", value, ranks)
+
+
+def _check_head_counts(block: RecordedBlock, region: Region, ranks: int) -> None:
+    """Says so where no split was found and a transformers config tells of heads that cannot be divided."""
+    for _, parent in _parents(block.module, region):
+        for name in HEAD_COUNTS if "attention" in type(parent).__name__.lower() else ():
+            count = getattr(getattr(parent, "config", None), name, None)
+            if isinstance(count, int) and count % ranks:
+                raise undivided_heads(name, count, ranks)
 
 
 def _hypotheses(

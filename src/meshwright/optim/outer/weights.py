@@ -23,10 +23,8 @@ class InnerWeights:
     def __init__(self, inner: Optimizer) -> None:
         self._guard = inner if isinstance(inner, GuardedOptimizer) else None
         self._inner = inner.inner if isinstance(inner, GuardedOptimizer) else inner
-        self.parameters: list[torch.Tensor] = [
-            parameter for group in inner.param_groups for parameter in group["params"] if parameter.requires_grad
-        ]
-        """Those that train."""
+        self.parameters = self.training()
+        """Those that train from the beginning."""
         self._frozen = [p for group in inner.param_groups for p in group["params"] if not p.requires_grad]
         self.resting: set[torch.Tensor] = set()
         """Those that have trained, and were frozen when they were sent last and the time before: without a
@@ -34,6 +32,11 @@ class InnerWeights:
         self._were_frozen: set[torch.Tensor] = set()
         masters = self._guard.master.of if self._guard is not None and self._guard.master is not None else {}
         self._in_model = {id(master): parameter for parameter, master in masters.items()}
+
+    def training(self) -> list[torch.Tensor]:
+        """The optimizer's parameters that train now."""
+        groups = self._inner.param_groups
+        return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
 
     def check_frozen(self) -> None:
         """Refuses to train what has no global weight.

@@ -16,7 +16,7 @@ from meshwright.optim.sharded.chunk import Chunk, Member, cut, made_chunk
 from meshwright.optim.sharded.gradients import local_gradient
 from meshwright.optim.sharded.layout import Kept, Layout
 from meshwright.optim.sharded.presence import Presence
-from meshwright.optim.sharded.slots import Place, Slot, absent_slot, forms, fresh_states, made_slot
+from meshwright.optim.sharded.slots import Place, Slot, absent_slot, check_states, forms, fresh_states, made_slot
 from meshwright.optim.sharded.sums import Update, drive
 from meshwright.optim.sharded.whole import WholeAnswers
 from meshwright.optim.state_dicts import ShardedStateDict
@@ -143,6 +143,15 @@ class ShardedOptimizer(ShardedStateDict):
         group = self._group_of(parameter)
         place = Place(local_tensor(parameter).device, self.lives_on_host(group))
         return fresh_states(Layout.of(parameter), group, parameter, self.kept_states, place)
+
+    def take_laid_out(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state dict whose states are laid out like the parameters.
+
+        Raises:
+            CheckpointError: When it lacks states that this optimizer keeps; nothing is changed then.
+        """
+        check_states(self.param_groups, self.defaults, state_dict, self.kept_states)
+        super().take_laid_out(state_dict)
 
     def forget(self) -> None:
         """Lets go of states that are about to be replaced."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import ModelError
+from meshwright.errors import CheckpointError, ModelError, join_names
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.layouts import HALF_TYPES
 from meshwright.optim.master import MASTER
@@ -116,6 +116,29 @@ def made_slot(
     kept = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     shards = {name: local_tensor(value) for name, value in kept.items()}
     return Slot(parameter, layout, weight, kept, shards, weight.device, state)
+
+
+def check_states(
+    groups: Sequence[dict[str, Any]], defaults: dict[str, Any], state_dict: dict[str, Any], kept_states: KeptStates
+) -> None:
+    """Refuses a state dict that lacks what would be kept under the hyperparameters it brings, before it is loaded.
+
+    Raises:
+        CheckpointError: Naming the states.
+    """
+    for own, saved in zip(groups, state_dict["param_groups"], strict=False):
+        group = {**defaults, **saved}
+        for parameter, key in zip(own["params"], saved["params"], strict=False):
+            state = state_dict["state"].get(key)
+            needed = forms(Layout.of(parameter), group, parameter, kept_states).keys() - {MASTER} if state else ()
+            if any(name not in state for name in needed):
+                raise CheckpointError(
+                    "The state dict is of another kind of optimizer: it lacks states",
+                    expected=join_names(sorted(needed)),
+                    got=f"{join_names(map(str, state))} for a parameter of shape {tuple(parameter.shape)}",
+                    fix="load it into an optimizer of the class and options that saved it (nbits=32 for moments in "
+                    "fp32), or begin with fresh states",
+                )
 
 
 def absent_slot(parameter: torch.Tensor, group: dict[str, Any], kept_states: KeptStates) -> Slot:
