@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from meshwright.cost import find_cluster, make_cluster, read_cluster
+from meshwright.cost import find_cluster, make_cluster, read_cluster, write_cluster
 from meshwright.errors import ConfigError
 
 
@@ -11,7 +11,8 @@ def test_presets():
     assert (cluster.device.name, cluster.num_devices, cluster.devices_per_node) == ("H100-SXM", 64, 8)
     assert cluster.inter.bytes_per_s == 50e9  # 3200 Gbit/s of a node over 8 devices
     assert find_cluster("a100-40x2").devices_per_node == 2
-    assert find_cluster("A100-40x128").device.name == "A100-40"
+    assert find_cluster("A100-40x128").device.name == find_cluster("a100-40x128").device.name == "A100-40"
+    assert find_cluster("v100-16x4").device.name == "V100-16"
 
 
 def test_a_node_with_fewer_devices_leaves_each_its_own_network_card():
@@ -43,6 +44,18 @@ def test_names_that_mean_nothing_are_refused(name):
         find_cluster(name)
 
 
+def test_host_memory_is_a_devices_share_of_its_nodes(tmp_path):
+    shares = {"h100x4": 256, "a100-40x8": 128, "a100-80x8": 256, "gh200x4": 480, "v100x8": 64}
+    assert {name: find_cluster(name).host_memory_bytes // 2**30 for name in shares} == shares
+    assert find_cluster("cpux2").host_memory_bytes is None
+    path = tmp_path / "cluster.toml"
+    path.write_text('device = "h100"\nnum_devices = 8\nhost_memory_bytes = 64e9\n')
+    assert find_cluster(str(path)).host_memory_bytes == 64_000_000_000
+    written = tmp_path / "written.json"
+    written.write_text(write_cluster(find_cluster(str(path))))
+    assert read_cluster(written).host_memory_bytes == 64_000_000_000
+
+
 def test_files(tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text(
@@ -58,6 +71,7 @@ def test_files(tmp_path):
     other = tmp_path / "cluster.json"
     other.write_text(json.dumps({"device": own, "num_devices": 2}))
     assert read_cluster(other).device.name == "mine"
+    assert read_cluster(other).host_memory_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -69,6 +83,7 @@ def test_files(tmp_path):
         ("device = 'h100'\nnum_devices = 8\n[intra]\nspeed = 3", "speed"),
         ("device = 'h100'\nnum_devices = 8\n[inter]\ngbps = 0", "inter.bytes_per_s"),
         ("device = 'h100'\nnum_devices = 8\n[inter]\ngbps = 200\nbytes_per_s = 1e9", "inter has both"),
+        ("device = 'h100'\nnum_devices = 8\nhost_memory_bytes = 0", "host_memory_bytes must be"),
         ("device = ", "Invalid value"),
         ("device = 'abacus'\nnum_devices = 8", "abacus"),
     ],

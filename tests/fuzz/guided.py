@@ -27,7 +27,7 @@ _RSS_MIB = 4096
 # Where bytes turn into values, and what checks those; instrumenting everything else only takes time.
 _INSTRUMENTED = [
     "tomllib", "meshwright.strategy", "meshwright.store", "meshwright.methods", "meshwright.data",
-    "meshwright.lr_scheduler", "meshwright.cost.cluster", "meshwright.cost.device", "meshwright.cost.efficiency",
+    "meshwright.lr_scheduler", "meshwright.cost.cluster_file", "meshwright.cost.device", "meshwright.cost.efficiency",
     "meshwright.cli.config", "meshwright.cli.config_file", "meshwright.cli.run_dir", "meshwright.cli.compare",
     "meshwright.cli.plan_options", "meshwright.planner.known_models", "meshwright.planner.family_shape",
     "meshwright.planner.published", "meshwright.planner.explain", "meshwright.planner.measure.corrections",

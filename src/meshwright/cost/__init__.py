@@ -14,8 +14,8 @@ if TYPE_CHECKING:
         TracedModule,
         Work,
     )
-    from meshwright.cost.cluster import Cluster, Link, find_cluster, make_cluster, read_cluster
-    from meshwright.cost.cluster_file import write_cluster
+    from meshwright.cost.cluster import Cluster, Link, make_cluster
+    from meshwright.cost.cluster_file import find_cluster, read_cluster, write_cluster
     from meshwright.cost.copies import copies
     from meshwright.cost.device import DEVICES, Device, find_device
     from meshwright.cost.efficiency import (
@@ -80,8 +80,8 @@ else:
         __name__,
         """
         activations: Activations BackwardAt BlockSaves Recomputed SavedTensor TracedModule Work
-        cluster: Cluster Link find_cluster make_cluster read_cluster
-        cluster_file: write_cluster
+        cluster: Cluster Link make_cluster
+        cluster_file: find_cluster read_cluster write_cluster
         copies: copies
         device: DEVICES Device find_device
         efficiency: Calibration Constants Efficiency fitted read_calibration write_calibration

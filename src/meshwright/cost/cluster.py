@@ -1,19 +1,14 @@
-"""Clusters: nodes of equal devices, and the links inside and between nodes; presets, and a file to describe others."""
+"""Clusters: nodes of equal devices, and the links inside and between nodes; presets."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-from meshwright.cost.device import DEVICES, Device, find_device
-from meshwright.cost.efficiency import Calibration, calibration_from
-from meshwright.errors import ConfigError, MeshwrightError, join_names
+from meshwright.cost.device import Device, find_device
+from meshwright.cost.efficiency import Calibration
+from meshwright.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -42,6 +37,8 @@ class Cluster:
         host_link: Between a device and host memory, in one direction.
         host_memory: Each device's share of the host's memory bandwidth.
         disk: Each device's share of its node's disks.
+        host_memory_bytes: Each device's share of its node's memory, which offloading fills; None: unknown, or the
+            device's own.
         calibration: What its kernels and links reach, where that was measured; None: the fitted presets.
     """
 
@@ -53,6 +50,7 @@ class Cluster:
     host_link: Link = Link(25e9, 1e-5)
     host_memory: Link = Link(40e9, 1e-7)
     disk: Link = Link(3e9, 1e-4)
+    host_memory_bytes: int | None = None
     calibration: Calibration | None = field(default=None, hash=False)
 
     @property
@@ -100,7 +98,14 @@ _HOST_MEMORY = {
     "V100": 24e9, "A100": 38e9, "A800": 38e9, "MI250X": 19e9, "A10G": 38e9, "A10": 38e9, "L40S": 38e9, "L40": 38e9,
     "L4": 38e9, "GH200": 380e9, "GB200": 190e9, "GB300": 190e9, "CPU": 10e9,
 }  # fmt: skip
-_PRESET = re.compile(r"^(.+?)[xX*](\d{1,9})$")
+# GiB of a node's memory for one of its devices: an eighth of 512 (DGX-1, Frontier's nodes of 8 dies), 1,024 and 2,048
+# (DGX A100 with 40 GB and with 80), 2,048 (DGX H100 and later), 2,304 (MI300X), a Grace's 480 for one device or for
+# two, and what is usual in servers with PCIe boards.
+_HOST_MEMORY_GIB = {
+    "V100": 64, "A100": 256, "A100-40": 128, "A100-PCIe-40": 128, "A800": 256, "H100": 256, "H800": 256, "H200": 256,
+    "H20": 256, "B200": 256, "B300": 256, "GH200": 480, "GB200": 240, "GB300": 240, "MI300X": 288, "MI325X": 288,
+    "MI250X": 64, "A10G": 64, "A10": 64, "L40S": 64, "L40": 64, "L4": 48,
+}  # fmt: skip
 MOST_DEVICES = 2**24
 """More than anybody has; a number from a file that is larger is a mistake, and would take for ever to simulate."""
 
@@ -147,6 +152,7 @@ def make_cluster(
         inter=Link(gbps * 1e9 / 8 / 8, latency_s),  # a node's network serves 8 devices, however many a job has of them
         host_link=Link(_of_family(_HOST, device, 50e9), 1e-5),
         host_memory=Link(_of_family(_HOST_MEMORY, device, 57e9), 1e-7),
+        host_memory_bytes=round(_of_family(_HOST_MEMORY_GIB, device, 0) * 2**30) or None,
     )
 
 
@@ -160,136 +166,3 @@ def _usual_node(device: Device, num_devices: int) -> int:
     if num_devices > most > _TAKEN_OF_A_RACK and num_devices % most and num_devices % _TAKEN_OF_A_RACK == 0:
         return _TAKEN_OF_A_RACK
     return min(most, num_devices)
-
-
-def find_cluster(name: str) -> Cluster:
-    """The cluster that a preset (``"h100x64"``, ``"a100-40x8"``, ``"cpu*2"``) or a file (TOML or JSON) describes.
-
-    Raises:
-        ConfigError: For a preset that is unknown, and a file that is not valid.
-    """
-    if Path(name).suffix.lower() in (".toml", ".json"):
-        return read_cluster(Path(name))
-    found = _PRESET.match(name.strip())
-    if found is None or int(found.group(2)) < 1:
-        raise ConfigError(
-            f"{name!r} names no cluster",
-            expected="DEVICExNUMBER, such as h100x64, or a .toml or .json file; devices: " + join_names(DEVICES, 20),
-            got=repr(name),
-            fix="correct the name",
-        )
-    return make_cluster(found.group(1), int(found.group(2)))
-
-
-FORMAT, VERSION = "meshwright.cluster", 1
-_KEYS = {
-    "device",
-    "num_devices",
-    "devices_per_node",
-    "intra",
-    "inter",
-    "host_link",
-    "host_memory",
-    "disk",
-    "price_per_hour",
-}
-_MEASURED_KEYS = {"format", "version", "calibration", "measured"}  # what ``calibrate`` writes beside them
-_LEAST = 1e-30  # what is further away from 1 is none of a device's or a link's figures
-_LINK_KEYS = {"bytes_per_s", "gbps", "latency_s"}
-_DEVICE_KINDS = {"name": str, "efficiency": str, "bf16": bool, "is_host": bool}  # the others are positive numbers
-_MAY_BE_UNKNOWN = {"fp8_flops_per_s", "fp4_flops_per_s", "price_per_hour"}
-
-
-def read_cluster(path: Path) -> Cluster:
-    """Reads a cluster file.
-
-    Keys: ``device`` (a preset's name, or a table with the fields of :class:`Device`), ``num_devices``, and optionally
-    ``devices_per_node``, ``price_per_hour`` and the links ``intra``, ``inter``, ``host_link``, ``host_memory`` and
-    ``disk``, each with ``bytes_per_s`` or else ``gbps`` (in Gbit/s) per device and ``latency_s``. A file that
-    ``meshwright calibrate`` has written also carries ``calibration``, and in ``measured`` how it was made.
-
-    Raises:
-        ConfigError: Naming the file and the key.
-    """
-    try:
-        text = path.read_text()
-        data = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
-        return _cluster_from(data)
-    except MeshwrightError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise ConfigError(
-            f"The cluster file {path} cannot be used",
-            expected=f"TOML or JSON with the keys {join_names(sorted(_KEYS))}",
-            got=f"{type(error).__name__}: {error}",
-            fix="correct the file",
-        ) from None
-
-
-def _cluster_from(data: Any) -> Cluster:
-    if not isinstance(data, Mapping) or not {"device", "num_devices"} <= set(data):
-        raise ValueError("device and num_devices must be given")
-    _refuse_unknown(data, _KEYS | _MEASURED_KEYS, "cluster")
-    if data.get("format", FORMAT) != FORMAT or data.get("version", VERSION) != VERSION:
-        raise ValueError(
-            f"format {data.get('format')!r}, version {data.get('version')!r}; known: {FORMAT!r}, {VERSION}"
-        )
-    described = data["device"]
-    device = _device(described) if isinstance(described, Mapping) else find_device(str(described))
-    if "price_per_hour" in data:
-        device = dataclasses.replace(device, price_per_hour=_positive(data["price_per_hour"], "price_per_hour"))
-    base = make_cluster(device, _count(data, "num_devices"), _count(data, "devices_per_node", None))
-
-    def link(name: str, usual: Link) -> Link:
-        return _link(data[name], usual, name) if name in data else usual
-
-    return dataclasses.replace(
-        base,
-        intra=link("intra", base.intra),
-        inter=link("inter", base.inter),
-        host_link=link("host_link", base.host_link),
-        host_memory=link("host_memory", base.host_memory),
-        disk=link("disk", base.disk),
-        calibration=calibration_from(data["calibration"]) if "calibration" in data else None,
-    )
-
-
-def _device(data: Mapping[str, Any]) -> Device:
-    """Every field is of its kind: what is simulated divides by these numbers."""
-    for name, value in data.items():
-        if value is None and name in _MAY_BE_UNKNOWN:
-            continue
-        wanted = _DEVICE_KINDS.get(name, (int, float))
-        right = isinstance(value, wanted) and (wanted in (str, bool) or not isinstance(value, bool))
-        if not right or (name not in _DEVICE_KINDS and not (value == 0 and name == "cache_bytes")):
-            _positive(value if right else repr(value), f"device.{name}")
-    return Device(**data)
-
-
-def _link(data: Any, usual: Link, name: str) -> Link:
-    if not isinstance(data, Mapping):
-        raise ValueError(f"{name} is not a table")
-    _refuse_unknown(data, _LINK_KEYS, name)
-    if {"gbps", "bytes_per_s"} <= set(data):
-        raise ValueError(f"{name} has both gbps and bytes_per_s, which say the same: keep one")
-    rate = data.get("bytes_per_s", data["gbps"] * 1e9 / 8 if "gbps" in data else usual.bytes_per_s)
-    return Link(_positive(rate, f"{name}.bytes_per_s"), _positive(data.get("latency_s", usual.latency_s), name))
-
-
-def _refuse_unknown(data: Mapping[str, Any], known: set[str], where: str) -> None:
-    unknown = sorted(set(data) - known)
-    if unknown:
-        raise ValueError(f"unknown keys in {where}: {', '.join(map(str, unknown))}; known: {', '.join(sorted(known))}")
-
-
-def _count(data: Mapping[str, Any], key: str, default: int | None = 1) -> Any:
-    value = data.get(key, default)
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{key} must be a positive number, and is {value!r}")
-    return value
-
-
-def _positive(value: Any, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not _LEAST < value < 1 / _LEAST:
-        raise ValueError(f"{name} must be a positive number, and is {value!r}")
-    return float(value)

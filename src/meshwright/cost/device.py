@@ -63,7 +63,7 @@ class Device:
 
 # Vendors' datasheets, dense figures; memory as the driver reports it (with ECC on: 1.5 GiB less than the nominal 24 on
 # A10 and L4). H800 and A800 have fewer links, PCIe boards none; A100's state the peak of 400 W, and have 300 and 250.
-# ``aliases`` are what drivers call a device; the first that matches counts, so narrower names stand first.
+# ``aliases`` are what drivers call a device; the longest that matches counts.
 _BARE = (
     Device("GB300", 284_208 * _MIB, 2.5e15, 80e12, 8.0e12, 5e15, "B200", aliases=("GB300",), fp4_flops_per_s=15e15),
     Device("GB200", 189_471 * _MIB, 2.5e15, 80e12, 8.0e12, 5e15, "B200", aliases=("GB200",), fp4_flops_per_s=10e15),
@@ -193,12 +193,14 @@ def half_peak_flops_per_s(device_name: str) -> float | None:
 
 def _match(name: str) -> Device | None:
     squeezed = re.sub(r"[\s_]+", "-", re.sub(r"^\s*\d+\s*[x×*]\s*", "", name)).upper()  # "8 x H100" is one of them
-    for device in _TABLE:
-        for alias in device.aliases:
-            # A10 is not A100, L4 not L40: what follows a number must not go on with it.
-            if re.search(rf"(?<![A-Z0-9]){re.escape(alias.replace(' ', '-').upper())}(?![0-9])", squeezed):
-                return device
-    return None
+    matching = (
+        (len(alias), device)
+        for device in _TABLE
+        for alias in device.aliases
+        # A10 is not A100, L4 not L40: what follows a number must not go on with it.
+        if re.search(rf"(?<![A-Z0-9]){re.escape(alias.replace(' ', '-').upper())}(?![0-9])", squeezed)
+    )
+    return max(matching, key=lambda each: each[0], default=(0, None))[1]
 
 
 def _as_named(device: Device, name: str) -> Device:

@@ -37,9 +37,10 @@ def pick_numbers(
     """
     chosen, left = [0] * len(sizes), budget + 1e-6  # a fraction of 1 must fit in spite of rounding
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], keys[place], place)):
-        while chosen[place] < counts[place] and sizes[place] <= left:
-            chosen[place] += 1
-            left -= sizes[place]
+        size, count = sizes[place], counts[place]
+        if left >= size:
+            chosen[place] = min(count, int(left // size)) if size else count
+            left -= chosen[place] * size
     return chosen
 
 

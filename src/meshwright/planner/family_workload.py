@@ -13,7 +13,7 @@ from meshwright.cost import Calibration, Cluster, Peak, Step, memory, peak
 from meshwright.errors import ConfigError
 from meshwright.methods import SAMPLED, PipelineParallel, Resolved, TensorParallel, cost_of, resolve
 from meshwright.methods.pipeline.schedules import live_peaks
-from meshwright.planner.allocator import taken_bytes, usable_bytes
+from meshwright.planner.allocator import taken_bytes, usable_bytes, usable_host_bytes
 from meshwright.planner.families import family_step
 from meshwright.planner.family_checks import check_family, gaps_of
 from meshwright.planner.family_experts import with_experts
@@ -21,7 +21,7 @@ from meshwright.planner.family_ops import FamilyRun
 from meshwright.planner.family_shape import Shape
 from meshwright.planner.forecast import forecast
 from meshwright.planner.pipeline import num_micro_batches
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import Plan, host_bytes
 from meshwright.planner.recompute import fit_budget
 from meshwright.strategy import Strategy
 
@@ -101,8 +101,8 @@ class FamilyWorkload:
         """
         return self._plan(strategy, num_micro_batches, alike=True)
 
-    def least_taken_bytes(self, strategy: Strategy, num_micro_batches: int | None = None) -> int:
-        """What the first rank takes of the limit, which the others may exceed: soon known, and often too much.
+    def is_too_large(self, strategy: Strategy, num_micro_batches: int | None = None) -> bool:
+        """Whether the first rank alone takes more than the limits, which the others may exceed, too: soon known.
 
         Raises:
             StrategyError, ModelError: As ``plan`` does.
@@ -111,7 +111,12 @@ class FamilyWorkload:
         run = self._run(resolved, num_micro_batches or self.num_micro_batches)
         check_family(self.shape, self.cluster.device, resolved, run)
         step = cost_of(resolved.strategy, self._before(resolved, run)[0])
-        return self._taken(step, peak(step))
+        host = usable_host_bytes(self.cluster)
+        return self._taken(step, peak(step)) > self._limit_bytes or (host is not None and host_bytes(step) > host)
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self.limit_bytes if self.limit_bytes is not None else usable_bytes(self.cluster.device)
 
     def on(self, num_devices: int) -> FamilyWorkload:
         """The same on more of the same devices, or fewer."""
@@ -133,13 +138,15 @@ class FamilyWorkload:
             strategy=fitted.strategy,
             step=most,
             memory=memory(most),
-            limit_bytes=self.limit_bytes if self.limit_bytes is not None else usable_bytes(self.cluster.device),
+            limit_bytes=self._limit_bytes,
             notices=(*resolved.notices, *fitted.notices),
             gaps=gaps_of(resolved),
             steps=steps if len(steps) > 1 else (),
             micro_batch=run.micro_batch,
             forecast=forecasted,
             taken_bytes=max(taken),
+            host_bytes=max(map(host_bytes, steps)),
+            host_limit_bytes=usable_host_bytes(self.cluster),
         )
 
     def _resolved(self, strategy: Strategy) -> Resolved:

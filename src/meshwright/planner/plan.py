@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from meshwright.cost import memory
 from meshwright.planner.sizes import readable_bytes
 from meshwright.planner.words import number, seconds, short_strategy
 
@@ -30,11 +31,23 @@ class Plan:
     micro_batch: int = 1  # samples of one micro-batch on one replica
     forecast: Forecast | None = None  # seconds, where the cluster is known
     taken_bytes: int | None = None  # of the limit, where an allocator's peak is simulated; None: the sum of all classes
+    host_bytes: int = 0  # of host memory beside the device's, on the rank that holds most of it
+    host_limit_bytes: int | None = None  # what of it one rank may hold; None: unknown
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted memory is within the limit."""
+        """Whether the predicted memory is within the limits, of the device and of its host."""
+        return self.fits_device and self.fits_host
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether the device has what is needed of it."""
         return self.limit_bytes is None or self.needed_bytes <= self.limit_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether what is offloaded has room in host memory."""
+        return self.host_limit_bytes is None or self.host_bytes <= self.host_limit_bytes
 
     @property
     def needed_bytes(self) -> int:
@@ -50,8 +63,15 @@ class Plan:
             tokens = known.tokens_per_s
             said.append(f"{number(known.samples_per_s)} samples/s" if tokens is None else f"{number(tokens)} tokens/s")
         limit = "" if self.limit_bytes is None else f" of {readable_bytes(self.limit_bytes)}"
-        said.append(f"{readable_bytes(self.needed_bytes)}{limit}{'' if self.fits else ', too much'}")
+        said.append(f"{readable_bytes(self.needed_bytes)}{limit}{'' if self.fits_device else ', too much'}")
+        if not self.fits_host:
+            said.append(f"{self.host_text()}, too much")
         return "; ".join(said)
+
+    def host_text(self) -> str:
+        """What is offloaded to host memory, and the room there: ``"host 90 GiB of 230 GiB"``."""
+        limit = "" if self.host_limit_bytes is None else f" of {readable_bytes(self.host_limit_bytes)}"
+        return f"host {readable_bytes(self.host_bytes)}{limit}"
 
     def __str__(self) -> str:
         return self.summary()
@@ -82,6 +102,13 @@ class Subject(Protocol):
         Raises:
             MeshwrightError: When the strategy cannot train this model on this world, saying why.
         """
+
+
+def host_bytes(step: Step) -> int:
+    """Bytes of host memory beside a device; where both are one, they are of the device's limit."""
+    known = step.activations
+    offloads = step.hosted is not None or (known is not None and known.hosted_bytes > 0)
+    return memory(step).host_total if offloads and not step.on_cpu else 0
 
 
 def needed_bytes(step: Step, held: Memory) -> int:

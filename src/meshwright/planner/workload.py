@@ -23,7 +23,7 @@ from meshwright.methods import (
     resolve,
 )
 from meshwright.methods.dtypes import half_dtype
-from meshwright.planner.allocator import taken_bytes
+from meshwright.planner.allocator import taken_bytes, usable_host_bytes
 from meshwright.planner.parameters import Described, Marks, describe_buffers, describe_each, group_blocks
 from meshwright.planner.pipeline import (
     Decision,
@@ -34,7 +34,7 @@ from meshwright.planner.pipeline import (
     pipeline_of,
     trace_flow,
 )
-from meshwright.planner.plan import Plan, needed_bytes
+from meshwright.planner.plan import Plan, host_bytes, needed_bytes
 from meshwright.planner.profile.inputs import tokens_per_sample
 from meshwright.planner.recompute import fit_budget
 from meshwright.planner.states import OptimizerProbe
@@ -107,15 +107,18 @@ class Workload:
                 resolved, num_micro_batches or self.num_micro_batches
             )
 
-    def elsewhere(self, cluster: Cluster, batch_size: int, limit_bytes: int | None) -> Workload:
+    def on(self, num_devices: int) -> Workload:
+        """The same on more of the same devices, or fewer; of a known cluster."""
+        assert self.cluster is not None
+        return self.elsewhere(self.cluster.resized(num_devices), self.batch_size, self.limit_bytes)
+
+    def elsewhere(self, cluster: Cluster, batch_size: int | None, limit_bytes: int | None) -> Workload:
         """The same model on another cluster of the same kind of device; what was traced of it is taken over."""
         other = replace(
             self, cluster=cluster, world=cluster.num_devices, batch_size=batch_size, limit_bytes=limit_bytes
         )
-        known = {field.name for field in fields(self)}
-        vars(other).update(
-            {name: value for name, value in vars(self).items() if name not in known and name != "_replaced"}
-        )
+        own = {field.name for field in fields(self)} | {"_replaced"}
+        vars(other).update({name: value for name, value in vars(self).items() if name not in own})
         return other
 
     def _with(self, method: MethodConfig | None) -> Workload:
@@ -135,10 +138,9 @@ class Workload:
         flow = self._flow(pipeline) if pipeline is not None else None
         split, fp8 = self._split(resolved), self._fp8(resolved)
         samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
-        param_dtype, autocast_dtype = _precision_of(resolved)
+        precision = _precision_of(resolved)
         blocks = pipeline.blocks if pipeline is not None else ()
-        widened = _widens(resolved)
-        traced = self._tracer.of(Conditions(param_dtype, autocast_dtype, samples, split, blocks, fp8, widened))
+        traced = self._tracer.of(Conditions(*precision, samples, split, blocks, fp8, _widens(resolved)))
         step = Step(
             blocks=(),
             axes=resolved.axes,
@@ -158,7 +160,7 @@ class Workload:
         cut = decided.cut
         described = self._described(split, fp8, cut)
         step = step.replace(blocks=group_blocks(described, cut, traced.ops), buffers=describe_buffers(self.model, cut))
-        ranks = by_pipeline_rank(step, cut, samples, in_half=param_dtype is not None)
+        ranks = by_pipeline_rank(step, cut, samples, in_half=precision[0] is not None)
         fitted = fit_budget(resolved.strategy, ranks)
         every = [cost_of(fitted.strategy, each) for each in ranks]
         most = max(every, key=lambda each: needed_bytes(each, memory(each)))
@@ -175,6 +177,8 @@ class Workload:
             micro_batch=samples,
             forecast=forecasted,
             taken_bytes=_taken_bytes(forecasted, every),
+            host_bytes=max(map(host_bytes, every)),
+            host_limit_bytes=None if self.cluster is None else usable_host_bytes(self.cluster),
         )
 
     def _check_units(self, resolved: Resolved) -> None:

@@ -11,7 +11,13 @@ from meshwright.runtime.agreement import (
 )
 from meshwright.runtime.background import agreeing_over, background_group, before_leaving
 from meshwright.runtime.config_view import config
-from meshwright.runtime.device import measured_flops_per_s, memory_limit_bytes, peak_memory_bytes, synchronize_device
+from meshwright.runtime.device import (
+    host_share_bytes,
+    measured_flops_per_s,
+    memory_limit_bytes,
+    peak_memory_bytes,
+    synchronize_device,
+)
 from meshwright.runtime.fingerprint import Difference, bit_sum, bit_sums, difference_between_ranks, outvoted
 from meshwright.runtime.grid import (
     ShardAxes,
@@ -90,6 +96,7 @@ __all__ = [
     "fit_axes",
     "gather_from",
     "gather_objects",
+    "host_share_bytes",
     "init_distributed",
     "measured_flops_per_s",
     "memory_limit_bytes",

@@ -35,6 +35,11 @@ def memory_limit_bytes(device: torch.device, local_world_size: int) -> int:
     """Bytes one rank may plan with: the CUDA device's memory less a tenth, or its share of the free host memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory * 0.9)
+    return host_share_bytes(local_world_size)
+
+
+def host_share_bytes(local_world_size: int) -> int:
+    """One rank's share of the free memory of its node."""
     return _available_host_bytes() // max(local_world_size, 1)
 
 

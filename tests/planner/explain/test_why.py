@@ -8,6 +8,7 @@ from meshwright.planner import FamilyWorkload, parse_family, readable_bytes
 from meshwright.planner.explain import links, mfu, per_gpu, price_per_billion_tokens, short, why
 from meshwright.planner.explain.entry import plan_entry
 from meshwright.planner.explain.figures import every_step
+from meshwright.planner.explain.why import too_large
 from meshwright.planner.search import Found
 from meshwright.planner.words import time_parts
 from meshwright.strategy import Strategy
@@ -33,6 +34,11 @@ def test_what_offloading_needs_of_the_host_is_said():
         plan = FamilyWorkload(parse_family("llama-3-1b"), cluster, 1, "bf16").plan(Strategy(methods))
         said = why(Found((plan,))).chosen[-1]
         assert (f"Host memory holds {readable_bytes(plan.memory.host_total)} for every device" in said) is told
+    host = dataclasses.replace(cluster, host_memory_bytes=2**30)
+    plan = FamilyWorkload(parse_family("llama-3-1b"), host, 1, "bf16").plan(Strategy(methods))
+    assert not plan.fits
+    assert too_large(plan).startswith("needs more host memory than there is: host ")
+    assert plan.summary().endswith(f"{plan.host_text()}, too much")
 
 
 def test_every_other_plan_says_where_it_loses():

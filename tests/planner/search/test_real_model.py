@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from meshwright.cost import make_cluster
+from meshwright.errors import StrategyError
 from meshwright.planner import Workload, choose, default_space, search
+from meshwright.planner.search import search_in_stages
 from tests import tiny
 
 
@@ -43,3 +45,10 @@ def test_choosing_with_a_cluster_searches_and_keeps_precision_and_micro_batches(
     )
     assert tight.strategy != plan.strategy
     assert tight.fits
+
+
+def test_a_real_model_that_fits_nowhere_is_told_how_many_devices_would_do():
+    with pytest.raises(StrategyError, match=r"take \d+ of these"):
+        search_in_stages(
+            workload(200 * 2**10), default_space(workload(None), lower_precision=False), excluded=["offload"], top=1
+        )

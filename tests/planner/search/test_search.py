@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import pytest
@@ -181,6 +182,15 @@ def test_offloading_is_tried_where_nothing_fits_without():
     assert "offload" in found.plans[0].strategy
 
 
+def test_what_is_offloaded_has_to_fit_into_host_memory():
+    subject = workload(limit_bytes=600 * 2**20)
+    roomy = quick(subject, top=1).plans[0]
+    assert 0 < roomy.host_bytes <= roomy.host_limit_bytes
+    small = dataclasses.replace(subject.cluster, host_memory_bytes=roomy.host_bytes // 4)
+    with pytest.raises(StrategyError, match=r"(?s)of host memory, on each.*offloaded, it needs .* on disk"):
+        quick(dataclasses.replace(subject, cluster=small), top=1)
+
+
 def test_a_cluster_that_is_too_small_is_told_what_binds_and_how_many_would_do():
     subject = workload(limit_bytes=480 * 2**20, cluster="a100x2")
     with pytest.raises(
@@ -202,7 +212,7 @@ def test_a_long_pipeline_has_an_outline_that_says_the_same():
             whole, outline = subject.plan(strategy, number), subject.outline(strategy, number)
             assert outline.forecast.time == whole.forecast.time
             assert outline.needed_bytes == whole.needed_bytes
-            assert subject.least_taken_bytes(strategy, number) <= whole.needed_bytes
+            assert whole.fits <= (not subject.is_too_large(strategy, number))
 
 
 def test_sizes_to_try():

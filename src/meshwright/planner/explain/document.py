@@ -69,6 +69,7 @@ def _cluster(cluster: Cluster) -> dict[str, Any]:
         "num_devices": cluster.num_devices,
         "devices_per_node": cluster.devices_per_node,
         "memory_bytes": cluster.device.memory_bytes,
+        "host_memory_bytes": cluster.host_memory_bytes,
         "intra_bytes_per_s": cluster.intra.bytes_per_s,
         "inter_bytes_per_s": cluster.inter.bytes_per_s,
         "price_per_device_hour": cluster.device.price_per_hour,

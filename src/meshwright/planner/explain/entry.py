@@ -68,6 +68,8 @@ def _memory(plan: Plan) -> dict[str, Any]:
     return {
         "limit_bytes": plan.limit_bytes,
         "needed_bytes": plan.needed_bytes,
+        "host_limit_bytes": plan.host_limit_bytes,
+        "host_bytes": plan.host_bytes,
         "ranks": [
             {
                 "rank": rank,

@@ -101,9 +101,13 @@ def memory_sentence(plan: Plan) -> str:
 
 
 def _on_host(plan: Plan) -> str:
-    """What offloading needs of memory that no limit is set for."""
-    on_host = 0 if plan.step.on_cpu else plan.memory.host_total
-    return f" Host memory holds {readable_bytes(on_host)} for every device: see that it is there." if on_host else ""
+    """What offloading needs beside the device."""
+    if not plan.host_bytes:
+        return ""
+    room = "see that it is there"
+    if plan.host_limit_bytes is not None:
+        room = f"of the {readable_bytes(plan.host_limit_bytes)} that each can have of its node's"
+    return f" Host memory holds {readable_bytes(plan.host_bytes)} for every device: {room}."
 
 
 def _with_gaps(plan: Plan) -> str:
@@ -123,6 +127,8 @@ def _largest_classes(plan: Plan, most: int = 3) -> str:
 
 def too_large(plan: Plan) -> str:
     """By how much a plan does not fit, and what takes the memory."""
+    if plan.fits_device and not plan.fits_host:
+        return f"needs more host memory than there is: {plan.host_text()}"
     over = plan.needed_bytes - (plan.limit_bytes or 0)
     when = f" {MOMENTS[plan.forecast.peak.moment]}" if plan.forecast is not None else ""
     return f"needs {readable_bytes(plan.needed_bytes)}{when}, {readable_bytes(over)} too much: {_largest_classes(plan)}"

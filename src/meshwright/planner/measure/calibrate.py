@@ -25,7 +25,7 @@ from meshwright.planner.measure.kernel_probes import kernel_probes, num_probes
 from meshwright.planner.measure.link_probes import link_samples, link_sizes, tiers_of
 from meshwright.planner.measure.samples import LinkSample, Residual, Sample
 from meshwright.planner.measure.timing import Clock, Timing, cold_time_of, slowest, tells_cpu_time, time_of
-from meshwright.runtime import Settings, gather_objects, memory_limit_bytes, settings, world_size
+from meshwright.runtime import Settings, gather_objects, host_share_bytes, memory_limit_bytes, settings, world_size
 
 FAMILY = "measured"
 _KERNEL_WINDOW_S, _LINK_WINDOW_S = 0.03, 0.03
@@ -208,7 +208,9 @@ def _device(now: Settings) -> Device:
 def _cluster(now: Settings, machine: Machine) -> Cluster:
     world = world_size()
     per_node = now.local_world_size if world % now.local_world_size == 0 else world
-    return Cluster(machine.device, world, min(per_node, world))
+    share = min(gather_objects(host_share_bytes(per_node)))
+    on_host = None if machine.device.is_host or now.device.type == "cpu" else share
+    return Cluster(machine.device, world, min(per_node, world), host_memory_bytes=on_host)
 
 
 def _overlapping(now: Settings, links: Links, clock: Clock) -> Constants:

@@ -12,12 +12,11 @@ import functools
 import math
 from dataclasses import dataclass
 
-from meshwright.cost import Calibration, Cluster, Link, Stages, Step, fitted, memory, peak
+from meshwright.cost import Block, Calibration, Cluster, Link, Stages, Step, fitted, memory, peak
 from meshwright.cost.collectives import Network
-from meshwright.cost.copying import copying
 from meshwright.cost.efficiency import Constants
 from meshwright.cost.kernels import Machine
-from meshwright.cost.rank import one_s, rank_of, updated_s
+from meshwright.cost.rank import rank_of
 from meshwright.errors import MeshwrightError
 from meshwright.methods import Method, cost_of
 from meshwright.methods.law import SHARD_AXES
@@ -26,6 +25,7 @@ from meshwright.planner.search.bubble import bubble
 from meshwright.planner.search.candidates import Branch, Mesh, mesh_of
 from meshwright.planner.search.scaled import bare_blocks, scaled
 from meshwright.planner.search.space import Choice
+from meshwright.planner.search.state import State
 from meshwright.strategy import MethodConfig, Strategy
 
 _MANY = 64  # samples of a micro-batch beyond which kernels get no better
@@ -57,23 +57,6 @@ class Probe:
         return sum(block.count for block in self.step.blocks if block.name != "outside")
 
 
-@dataclass(frozen=True)
-class State:
-    """What parameters alone cost: bytes on a rank, and seconds of an update and of gathers and reductions.
-
-    Args:
-        twin: Equal numbers cost the very same.
-        held_bytes: Parameters, gradients, the optimizer's state and what is gathered; with one micro-batch, with more.
-        update_s: The update.
-        link_s: Gathers and reductions of one micro-batch, and of every further one.
-    """
-
-    twin: int
-    held_bytes: tuple[int, int]
-    update_s: float
-    link_s: tuple[float, float]
-
-
 class Bounds:
     """Bounds for the candidates of one subject on one cluster."""
 
@@ -97,6 +80,7 @@ class Bounds:
         self._states: dict[object, State] = {}
         self._state_of: dict[Branch, State] = {}
         self._twins: dict[tuple[Step, Step], int] = {}
+        self._blocks: dict[tuple[int, bool], tuple[Block, ...]] = {}
 
     def probe(self, mesh: Mesh, methods: Choice) -> Probe:
         """Of the inner axes of a mesh, with methods for precision, recomputation and others.
@@ -214,7 +198,7 @@ class Bounds:
 
     def held_bytes(self, branch: Branch, micro_batch: int, micro_batches: int) -> float:
         """Bytes taken of a rank's limit, from the probe of its inner axes where known; of no samples the state's."""
-        state = self.state(branch).held_bytes[micro_batches > 1] / self._parts(branch)
+        state = self.state(branch).held_bytes(micro_batches) / self._parts(branch)
         probe = self.divided(branch) if micro_batch and self.known_probe(branch) else None
         if probe is None:
             return state * self.undivided(branch).slack
@@ -242,23 +226,21 @@ class Bounds:
         return self._state_of[branch]
 
     def _state(self, branch: Branch, axes: tuple[tuple[str, int], ...]) -> State:
-        once, twice = (self._bare(branch, axes, number, merged=True) for number in (1, 2))
-        if once.hosted is not None:  # what leaves the device is chosen parameter by parameter
-            once, twice = (self._bare(branch, axes, number, merged=False) for number in (1, 2))
-        seconds = [self._link_s(step) for step in (once, twice)]
-        on_host = memory(once).host_total if once.on_cpu else 0
-        return State(
-            self._twins.setdefault((once, twice), len(self._twins)),
-            (peak(once).reserved_bytes + on_host, peak(twice).reserved_bytes + on_host),
-            updated_s(once, self._machine, self._wires, copying(once, self._wires)),
-            (seconds[0], max(seconds[1] - seconds[0], 0.0)),
-        )
+        # What leaves the device is chosen parameter by parameter.
+        merged = self._bare(branch, axes, 1, merged=True).hosted is None
+        bare = functools.partial(self._bare, branch, axes, merged=merged)
+        return State(bare, self._wires, self._machine, self._network)
+
+    def twin(self, branch: Branch) -> int:
+        """Equal numbers cost the very same."""
+        state = self.state(branch)
+        return self._twins.setdefault((state.once, state.twice), len(self._twins))
 
     def _bare(self, branch: Branch, axes: tuple[tuple[str, int], ...], micro_batches: int, *, merged: bool) -> Step:
         sizes = dict(axes)
         first = next((axis for axis in SHARD_AXES if sizes.get(axis, 1) > 1), "data")
         step = Step(
-            blocks=bare_blocks(self.undivided(branch).step, merged=merged),
+            blocks=self._bare_blocks(self.undivided(branch), merged),
             axes=axes,
             shard_axis=first if branch.sharding else None,
             num_micro_batches=micro_batches,
@@ -267,9 +249,11 @@ class Bounds:
         )
         return cost_of(Strategy([*branch.sharding, *branch.precision, *branch.rest]), step)
 
-    def _link_s(self, step: Step) -> float:
-        hidden = (each for each in step.traffic if each.hidden and each.moment != "update" and each.kind != "send")
-        return sum(one_s(step, each, self._network) for each in hidden)
+    def _bare_blocks(self, probe: Probe, merged: bool) -> tuple[Block, ...]:
+        key = id(probe), merged
+        if key not in self._blocks:
+            self._blocks[key] = bare_blocks(probe.step, merged=merged)
+        return self._blocks[key]
 
 
 def _probing(branch: Branch) -> Choice:

@@ -72,9 +72,11 @@ class Engine:
         progress: Callable[[int, int], None] | None,
         *,
         limited: bool = True,
+        any_will_do: bool = False,
     ) -> None:
         self.subject, self.candidates, self.bounds, self.objective = subject, candidates, bounds, objective
         self.top, self.max_predictions, self.progress, self.limited = top, max_predictions, progress, limited
+        self.any_will_do = any_will_do
         self.looked = Looked()
         self._heap: list[tuple[float, int, int, Item]] = []
         self._order = itertools.count()
@@ -82,7 +84,7 @@ class Engine:
         self._first: dict[object, Branch] = {}
         # A subject may have something quicker that says the same where plans are compared.
         self._outline = getattr(subject, "outline", subject.plan)
-        self._least = getattr(subject, "least_taken_bytes", None)
+        self._exceeds = getattr(subject, "is_too_large", None)
 
     def run(self) -> Looked:
         """Looks at candidates, the most promising first.
@@ -121,7 +123,7 @@ class Engine:
 
     def _is_settled(self, bound: float) -> bool:
         plans = self.looked.plans
-        return len(plans) >= self.top and rounded(bound) > plans[self.top - 1][0][0]
+        return len(plans) >= self.top and (self.any_will_do or rounded(bound) > plans[self.top - 1][0][0])
 
     def _push(self, bound: float, depth: int, item: Item) -> None:
         # Of equal bounds the deepest first: it ends in a plan soonest.
@@ -150,7 +152,7 @@ class Engine:
                 self._push(0.0, 2, branch)
                 continue
             try:
-                if not self._has_blocks(branch) or self._is_twin(branch) or self._cannot_fit(branch, 0, 1):
+                if not self._has_blocks(branch) or self._cannot_fit(branch, 0, 1) or self._is_twin(branch):
                     continue
                 bound = self._roughly(branch)
             except MeshwrightError as error:
@@ -169,7 +171,7 @@ class Engine:
         """Whether another method does the very same here, as all levels of ZeRO do in a pipeline."""
         assert self.bounds is not None
         others = (branch.mesh, branch.axes, branch.precision, branch.recompute, branch.rest, branch.schedule)
-        return self._first.setdefault((others, self.bounds.state(branch).twin), branch) is not branch
+        return self._first.setdefault((others, self.bounds.twin(branch)), branch) is not branch
 
     def _roughly(self, branch: Branch, micro_batches: int | None = None) -> float:
         """A bound for a branch, with its most micro-batches where none are given: they wait least for each other."""
@@ -225,15 +227,20 @@ class Engine:
         try:
             if branch.schedule is not None:
                 branch.schedule.in_flight(branch.mesh.pipeline, micro_batches)
-            seconds = self.bounds.step_s(branch, samples, micro_batches)
+            self.bounds.divided(branch)
             if self._cannot_fit(branch, samples // micro_batches, micro_batches):
                 return
-            held = self.bounds.held_bytes(branch, samples // micro_batches, micro_batches)
+            bound = self._closely(branch, samples, micro_batches)
         except MeshwrightError as error:
             self.candidates.refuse(error.what, branch.strategy())
             return
-        bound = held if self.objective == "memory" else self._per_sample(seconds, branch.mesh, samples)
         self._push(bound, 4, Leaf(branch, leaf.micro_batches, close=True))
+
+    def _closely(self, branch: Branch, samples: int, micro_batches: int) -> float:
+        assert self.bounds is not None
+        if self.objective == "memory":
+            return self.bounds.held_bytes(branch, samples // micro_batches, micro_batches)
+        return self._per_sample(self.bounds.step_s(branch, samples, micro_batches), branch.mesh, samples)
 
     def _cannot_fit(self, branch: Branch, micro_batch: int, micro_batches: int) -> bool:
         if not self.limited or self.bounds is None:
@@ -266,9 +273,7 @@ class Engine:
 
     def _is_too_large(self, branch: Branch, micro_batches: int | None, micro_batch: int) -> bool:
         """Whether one rank alone shows that it cannot fit."""
-        if self._least is None or self.bounds is None or self.bounds.limit_bytes is None or not self.limited:
-            return False
-        if self._least(branch.strategy(), micro_batches) <= self.bounds.limit_bytes:
+        if self._exceeds is None or not self.limited or not self._exceeds(branch.strategy(), micro_batches):
             return False
         self._note_too_large(branch, micro_batch)
         return True

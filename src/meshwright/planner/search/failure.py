@@ -23,23 +23,33 @@ _REMEDIES = {
     "gathered": "smaller blocks",
     "optimizer": "an optimizer with less state",
     "updating": "fused=True in optim_args, where the optimizer has such a kernel",
+    "host": "states on disk (offload's disk)",
 }
 
 
 def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> StrategyError:
     """The error for a cluster that is too small."""
-    most = smallest.forecast.peak if smallest.forecast is not None else peak(smallest.step)
-    name, size = _largest_class(most.memory)
-    said = f"{_MOMENTS[most.moment]} it holds {readable_bytes(size)} of {name.replace('_', ' ')}"
+    name, said, limits = _binding(smallest)
     enough = f"take {devices} of these devices" if devices is not None else "take more devices"
     remedies = [f"{enough}, or devices with more memory", *([_REMEDIES[name]] if name in _REMEDIES else [])]
     devices_here = "1 device" if subject.world == 1 else f"{subject.world} devices"
     return StrategyError(
         "No strategy fits into the memory of a rank",
-        expected=f"at most {readable_bytes(smallest.limit_bytes or 0)} on each of {devices_here}",
+        expected=f"at most {limits} on each of {devices_here}",
         got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {_named(smallest)}; {said}",
         fix="; or ".join(remedies) + "; or name a strategy yourself to try it all the same",
     )
+
+
+def _binding(smallest: Plan) -> tuple[str, str, str]:
+    """The class of memory that is too much, a sentence on it, and the limits."""
+    limits = readable_bytes(smallest.limit_bytes or 0)
+    if smallest.fits_device:
+        limits += f", and {readable_bytes(smallest.host_limit_bytes or 0)} of host memory,"
+        return "host", f"offloaded, it needs {readable_bytes(smallest.host_bytes)} of host memory", limits
+    most = smallest.forecast.peak if smallest.forecast is not None else peak(smallest.step)
+    name, size = _largest_class(most.memory)
+    return name, f"{_MOMENTS[most.moment]} it holds {readable_bytes(size)} of {name.replace('_', ' ')}", limits
 
 
 def nothing_works(world: int, refused: Mapping[str, str], included: Sequence[str]) -> StrategyError:

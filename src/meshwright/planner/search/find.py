@@ -34,6 +34,8 @@ def search(
     space: Space | None = None,
     max_predictions: int = MAX_PREDICTIONS,
     progress: Progress | None = None,
+    growing: Space | None = None,
+    explained: bool = True,
 ) -> Found:
     """Finds the strategies that do best among those that fit into memory.
 
@@ -50,6 +52,8 @@ def search(
         space: What is tried; None: see :func:`default_space`. Offloading is tried where nothing fits without.
         max_predictions: Most plans that are asked of the subject.
         progress: Told of every prediction.
+        growing: What is tried on more devices, where nothing fits on these; None: the same.
+        explained: Whether a failure says what is smallest and how many devices would do, for which it searches on.
 
     Raises:
         StrategyError: When nothing fits, with the smallest, what binds, and how many devices would do; when nothing can
@@ -72,12 +76,15 @@ def search(
     if looked.stopped and not looked.plans:
         raise ended_early(max_predictions)
     if not looked.plans:
-        hosting = () if "offload" in excluded else offloads()
-        roomiest = given.replace(hybrid=False, recompute=given.recompute[-1:], offload=(*given.offload, *hosting))
-        smallest = looking.smallest(roomiest, looked.too_large)
+        offload = (*given.offload, *(() if "offload" in excluded else offloads()))
+        roomiest = given.replace(hybrid=False, recompute=given.recompute[-1:], offload=offload)
+        smallest = looking.smallest(roomiest, looked.too_large) if explained else next(iter(looked.too_large), None)
         if smallest is None:
             raise nothing_works(subject.world, looking.refused, included)
-        raise nothing_fits(subject, smallest, looking.fewest_devices(roomiest))
+        if growing is not None:
+            growing = constrained(growing, excluded, included, subject.world, node)
+            roomiest = growing.replace(hybrid=False, recompute=growing.recompute[-1:], offload=offload)
+        raise nothing_fits(subject, smallest, looking.fewest_devices(roomiest) if explained else None)
     return Found(
         plans=tuple(plan for _, plan in looked.plans),
         too_large=tuple(looked.too_large),
@@ -141,23 +148,38 @@ class _Search:
         return min(plans, key=lambda plan: (plan.needed_bytes, str(plan.strategy)), default=None)
 
     def fewest_devices(self, space: Space) -> int | None:
-        """As many devices as it takes until something fits, doubled again and again.
+        """As many devices as it takes until something fits: doubled again and again, then what lies between.
 
         None: it cannot be told, or a thousand times as many are too few.
         """
-        grow = getattr(self.subject, "on", None)
-        number, most = self.subject.world, self.subject.world * _MOST_GROWTH
-        while grow is not None and self.cluster is not None and number < most:
-            number *= 2
-            larger: Subject = grow(number)
-            cluster = self.cluster.resized(number)
-            wider = space.replace(sizes=_wider(space, default_space(larger)))
-            candidates = Candidates(wider, number, cluster.devices_per_node, larger.batch_size)
-            bounds = Bounds(larger, cluster)
-            looked = Engine(larger, candidates, bounds, "memory", 1, self.max_predictions, None).run()
-            if looked.plans:
-                return number
+        grow: Callable[[int], Subject] | None = getattr(self.subject, "on", None)
+        if grow is None or self.cluster is None:
+            return None
+        world = self.subject.world
+        for times in range(1, _MOST_GROWTH.bit_length()):
+            if self._fits_on(number := world << times, grow, space):
+                return self._between(number // 2, number, grow, space)
         return None
+
+    def _between(self, few: int, enough: int, grow: Callable[[int], Subject], space: Space) -> int:
+        """Of too few devices and twice as many, quarters of the way that are enough, in nodes as whole as these."""
+        unit = self.node if few > self.node and few % self.node == 0 else 1
+        for quarter in (few // 2, few // 4):
+            middle = enough - quarter
+            if few % 4 == 0 and middle % unit == 0 and self._fits_on(middle, grow, space):
+                enough = middle
+        return enough
+
+    def _fits_on(self, number: int, grow: Callable[[int], Subject], space: Space) -> bool:
+        """Whether anything fits on so many devices."""
+        assert self.cluster is not None
+        larger, cluster = grow(number), self.cluster.resized(number)
+        wider = space.replace(sizes=_wider(space, default_space(larger)))
+        candidates = Candidates(wider, number, cluster.devices_per_node, larger.batch_size)
+        engine = Engine(
+            larger, candidates, Bounds(larger, cluster), "memory", 1, self.max_predictions, None, any_will_do=True
+        )
+        return bool(engine.run().plans)
 
 
 def _is_untraced(looked: Looked) -> bool:

@@ -34,9 +34,8 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
         axis_methods={**space.axis_methods, "tensor": choices("tensor_parallel")},
         inner_axes=1,
     )
-    for tried in (small, space.replace(axis_methods={**space.axis_methods, "pipeline": choices("pipeline_parallel")})):
-        try:
-            return search(subject, space=tried, **options)
-        except StrategyError as error:
-            last = error
-    raise last
+    try:
+        return search(subject, space=small, explained=False, **options)
+    except StrategyError:
+        whole = space.replace(axis_methods={**space.axis_methods, "pipeline": choices("pipeline_parallel")})
+        return search(subject, space=whole, growing=small, **options)

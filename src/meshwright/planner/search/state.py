@@ -1,0 +1,71 @@
+"""What parameters alone cost a candidate, each figure found out when it is first asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshwright.cost import Cluster, Step, memory, peak
+from meshwright.cost.collectives import Network
+from meshwright.cost.copying import copying
+from meshwright.cost.kernels import Machine
+from meshwright.cost.rank import one_s, updated_s
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Bytes on a rank, and seconds of an update and of gathers and reductions.
+
+    Args:
+        bare: ``bare(micro_batches)`` is a step of bare parameters.
+        wires: Links at their full bandwidth.
+        machine: Kernels at their best.
+        network: Collectives at their best.
+    """
+
+    bare: Callable[[int], Step]
+    wires: Cluster
+    machine: Machine
+    network: Network
+
+    @functools.cached_property
+    def once(self) -> Step:
+        """With one micro-batch."""
+        return self.bare(1)
+
+    @functools.cached_property
+    def twice(self) -> Step:
+        """With more."""
+        return self.bare(2)
+
+    def held_bytes(self, micro_batches: int) -> int:
+        """Parameters, gradients, the optimizer's state and what is gathered."""
+        return self._held_once if micro_batches == 1 else self._held_twice
+
+    @functools.cached_property
+    def _held_once(self) -> int:
+        return _held(self.once)
+
+    @functools.cached_property
+    def _held_twice(self) -> int:
+        return _held(self.twice)
+
+    @functools.cached_property
+    def update_s(self) -> float:
+        """The update."""
+        return updated_s(self.once, self.machine, self.wires, copying(self.once, self.wires))
+
+    @functools.cached_property
+    def link_s(self) -> tuple[float, float]:
+        """Gathers and reductions of one micro-batch, and of every further one."""
+        first, both = self._link_s(self.once), self._link_s(self.twice)
+        return first, max(both - first, 0.0)
+
+    def _link_s(self, step: Step) -> float:
+        hidden = (each for each in step.traffic if each.hidden and each.moment != "update" and each.kind != "send")
+        return sum(one_s(step, each, self.network) for each in hidden)
+
+
+def _held(step: Step) -> int:
+    return peak(step).reserved_bytes + (memory(step).host_total if step.on_cpu else 0)
