@@ -62,6 +62,17 @@ class Method(MethodConfig):
         """Why a strategy is applied without it on such a device, as a sentence for the user; None where it works."""
         return None
 
+    def check_mesh(self, sizes: Mapping[str, int], shard_axis: str | None) -> None:
+        """Refuses a mesh on which it cannot do what its keys ask for; searches pass such strategies over.
+
+        Args:
+            sizes: Ranks along every axis.
+            shard_axis: The axis that parameters are sharded over; None: they are not.
+
+        Raises:
+            StrategyError: Naming the key.
+        """
+
     @abstractmethod
     def apply(self, job: Job) -> None:
         """Changes the real job."""

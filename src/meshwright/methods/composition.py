@@ -5,6 +5,7 @@ What they need and what excludes what is the law, on the classes of methods; see
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -61,8 +62,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3, device: torch.d
     strategy = _with_zero_method(strategy, axes, zero_level, notices)
     check_law(strategy, dict(axes))
     strategy = _without_redundant_amp(strategy, notices)
-    shards = _sharding_method(strategy)
-    shard_axis = None if shards is None else _shard_axis(dict(axes))
+    shards, shard_axis = _sharding_method(strategy), shard_axis_of(strategy, dict(axes))
     check_axes(strategy, dict(axes), world)
     if shards is not None and shard_axis is not None:
         check_shard_axis(shards, shard_axis, dict(axes))
@@ -78,11 +78,14 @@ def _without_unusable(strategy: Strategy, device: torch.device | None, notices: 
     return strategy
 
 
-def _shard_axis(sizes: dict[str, int]) -> str:
-    """``zero``, else ``data``; ranks of a sequence hold equal parameters too, and are taken where they are alone.
+def shard_axis_of(strategy: Strategy, sizes: Mapping[str, int]) -> str | None:
+    """The axis over which a strategy shards; None where it does not.
 
-    So are ranks along experts, which hold all other parameters.
+    ``zero``, else ``data``; ranks of a sequence hold equal parameters too, and are taken where they are alone. So are
+    ranks along experts, which hold all other parameters.
     """
+    if _sharding_method(strategy) is None:
+        return None
     if "zero" in sizes or sizes.get("data", 1) > 1:
         return "zero" if "zero" in sizes else "data"
     return next((axis for axis in SHARD_AXES[2:] if sizes.get(axis, 1) > 1), "data")

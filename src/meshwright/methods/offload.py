@@ -13,11 +13,17 @@ from meshwright.cost import Activations, Hosted, Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.hosting.activations import ActivationOffload
-from meshwright.methods.hosting.checks import check_activations, check_disk, check_gradients, check_parameters
+from meshwright.methods.hosting.checks import (
+    check_activations,
+    check_disk,
+    check_gradients,
+    check_parameters,
+    check_units,
+)
 from meshwright.methods.hosting.choice import choose, completed_in_backward, hosted_units
 from meshwright.methods.job import Job
 from meshwright.methods.law import Conflict
-from meshwright.nn import find_blocks
+from meshwright.nn import find_blocks, require_blocks
 from meshwright.optim import Disk, HostWeights, copies_for
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -107,12 +113,19 @@ class Offload(Method):
             if low is not None and high is not None and low > high:
                 raise ValueError(f"{smaller} at most {larger}: what is updated on the host has its states there")
 
+    def check_mesh(self, sizes: Mapping[str, int], shard_axis: str | None) -> None:
+        """Refuses what cannot leave the device on such a mesh."""
+        check_gradients(self.gradients or 0.0, sizes, shard_axis)
+        check_parameters(self._hosted(sizes, shard_axis).parameters, sizes, shard_axis)
+        check_activations(self.activations, sizes)
+
     def check(self, job: Job) -> None:
         """Refuses what cannot leave the device in this job, and a disk that cannot be written to."""
+        self.check_mesh(dict(job.axes), job.shard_axis)
         hosted = self._hosted(dict(job.axes), job.shard_axis)
-        check_gradients(self.gradients or 0.0, job)
-        check_parameters(hosted.parameters, job)
-        check_activations(self.activations, job)
+        check_units(hosted.parameters, job.strategy)
+        if self.activations:
+            require_blocks(job.model, method="offload", option="activations")
         if hosted.optimizer and job.optim_func is None:
             raise StrategyError(
                 "offload has no optimizer whose states it could keep",

@@ -182,6 +182,16 @@ def test_offloading_is_tried_where_nothing_fits_without():
     assert "offload" in found.plans[0].strategy
 
 
+@pytest.mark.parametrize(("cluster", "limit_mib"), [("a100x1", 800), ("a100x2", 480)])
+def test_parameters_leave_only_where_fsdp2_brings_them_back(cluster, limit_mib):
+    plans = quick(workload(limit_bytes=limit_mib * 2**20, cluster=cluster)).plans
+    leaving = [plan for plan in plans if "offload" in plan.strategy and plan.strategy.get("offload").parameters]
+    assert leaving
+    for plan in leaving:
+        assert plan.step.shard_axis is not None
+        assert plan.step.size("pipeline") == 1
+
+
 def test_what_is_offloaded_has_to_fit_into_host_memory():
     subject = workload(limit_bytes=600 * 2**20)
     roomy = quick(subject, top=1).plans[0]
@@ -192,9 +202,9 @@ def test_what_is_offloaded_has_to_fit_into_host_memory():
 
 
 def test_a_cluster_that_is_too_small_is_told_what_binds_and_how_many_would_do():
-    subject = workload(limit_bytes=480 * 2**20, cluster="a100x2")
+    subject = workload(limit_bytes=300 * 2**20, cluster="a100x2")
     with pytest.raises(
-        StrategyError, match=r"(?s)No strategy fits.*Expected at most 480.*smallest.*holds.*of .*take \d+ of these"
+        StrategyError, match=r"(?s)No strategy fits.*Expected at most 300.*smallest.*holds.*of .*take \d+ of these"
     ):
         quick(subject, top=1)
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import StrategyError
-from meshwright.methods import PipelineParallel
+from meshwright.methods import Offload, PipelineParallel, in_phase_order
 from meshwright.methods.compatibility import check_law
+from meshwright.methods.composition import shard_axis_of
 from meshwright.planner.search.space import Choice, Space, divisors_of, zero_sizes
 from meshwright.strategy import Strategy
 
@@ -77,6 +78,8 @@ class Candidates:
     def __init__(self, space: Space, world: int, node: int, batch_size: int | None) -> None:
         self.space, self.world, self.node, self.batch_size = space, world, node, batch_size
         self.refused: Refusals = {}
+        offloads = itertools.chain.from_iterable(space.offload)
+        self._leaves = any(isinstance(method, Offload) and method.parameters for method in offloads)
         self._lawful: dict[tuple[Choice, frozenset[str]], bool] = {}
 
     def refuse(self, reason: str, strategy: Strategy | str) -> None:
@@ -141,7 +144,8 @@ class Candidates:
                 yield choice, _without_ones(*mesh.inner, ("zero", group), ("data", mesh.ranks // group), *around)
             # Ranks that divide a sample or hold other experts hold equal weights: they can be sharded over, too.
             alone = {"sequence", "context", "expert"} & set(dict(mesh.inner))
-            if mesh.ranks == 1 and (alone or () not in self.space.sharding):
+            # Parameters that leave a device come back as FSDP2 gathers them, on one rank, too.
+            if mesh.ranks == 1 and (alone or self._leaves or () not in self.space.sharding):
                 yield choice, _without_ones(*mesh.inner, *around) if alone else (*mesh.inner, ("data", 1), *around)
 
     def _allowed(self, branch: Branch, sizes: dict[str, int]) -> bool:
@@ -153,6 +157,8 @@ class Candidates:
         strategy = branch.strategy()
         try:
             check_law(strategy, sizes)
+            for method in in_phase_order(strategy):
+                method.check_mesh(sizes, shard_axis_of(strategy, sizes))
         except StrategyError as error:
             self.refuse(error.what, strategy)
             return False
