@@ -228,7 +228,12 @@ def bad_calls():
         ({"lr_scheduler_cls": PLATEAU}, "with a validation loss"),
         ({"lr_scheduler_cls": lambda optim: PLATEAU(optim)}, "with a validation loss"),
         (
-            {"optim_func": Adafactor, "optim_args": {}, "lr_scheduler_cls": torch.optim.lr_scheduler.StepLR},
+            {
+                "optim_func": Adafactor,
+                "optim_args": {},
+                "lr_scheduler_cls": torch.optim.lr_scheduler.StepLR,
+                "lr_scheduler_args": {"step_size": 1},
+            },
             "relative_step=False",
         ),
         ({"strategy": ["zero2"], "optim_args": {**LR, "fused": True}}, "fused SGD cannot"),
