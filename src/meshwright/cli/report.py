@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -39,7 +40,7 @@ def print_report(session: Session, records: Sequence[Mapping[str, Any]], peak_by
         ("loss curve", sparkline([_number(record["loss"]) for record in records], _CURVE_WIDTH)),
         ("median speed", _speed_text(records)),
         ("peak of a rank", _memory_text(session, peak_bytes)),
-        ("checkpoint", str(checkpoints[-1]) if checkpoints else UNKNOWN),
+        ("checkpoint", _short(checkpoints[-1]) if checkpoints else UNKNOWN),
         ("metrics", str(session.run_dir / "metrics.jsonl")),
     ):
         table.add_row(label, text)
@@ -49,6 +50,11 @@ def print_report(session: Session, records: Sequence[Mapping[str, Any]], peak_by
     wanted = session.prepared.config.run.steps
     command = session.options.resume_command(session.run_dir, wanted if steps < wanted else 2 * steps)
     console.print(f"Go on with it:\n  {command}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _short(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _number(value: float | None) -> float:
