@@ -17,8 +17,8 @@ from meshwright.methods.hosting.checks import (
     check_activations,
     check_disk,
     check_gradients,
+    check_parameter_units,
     check_parameters,
-    check_units,
 )
 from meshwright.methods.hosting.choice import choose, completed_in_backward, hosted_units
 from meshwright.methods.job import Job
@@ -123,7 +123,7 @@ class Offload(Method):
         """Refuses what cannot leave the device in this job, and a disk that cannot be written to."""
         self.check_mesh(dict(job.axes), job.shard_axis)
         hosted = self._hosted(dict(job.axes), job.shard_axis)
-        check_units(hosted.parameters, job.strategy)
+        check_parameter_units(hosted.parameters, job.strategy)
         if self.activations:
             require_blocks(job.model, method="offload", option="activations")
         if hosted.optimizer and job.optim_func is None:

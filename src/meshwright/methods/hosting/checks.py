@@ -42,7 +42,7 @@ def check_parameters(fraction: float, sizes: Mapping[str, int], shard_axis: str 
         )
 
 
-def check_units(fraction: float, strategy: Strategy) -> None:
+def check_parameter_units(fraction: float, strategy: Strategy) -> None:
     """Refuses a part of the parameters where FSDP2 gathers by other units than blocks.
 
     Raises:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from meshwright.errors import ModelError
 from meshwright.methods.job import Job
@@ -16,6 +15,7 @@ from meshwright.methods.sequence.proof import prove_blocks
 from meshwright.methods.sequence.tokens import block_lists
 from meshwright.methods.tensor.exchange import TensorAxis
 from meshwright.nn import without_caches
+from meshwright.utils.trees import map_tree
 
 
 def check_parts(
@@ -55,7 +55,7 @@ def whole_input_gradients(model: nn.Module, axis: TensorAxis) -> None:
         return axis.mean_gradient(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tree_map(whole, args), tree_map(whole, kwargs)
+        return map_tree(whole, args), map_tree(whole, kwargs)
 
     model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
 

@@ -155,10 +155,11 @@ class Candidates:
 
     def _is_lawful(self, branch: Branch, sizes: dict[str, int]) -> bool:
         strategy = branch.strategy()
+        shard_axis = shard_axis_of(strategy, sizes)
         try:
             check_law(strategy, sizes)
             for method in in_phase_order(strategy):
-                method.check_mesh(sizes, shard_axis_of(strategy, sizes))
+                method.check_mesh(sizes, shard_axis)
         except StrategyError as error:
             self.refuse(error.what, strategy)
             return False

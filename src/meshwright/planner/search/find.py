@@ -14,7 +14,7 @@ from meshwright.planner.search.engine import Engine, Looked
 from meshwright.planner.search.failure import ended_early, nothing_fits, nothing_works
 from meshwright.planner.search.found import Found
 from meshwright.planner.search.objective import Objective, check_objective
-from meshwright.planner.search.space import Space, default_space, offloads
+from meshwright.planner.search.space import Choice, Space, default_space, offloads
 from meshwright.planner.search.wishes import HALF, check_names
 
 Progress = Callable[[int, int], None]
@@ -77,13 +77,12 @@ def search(
         raise ended_early(max_predictions)
     if not looked.plans:
         offload = (*given.offload, *(() if "offload" in excluded else offloads()))
-        roomiest = given.replace(hybrid=False, recompute=given.recompute[-1:], offload=offload)
+        roomiest = _roomiest(given, offload)
         smallest = looking.smallest(roomiest, looked.too_large) if explained else next(iter(looked.too_large), None)
         if smallest is None:
             raise nothing_works(subject.world, looking.refused, included)
         if growing is not None:
-            growing = constrained(growing, excluded, included, subject.world, node)
-            roomiest = growing.replace(hybrid=False, recompute=growing.recompute[-1:], offload=offload)
+            roomiest = _roomiest(constrained(growing, excluded, included, subject.world, node), offload)
         raise nothing_fits(subject, smallest, looking.fewest_devices(roomiest) if explained else None)
     return Found(
         plans=tuple(plan for _, plan in looked.plans),
@@ -185,6 +184,11 @@ class _Search:
 def _is_untraced(looked: Looked) -> bool:
     """Whether the best that was found says nothing of activations."""
     return bool(looked.plans) and looked.plans[0][1].step.activations is None
+
+
+def _roomiest(space: Space, offload: tuple[Choice, ...]) -> Space:
+    """What takes least memory, of all that divides it."""
+    return space.replace(hybrid=False, recompute=space.recompute[-1:], offload=offload)
 
 
 def _wider(space: Space, larger: Space) -> dict[str, tuple[int, ...]]:
