@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LRScheduler, MultiplicativeLR, SequentialLR
 
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.lr_scheduler import WSD, Cosine, Exponential, Linear, Noam, NoDecay, WarmupLRScheduler
-from meshwright.optim import GuardedOptimizer
+from meshwright.lr_scheduler import WSD, Cosine, Exponential, Linear, Noam, NoDecay, WarmupLRScheduler, warmup_decay
+from meshwright.optim import Adafactor, GuardedOptimizer
 
 S = 0.5
 SEED = (NoDecay, Noam, Linear, Cosine, Exponential)
@@ -231,12 +231,18 @@ def test_a_schedule_of_ones_own():
     assert (other.every, other.current_lr) == (3, S / 2)
 
 
+def own_steps():
+    return Adafactor([torch.nn.Parameter(torch.ones(2))])
+
+
 @pytest.mark.parametrize(
     ("make", "word"),
     [
         (lambda: Noam(None, S, 1, 2), "A scheduler without its optimizer.*Got NoneType"),
         (lambda: Noam(torch.nn.Linear(1, 1), S, 1, 2), "A scheduler without its optimizer.*Got Linear"),
         (lambda: Noam(type("Empty", (), {"param_groups": []})(), S, 1, 2), "nothing to schedule"),
+        (lambda: Noam(own_steps(), S, 1, 2), "no learning rate to schedule.*relative_step=False"),
+        (lambda: warmup_decay(own_steps(), num_steps=2), "no learning rate to schedule"),
         (lambda: Linear(optimizer(), S, -1, 2), "warmup_iter"),
         (lambda: Linear(optimizer(), S, 1, 2, -1), "num_iter"),
         (lambda: Linear(optimizer(), S, 1, 2).step(-1), "num_iter"),

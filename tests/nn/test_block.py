@@ -22,7 +22,19 @@ from meshwright.nn import (
     grouped_parameters,
     init_parameters,
 )
-from tests.nn.seed_models import DIM, IN, Layer, Linear, PlainLayer, build, full, gradients
+from meshwright.optim import OptimManager
+from tests.nn.seed_models import (
+    DIM,
+    IN,
+    Layer,
+    Linear,
+    PlainLayer,
+    build,
+    full,
+    gradients,
+    largest_difference,
+    weights,
+)
 
 block_module = importlib.import_module("meshwright.nn.block")
 Pair = namedtuple("Pair", "first second")
@@ -267,6 +279,34 @@ def _levels():
         assert (type(each.up.weight) is nn.Parameter) == gathered
         out.sum().backward()
         assert isinstance(each.up.weight, torch.distributed.tensor.DTensor)
+
+
+def _another_block_on_one_rank():
+    model = build("blocks")
+    manager = OptimManager()
+    manager.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step(places):
+        x = torch.ones(2, DIM)
+        for place in places:
+            x = model.layers[place](x)
+        manager.backward(x.square().mean())
+        manager.step()
+
+    before = weights(model)
+    with pytest.raises(ModelError, match="have run different Blocks"):
+        step((0, 1 + runtime.rank()))  # equal shapes: nothing fails by itself
+    assert largest_difference(weights(model), before) == 0
+    manager.zero_grad()
+    step((0, 1))
+    with torch.no_grad():
+        model.layers[2](torch.ones(2, DIM))  # evaluation counts, too
+    step((3, 0, 3))
+    assert largest_difference(weights(model), before) > 0
+
+
+def test_ranks_that_run_different_blocks_are_told_before_weights_change(ranks):
+    ranks(2).run(_another_block_on_one_rank)
 
 
 def test_the_global_zero_level(ranks):

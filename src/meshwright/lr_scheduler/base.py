@@ -56,7 +56,7 @@ class WarmupLRScheduler(LRScheduler, ABC):
     ) -> None:
         # No super().__init__: it takes no other objects with param_groups, and it replaces optimizer.step in order to
         # warn when a schedule moves first, as one does that is resumed or set to an iteration.
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
         self.optimizer = optimizer
         self.start_lr = start_lr
         self.warmup_iter = warmup_iter
@@ -217,7 +217,12 @@ def _reference(optimizer: Any, lrs: list[float | Tensor]) -> float:
     return default if default > 0 else max(rates)
 
 
-def _check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: Any) -> None:
+    """Refuses what has no learning rates to set.
+
+    Raises:
+        ConfigError: Saying what a schedule needs.
+    """
     groups = getattr(optimizer, "param_groups", None)
     if not isinstance(groups, list) or not all(isinstance(group, dict) and "lr" in group for group in groups):
         raise ConfigError(
@@ -232,6 +237,13 @@ def _check_optimizer(optimizer: Any) -> None:
             expected="one parameter group or more",
             got="none",
             fix="build the scheduler after the optimizer has its parameters",
+        )
+    if any(group["lr"] is None for group in groups):
+        raise ConfigError(
+            "The optimizer chooses its own steps, and has no learning rate to schedule",
+            expected="an lr in every parameter group",
+            got="lr=None",
+            fix="leave the scheduler out; or give the optimizer an lr, which Adafactor takes with relative_step=False",
         )
 
 

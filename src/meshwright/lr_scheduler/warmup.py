@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from meshwright.errors import ConfigError, did_you_mean
+from meshwright.lr_scheduler.base import check_optimizer
 
 Decay = Literal["cosine", "linear", "constant"]
 DECAYS: tuple[str, ...] = get_args(Decay)
@@ -39,8 +40,9 @@ def warmup_decay(
         min_lr_ratio: Lowest rate as a fraction of the peak.
 
     Raises:
-        ConfigError: When the numbers do not make a schedule.
+        ConfigError: When the numbers do not make a schedule, or the optimizer has no learning rate.
     """
+    check_optimizer(optimizer)
     _check(num_steps, warmup_steps, decay, min_lr_ratio)
     return LambdaLR(optimizer, _factor(num_steps, warmup_steps, decay, min_lr_ratio))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
@@ -18,7 +19,7 @@ from meshwright.nn.classes import subclass_like
 from meshwright.nn.parameter import keeping_records
 from meshwright.nn.roots import has_run, prepare_root
 from meshwright.nn.sharding import shard_as_unit
-from meshwright.runtime import ShardAxes, require_distributed, settings
+from meshwright.runtime import ShardAxes, note_gathered, require_distributed, settings
 
 BlockMode = Literal["BLOCK", "PIPE"]
 _STATE = "_meshwright_block"
@@ -32,6 +33,11 @@ class BlockState:
     zero_level: int
     unit: Any
     """The first Block of the module: the one that FSDP2 knows."""
+    place: int | None
+    """Its number on all ranks, if all of them gather in every call: not in a pipeline's stage, nor below level 3."""
+
+
+_PLACES = itertools.count()
 
 
 class Block(nn.Module):
@@ -78,7 +84,8 @@ class Block(nn.Module):
         if known is None:
             _check_level(level)
             shard_as_unit(self, reshard_after_forward=level == 3, axes=axes)
-            self.__dict__[_STATE] = BlockState(use_checkpoint, level, self)
+            place = next(_PLACES) if axes is None else None
+            self.__dict__[_STATE] = BlockState(use_checkpoint, level, self, place if level == 3 else None)
         elif (known.use_checkpoint, known.zero_level) != (use_checkpoint, level):
             raise ModelError(
                 "A module is wrapped in two Blocks with different options",
@@ -90,6 +97,8 @@ class Block(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the block; parameters gathered without autograd are freed at once."""
         prepare_root(self)
+        if self._state.place is not None:
+            note_gathered(self._state.place)
         result = super().__call__(*args, **kwargs)
         if isinstance(result, _Recorded):
             hand_over(result.records, result.tensors)

@@ -19,6 +19,7 @@ from meshwright.runtime.device import (
     synchronize_device,
 )
 from meshwright.runtime.fingerprint import Difference, bit_sum, bit_sums, difference_between_ranks, outvoted
+from meshwright.runtime.gathered import note_gathered, take_order
 from meshwright.runtime.grid import (
     ShardAxes,
     parameter_mesh,
@@ -101,6 +102,7 @@ __all__ = [
     "measured_flops_per_s",
     "memory_limit_bytes",
     "named_ranks",
+    "note_gathered",
     "outvoted",
     "parameter_mesh",
     "peak_memory_bytes",
@@ -126,6 +128,7 @@ __all__ = [
     "sum_loss",
     "synchronize",
     "synchronize_device",
+    "take_order",
     "tensor_mesh",
     "tensor_rank",
     "tensor_size",

@@ -6,16 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, NonFiniteError
 from meshwright.optim.clip import local_tensor, multiply_
-from meshwright.optim.layouts import reduced
 from meshwright.optim.manager.checks import check_gradients, check_optimizer, check_policy, check_scheduler
 from meshwright.optim.manager.gradient_watch import GradientWatch, local_gradients
 from meshwright.optim.manager.gradients import norm_and_count, parameters_in
 from meshwright.optim.manager.loss_scale import LossScale
+from meshwright.optim.manager.meeting import on_any_rank
 from meshwright.optim.manager.replicas import count_skipped, peers_of, prepare_gradients
 from meshwright.optim.manager.state import load_manager_state, manager_state
 from meshwright.runtime import print_rank
@@ -36,7 +35,7 @@ class OptimManager:
             manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
             manager.step()
 
-    Whether to step is decided once per ``step`` for all optimizers, schedulers and ranks: one all-reduce of three
+    Whether to step is decided once per ``step`` for all optimizers, schedulers and ranks: one all-reduce of five
     numbers over the world, and one wait of the host. Gradients are divided by the scale exactly once, in ``step``;
     until then they are scaled, and ``clip_grad_norm`` accounts for it. Every rank calls ``clip_grad_norm``, ``step``,
     ``state_dict(gather_opt=True)`` and ``load_state_dict`` alike.
@@ -186,7 +185,7 @@ class OptimManager:
         Raises:
             NonFiniteError: On every rank, see ``on_nonfinite`` and ``max_skips``.
             ConfigError: On every rank, when there is a loss scale and no rank's loss was scaled.
-            ModelError: When a gradient is sparse; nothing is updated then.
+            ModelError: When a gradient is sparse, or ranks have run different Blocks; nothing is updated then.
         """
         prepare_gradients(self.optimizers)
         parameters = [[p for group in o.param_groups for p in group["params"]] for o in self.optimizers]
@@ -210,11 +209,8 @@ class OptimManager:
             (plain if in_step else to_unscale).extend(local_gradients(group))
         found = self._watch.any_nonfinite(plain, to_unscale, 1.0 / self.loss_scale)
         has_gradients = any(parameter.grad is not None for group in parameters for parameter in group)
-        host = torch.tensor([float(self._scaled), float(has_gradients)]).to(found.device, non_blocking=True)
         # Pipeline stages: only the last one sees a loss, and a stage need not have trainable parameters.
-        nonfinite, scaled, present = reduced(
-            torch.cat([found.reshape(1), host]), dist.ReduceOp.MAX, peers_of(self.optimizers)
-        ).tolist()
+        nonfinite, scaled, present = on_any_rank(found, (self._scaled, has_gradients), peers_of(self.optimizers))
         if self._scale.enabled and present and not scaled:
             raise ConfigError(
                 "The gradients were not scaled, but would be divided by the loss scale",
@@ -222,7 +218,7 @@ class OptimManager:
                 got="a step without either",
                 fix="call manager.backward(loss) instead of loss.backward()",
             )
-        return bool(nonfinite)
+        return nonfinite
 
     def _skip_or_raise(self) -> None:
         self.step_was_skipped = True
