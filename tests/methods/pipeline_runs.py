@@ -185,6 +185,54 @@ def pairs_on(strategy, steps, by_hand=False, sample=True, **keys):
     return losses, whole_weights(result.model), result.evaluate(ROWS).item(), calls
 
 
+class Echo(nn.Module):
+    """A block that uses its weights twice, the second time on what came of the first, and may not use ``start``."""
+
+    def __init__(self, width, uses_start):
+        super().__init__()
+        self.inner, self.uses_start = nn.Linear(width, width), uses_start
+
+    def forward(self, x, start):
+        again = self.inner(torch.tanh(self.inner(x)))
+        return x + again + (start if self.uses_start else 0), start
+
+
+class Echoes(nn.Module):
+    """The last stage gets ``start`` and has no use for it."""
+
+    def __init__(self, layers=4, width=6):
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, 3)
+        self.layers = nn.ModuleList(Echo(width, number < layers - 1) for number in range(layers))
+
+    def forward(self, x):
+        x = start = self.first(x)
+        for layer in self.layers:
+            x, start = layer(x, start)
+        return self.last(x)
+
+
+def echoes(schedule):
+    """Ten steps, without a schedule in one plain process: this rank's weights, and those before."""
+    torch.manual_seed(4)
+    model = Echoes()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if schedule is None:
+        optim = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(STEPS):
+            optim.zero_grad()
+            square(None, model(ROWS)).backward()
+            optim.step()
+        return {name: p.detach() for name, p in model.named_parameters()}, before
+    result = mw.accelerate(
+        model, torch.optim.SGD, None, square, strategy=[TWO, ("pipeline_parallel", {"schedule": schedule})],
+        optim_args={"lr": 0.05}, num_micro_batches=4, sample_batch=ROWS[:2],
+    )  # fmt: skip
+    for _ in range(STEPS):
+        result.step(ROWS)
+    return whole_weights(result.model), before
+
+
 def dropping(methods):
     """Losses of one batch with dropout, the weights at rest."""
     result = pairs(["pipeline_parallel", *methods], dropout=0.5)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from meshwright.errors import ConfigError
 from meshwright.runtime import rank
-from meshwright.runtime.watch import Report, Watch, slow_ranks, verdict
+from meshwright.runtime.watch import Report, Watch, slow_ranks, verdict, watch
 
 LIMIT_S = 0.5
 
@@ -132,3 +132,33 @@ def test_a_report_travels_as_text():
     assert Report.from_json(_report().to_json()) == _report()
     with pytest.raises(ConfigError, match="not a duration"):
         Watch(0.0)
+
+
+class _Looks:
+    """In the place of a watch's event: before each look the other rank may report, and this one's reports are kept."""
+
+    def __init__(self, store, reports_before):
+        self.store, self.reports_before, self.numbers = store, reports_before, []
+
+    def is_set(self):
+        return False
+
+    def wait(self, duration_s):
+        self.numbers.append(Report.from_json(self.store.get("watch/0")).number)
+        if len(self.numbers) == self.reports_before:
+            self.store.set("watch/1", _report(number=4).to_json())
+
+
+@pytest.mark.parametrize("reports_before", [1, 2, 3, None])
+def test_a_rank_that_reports_late_is_not_silent(monkeypatch, reports_before):
+    """Ranks diagnose in the same moments: each reports on meanwhile, and has three pauses to."""
+    monkeypatch.setattr(watch, "rank", lambda: 0)
+    monkeypatch.setattr(watch, "world_size", lambda: 2)
+    told, store = [], dist.HashStore()
+    watching = Watch(LIMIT_S, told.append)
+    watching._watched, watching._keys, watching._store = threading.get_ident(), "watch", store
+    watching._step, watching._over = 2, _Looks(store, reports_before)
+    store.set("watch/1", _report().to_json())
+    watching._look()
+    assert watching._over.numbers == list(range(1, (reports_before or 3) + 1))
+    assert ("rank 1: no sign of life" in told[0]) == (reports_before is None)

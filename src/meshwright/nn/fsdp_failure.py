@@ -51,7 +51,8 @@ def _abandon(context: Any) -> None:
     for state in context.all_states:
         for group in groups_of(state):
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
+                if "unsharded_accumulated_grad" in vars(parameter):  # later torch keeps all in the gradient below
+                    parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.methods.pipeline.chain import Boundary, Line
-from meshwright.methods.pipeline.earlier_stage import AnyStage
+from meshwright.methods.pipeline.earlier_stage import WEIGHTS_APART, AnyStage
 from meshwright.methods.pipeline.splice import Handed, Splice
 
 Parameters = Callable[[], Iterator[nn.Parameter]]
@@ -116,6 +116,7 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
             input_args=described(module.before),
             output_args=loss if module.after is None else described(module.after),
             group=line.group,
+            dw_builder=WEIGHTS_APART,
         )
         stage.stage_index_to_group_rank = dict(enumerate(line.ranks))
         return stage

@@ -22,6 +22,7 @@ from meshwright.runtime.watch.place import place_of, stack_of
 from meshwright.runtime.watch.verdict import Report, slow_ranks, verdict
 
 _LOOKS_PER_LIMIT = 8
+_SILENT_LOOKS = 3  # so many pauses without a report are silence; with the one before, half a limit
 _SAMPLE_S = 0.02
 _SAMPLES = 100  # fewer say nothing of a share
 _entered = itertools.count()  # watches of this process; all ranks enter theirs in the same order
@@ -59,6 +60,7 @@ class Watch:
         self._over = threading.Event()
         self._step, self._beat_s, self._paused = 0, 0.0, False
         self._samples = self._waits = 0  # where the thread was, of late
+        self._number = 0  # of reports
         self._told_step = -1  # a hang is told once
         self._told_slow: set[int] = set()
         self._thread: threading.Thread | None = None
@@ -96,12 +98,10 @@ class Watch:
             self._beat_s, self._paused = time.monotonic(), False
 
     def _run(self) -> None:
-        number = 0
         while not self._over.is_set():
             self._sample_for(self._pause_s)
-            number += 1
             try:
-                self._look(number)
+                self._look()
             except RuntimeError as error:  # torch's DistError is one
                 if self._is_news() and not self._over.is_set():
                     self._told_step = self._step
@@ -124,28 +124,35 @@ class Watch:
     def _is_news(self) -> bool:
         return self._is_late() and self._told_step != self._step
 
-    def _look(self, number: int) -> None:
-        self._publish(number)
+    def _look(self) -> None:
+        self._publish()
         if self._is_news():
-            self._diagnose(number)
+            self._diagnose()
         elif rank() == 0 and world_size() > 1 and self._samples >= _SAMPLES:
             self._find_slow()
 
-    def _publish(self, number: int) -> None:
+    def _publish(self) -> None:
+        self._number += 1
         place = place_of(self._watched)
-        self._own = Report(number, self._step, *place, wait_share=self._waits / max(self._samples, 1))
+        self._own = Report(self._number, self._step, *place, wait_share=self._waits / max(self._samples, 1))
         if self._store is not None:
             self._store.set(f"{self._keys}/{rank()}", self._own.to_json())
 
-    def _diagnose(self, number: int) -> None:
-        """Reads the others twice: who has not reported in between is silent."""
-        before = self._read()
-        self._over.wait(2 * self._pause_s)
-        self._publish(number + 1)
-        now = self._read()
+    def _diagnose(self) -> None:
+        """Reads the others until each has reported anew, or has had the time to: who has not is silent.
+
+        This rank reports on meanwhile: others diagnose in the same moments, and would take it for silent.
+        """
+        before, now = self._read(), dict[int, Report]()
+        silent = list(range(world_size()))
+        for _ in range(_SILENT_LOOKS):
+            if not silent or self._over.wait(self._pause_s):
+                break
+            self._publish()
+            now = self._read()
+            silent = [each for each in range(world_size()) if each not in now or now[each] == before.get(each)]
         if self._over.is_set() or not self._is_news():
             return
-        silent = [each for each in range(world_size()) if each not in now or now[each] == before.get(each)]
         found = verdict(now, [each for each in silent if each != rank()])
         self._told_step = self._step
         if rank() in found.guilty and world_size() > 1:
