@@ -134,6 +134,9 @@ def seed_api(directory):
     assert auto(load_strategy=pickle.dumps(["zero2"])) == (False, None, None)
     assert auto(load_strategy=["zero2", "fsdp"]) == (False, None, None)
     assert auto(load_strategy=["zero2"], finetune_strategy=True)[2].names == ("parallel_mode", "zero2")
+    named = ["zero2", ("grad_clip", 0.5), ("checkpoint", ("Block",)), ("ema", {"decay": 0.99})]
+    assert auto(load_strategy=named, finetune_strategy=True)[2].without("parallel_mode") == Strategy(named)
+    assert auto(included=[("half", "fp16")])[2].get("half").dtype == "fp16"
     assert auto(time_limit=-1) == (False, None, None)
     assert auto(load_strategy=path, loss_weight="labels") == (False, None, None)
     assert auto(load_strategy=path, save_strategy_to_file="/no/such/folder/s.json") == (False, None, None)

@@ -1,4 +1,5 @@
 import collections
+import dataclasses
 
 import pytest
 import torch
@@ -20,6 +21,22 @@ def batch(size):
         "kind": "train",
         "nested": [torch.arange(size) * 10, {"ids": [f"i{number}" for number in range(size)]}],
     }
+
+
+@dataclasses.dataclass
+class Settings:
+    """Without tensors."""
+
+    rate: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """A batch as some collate functions return it."""
+
+    x: torch.Tensor
+    names: list
+    settings: Settings
 
 
 def test_lists_of_the_batchs_length_are_cut_like_tensors():
@@ -89,6 +106,16 @@ def test_mappings_of_other_classes_are_cut_as_dictionaries_are():
     assert (type(second), second["ids"].tolist(), second["names"]) == (collections.UserDict, [2, 3], ["c", "d"])
     assert first["names"] == ["a", "b"]
     assert resized(given, 5)["ids"].tolist() == [0, 1, 2, 3, 0]
+
+
+def test_dataclasses_are_cut_as_dictionaries_are():
+    batch = Samples(torch.arange(4), ["a", "b", "c", "d"], Settings())
+    parts = micro_batches(batch, 2)
+    assert [part.x.tolist() for part in parts] == [[0, 1], [2, 3]]
+    assert [part.names for part in parts] == [["a", "b"], ["c", "d"]]
+    assert parts[0].settings is batch.settings
+    assert batch_size_of(batch) == 4
+    assert to_device(batch, torch.device("meta")).x.is_meta
 
 
 def test_a_misunderstood_call_is_told_below_the_error():

@@ -43,7 +43,7 @@ def auto_accelerate(
     dataloader_args: Mapping[str, Any] | None = None,
     distributed_sampler_cls: type | None = None,
     excluded: Sequence[str] | None = None,
-    included: Sequence[str] | None = None,
+    included: Sequence[Any] | None = None,
     load_strategy: Any = None,
     lr_scheduler_cls: Callable[..., Any] | None = None,
     lr_scheduler_args: Mapping[str, Any] | None = None,
@@ -57,7 +57,7 @@ def auto_accelerate(
 
     Args:
         load_strategy: The strategy, in any form that :class:`Strategy` reads; None chooses one.
-        finetune_strategy: Choose the configs of the methods of ``load_strategy`` anew.
+        finetune_strategy: Choose anew what a search decides of the methods of ``load_strategy``.
         save_strategy_to_file: Path of a JSON file to write the strategy to; rank 0 writes it.
         **kargs: ``verbose``; ``time_limit``: seconds in which the best few candidates may be run to choose the fastest
             (None chooses by prediction alone); ``find_unused_parameters``; ``ignore_dryrun_on_load_strategy=False``

@@ -59,7 +59,7 @@ def accelerate(
     lr_scheduler_cls: Callable[..., Any] | None = None,
     lr_scheduler_args: Mapping[str, Any] | None = None,
     excluded: Sequence[str] = (),
-    included: Sequence[str] = (),
+    included: Sequence[Any] = (),
     max_grad_norm: float | None = None,
     num_micro_batches: int | None = None,
     loss_weight: LossWeight | None = None,
@@ -103,7 +103,8 @@ def accelerate(
             that wants a metric, as ReduceLROnPlateau does, is built over the result's optimizer and stepped by hand.
         lr_scheduler_args: Its keyword arguments.
         excluded: Methods that an automatic choice must not use.
-        included: Methods that an automatic choice must use; of half precision, what the device is fastest in.
+        included: Methods that an automatic choice must use: names, or ``(name, config)`` with keys that stay as they
+            are; of half precision that names no type, what the device is fastest in.
         max_grad_norm: Largest gradient norm; None measures it without clipping.
         num_micro_batches: Parts into which ``step`` cuts a batch; None takes ``init_distributed``'s, or 1, or under a
             pipeline one for each of its ranks (stages, where the schedule needs as many).
@@ -121,7 +122,8 @@ def accelerate(
         time_limit: Where a strategy is chosen: seconds in which the best few by prediction may be run for a few steps
             each, on copies of the model, to choose the fastest; None chooses by prediction. A candidate that fails on
             every rank is passed over; one that ends a rank ends the program.
-        finetune_strategy: Choose the configs of the methods that ``strategy`` names anew.
+        finetune_strategy: Choose anew what a search decides of the methods that ``strategy`` names: recomputation,
+            offloading, schedules, and how ranks are grouped. All else that it says stays.
         dry_run: Run forward and backward once before returning, without changing anything.
         verbose: Print the plan.
 

@@ -27,10 +27,10 @@ from meshwright.batches import (
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, SampleRun
 from meshwright.optim import check_steps_alone
-from meshwright.planner import Plan, Workload, choose, cluster_at_hand, fitting
+from meshwright.planner import Plan, Workload, choose, cluster_at_hand, fitting, only_configs
 from meshwright.request_checks import check_amounts, check_keywords, check_kinds, check_lr_scheduler, check_model
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
-from meshwright.strategy import METHOD_CONFIGS, Strategy
+from meshwright.strategy import Strategy
 
 if TYPE_CHECKING:
     from meshwright.built_optimizer import BuiltOptimizer
@@ -55,7 +55,7 @@ class Request:
     lr_scheduler_cls: Callable[..., Any] | None
     lr_scheduler_args: Mapping[str, Any] | None
     excluded: Sequence[str]
-    included: Sequence[str]
+    included: Sequence[Any]
     max_grad_norm: float | None
     num_micro_batches: int | None
     find_unused_parameters: bool
@@ -164,7 +164,7 @@ class Request:
         """Predicts the strategy asked for, or chooses one; the second item then says why."""
         workload = self._workload(settings, limit_bytes)
         if self.chooses:
-            plan, reason = choose(workload, **self._constraints())
+            plan, reason = choose(workload, **self._constraints(workload))
         else:
             plan, reason = workload.plan(Strategy(self.strategy)), None
         if self._built is not None and workload.optim_func is None:
@@ -176,17 +176,14 @@ class Request:
 
     def ranked(self, settings: Settings, limit_bytes: int) -> list[Plan]:
         """The plans to choose from by dry runs, best first by prediction."""
-        return fitting(self._workload(settings, limit_bytes), **self._constraints())
+        workload = self._workload(settings, limit_bytes)
+        return fitting(workload, **self._constraints(workload))
 
-    def _constraints(self) -> dict[str, Sequence[str]]:
+    def _constraints(self, workload: Workload) -> dict[str, Sequence[Any]]:
         """Of the choice; ``finetune`` keeps the methods of the strategy, and only their configs are chosen."""
         if self.strategy is None or not self.finetune:
             return {"excluded": self.excluded, "included": self.included}
-        kept = Strategy(self.strategy).names
-        return {
-            "excluded": [name for name in METHOD_CONFIGS if name not in kept and name != "parallel_mode"],
-            "included": [name for name in kept if name != "parallel_mode"],
-        }
+        return only_configs(workload, Strategy(self.strategy))
 
     def _workload(self, settings: Settings, limit_bytes: int) -> Workload:
         return Workload(

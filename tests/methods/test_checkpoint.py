@@ -44,6 +44,43 @@ def test_gradients_and_names_stay_the_same(no_reentrant):
         torch.testing.assert_close(a.grad, b.grad, msg=name)
 
 
+class Statistics(nn.Module):
+    """A block with statistics that its forward updates and computes with, in place and not."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        self.mean.lerp_(x.detach().abs().mean(0), 0.1)
+        return x + torch.tanh(self.norm(self.linear(x))) * (1 + self.mean) / self.calls
+
+
+@pytest.mark.parametrize("keys", [{}, {"no_reentrant": False}, {"policy": "selective"}])
+def test_buffers_are_updated_once_and_recomputed_with_what_forward_saw(keys):
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(3, 3), nn.ModuleList([Statistics(), Statistics()])), torch.randn(4, 8, 3)
+    recomputed = copy.deepcopy(plain)
+    Checkpoint(wrap_class=("Statistics",), **keys).apply(job(recomputed))
+    for first, blocks in (plain, recomputed):
+        losses = []
+        for part in x:  # as pipelines do: several forwards, then several backwards
+            hidden = first(part)
+            for block in blocks:
+                hidden = block(hidden)
+            losses.append(hidden.square().mean())
+        for loss in losses:
+            loss.backward()
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(recomputed.get_buffer(name), buffer, msg=name)
+    assert recomputed[1][0].calls == 4
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(recomputed.get_parameter(name).grad, parameter.grad, msg=name)
+
+
 def test_dropout_is_drawn_again_alike():
     torch.manual_seed(0)
     model = tiny.plain(dropout=0.5)

@@ -98,6 +98,20 @@ def test_a_slip_of_the_document_is_told():
         mw.Strategy(["paralle_mode", ("amp_native", "bf16")])
 
 
+@pytest.mark.parametrize(
+    ("method", "instead"),
+    [
+        ("fsdp2", "name fsdp"), ("native_dynamo", "name compile"), ("auto_ddp", "leave it out"),
+        (("zero1", {"use_ds_zero": True, "clip_grad": 1.0}), "grad_clip"),
+        (("zero2", {"static_loss_scale": 1.0}), "amp_native and half find"),
+        (("sequence_parallel", {"sp_size": 2}), "size of the axis sequence"),
+    ],
+)  # fmt: skip
+def test_what_is_named_otherwise_here_is_told(method, instead):
+    with pytest.raises(mw.StrategyError, match=rf"What to do: .*{instead}"):
+        mw.Strategy([method])
+
+
 def accelerated(strategies):
     """Two steps of each: losses, and the sizes of the axes."""
     every = {}

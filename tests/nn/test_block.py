@@ -372,6 +372,23 @@ def test_recording_inside_blocks(ranks):
     ranks(2).run(_recorded)
 
 
+def _counted():
+    """Blocks that run again in backward, alone and in segments, see every batch once."""
+    for form in ("blocks", "list", "sqrt"):
+        layers = [nn.Sequential(nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM)) for _ in range(4)]
+        model = (
+            nn.Sequential(*map(Block, layers))
+            if form == "blocks"
+            else TransformerBlockList(layers, sqrt=form == "sqrt")
+        )
+        model(torch.randn(4, DIM)).square().sum().backward()
+        assert [int(layer[1].num_batches_tracked) for layer in layers] == [1] * 4, form
+
+
+def test_running_statistics_are_updated_once(ranks):
+    ranks(2).run(_counted)
+
+
 def _converted():
     """``half`` and ``to`` leave a model what it was: distributed, tied, with its initial values to come."""
     model = build("list")

@@ -52,7 +52,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3, device: torch.d
     Raises:
         StrategyError: Naming the methods.
     """
-    written, strategy = strategy, _without_mixed(strategy)
+    written, strategy = strategy, without_mixed(strategy)
     said = dict.fromkeys(
         notice for each in (written, strategy) for method in each.methods for notice in method.notices()
     )
@@ -123,12 +123,17 @@ def _without_redundant_amp(strategy: Strategy, notices: list[str]) -> Strategy:
     return strategy.without("amp_native")
 
 
-def _without_mixed(strategy: Strategy) -> Strategy:
+def without_mixed(strategy: Strategy) -> Strategy:
+    """The strategy with the methods that ``mixed_parallel`` and its other names stand for, where it has them.
+
+    Raises:
+        StrategyError: When such a name has no mesh, or two.
+    """
     if all(isinstance(method, Method) for method in strategy.methods):
         return strategy
-    from meshwright.methods.mixed_parallel import without_mixed
+    from meshwright.methods import mixed_parallel
 
-    return without_mixed(strategy)
+    return mixed_parallel.without_mixed(strategy)
 
 
 def check_units(resolved: Resolved, model: nn.Module) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from meshwright.cost import Step, send_boundaries
+from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.methods.sequence.attention import SequenceRanks, check_heads
@@ -15,6 +16,9 @@ from meshwright.methods.sequence.tokens import work_on_parts
 from meshwright.methods.tensor.exchange import TensorAxis
 
 AXIS: Final = "sequence"
+
+# What ATorch asks for: a size, and the method of the model's modules that it calls with it.
+_REFUSED = frozenset({"sp_size", "module", "set_sp_func_name", "batch_sp_processing_fn"})
 
 
 class SequenceParallel(Method):
@@ -41,6 +45,19 @@ class SequenceParallel(Method):
     )
     seed_name: ClassVar[str | None] = "ColossalAI: all_to_all"
     axis: ClassVar[str | None] = AXIS
+
+    @classmethod
+    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Refuses ATorch's keys, of which the mesh says one and the model none."""
+        given = sorted(_REFUSED.intersection(keys))
+        if given:
+            raise StrategyError(
+                f"{cls.method_name}: keys of ATorch mean nothing here",
+                expected="no keys",
+                got=", ".join(given),
+                fix="leave them out, and give the size of the axis sequence: ('parallel_mode', [('sequence', 2)])",
+            )
+        return keys
 
     def check(self, job: Job) -> None:
         """Refuses models whose blocks cannot work on a part of the tokens, found out on a sample where there is one."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from meshwright.nn.part import Part, keep_part_of_whole, part_of_whole
     from meshwright.nn.pipeline_list import PipelineTransformerBlockList
     from meshwright.nn.rank_order import RankOrder, keep_rank_order, rank_orders
+    from meshwright.nn.same_buffers import SameBuffers, recompute_contexts
     from meshwright.nn.stages import stages_of, whole_model
     from meshwright.nn.vocabulary import VPEmbedding
 else:
@@ -66,6 +67,7 @@ else:
         part: Part keep_part_of_whole part_of_whole
         pipeline_list: PipelineTransformerBlockList
         rank_order: RankOrder keep_rank_order rank_orders
+        same_buffers: SameBuffers recompute_contexts
         stages: stages_of whole_model
         vocabulary: VPEmbedding
         """,
@@ -87,6 +89,7 @@ __all__ = [
     "RankOrder",
     "ReduceType",
     "RowParallelLinear",
+    "SameBuffers",
     "TransformerBlockList",
     "VPEmbedding",
     "abandon_units",
@@ -114,6 +117,7 @@ __all__ = [
     "parameter_groups",
     "part_of_whole",
     "rank_orders",
+    "recompute_contexts",
     "recover_in_forward",
     "reduce_by_exchange",
     "require_blocks",

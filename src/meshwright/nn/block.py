@@ -18,6 +18,7 @@ from meshwright.inspect import Record, captured, hand_over, recording_active
 from meshwright.nn.classes import subclass_like
 from meshwright.nn.parameter import keeping_records
 from meshwright.nn.roots import has_run, prepare_root
+from meshwright.nn.same_buffers import recompute_contexts
 from meshwright.nn.sharding import shard_as_unit
 from meshwright.runtime import ShardAxes, note_gathered, require_distributed, settings
 
@@ -134,7 +135,7 @@ class Block(nn.Module):
         if recording_active():
             run = functools.partial(_recorded, run)
         if self._state.use_checkpoint and torch.is_grad_enabled():
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
+            return checkpoint(run, *args, use_reentrant=False, **recompute_contexts([self]), **kwargs)
         return run(*args, **kwargs)
 
     @property

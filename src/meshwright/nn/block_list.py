@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.errors import ModelError
 from meshwright.nn.block import Block
 from meshwright.nn.roots import prepare_root
+from meshwright.nn.same_buffers import recompute_contexts
 from meshwright.nn.stages import Elsewhere
 
 
@@ -61,7 +62,9 @@ class TransformerBlockList(nn.ModuleList):
         inputs: list[tuple[Any, ...]] = []
         for segment in self._segments():
             if len(segment) > 1 and torch.is_grad_enabled():
-                hidden, entered = checkpoint(self._run, segment, hidden, constants, kwargs, use_reentrant=False)
+                hidden, entered = checkpoint(
+                    self._run, segment, hidden, constants, kwargs, use_reentrant=False, **recompute_contexts(segment)
+                )
             else:
                 hidden, entered = self._run(segment, hidden, constants, kwargs)
             inputs += entered

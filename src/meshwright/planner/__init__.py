@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from meshwright.on_demand import on_demand
 
 if TYPE_CHECKING:
-    from meshwright.planner.choose import choose, fitting
+    from meshwright.planner.choose import choose, fitting, only_configs
     from meshwright.planner.family_shape import Shape
     from meshwright.planner.family_workload import FamilyWorkload
     from meshwright.planner.forecast import Forecast, forecast
@@ -23,7 +23,7 @@ else:
     on_demand(
         __name__,
         """
-        choose: choose fitting
+        choose: choose fitting only_configs
         family_shape: Shape
         family_workload: FamilyWorkload
         forecast: Forecast forecast
@@ -59,6 +59,7 @@ __all__ = [
     "forecast",
     "known_models",
     "measured_state",
+    "only_configs",
     "parse_family",
     "plan_table",
     "readable_bytes",

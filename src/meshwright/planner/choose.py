@@ -6,12 +6,14 @@ Where it is not, seconds cannot be told: the first of a short list that fits, le
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import MeshwrightError, StrategyError
+from meshwright.methods.composition import without_mixed
 from meshwright.methods.law import SHARDING
 from meshwright.planner.plan import Plan, Subject
-from meshwright.planner.search.wishes import HALF, check_names
+from meshwright.planner.search.constraints import left_to_search
+from meshwright.planner.search.wishes import as_devices_have, read_wishes
 from meshwright.planner.sizes import readable_bytes
 from meshwright.strategy import METHOD_CONFIGS, Strategy
 
@@ -27,7 +29,7 @@ _CANDIDATES = (
 )
 
 
-def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[str] = ()) -> tuple[Plan, str]:
+def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[Any] = ()) -> tuple[Plan, str]:
     """Chooses the fastest strategy that fits into a rank's memory.
 
     Without a cluster: the first of data, zero2, fsdp and fsdp with checkpoint that fits.
@@ -35,7 +37,7 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
     Args:
         workload: The model and how it is trained.
         excluded: Methods that must not be used.
-        included: Methods that every candidate gets.
+        included: Methods that every candidate gets: names, or with keys of their configs that stay as they are.
 
     Returns:
         The plan, and one line that says what was chosen and why.
@@ -63,7 +65,7 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
     )
 
 
-def _found(workload: Subject, excluded: Sequence[str], included: Sequence[str]) -> Found:
+def _found(workload: Subject, excluded: Sequence[str], included: Sequence[Any]) -> Found:
     """The caller's precision and number of micro-batches stay: both change what is computed."""
     from meshwright.planner.search import default_space, search_in_stages
 
@@ -73,7 +75,7 @@ def _found(workload: Subject, excluded: Sequence[str], included: Sequence[str]) 
     )
 
 
-def _searched(workload: Subject, excluded: Sequence[str], included: Sequence[str]) -> tuple[Plan, str]:
+def _searched(workload: Subject, excluded: Sequence[str], included: Sequence[Any]) -> tuple[Plan, str]:
     best, *others = _found(workload, excluded, included).plans
     passed = "".join(f"; {_names(each)} would take {_step_time(each)}" for each in others)
     needs = f"{readable_bytes(best.needed_bytes)} of {readable_bytes(best.limit_bytes or 0)} per rank"
@@ -85,7 +87,23 @@ def _step_time(plan: Plan) -> str:
     return f"{plan.forecast.time.step_time_s:.3g} s a step"
 
 
-def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[str] = ()) -> list[Plan]:
+def only_configs(workload: Subject, strategy: Strategy) -> dict[str, Sequence[Any]]:
+    """Wishes that keep a strategy's methods, and leave to the choice what a search decides of their configs.
+
+    All else that its configs say (a norm to clip by, layers to spare, the sizes of mesh axes) is no matter of speed.
+    """
+    from meshwright.planner.search import default_space
+
+    strategy = without_mixed(strategy)
+    kept = strategy.methods
+    if getattr(workload, "cluster", None) is not None:
+        space = default_space(workload, lower_precision=False)
+        kept = tuple(left_to_search(method, space) for method in kept)
+    dropped = [name for name in METHOD_CONFIGS if name not in (*strategy.names, "parallel_mode")]
+    return {"excluded": dropped, "included": kept}
+
+
+def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[Any] = ()) -> list[Plan]:
     """All that :func:`choose` would choose from and that fit, best first; at least one.
 
     Raises:
@@ -106,24 +124,25 @@ def _planned(workload: Subject, candidates: Iterable[Strategy], refused: list[Me
             refused.append(error)
 
 
-def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[str]) -> Iterator[Strategy]:
-    check_names(excluded, included)
+def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[Strategy]:
+    wished = read_wishes(excluded, included)
     # An included sharding method takes the place of a candidate's own.
-    replaced = SHARDING if any(getattr(METHOD_CONFIGS[name], "shards", False) for name in included) else ()
+    replaced = SHARDING if any(getattr(method, "shards", False) for method in wished.values()) else ()
     kept: list[list[str]] = []
     for candidate in _CANDIDATES:
         own = [name for name in candidate if name not in replaced]
-        names = [*own, *(name for name in dict.fromkeys(included) if name not in own)]
+        names = [*own, *(name for name in wished if name not in own)]
         if not set(excluded).intersection(names) and names not in kept:
             kept.append(names)
     if not kept:
         raise StrategyError(
             "No strategy is left to choose from",
-            got=f"excluded={list(excluded)}, included={list(included)}",
+            got=f"excluded={list(excluded)}, included={[*map(str, wished.values())]}",
             fix="exclude fewer methods, or name a strategy yourself",
             expected="at least one candidate: data, zero2, fsdp, or fsdp with checkpoint",
         )
-    return (Strategy([(name, workload.half_dtype) if name in HALF else name for name in names]) for names in kept)
+    configs = {name: as_devices_have(method, workload.half_dtype) for name, method in wished.items()}
+    return (Strategy([configs.get(name, name) for name in names]) for names in kept)
 
 
 def _reason(plan: Plan, tried: list[Plan]) -> str:

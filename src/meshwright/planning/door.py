@@ -31,7 +31,7 @@ def plan(
     num_micro_batches: int | None = None,
     objective: str = "tokens_per_s",
     excluded: Sequence[str] = (),
-    included: Sequence[str] = (),
+    included: Sequence[Any] = (),
     top: int = 10,
     memory_limit: int | str | None = None,
     sample_batch: Any = None,
@@ -52,7 +52,7 @@ def plan(
         num_micro_batches: Parts of a batch, of the strategy given.
         objective: ``"tokens_per_s"``, ``"price"`` or ``"memory"``: what plans are ranked by.
         excluded: Methods that must not be used.
-        included: Methods that every plan uses.
+        included: Methods that every plan uses: names, or ``(name, config)`` with keys that stay as they are.
         top: Plans at the most.
         memory_limit: What tensors may take of a device, in bytes or as ``"40 GiB"``; None: what it has for them.
         sample_batch: Of a module: a batch of any number of samples, instead of ``seq``.

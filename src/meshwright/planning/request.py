@@ -31,7 +31,7 @@ class PlanRequest:
     num_micro_batches: int | None = None
     objective: str = "tokens_per_s"
     excluded: Sequence[str] = ()
-    included: Sequence[str] = ()
+    included: Sequence[Any] = ()
     top: int = 10
     memory_limit: int | str | None = None  # read: bytes
 

@@ -16,6 +16,15 @@ from meshwright.strategy.register import METHOD_CONFIGS
 FORMAT = "meshwright.strategy"
 SCHEMA_VERSION = 1
 
+# Methods of ATorch that have another name here, or need none.
+_ELSEWHERE = {
+    "fsdp2": "name fsdp, which is FSDP2 here",
+    "native_dynamo": "name compile",
+    "auto_ddp": "leave it out: ranks of the axis data are replicas whose gradients are averaged",
+    "amp_apex_o1": "name amp_native",
+    "amp_apex_o2": "name amp_native, or half, which has fp32 master weights",
+}
+
 
 def parse_method(item: Any) -> MethodConfig:
     """Reads one method: a name, a ``(name, config)`` pair, ATorch's ``(name, config, tunable)``, or a config.
@@ -50,11 +59,12 @@ def parse_method(item: Any) -> MethodConfig:
 def _config_class(name: Any) -> type[MethodConfig]:
     if isinstance(name, str) and name in METHOD_CONFIGS:
         return METHOD_CONFIGS[name]
+    elsewhere = _ELSEWHERE.get(str(name))
     raise StrategyError(
-        f"Unknown method {name!r}{did_you_mean(str(name), METHOD_CONFIGS)}",
+        f"Unknown method {name!r}" + ("" if elsewhere else did_you_mean(str(name), METHOD_CONFIGS)),
         expected=f"one of {join_names(METHOD_CONFIGS, limit=40)}",
         got=repr(name),
-        fix="correct the name; meshwright methods lists them",
+        fix=elsewhere or "correct the name; meshwright methods lists them",
     )
 
 

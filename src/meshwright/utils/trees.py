@@ -1,8 +1,9 @@
-"""Nested containers as batches come in: torch's own, and mappings that torch takes for one piece."""
+"""Nested containers as batches come in: torch's own, and mappings and dataclasses that torch takes for one piece."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -10,7 +11,8 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """torch's ``tree_map``, which also goes into mappings of other classes, such as transformers' ``BatchEncoding``.
+    """torch's ``tree_map``, which also goes into other mappings, such as transformers' ``BatchEncoding``, and into
+    dataclasses; one in which nothing changes stays the same object.
 
     Args:
         function: Called with every leaf.
@@ -21,27 +23,45 @@ def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any],
     def enter(leaf: Any) -> Any:
         if not _is_closed(leaf) or (is_leaf is not None and is_leaf(leaf)):
             return function(leaf)
-        values = {key: map_tree(function, value, is_leaf) for key, value in leaf.items()}
-        return _with_values(leaf, values)
+        before = _values_of(leaf)
+        values = {key: map_tree(function, value, is_leaf) for key, value in before.items()}
+        return _with_values(leaf, values, is_same=all(values[key] is before[key] for key in before))
 
     return tree_map(enter, tree, is_leaf=is_leaf)
 
 
 def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """torch's ``tree_leaves``, which also goes into mappings of other classes."""
+    """torch's ``tree_leaves``, which also goes into mappings of other classes and dataclasses."""
     found = []
     for leaf in tree_leaves(tree, is_leaf=is_leaf):
         is_open = _is_closed(leaf) and not (is_leaf is not None and is_leaf(leaf))
-        found += leaves_of(dict(leaf), is_leaf) if is_open else [leaf]
+        found += leaves_of(_values_of(leaf), is_leaf) if is_open else [leaf]
     return found
 
 
 def _is_closed(leaf: Any) -> bool:
-    """Whether torch takes this mapping for one piece."""
-    return isinstance(leaf, Mapping) and type(leaf) not in SUPPORTED_NODES
+    """Whether torch takes this mapping, or this instance of a dataclass, for one piece."""
+    return (isinstance(leaf, Mapping) or _is_dataclass(leaf)) and type(leaf) not in SUPPORTED_NODES
 
 
-def _with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+def _is_dataclass(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | Mapping)
+
+
+def _values_of(leaf: Any) -> dict[Any, Any]:
+    if not _is_dataclass(leaf):
+        return dict(leaf)
+    return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)}
+
+
+def _with_values(mapping: Any, values: dict[Any, Any], is_same: bool) -> Any:
+    if _is_dataclass(mapping):
+        if is_same:  # it may be a state that is changed where it is, or settings
+            return mapping
+        changed = copy.copy(mapping)
+        for key, value in values.items():
+            object.__setattr__(changed, key, value)  # frozen ones, too
+        return changed
     if not isinstance(mapping, MutableMapping):
         return values
     changed = copy.copy(mapping)

@@ -5,6 +5,7 @@ import pytest
 
 from meshwright.cost import find_cluster
 from meshwright.errors import ConfigError, MeshwrightError, StrategyError
+from meshwright.planner.choose import choose, only_configs
 from meshwright.planner.family_shape import Shape
 from meshwright.planner.family_workload import FamilyWorkload
 from meshwright.planner.known_models import parse_family
@@ -143,6 +144,29 @@ def test_included_half_precision_is_what_the_devices_have(cluster, dtype):
         assert best.strategy.get(name).dtype == dtype
 
 
+def test_keys_of_what_is_included_stay_and_the_search_decides_the_others():
+    wishes = [
+        ("fsdp", {"forward_prefetch": False}), ("pipeline_parallel", {"schedule": "gpipe"}), ("grad_clip", 0.5),
+        ("checkpoint", {"no_reentrant": False}), ("half", "fp16"), ("parallel_mode", {"pipeline": 2, "data": 8}),
+    ]  # fmt: skip
+    best = quick(workload("a100-80x16"), included=wishes, top=1).plans[0].strategy
+    for wish in Strategy(wishes[:-1]).methods:
+        assert wish.model_dump(exclude_unset=True).items() <= best.get(wish.method_name).model_dump().items()
+    assert dict(best.get("parallel_mode").axes)["pipeline"] == 2
+
+
+def test_only_what_a_search_decides_of_a_strategy_is_chosen_anew():
+    given = Strategy([
+        "fsdp", ("grad_clip", 0.5), ("ema", {"decay": 0.99}), ("half", "fp16"),
+        ("checkpoint", {"every": 4, "no_reentrant": False}), ("parallel_mode", {"data": 4}),
+    ])  # fmt: skip
+    best = choose(workload(), **only_configs(workload(), given))[0].strategy
+    assert set(best.names) == set(given.names)
+    assert all(best.get(name) == given.get(name) for name in ("fsdp", "grad_clip", "ema", "half"))
+    assert best.get("checkpoint").no_reentrant is False
+    assert best.get("checkpoint") != given.get("checkpoint")
+
+
 def test_fp8_is_used_where_it_is_asked_for_and_the_device_has_it():
     large = FamilyWorkload(Shape("llama", 8, 8192, 64, 32000, 4096), find_cluster("h100x4"), 4, "bf16")
     plain, eight = (quick(large, included=names, top=1).plans[0] for names in ([], ["fp8"]))
@@ -157,6 +181,7 @@ def test_fp8_is_used_where_it_is_asked_for_and_the_device_has_it():
     [
         ({"excluded": ["zero"]}, "did you mean 'zero"),
         ({"included": ["zero1"], "excluded": ["zero1"]}, r"included and excluded.*zero1"),
+        ({"included": [{"atorch_wrap_cls": "Block"}]}, "not a method"),
         ({"included": ["zero1", "fsdp"]}, "included methods cannot be together: .*zero1"),
         ({"included": ["pipeline_parallel", "outer"]}, "cannot be together"),
         ({"excluded": ["parallel_mode"]}, "No strategy is left"),

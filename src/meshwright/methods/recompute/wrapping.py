@@ -13,7 +13,15 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from meshwright.errors import ModelError
 from meshwright.methods.recompute.operators import keeping, selective_contexts
-from meshwright.nn import carried, is_cache, is_compiled, outside_compiled, wrap_methods
+from meshwright.nn import (
+    SameBuffers,
+    carried,
+    is_cache,
+    is_compiled,
+    outside_compiled,
+    recompute_contexts,
+    wrap_methods,
+)
 
 _KEEPING: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that keep results of operators
 
@@ -40,6 +48,12 @@ def keeps_results(model: nn.Module) -> bool:
     return any(module in _KEEPING and not is_compiled(module) for module in outside_compiled(model))
 
 
+def _owner(forward: Callable[..., Any]) -> nn.Module:
+    """The module whose forward this is: ``wrap_methods`` hands on the method with its module as first argument."""
+    module: nn.Module = forward.args[0]  # type: ignore[attr-defined]
+    return module
+
+
 def _refuse_caches(args: Iterable[Any]) -> None:
     cache = next((value for value in args if is_cache(value)), None)
     if cache is not None:
@@ -55,16 +69,18 @@ def _whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     _refuse_caches((*args, *kwargs.values()))
-    return torch_checkpoint(carried(forward), *args, use_reentrant=False, **kwargs)
+    return torch_checkpoint(
+        carried(forward), *args, use_reentrant=False, **recompute_contexts([_owner(forward)]), **kwargs
+    )
 
 
 def _selective(kept: frozenset[str], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     _refuse_caches((*args, *kwargs.values()))
-    contexts = functools.partial(selective_contexts, kept)
+    contexts = recompute_contexts([_owner(forward)], functools.partial(selective_contexts, kept))
     with keeping(kept):
-        return torch_checkpoint(carried(forward), *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return torch_checkpoint(carried(forward), *args, use_reentrant=False, **contexts, **kwargs)
 
 
 def _reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -72,9 +88,11 @@ def _reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
     _refuse_caches((*args, *kwargs.values()))
     # It takes positional arguments only, and only those get gradients.
-    names, count, forward = list(kwargs), len(args), carried(forward)
+    names, count, same, forward = list(kwargs), len(args), SameBuffers([_owner(forward)]), carried(forward)
 
     def positional(*every: Any) -> Any:
-        return forward(*every[:count], **dict(zip(names, every[count:], strict=True)))
+        # The first time it runs without gradients.
+        with same.again() if torch.is_grad_enabled() else same.first():
+            return forward(*every[:count], **dict(zip(names, every[count:], strict=True)))
 
     return torch_checkpoint(positional, *args, *kwargs.values(), use_reentrant=True)

@@ -16,7 +16,7 @@ from meshwright.methods.references import ClassReferences
 
 _RENAMED = {"fsdp_wrap_params_outmost": "wrap_trainable_outmost"}
 
-# FSDP1 arguments that FSDP2 does not have and that would change the result if they were passed over.
+# Arguments of FSDP1, DeepSpeed and ATorch that would change the result, or what a rank holds, if they were passed over.
 _REFUSED = {
     "sharding_strategy": "name the method instead: zero2 is SHARD_GRAD_OP, fsdp is FULL_SHARD, and a 'data' beside a "
     "'zero' axis in parallel_mode is HYBRID_SHARD",
@@ -28,6 +28,12 @@ _REFUSED = {
     "device_id": "leave it out; the device follows from the local rank",
     "device_mesh": "leave it out; the mesh follows from parallel_mode",
     "process_group": "leave it out; the groups follow from parallel_mode",
+    "static_loss_scale": "leave it out; amp_native and half find the loss scale of fp16, and bf16 needs none",
+    "dynamic_loss_args": "leave it out; amp_native and half find the loss scale of fp16, and bf16 needs none",
+    "clip_grad": "leave it out and add the method grad_clip: ('grad_clip', 1.0)",
+    "allgather_bucket_size": "leave it out; what is gathered at once are the modules of atorch_wrap_cls",
+    "reduce_bucket_size": "leave it out; what is reduced at once are the modules of atorch_wrap_cls",
+    "use_local_sgd": "leave it out and add the method outer: ('outer', {'rule': 'local_sgd'})",
 }
 
 # Arguments that say how an engine should do what FSDP2 always does: accepted, kept, and said to change nothing.
@@ -108,7 +114,7 @@ class ZeroMethod(Method):
         keys = {_RENAMED.get(key, key): value for key, value in keys.items()}
         for key in keys.keys() & _REFUSED.keys():
             raise StrategyError(
-                f"{cls.method_name}: {key!r} is an argument of FSDP1 that the engine, FSDP2, does not have",
+                f"{cls.method_name}: {key!r} is an argument of another engine that this one, FSDP2, does not have",
                 got=f"{key}={keys[key]!r}",
                 fix=_REFUSED[key],
                 expected="keys that FSDP2 has",

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Sequence
 
 from meshwright.errors import StrategyError, join_names
 from meshwright.planner.search.space import Choice, Space, choices, divisors_of, offloads
-from meshwright.planner.search.wishes import HALF
-from meshwright.strategy import METHOD_CONFIGS
+from meshwright.planner.search.wishes import HALF, Wishes, as_devices_have, own_keys, with_keys
+from meshwright.strategy import MethodConfig
 
-_MESH = "parallel_mode"
+_MESH, _DATA = "parallel_mode", ("data", "zero")
 
 
-def constrained(space: Space, excluded: Sequence[str], included: Sequence[str], world: int, node: int) -> Space:
+def constrained(space: Space, excluded: Sequence[str], included: Wishes, world: int, node: int) -> Space:
     """The part of a space that a caller's wishes leave.
 
     Raises:
         StrategyError: When nothing is left.
     """
-    for name in dict.fromkeys(included):
-        space = _including(space, name, world, node)
+    for wished in included.values():
+        space = _including(space, as_devices_have(wished, space.half_dtype), world, node)
     for name in excluded:
         space = _excluding(space, name)
     kinds = {"sharding": space.sharding, "precision": space.precision, "recompute": space.recompute}
@@ -29,38 +31,64 @@ def constrained(space: Space, excluded: Sequence[str], included: Sequence[str], 
         raise StrategyError(
             "No strategy is left to choose from",
             expected="at least one candidate",
-            got=f"excluded={list(excluded)}, included={list(included)}"
+            got=f"excluded={list(excluded)}, included={[*map(str, included.values())]}"
             + (f": no {join_names(empty)}" if empty else ""),
             fix="exclude or include fewer methods, or name a strategy yourself",
         )
     return space
 
 
-def _including(space: Space, name: str, world: int, node: int) -> Space:
-    config = METHOD_CONFIGS[name]
-    axis = getattr(config, "axis", None)
+def left_to_search(method: MethodConfig, space: Space) -> MethodConfig:
+    """A method without the keys that a search of this space decides."""
+    every = itertools.chain(space.recompute, offloads(), *space.axis_methods.values())
+    own = (each for each in itertools.chain.from_iterable(every) if each.method_name == method.method_name)
+    decided = {key for each in own for key in each.model_fields_set}
+    return type(method).parse({key: value for key, value in own_keys(method).items() if key not in decided})
+
+
+def _including(space: Space, wished: MethodConfig, world: int, node: int) -> Space:
+    name, axis = wished.method_name, getattr(wished, "axis", None)
+    if name == _MESH:
+        return _on_mesh(space, dict(wished.axes))  # type: ignore[attr-defined]
     if axis is not None:
-        return _on_axis(space, name, axis, world, node)
-    if getattr(config, "shards", False):
-        return space.replace(sharding=_having(space.sharding, name) or choices(name))
+        return _on_axis(space, wished, axis, world, node)
+    if getattr(wished, "shards", False):
+        return space.replace(sharding=_wished(space.sharding, wished))
     if name == "checkpoint":
-        return space.replace(recompute=_having(space.recompute, name) or choices(name))
+        return space.replace(recompute=_wished(space.recompute, wished))
     if name == "offload":
-        return space.replace(offload=_having(space.offload, name) or offloads())
+        return space.replace(offload=_wished(offloads() if space.offload == ((),) else space.offload, wished))
     if name in HALF:
-        return space.replace(precision=_having(space.precision, name) or choices((name, space.half_dtype)))
-    return space if name == _MESH else space.replace(extra=(*space.extra, *choices(name)[0]))
+        return space.replace(precision=choices(wished))
+    return space.replace(extra=(*space.extra, wished))
 
 
-def _on_axis(space: Space, name: str, axis: str, world: int, node: int) -> Space:
+def _on_mesh(space: Space, axes: dict[str, int]) -> Space:
+    """Axes that are named keep their sizes, and no others divide layers or samples; data ranks are grouped anew."""
+    if not axes:
+        return space
+    named = {axis: size for axis, size in axes.items() if axis not in _DATA}
+    return space.replace(sizes={axis: (named.get(axis, 1),) for axis in (*space.sizes, *named)})
+
+
+def _on_axis(space: Space, wished: MethodConfig, axis: str, world: int, node: int) -> Space:
     # Replicas that synchronise rarely are whole nodes, where there are several.
     usual = {"replica": divisors_of(world // node if world > node else world)}.get(axis, divisors_of(world))
     sizes = tuple(size for size in space.sizes.get(axis, usual) if size > 1)
-    options = space.axis_methods.get(axis, ()) or choices(name)
     return space.replace(
         sizes={**space.sizes, axis: sizes},
-        axis_methods={**space.axis_methods, axis: _having(options, name) or choices(name)},
+        axis_methods={**space.axis_methods, axis: _wished(space.axis_methods.get(axis, ()), wished)},
     )
+
+
+def _wished(options: tuple[Choice, ...], wished: MethodConfig) -> tuple[Choice, ...]:
+    """The options with the method, each with the caller's keys; what this makes equal is tried once."""
+    found: dict[MethodConfig, None] = {}
+    for method in itertools.chain.from_iterable(options):
+        if method.method_name == wished.method_name:
+            with contextlib.suppress(StrategyError):  # keys that exclude each other, such as every and memory_budget
+                found[with_keys(method, own_keys(wished))] = None
+    return choices(*(found or [wished]))
 
 
 def _excluding(space: Space, name: str) -> Space:
@@ -85,7 +113,3 @@ def _excluding(space: Space, name: str) -> Space:
 def _or_nothing(left: tuple[Choice, ...], before: tuple[Choice, ...]) -> tuple[Choice, ...]:
     """Without recomputation or offloading one can train, unless one of them had been asked for."""
     return left or (((),) if len(before) > 1 or before == ((),) else ())
-
-
-def _having(options: tuple[Choice, ...], name: str) -> tuple[Choice, ...]:
-    return tuple(each for each in options if any(method.method_name == name for method in each))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from meshwright.cost import Memory, peak
@@ -52,7 +52,7 @@ def _binding(smallest: Plan) -> tuple[str, str, str]:
     return name, f"{_MOMENTS[most.moment]} it holds {readable_bytes(size)} of {name.replace('_', ' ')}", limits
 
 
-def nothing_works(world: int, refused: Mapping[str, str], included: Sequence[str]) -> StrategyError:
+def nothing_works(world: int, refused: Mapping[str, str], included: Iterable[str]) -> StrategyError:
     """The error for wishes and models that leave nothing that could train."""
     # That methods exclude each other is no news to one who gets nothing: what the model or the devices lack is.
     telling = [reason for reason in refused if "does not go together" not in reason] or list(refused)

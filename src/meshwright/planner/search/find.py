@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from meshwright.cost import Cluster
 from meshwright.planner.plan import Plan, Subject
@@ -15,7 +16,7 @@ from meshwright.planner.search.failure import ended_early, nothing_fits, nothing
 from meshwright.planner.search.found import Found
 from meshwright.planner.search.objective import Objective, check_objective
 from meshwright.planner.search.space import Choice, Space, default_space, offloads
-from meshwright.planner.search.wishes import HALF, check_names
+from meshwright.planner.search.wishes import HALF, read_wishes
 
 Progress = Callable[[int, int], None]
 """Called with the number of predictions made, and of candidates considered."""
@@ -29,7 +30,7 @@ def search(
     *,
     objective: Objective = "tokens_per_s",
     excluded: Sequence[str] = (),
-    included: Sequence[str] = (),
+    included: Sequence[Any] = (),
     top: int = 10,
     space: Space | None = None,
     max_predictions: int = MAX_PREDICTIONS,
@@ -47,7 +48,7 @@ def search(
         objective: ``tokens_per_s`` (samples, where these have no tokens), ``price`` (of a sample) or ``memory`` (of the
             rank that holds most). Numbers that are equal to four digits are ties: fewer methods win, then the text.
         excluded: Methods that must not be used.
-        included: Methods that every candidate has.
+        included: Methods that every candidate has: names, or with keys of their configs that stay as they are.
         top: How many to find.
         space: What is tried; None: see :func:`default_space`. Offloading is tried where nothing fits without.
         max_predictions: Most plans that are asked of the subject.
@@ -62,15 +63,15 @@ def search(
     """
     start = time.perf_counter()
     check_objective(objective)
-    check_names(excluded, included)
+    wished = read_wishes(excluded, included)
     cluster: Cluster | None = getattr(subject, "cluster", None)
     node = cluster.devices_per_node if cluster is not None else subject.world
-    given = constrained(space or default_space(subject), excluded, included, subject.world, node)
+    given = constrained(space or default_space(subject), excluded, wished, subject.world, node)
     looking = _Search(subject, cluster, node, objective, top, max_predictions, progress)
     looked = looking.through(given)
-    if _is_untraced(looked) and given.precision != ((),) and not {*HALF} & {*included}:
+    if _is_untraced(looked) and given.precision != ((),) and not {*HALF} & {*wished}:
         given, looked = looking.in_full_precision(given, looked)
-    if not looked.plans and "offload" not in (*excluded, *included) and given.offload == ((),):
+    if not looked.plans and "offload" not in (*excluded, *wished) and given.offload == ((),):
         before, looked = looked, looking.through(given.replace(offload=offloads()))
         looked.too_large = sorted([*before.too_large, *looked.too_large], key=lambda plan: plan.needed_bytes)
     if looked.stopped and not looked.plans:
@@ -80,9 +81,9 @@ def search(
         roomiest = _roomiest(given, offload)
         smallest = looking.smallest(roomiest, looked.too_large) if explained else next(iter(looked.too_large), None)
         if smallest is None:
-            raise nothing_works(subject.world, looking.refused, included)
+            raise nothing_works(subject.world, looking.refused, wished)
         if growing is not None:
-            roomiest = _roomiest(constrained(growing, excluded, included, subject.world, node), offload)
+            roomiest = _roomiest(constrained(growing, excluded, wished, subject.world, node), offload)
         raise nothing_fits(subject, smallest, looking.fewest_devices(roomiest) if explained else None)
     return Found(
         plans=tuple(plan for _, plan in looked.plans),
