@@ -1,5 +1,7 @@
 """Tensors are lent to modules for the time of a call."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -63,6 +65,11 @@ def test_what_has_no_name_stays():
     assert not torch.equal(module(x), lent)
 
 
+@functools.lru_cache
+def ramp(size):
+    return torch.arange(size)
+
+
 class Remembers(nn.Module):
     """Makes its mask and a table late, counts its calls, and keeps what it has seen."""
 
@@ -79,7 +86,7 @@ class Remembers(nn.Module):
             self.mask = self.late = torch.ones(x.shape[1])
         self.tables.setdefault(x.shape[1], [torch.arange(x.shape[1])])
         self.seen.append(x)
-        return self.linear(x) * self.mask * self.late
+        return self.linear(x) * self.mask * self.late + ramp(x.shape[1])
 
 
 class Moves(nn.Module):
@@ -109,6 +116,7 @@ def test_a_pass_without_data_leaves_no_trace():
     assert model.mask is model.late is None
     assert (model.tables, model.seen, model.calls, model.steps.item()) == ({}, [], 0, 0)
     assert (loss.calls, loss.count.item(), loss.mean.tolist(), loss.weight.grad) == (0, 0, [0.0] * 4, None)
+    assert ramp(4).tolist() == [0, 1, 2, 3]
     loss(model(torch.ones(2, 4))).backward()
     assert (loss.calls, loss.count.item(), len(model.seen)) == (1, 1, 1)
     assert loss.weight.grad is not None

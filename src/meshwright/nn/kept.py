@@ -1,9 +1,13 @@
-"""What modules hold, taken down and put back: attributes such as counters, caches and masks that are made late."""
+"""What modules hold, taken down and put back: attributes such as counters and masks, and what functions cache."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
+import functools
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -40,3 +44,29 @@ def _items(container: Any) -> list[tuple[int, int]]:
     """By identity: tensors have no one truth."""
     pairs = container.items() if isinstance(container, dict) else ((each, None) for each in container)
     return [(id(key), id(value)) for key, value in pairs]
+
+
+@contextlib.contextmanager
+def forgotten_results(model: nn.Module) -> Iterator[None]:
+    """Clears the caches of functions (``functools.lru_cache``, ``cache``) that take anything up in the block.
+
+    Args:
+        model: Functions are sought in its classes, in the files of these, and in the program that runs.
+    """
+    caches = _caches(model)
+    misses = [each.cache_info().misses for each in caches]
+    try:
+        yield
+    finally:
+        for cache, before in zip(caches, misses, strict=True):
+            if cache.cache_info().misses != before:
+                cache.cache_clear()
+
+
+def _caches(model: nn.Module) -> list[functools._lru_cache_wrapper[Any]]:
+    classes = {parent for module in model.modules() for parent in type(module).__mro__}
+    own = {each for each in classes if not f"{each.__module__}.".startswith(("torch.", "builtins."))}
+    files = [sys.modules.get(name) for name in {"__main__", *(each.__module__ for each in own)}]
+    places = [dict(vars(each)) for each in (*own, *files) if each is not None]
+    found = (value for place in places for value in place.values() if isinstance(value, functools._lru_cache_wrapper))
+    return list(dict.fromkeys(found))

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.errors import ModelError
-from meshwright.nn.kept import KeptAttributes
+from meshwright.nn.kept import KeptAttributes, forgotten_results
 from meshwright.nn.part import part_of_whole
 
 
@@ -79,7 +79,8 @@ def run_with(
 
     hook = register_module_forward_pre_hook(enter)
     try:
-        return call_with(_Run(run, model), {f"model.{name}": tensor for name, tensor in state.items()}, (inputs,))
+        with forgotten_results(model):
+            return call_with(_Run(run, model), {f"model.{name}": tensor for name, tensor in state.items()}, (inputs,))
     finally:
         hook.remove()
         before.put_back()
