@@ -88,7 +88,8 @@ def run_with(
 
 def _stand_in(module: nn.Module) -> None:
     """Tensors that are not lent yet make way for tensors without data, where such are made."""
-    for place in (vars(module), module._parameters, module._buffers):
+    places: tuple[dict[str, Any], ...] = (vars(module), module._parameters, module._buffers)
+    for place in places:
         for name, tensor in place.items():
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
                 place[name] = tensor.detach().requires_grad_(tensor.requires_grad)

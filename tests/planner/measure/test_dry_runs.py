@@ -1,9 +1,11 @@
 """Successive halving against a clock of its own, in ranks that live, and in processes that may die."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -256,8 +258,13 @@ def test_live_ranks_choose_by_running_copies(ranks):
 
 
 ENTRY = """
-import os, time
+import os, pathlib, signal, time
 def build(strategy, num_micro_batches):
+    if "zero1" in strategy.names:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        pathlib.Path(__file__).with_name("pid").write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
     if "zero2" in strategy.names:
         raise MemoryError("no room")
     if "checkpoint" in strategy.names:
@@ -266,6 +273,14 @@ def build(strategy, num_micro_batches):
         time.sleep(600)
     return lambda: time.sleep(0.01)
 """
+
+
+def is_alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.mark.long
@@ -283,6 +298,11 @@ def test_processes_that_fail_crash_or_hang_are_results(tmp_path):
     assert 0.01 <= fine.step_time_s < 0.2
     assert outcome("zero2").error == "MemoryError: no room"
     assert outcome("checkpoint").step_time_s is None
+    assert "-9" in outcome("zero1").error  # its launcher, as when a machine's memory is full
+    orphan, end_s = int((tmp_path / "pid").read_text()), time.monotonic() + 60
+    while is_alive(orphan) and time.monotonic() < end_s:
+        time.sleep(0.2)
+    assert not is_alive(orphan)
     hung = outcome("fsdp", limit_s=15.0)
     assert hung.timed_out
     assert hung.step_time_s is None
