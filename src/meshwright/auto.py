@@ -121,7 +121,7 @@ def accelerate(
             takes what the device has. Allocations are not held to it.
         time_limit: Where a strategy is chosen: seconds in which the best few by prediction may be run for a few steps
             each, on copies of the model, to choose the fastest; None chooses by prediction. A candidate that fails on
-            every rank is passed over; one that ends a rank ends the program.
+            every rank is passed over; one that fails on some, or ends a rank, ends the program.
         finetune_strategy: Choose anew what a search decides of the methods that ``strategy`` names: recomputation,
             offloading, schedules, and how ranks are grouped. All else that it says stays.
         dry_run: Run forward and backward once before returning, without changing anything.

@@ -1,8 +1,11 @@
 """Tensors are lent to modules for the time of a call."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.parametrizations import weight_norm
 
 import meshwright as mw
@@ -60,6 +63,63 @@ def test_what_has_no_name_stays():
     lent = call_with(module, {"a.weight": torch.zeros(4, 4)}, (x,))
     assert torch.equal(lent, lent[:1].expand_as(lent))
     assert not torch.equal(module(x), lent)
+
+
+@functools.lru_cache
+def ramp(size):
+    return torch.arange(size)
+
+
+class Remembers(nn.Module):
+    """Makes its mask and a table late, counts its calls, and keeps what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.mask, self.tables, self.seen, self.calls = nn.Linear(4, 4), None, {}, [], 0
+        self.register_buffer("late", None)
+        self.steps = torch.zeros(())
+
+    def forward(self, x):
+        self.calls += 1
+        self.steps += 1
+        if self.mask is None:
+            self.mask = self.late = torch.ones(x.shape[1])
+        self.tables.setdefault(x.shape[1], [torch.arange(x.shape[1])])
+        self.seen.append(x)
+        return self.linear(x) * self.mask * self.late + ramp(x.shape[1])
+
+
+class Moves(nn.Module):
+    """A loss with a weight and running statistics, as centres and margins are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(4)), 0
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.calls += 1
+        self.count += 1
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        return ((x - self.mean) * self.weight).square().mean()
+
+
+def test_a_pass_without_data_leaves_no_trace():
+    """It runs on one rank: what it left behind would part that rank from the others, or hold no data in training."""
+    model, loss = Remembers(), Moves()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    state = {name: fake.from_tensor(each.detach()).requires_grad_() for name, each in model.named_parameters()}
+    with fake:
+        run_with(lambda model, x: loss(model(x)), model, state, torch.ones(2, 4)).backward()
+    assert all(each.grad is not None for each in state.values())
+    assert model.mask is model.late is None
+    assert (model.tables, model.seen, model.calls, model.steps.item()) == ({}, [], 0, 0)
+    assert (loss.calls, loss.count.item(), loss.mean.tolist(), loss.weight.grad) == (0, 0, [0.0] * 4, None)
+    assert ramp(4).tolist() == [0, 1, 2, 3]
+    loss(model(torch.ones(2, 4))).backward()
+    assert (loss.calls, loss.count.item(), len(model.seen)) == (1, 1, 1)
+    assert loss.weight.grad is not None
 
 
 def teacher():

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshwright.nn.half_attention import carried
     from meshwright.nn.half_wide import widen, widened
     from meshwright.nn.initialization import grouped_parameters, init_parameters
+    from meshwright.nn.kept import KeptAttributes
     from meshwright.nn.lazy import check_initialized
     from meshwright.nn.lent import call_with, run_with
     from meshwright.nn.linear import ColumnParallelLinear, Linear, RowParallelLinear
@@ -57,6 +58,7 @@ else:
         half_attention: carried
         half_wide: widen widened
         initialization: grouped_parameters init_parameters
+        kept: KeptAttributes
         lazy: check_initialized
         lent: call_with run_with
         linear: ColumnParallelLinear Linear RowParallelLinear
@@ -81,6 +83,7 @@ __all__ = [
     "Comm",
     "DistributedModule",
     "DistributedParameter",
+    "KeptAttributes",
     "Linear",
     "OpParallelLinear",
     "ParameterInitializer",

@@ -7,18 +7,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.errors import ModelError
+from meshwright.nn.kept import KeptAttributes, forgotten_results
 from meshwright.nn.part import part_of_whole
 
 
 def call_with(
     module: nn.Module, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Calls a module with other tensors, and gives it its own back.
+    """Calls a module with other tensors, and gives it its own back; attributes are put back as they were, too.
 
     ``torch.func.functional_call`` by itself takes a module that lies in several places once for each of them, and
     gives it the lent tensors back as its own the second time.
@@ -41,7 +43,13 @@ def call_with(
         for name, tensor in (*each._parameters.items(), *each._buffers.items())
         if id(tensor) in lent
     }
-    return torch.func.functional_call(module, places, args, kwargs, tie_weights=False)
+    before = KeptAttributes()
+    for each in module.modules():
+        before.note(each)
+    try:
+        return torch.func.functional_call(module, places, args, kwargs, tie_weights=False)
+    finally:
+        before.put_back()
 
 
 def run_with(
@@ -49,19 +57,45 @@ def run_with(
 ) -> Any:
     """``run(model, inputs)`` with other tensors in the model, as :func:`call_with` lends them.
 
+    For passes without data. What modules hold beside parameters and buffers, and all that modules outside of the model
+    hold, such as a loss with weights of its own, stands aside for tensors without data, and comes back as it was: a
+    pass runs on one rank alone, and none of it may be seen in training.
+
     Raises:
         ModelError: When a model runs in it that is distributed already, such as a teacher in the loss. What it gathers
             would stay with it: tensors without data, and on this rank alone where only one predicts; or this rank would
             wait for others.
     """
-    hook = register_module_forward_pre_hook(_refuse_distributed)
+    before, own, met = KeptAttributes(), set(model.modules()), set[nn.Module]()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in met:
+            return
+        _refuse_distributed(module)
+        met.add(module)
+        if module not in own:
+            before.note(module)
+        _stand_in(module)
+
+    hook = register_module_forward_pre_hook(enter)
     try:
-        return call_with(_Run(run, model), {f"model.{name}": tensor for name, tensor in state.items()}, (inputs,))
+        with forgotten_results(model):
+            return call_with(_Run(run, model), {f"model.{name}": tensor for name, tensor in state.items()}, (inputs,))
     finally:
         hook.remove()
+        before.put_back()
 
 
-def _refuse_distributed(module: nn.Module, args: Any) -> None:
+def _stand_in(module: nn.Module) -> None:
+    """Tensors that are not lent yet make way for tensors without data, where such are made."""
+    places: tuple[dict[str, Any], ...] = (vars(module), module._parameters, module._buffers)
+    for place in places:
+        for name, tensor in place.items():
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+                place[name] = tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _refuse_distributed(module: nn.Module) -> None:
     asks = isinstance(module, DistributedDataParallel) and module.will_sync_module_buffers()
     if isinstance(module, FSDPModule) or part_of_whole(module) is not None or asks:
         raise ModelError(

@@ -67,7 +67,7 @@ from meshwright.runtime.seeds import (
     spread_seed,
 )
 from meshwright.runtime.stop import StopSignals
-from meshwright.runtime.together import come_together
+from meshwright.runtime.together import come_together, told_by_all
 from meshwright.runtime.versions import code_versions
 
 __all__ = [
@@ -132,6 +132,7 @@ __all__ = [
     "tensor_mesh",
     "tensor_rank",
     "tensor_size",
+    "told_by_all",
     "world_mesh",
     "world_size",
     "zero_mesh",

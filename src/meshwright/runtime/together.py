@@ -45,6 +45,30 @@ def come_together(what: str) -> None:
         pause_s = min(pause_s * 1.3, _LONGEST_PAUSE_S)
 
 
+def told_by_all(what: str, text: str, patience_s: float | None = None) -> list[str | None]:
+    """What every rank says, in rank order; over the store, so that it does no harm when some are in a collective.
+
+    Args:
+        what: The occasion; ranks come to it equally often.
+        text: Of this rank.
+        patience_s: How long the others are waited for; None waits for all of them.
+
+    Returns:
+        None for ranks that have not come in time.
+    """
+    if world_size() == 1:
+        return [text]
+    store, key = _get_default_store(), f"meshwright/told/{what}"
+    number = store.add(f"{key}/times/{rank()}", 1)
+    names = [f"{key}/{number}/{each}" for each in range(world_size())]
+    store.set(names[rank()], text)
+    began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+    while not store.check(names) and (patience_s is None or time.monotonic() - began_s < patience_s):
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.3, _LONGEST_PAUSE_S)
+    return [store.get(name).decode() if store.check([name]) else None for name in names]
+
+
 def _tell(what: str, absent: Sequence[int], waited_s: float, *, is_over: bool) -> None:
     fix = "call it on every rank, without `if rank == 0:` around it"
     if is_over:

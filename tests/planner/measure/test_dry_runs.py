@@ -1,6 +1,11 @@
 """Successive halving against a clock of its own, in ranks that live, and in processes that may die."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+import threading
+import time
 import types
 
 import pytest
@@ -150,6 +155,84 @@ def live():
     return too_short, same, loss, result.strategy.names
 
 
+class Centred(torch.nn.Module):
+    """A loss with a weight that trains and statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.calls = torch.nn.Parameter(torch.ones(())), 0
+        self.register_buffer("mean", torch.zeros(tiny.VOCAB))
+
+    def forward(self, inputs, logits):
+        self.calls += 1
+        self.mean.lerp_(logits.detach().mean((0, 1)), 0.5)
+        return tiny.loss_func(inputs, (logits - self.mean) * self.weight)
+
+
+CENTRED = Centred()
+
+
+def through_another(inputs, logits):
+    return CENTRED(inputs, logits)
+
+
+def beside():
+    """What the functions use stays as it was; a model that cannot be copied, and one that fails on one rank."""
+    model, closed = tiny.plain(), Centred()
+    decay = lambda: 1e-3 * sum(each.square().sum() for each in model.parameters())  # noqa: E731
+    arguments = {"optim_func": torch.optim.AdamW, "dataset": tiny.Tokens(), "dataloader_args": {"batch_size": 4}}
+    losses = (lambda x, y: through_another(x, y) + closed(x, y) + decay(), CENTRED)
+    kept = []
+    for loss in losses:
+        model = tiny.plain()
+        mw.accelerate(model, loss_func=loss, **arguments, time_limit=60.0, included=["zero1"])
+        for each in (CENTRED, closed):
+            kept.append((each.calls, each.mean.abs().sum().item(), each.weight.item(), each.weight.grad))
+        kept.append((0, 0.0, 1.0, next((p.grad for p in model.parameters() if p.grad is not None), None)))
+    locked = tiny.plain()
+    locked.lock = threading.Lock()
+    with pytest.raises(mw.ModelError, match=r"cannot be copied.*_thread\.lock.*leave time_limit out"):
+        mw.accelerate(locked, loss_func=tiny.loss_func, **arguments, time_limit=60.0)
+    return kept
+
+
+def test_what_functions_use_beside_the_model_stays_as_it_was(ranks):
+    for kept in ranks(2).run(beside):
+        assert kept == [(0, 0.0, 1.0, None)] * 6
+
+
+ALONE = """
+import sys
+import torch
+import meshwright as mw
+from meshwright import trials
+from tests import tiny
+trials._PATIENCE_S = 1.0
+mw.init_distributed()
+class Fails(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = tiny.plain()
+    def forward(self, x):
+        if mw.rank() == 1 and not isinstance(x, torch._subclasses.FakeTensor):
+            raise MemoryError("no room here")
+        return self.inner(x)
+arguments = dict(optim_func=torch.optim.AdamW, dataset=tiny.Tokens(), dataloader_args={"batch_size": 4})
+mw.accelerate(Fails(), loss_func=tiny.loss_func, **arguments, time_limit=60.0, included=[])
+"""
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_alone_says_so_and_ends_the_program(tmp_path):
+    """The others wait for it in a collective of training: it must not meet them in another one, nor stay."""
+    (tmp_path / "alone.py").write_text(ALONE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = subprocess.run([*command, str(tmp_path / "alone.py")], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 1
+    assert "failed on some ranks while others wait for them" in ended.stderr
+    assert "parallel_mode(data=2): MemoryError: no room here" in ended.stderr
+
+
 def test_what_runs_teach_orders_the_next_plans(tmp_path):
     """The first is predicted fastest and exposes collectives, which here take four times as long."""
     names = {"sends": step_time(compute_s=0.5, exposed_s=0.4), "computes": step_time(compute_s=1.0)}
@@ -175,8 +258,13 @@ def test_live_ranks_choose_by_running_copies(ranks):
 
 
 ENTRY = """
-import os, time
+import os, pathlib, signal, time
 def build(strategy, num_micro_batches):
+    if "zero1" in strategy.names:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        pathlib.Path(__file__).with_name("pid").write_text(str(os.getpid()))
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
     if "zero2" in strategy.names:
         raise MemoryError("no room")
     if "checkpoint" in strategy.names:
@@ -185,6 +273,14 @@ def build(strategy, num_micro_batches):
         time.sleep(600)
     return lambda: time.sleep(0.01)
 """
+
+
+def is_alive(process):
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 @pytest.mark.long
@@ -202,6 +298,11 @@ def test_processes_that_fail_crash_or_hang_are_results(tmp_path):
     assert 0.01 <= fine.step_time_s < 0.2
     assert outcome("zero2").error == "MemoryError: no room"
     assert outcome("checkpoint").step_time_s is None
+    assert "-9" in outcome("zero1").error  # its launcher, as when a machine's memory is full
+    orphan, end_s = int((tmp_path / "pid").read_text()), time.monotonic() + 60
+    while is_alive(orphan) and time.monotonic() < end_s:
+        time.sleep(0.2)
+    assert not is_alive(orphan)
     hung = outcome("fsdp", limit_s=15.0)
     assert hung.timed_out
     assert hung.step_time_s is None

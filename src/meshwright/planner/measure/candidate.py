@@ -8,7 +8,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,15 @@ from meshwright.runtime import init_distributed, rank, settings, shutdown_distri
 from meshwright.runtime.launch import inside_launcher, launch
 from meshwright.strategy import Strategy
 
+_LOOK_S = 0.5
+
 
 def main(folder: Path) -> int:
     """Runs what ``request.json`` asks for; the result, or the error of a rank, is written beside it."""
     request = json.loads((folder / "request.json").read_text())
     if not inside_launcher():
         return launch(["-m", "meshwright.planner.measure.candidate", str(folder)], request["nproc"])
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     init_distributed()
     try:
         strategy = Strategy(str(folder / "strategy.json"))
@@ -37,6 +43,13 @@ def main(folder: Path) -> int:
         (folder / "result.json").write_text(json.dumps({"step_time_s": seconds}))
     shutdown_distributed()
     return 0
+
+
+def _end_with(launcher: int) -> None:
+    """Ends this rank once its launcher is gone: ranks are sessions of their own, and nobody else would end them."""
+    while os.getppid() == launcher:
+        time.sleep(_LOOK_S)
+    os._exit(1)
 
 
 def _function(entry: str) -> Callable[..., Callable[[], Any]]:
