@@ -52,6 +52,17 @@ class Branch:
             *self.mesh.inner_methods, *pipeline, *self.sharding, *self.precision, *self.recompute, *self.rest,
         )  # fmt: skip
 
+    @property
+    def but_for_groups(self) -> object:
+        """What it has in common with those whose groups shard over more or fewer ranks."""
+        return self.mesh, self.sharding, self.precision, self.recompute, self.rest, self.schedule
+
+    @property
+    def but_for_offload(self) -> object:
+        """What it has in common with those of other passes that offload something else; passes share their methods."""
+        # To hash what these are takes long.
+        return self.axes, tuple(id(method) for method in self.methods if not isinstance(method, Offload))
+
     def strategy(self) -> Strategy:
         """As a user would write it."""
         return Strategy([mesh_of(self.axes), *self.methods])
