@@ -193,7 +193,7 @@ def test_a_search_finds_what_looking_at_everything_finds_that_may_offload(object
 
 
 def test_offloading_is_among_the_plans_where_it_is_faster_than_what_fits_without():
-    subject = workload(limit_bytes=1300 * 2**20, cluster="a100x2")
+    subject = workload(limit_bytes=1800 * 2**20, cluster="a100x2")
     both, without = (quick(subject, excluded=names, top=3) for names in ((), ("offload",)))
     assert "offload" in both.plans[0].strategy
     assert both.plans[0].forecast.time.step_time_s < without.plans[0].forecast.time.step_time_s
