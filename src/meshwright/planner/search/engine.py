@@ -139,10 +139,11 @@ class Engine:
                 self._push(0.0, 2, branch)
                 continue
             try:
-                self._room(branch)
+                room = self._room(branch)
                 if not self._has_blocks(branch) or self._is_settled(bound := self._roughly(branch)):
                     continue
-                if self._cannot_fit(branch, 0, 1) or self._is_twin(branch):
+                room.bound = bound
+                if self._is_twin(branch) or self._cannot_fit(branch, 0, 1):
                     continue
             except MeshwrightError as error:
                 self.candidates.refuse(error.what, branch.strategy())
@@ -159,11 +160,8 @@ class Engine:
     def _is_twin(self, branch: Branch) -> bool:
         """Whether another method does the very same here, as all levels of ZeRO do in a pipeline."""
         assert self.bounds is not None
-        others = (branch.mesh, branch.axes, branch.precision, branch.recompute, branch.rest, branch.schedule)
-        first = self._first.setdefault((others, self.bounds.twin(branch)), branch)
-        if first is not branch:
-            self.looked.rooms[branch.but_for_offload] = self._room(first)
-        return first is not branch
+        others = (branch.mesh, branch.axes, branch.but_for_sharding)
+        return self._first.setdefault((others, self.bounds.twin(branch)), branch) is not branch
 
     def _room(self, branch: Branch) -> Room:
         return self.looked.rooms.setdefault(branch.but_for_offload, Room())
@@ -173,7 +171,9 @@ class Engine:
         if self.objective == "memory" or not self.looked.rooms_before:
             return False
         room = self.looked.rooms_before.get(branch.but_for_offload)
-        return room is not None and (not room.squeezed if micro_batch is None else micro_batch in room.fitting)
+        if room is None:
+            return False
+        return micro_batch in room.fitting or not room.squeezed or self._is_settled(room.bound)
 
     def _roughly(self, branch: Branch, micro_batches: int | None = None) -> float:
         """A bound for a branch, with its most micro-batches where none are given: they wait least for each other."""

@@ -12,13 +12,15 @@ _SMALLEST_KEPT = 5
 
 @dataclass(slots=True)
 class Room:
-    """Whether memory is enough for a branch and its twins.
+    """Whether memory is enough for a branch.
 
     Args:
-        squeezed: Whether it has ruled out any of their micro-batches.
+        bound: What it cannot beat.
+        squeezed: Whether memory has ruled out any of its micro-batches; of twins, those of the first.
         fitting: Sizes of micro-batches that are known to fit.
     """
 
+    bound: float = 0.0
     squeezed: bool = False
     fitting: set[int] = field(default_factory=set)
 
