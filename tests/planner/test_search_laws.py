@@ -1,7 +1,9 @@
 """Laws of the best plan, whatever the model: it gets no worse when something gets better."""
 
 import dataclasses
+import itertools
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +44,15 @@ def test_more_memory_never_hurts(shape, gib, devices):
     assert best(more) <= best(little) * (1 + TIES)
 
 
+@pytest.mark.parametrize("shape", [Shape("gpt", 8, 1024, 16, 32000, 1024), Shape("llama", 4, 2048, 16, 32000, 1024)])
+def test_more_memory_never_hurts_where_offloading_does_better_than_what_fits_without(shape):
+    subject = FamilyWorkload(shape, make_cluster("A100", 2), 16)
+    limits = (round(gib * 2**30) for gib in (0.4, 0.6, 0.8, 1.0, 1.3, 1.7, 2.2, 3.0, 4.5, 8.0))
+    steps = [best(dataclasses.replace(subject, limit_bytes=limit)) for limit in limits]
+    assert steps[1] < float("inf")
+    assert all(more <= less * (1 + TIES) for less, more in itertools.pairwise(steps))
+
+
 @QUICK
 @given(SHAPES, st.sampled_from(["intra", "inter"]), st.floats(1.5, 20), st.sampled_from([2, 4]))
 def test_a_faster_link_never_slows_the_best(shape, name, factor, per_node):
@@ -53,10 +64,14 @@ def test_a_faster_link_never_slows_the_best(shape, name, factor, per_node):
 
 
 @QUICK
-@given(SHAPES, st.sampled_from([2, 4]))
-def test_more_devices_never_slow_a_batch_that_they_can_share(shape, devices):
+@given(SHAPES, st.sampled_from([2, 4]), st.sampled_from([None, 1.0, 2.0]))
+def test_more_devices_never_slow_a_batch_that_they_can_share(shape, devices, gib):
     # Not beyond what the batch has samples for: ranks divide layers then, and may send more than they save.
-    few, many = (best(FamilyWorkload(shape, make_cluster("H100", number), 32)) for number in (devices, 2 * devices))
+    limit = None if gib is None else round(gib * 2**30)
+    few, many = (
+        best(FamilyWorkload(shape, make_cluster("H100", number), 32, limit_bytes=limit))
+        for number in (devices, 2 * devices)
+    )
     assert many <= few * (1 + TIES)
 
 

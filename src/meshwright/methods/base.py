@@ -51,6 +51,11 @@ class Method(MethodConfig):
         """Whether it changes anything on a mesh: the method of an axis does where the axis has several ranks."""
         return self.axis is None or sizes.get(self.axis, 1) > 1
 
+    @property
+    def of_state(self) -> bool:
+        """Whether it changes what becomes of parameters and their states alone: what blocks compute and save stays."""
+        return False
+
     def check(self, job: Job) -> None:
         """Refuses a job it cannot work on, before anything is changed.
 

@@ -113,6 +113,11 @@ class Offload(Method):
             if low is not None and high is not None and low > high:
                 raise ValueError(f"{smaller} at most {larger}: what is updated on the host has its states there")
 
+    @property
+    def of_state(self) -> bool:
+        """Unless activations leave, too."""
+        return not self.activations
+
     def check_mesh(self, sizes: Mapping[str, int], shard_axis: str | None) -> None:
         """Refuses what cannot leave the device on such a mesh."""
         check_gradients(self.gradients or 0.0, sizes, shard_axis)

@@ -75,10 +75,11 @@ def plan(
     """
     where = find_cluster(cluster) if isinstance(cluster, str) else cluster
     if isinstance(model, str):
-        if sample_batch is not None or loss_func is not None or model_input_format is not None:
+        others = sample_batch is not None or loss_func is not None or model_input_format is not None
+        if others or optim_func is not torch.optim.AdamW:
             raise ConfigError(
-                "A model by its name has its own samples and loss",
-                expected="sample_batch, loss_func and model_input_format beside a module alone",
+                "A model by its name has its own samples, loss and optimizer",
+                expected="sample_batch, loss_func, model_input_format and optim_func beside a module alone",
                 got=repr(model),
                 fix="leave them out, or pass the module",
             )

@@ -48,7 +48,10 @@ class PlanRequest:
 
     def subject_of(self, cluster: Cluster, samples: int) -> Subject:
         """What plans are made for, on some cluster and for so many samples per step."""
-        return self.model.subject(cluster, samples, read_size(self.memory_limit, "memory_limit"))
+        limit = read_size(self.memory_limit, "memory_limit")
+        if limit is not None:  # of a device that has more memory, as much more
+            limit = round(limit * (cluster.device.memory_bytes / self.cluster.device.memory_bytes))
+        return self.model.subject(cluster, samples, limit)
 
     @functools.cached_property
     def subject(self) -> Subject:
@@ -107,7 +110,8 @@ class PlanRequest:
 
     def what_ifs(self, found: Found) -> tuple[WhatIf, ...]:
         """What would change the result."""
-        return what_if(self.subject_of, found)
+        # Of strategies that are given nothing is ranked.
+        return what_if(self.subject_of, found, self.objective if self.strategy is None else "tokens_per_s")  # type: ignore[arg-type]
 
     def document(self, found: Found, what_ifs: Sequence[WhatIf] = ()) -> dict[str, Any]:
         """All of it as plain values: what ``--json`` prints."""

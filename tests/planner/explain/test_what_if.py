@@ -8,6 +8,8 @@ from meshwright.cost import make_cluster
 from meshwright.planner import FamilyWorkload, parse_family
 from meshwright.planner.explain import what_if
 from meshwright.planner.search import Found
+from meshwright.planning import PlanRequest
+from meshwright.planning.models import FamilyModel
 from meshwright.strategy import Strategy
 from tests.planner.explain.found import found, subject_of
 
@@ -50,6 +52,26 @@ def test_memory_lets_what_was_too_large_in():
     roomier = known["twice the memory on every device"]
     assert roomier.plan.strategy == large.strategy
     assert "best then: data 16" in roomier.outcome
+
+
+def test_the_best_then_is_the_best_by_the_same_objective():
+    small = Found(tuple(sorted(found().plans, key=lambda plan: plan.needed_bytes)))
+    known = {each.change: each for each in what_if(subject_of, small, "memory")}
+    assert known["twice the memory on every device"].outcome == "no difference"
+    links = known["links inside a node twice as fast"]
+    assert links.plan.needed_bytes == small.plans[0].needed_bytes
+    assert links.plan.strategy == small.plans[0].strategy
+
+
+def test_twice_the_memory_is_twice_the_limit_that_was_given():
+    model, cluster = FamilyModel("1b", parse_family("llama-3-1b:seq=2048")), make_cluster("A100-80", 4)
+    request = PlanRequest(model, cluster, 16, strategy=["fsdp", ("amp_native", "bf16")])
+    limit = int(0.6 * request.found().plans[0].needed_bytes)
+    request = dataclasses.replace(request, memory_limit=limit)
+    assert not request.found().plans[0].fits
+    known = {each.change: each for each in request.what_ifs(request.found())}
+    assert known["twice the memory on every device"].plan.limit_bytes == 2 * limit
+    assert known["links inside a node twice as fast"].plan is None
 
 
 def test_without_a_forecast_there_is_nothing_to_ask():

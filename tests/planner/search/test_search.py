@@ -61,7 +61,7 @@ def test_a_search_finds_what_looking_at_everything_finds(limit, objective):
         precision=choices(("amp_native", "bf16")), sharding=choices(None, "zero1", "fsdp"), hybrid=objective == "memory"
     )
     space = space.replace(sizes={axis: space.sizes[axis] for axis in ("tensor", "pipeline")})
-    found = search(subject, space=space, top=5, objective=objective)
+    found = search(subject, space=space, top=5, objective=objective, excluded=["offload"])
     best = everything(subject, space, objective)
     assert found.is_complete
     assert found.num_predicted < len(best) / 2
@@ -205,6 +205,25 @@ def test_objectives_are_known_and_have_what_they_need():
 def test_offloading_is_tried_where_nothing_fits_without():
     found = quick(workload(limit_bytes=600 * 2**20), top=1)
     assert "offload" in found.plans[0].strategy
+
+
+@pytest.mark.parametrize("objective", ["tokens_per_s", "memory"])
+def test_a_search_finds_what_looking_at_everything_finds_that_may_offload(objective):
+    subject = workload(limit_bytes=1300 * 2**20, cluster="a100x2", batch=8)
+    space = few(subject).replace(recompute=choices(None, "checkpoint"))
+    found = search(subject, space=space, top=4, objective=objective)
+    best = everything(subject, space.replace(offload=((), *offloads())), objective)
+    assert found.is_complete
+    assert [rank_of_plan(plan, objective)[0] for plan in found.plans] == [rank[0] for rank in best[:4]]
+
+
+def test_offloading_is_among_the_plans_where_it_is_faster_than_what_fits_without():
+    subject = workload(limit_bytes=1800 * 2**20, cluster="a100x2")
+    both, without = (quick(subject, excluded=names, top=3) for names in ((), ("offload",)))
+    assert "offload" in both.plans[0].strategy
+    assert both.plans[0].forecast.time.step_time_s < without.plans[0].forecast.time.step_time_s
+    roomy = quick(workload(cluster="a100x2"), top=3)
+    assert not any("offload" in plan.strategy for plan in roomy.plans)
 
 
 @pytest.mark.parametrize(("cluster", "limit_mib"), [("a100x1", 800), ("a100x2", 480)])

@@ -11,7 +11,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.methods import SAMPLED
 from meshwright.planner.explain.figures import price_per_billion_tokens, short
 from meshwright.planner.plan import Plan, Subject
-from meshwright.planner.search import Found
+from meshwright.planner.search import Found, Objective
+from meshwright.planner.search.objective import figure_of_plan
 from meshwright.planner.words import number, percent, seconds
 from meshwright.strategy import Strategy
 
@@ -39,7 +40,7 @@ class WhatIf:
     speed_up: float | None = None
 
 
-def what_if(subject_of: SubjectOf, found: Found) -> tuple[WhatIf, ...]:
+def what_if(subject_of: SubjectOf, found: Found, objective: Objective = "tokens_per_s") -> tuple[WhatIf, ...]:
     """Predicts the strategies that were found, and those that did not fit, under changed circumstances.
 
     Nothing is searched anew: a strategy that no search has met is not met here either.
@@ -47,21 +48,23 @@ def what_if(subject_of: SubjectOf, found: Found) -> tuple[WhatIf, ...]:
     Args:
         subject_of: Makes the subject for a cluster and a number of samples per step.
         found: With at least one plan that has a forecast.
+        objective: What its plans are ranked by: the best then is the best by the same.
     """
     best = found.plans[0]
     if best.forecast is None:
         return ()
     cluster, samples = best.forecast.cluster, best.forecast.samples
-    every = [_more_devices(subject_of, found, cluster, samples)]
-    every.append(
-        _told(f"twice the batch, {2 * samples} samples", best, _replanned(subject_of, found, cluster, 2 * samples))
-    )
-    for words, faster in _faster_links(cluster):
-        every.append(_told(words, best, _replanned(subject_of, found, faster, samples)))
+
+    def told(change: str, where: Cluster, number: int) -> WhatIf:
+        return _told(change, best, _best(_replanned(subject_of(where, number), found, number), objective))
+
+    every = [_more_devices(subject_of, found, cluster, samples, objective)]
+    every.append(told(f"twice the batch, {2 * samples} samples", cluster, 2 * samples))
+    every += [told(words, faster, samples) for words, faster in _faster_links(cluster)]
     roomier = dataclasses.replace(
         cluster, device=dataclasses.replace(cluster.device, memory_bytes=2 * cluster.device.memory_bytes)
     )
-    every.append(_told("twice the memory on every device", best, _replanned(subject_of, found, roomier, samples)))
+    every.append(told("twice the memory on every device", roomier, samples))
     return tuple(each for each in every if each is not None)
 
 
@@ -75,7 +78,9 @@ def _faster_links(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
         yield "links inside a node twice as fast", dataclasses.replace(cluster, intra=faster(cluster.intra))
 
 
-def _more_devices(subject_of: SubjectOf, found: Found, cluster: Cluster, samples: int) -> WhatIf | None:
+def _more_devices(
+    subject_of: SubjectOf, found: Found, cluster: Cluster, samples: int, objective: Objective
+) -> WhatIf | None:
     """The next number of devices over which some strategy spreads the batch evenly."""
     now, per_node = cluster.num_devices, cluster.devices_per_node
     whole_nodes = now % per_node == 0 and now > per_node
@@ -84,7 +89,7 @@ def _more_devices(subject_of: SubjectOf, found: Found, cluster: Cluster, samples
             continue
         subject = subject_of(cluster.resized(more), samples)
         wider = (each for plan in _every(found) for each in _spread(plan, now, more, samples))
-        plan = _best(_planned(subject, strategy, parts) for strategy, parts in wider)
+        plan = _best((_planned(subject, strategy, parts) for strategy, parts in wider), objective)
         if plan is not None:
             return _told(f"{more} devices instead of {now}", found.plans[0], plan)
     return None
@@ -111,11 +116,10 @@ def _product(sizes: Iterable[int]) -> int:
     return whole
 
 
-def _replanned(subject_of: SubjectOf, found: Found, cluster: Cluster, samples: int) -> Plan | None:
-    subject = subject_of(cluster, samples)
-    return _best(
-        _planned(subject, plan.strategy, parts) for plan in _every(found) for parts in sorted(_cuts(plan, samples))
-    )
+def _replanned(subject: Subject, found: Found, samples: int) -> Iterator[Plan | None]:
+    for plan in _every(found):
+        for parts in sorted(_cuts(plan, samples)):
+            yield _planned(subject, plan.strategy, parts)
 
 
 def _cuts(plan: Plan, samples: int) -> set[int]:
@@ -138,10 +142,10 @@ def _planned(subject: Subject, strategy: Strategy, num_micro_batches: int) -> Pl
         return None  # what cannot be there is no answer
 
 
-def _best(plans: Iterable[Plan | None]) -> Plan | None:
-    """The fastest that fits."""
+def _best(plans: Iterable[Plan | None], objective: Objective) -> Plan | None:
+    """Of those that fit."""
     fitting = [plan for plan in plans if plan is not None and plan.fits and plan.forecast is not None]
-    return max(fitting, key=_samples_per_s, default=None)
+    return min(fitting, key=lambda plan: figure_of_plan(plan, objective), default=None)
 
 
 def _samples_per_s(plan: Plan) -> float:

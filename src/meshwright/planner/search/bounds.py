@@ -51,6 +51,11 @@ class Probe:
         known = self.step.activations
         return max(self.kept_bytes - (known.outside_bytes if known is not None else 0), 0)
 
+    @property
+    def hosted_bytes(self) -> int:
+        """What forward sends to the host, and backward brings back."""
+        return self.step.activations.hosted_bytes if self.step.activations is not None else 0
+
     @functools.cached_property
     def num_blocks(self) -> int:
         """Blocks that a pipeline can deal out."""
@@ -148,16 +153,21 @@ class Bounds:
     def roughly_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
         """The same for a branch, with what its schedule waits at least and its link is busy at least."""
         (ranks, per_rank), parts = branch.shape, self._parts(branch)
-        probed = self.known_probe(branch)
+        probed, state = self.known_probe(branch), self.state(branch)
         probe = self.divided(branch) if probed else self.undivided(branch)
-        whole = self._ideal_s(probe, samples) / (1 if probed else _shares(branch.mesh)) / ranks
+        shares, update = 1 if probed else _shares(branch.mesh), state.update_s / parts
+        whole = self._ideal_s(probe, samples) / shares / ranks
         if branch.schedule is None:
-            return max(whole, self.state(branch).link_s[1] / parts)
+            return max(whole, state.link_s[1] / parts, self._copies_s(probe, samples) / shares) + update
         blocks = probe.num_blocks
         even = (blocks // (ranks * per_rank)) * ranks * per_rank / max(blocks, 1)
         waits = bubble(branch.schedule.schedule, ranks, per_rank, micro_batches)
         inside = self._inside_share(probe)
-        return whole * (1 + inside * even * waits / micro_batches)
+        return whole * (1 + inside * even * waits / micro_batches) + update
+
+    def _copies_s(self, probe: Probe, samples: int) -> float:
+        """Activations go to the host beside forward, and come back beside backward."""
+        return 2 * probe.hosted_bytes * samples / self._wires.host_link.bytes_per_s if not probe.step.on_cpu else 0.0
 
     def _ideal_s(self, probe: Probe, samples: int) -> float:
         inside, outside, _ = self._seconds(probe, _MANY, ideal=True)
@@ -179,7 +189,8 @@ class Bounds:
         update = state.update_s / self._parts(branch) + self.known.constants.step_s
         if ranks == 1:
             link = state.link_s[0] + (micro_batches - 1) * state.link_s[1]
-            return max((inside + outside) * micro_batches, link / self._parts(branch)) + update
+            copies = self._copies_s(probe, samples)
+            return max((inside + outside) * micro_batches, link / self._parts(branch), copies) + update
         assert branch.schedule is not None
         mine = least * (probe.num_blocks // (ranks * per_rank)) * per_rank
         waits = mine * bubble(branch.schedule.schedule, ranks, per_rank, micro_batches)
@@ -267,9 +278,13 @@ def _shares(mesh: Mesh) -> int:
 
 
 def probing(precision: Choice, recompute: Choice, rest: Choice) -> Choice:
-    """What a probe has: all but what needs other axes, or a sharding method."""
-    alone = (each for each in rest if getattr(each, "axis", None) is None and not _lacks(each))
+    """What a probe has: all but what needs other axes, or a sharding method, or is of parameters' states alone."""
+    alone = (each for each in rest if getattr(each, "axis", None) is None and not _lacks(each) and not _of_state(each))
     return (*precision, *recompute, *alone)
+
+
+def _of_state(method: MethodConfig) -> bool:
+    return isinstance(method, Method) and method.of_state
 
 
 def _lacks(method: MethodConfig) -> bool:

@@ -52,6 +52,23 @@ class Branch:
             *self.mesh.inner_methods, *pipeline, *self.sharding, *self.precision, *self.recompute, *self.rest,
         )  # fmt: skip
 
+    @property
+    def but_for_groups(self) -> object:
+        """What it has in common with those whose groups shard over more or fewer ranks."""
+        return self.mesh, self.sharding, self.precision, self.recompute, self.rest, self.schedule
+
+    # To hash what methods are takes long; passes through a space share them.
+    @property
+    def but_for_sharding(self) -> object:
+        """What its methods have in common with those of one mesh that shard otherwise."""
+        others = (*self.precision, *self.recompute, *self.rest)
+        return id(self.schedule), tuple(map(id, others))
+
+    @property
+    def but_for_offload(self) -> object:
+        """What it has in common with those of other passes that offload something else."""
+        return self.axes, tuple(id(method) for method in self.methods if not isinstance(method, Offload))
+
     def strategy(self) -> Strategy:
         """As a user would write it."""
         return Strategy([mesh_of(self.axes), *self.methods])

@@ -9,15 +9,14 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from meshwright.errors import MeshwrightError
-from meshwright.planner.plan import Plan, Subject
+from meshwright.planner.plan import Subject
 from meshwright.planner.search.bounds import Bounds, probing
 from meshwright.planner.search.candidates import Branch, Candidates, Mesh, axes_text, replicas_of
-from meshwright.planner.search.objective import Objective, Rank, rank_of_plan, rounded
-
-_SMALLEST_KEPT = 5
+from meshwright.planner.search.looked import Looked, Room
+from meshwright.planner.search.objective import Objective, rank_of_plan, rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +38,6 @@ class Probed:
 Item = Mesh | Probed | Branch | Leaf
 
 
-@dataclass
-class Looked:
-    """What has been looked at.
-
-    Args:
-        plans: Those that fit, with their ranks.
-        too_large: Those that do not, the smallest first.
-        num_considered: Candidates unfolded.
-        num_predicted: Those that were simulated.
-        stopped: Whether the search ended at its most predictions, before nothing better could be left.
-    """
-
-    plans: list[tuple[Rank, Plan]] = field(default_factory=list)
-    too_large: list[Plan] = field(default_factory=list)
-    num_considered: int = 0
-    num_predicted: int = 0
-    stopped: bool = False
-
-
 class Engine:
     """One search through one space."""
 
@@ -77,7 +57,7 @@ class Engine:
         self.subject, self.candidates, self.bounds, self.objective = subject, candidates, bounds, objective
         self.top, self.max_predictions, self.progress, self.limited = top, max_predictions, progress, limited
         self.any_will_do = any_will_do
-        self.looked = Looked()
+        self.looked = Looked(top)
         self._heap: list[tuple[float, int, int, Item]] = []
         self._order = itertools.count()
         self._too_large: dict[object, list[tuple[int, int]]] = {}
@@ -86,12 +66,17 @@ class Engine:
         self._outline = getattr(subject, "outline", subject.plan)
         self._exceeds = getattr(subject, "is_too_large", None)
 
-    def run(self) -> Looked:
+    def run(self, before: Looked | None = None) -> Looked:
         """Looks at candidates, the most promising first.
 
         Layers and samples that stay whole come first: what they reach rules out most ways to divide them, which take a
         probe each.
+
+        Args:
+            before: What a search through the same space without offloading has found, which goes on here.
         """
+        if before is not None:
+            self.looked = before.further()
         meshes = sorted(self.candidates.meshes(), key=lambda mesh: len(mesh.inner))
         for _, alike in itertools.groupby(meshes, key=lambda mesh: len(mesh.inner)):
             for mesh in alike:
@@ -147,14 +132,19 @@ class Engine:
 
     def _unfold_mesh(self, mesh: Mesh) -> None:
         for branch in self.candidates.branches(mesh):
+            if self._gains_nothing(branch):
+                continue
             self.looked.num_considered += 1
             if self.bounds is None:
                 self._push(0.0, 2, branch)
                 continue
             try:
-                if not self._has_blocks(branch) or self._cannot_fit(branch, 0, 1) or self._is_twin(branch):
+                room = self._room(branch)
+                if not self._has_blocks(branch) or self._is_settled(bound := self._roughly(branch)):
                     continue
-                bound = self._roughly(branch)
+                room.bound = bound
+                if self._is_twin(branch) or self._cannot_fit(branch, 0, 1):
+                    continue
             except MeshwrightError as error:
                 self.candidates.refuse(error.what, branch.strategy())
                 continue
@@ -170,8 +160,20 @@ class Engine:
     def _is_twin(self, branch: Branch) -> bool:
         """Whether another method does the very same here, as all levels of ZeRO do in a pipeline."""
         assert self.bounds is not None
-        others = (branch.mesh, branch.axes, branch.precision, branch.recompute, branch.rest, branch.schedule)
+        others = (branch.mesh, branch.axes, branch.but_for_sharding)
         return self._first.setdefault((others, self.bounds.twin(branch)), branch) is not branch
+
+    def _room(self, branch: Branch) -> Room:
+        return self.looked.rooms.setdefault(branch.but_for_offload, Room())
+
+    def _gains_nothing(self, branch: Branch, micro_batch: int | None = None) -> bool:
+        """Whether offloading can only slow it: memory was enough without."""
+        if self.objective == "memory" or not self.looked.rooms_before:
+            return False
+        room = self.looked.rooms_before.get(branch.but_for_offload)
+        if room is None:
+            return False
+        return micro_batch in room.fitting or not room.squeezed or self._is_settled(room.bound)
 
     def _roughly(self, branch: Branch, micro_batches: int | None = None) -> float:
         """A bound for a branch, with its most micro-batches where none are given: they wait least for each other."""
@@ -222,13 +224,14 @@ class Engine:
         branch, micro_batches = leaf.branch, self._number(leaf.branch, leaf.micro_batches)
         assert self.bounds is not None
         samples = self._samples(branch.mesh)
-        if self._is_known_too_large(branch, samples // micro_batches):
+        micro_batch = samples // micro_batches
+        if self._is_known_too_large(branch, micro_batch) or self._gains_nothing(branch, micro_batch):
             return
         try:
             if branch.schedule is not None:
                 branch.schedule.in_flight(branch.mesh.pipeline, micro_batches)
             self.bounds.divided(branch)
-            if self._cannot_fit(branch, samples // micro_batches, micro_batches):
+            if self._cannot_fit(branch, micro_batch, micro_batches):
                 return
             bound = self._closely(branch, samples, micro_batches)
         except MeshwrightError as error:
@@ -245,8 +248,11 @@ class Engine:
     def _cannot_fit(self, branch: Branch, micro_batch: int, micro_batches: int) -> bool:
         if not self.limited or self.bounds is None:
             return False
-        held = self.bounds.held_bytes(branch, micro_batch, micro_batches)
-        return self.bounds.limit_bytes is not None and held > self.bounds.limit_bytes
+        held, limit = self.bounds.held_bytes(branch, micro_batch, micro_batches), self.bounds.limit_bytes
+        if limit is None or held <= limit:
+            return False
+        self._room(branch).squeezed = True
+        return True
 
     def _predict(self, leaf: Leaf) -> None:
         branch, samples = leaf.branch, self._samples(leaf.branch.mesh)
@@ -263,11 +269,10 @@ class Engine:
             return
         if self.limited and not plan.fits:
             self._note_too_large(branch, micro_batch)
-            self.looked.too_large = sorted([*self.looked.too_large, plan], key=_by_size)[:_SMALLEST_KEPT]
+            self.looked.add_too_large(plan)
         else:
-            self.looked.plans.append((rank_of_plan(plan, self.objective), plan))
-            self.looked.plans.sort(key=lambda each: each[0])
-            del self.looked.plans[self.top :]
+            self.looked.add(rank_of_plan(plan, self.objective), plan)
+            self._room(branch).fitting.add(micro_batch)
         if self.progress is not None:
             self.progress(self.looked.num_predicted, self.looked.num_considered)
 
@@ -280,20 +285,16 @@ class Engine:
 
     def _is_known_too_large(self, branch: Branch, micro_batch: int) -> bool:
         """Whether the same was too large with micro-batches as small, sharded over as many ranks."""
-        known = self._too_large.get(_but_for_groups(branch), ())
-        return any(group >= _group(branch) and size <= micro_batch for group, size in known)
+        known = self._too_large.get(branch.but_for_groups, ())
+        if not any(group >= _group(branch) and size <= micro_batch for group, size in known):
+            return False
+        self._room(branch).squeezed = True
+        return True
 
     def _note_too_large(self, branch: Branch, micro_batch: int) -> None:
-        self._too_large.setdefault(_but_for_groups(branch), []).append((_group(branch), micro_batch))
+        self._room(branch).squeezed = True
+        self._too_large.setdefault(branch.but_for_groups, []).append((_group(branch), micro_batch))
 
 
 def _group(branch: Branch) -> int:
     return dict(branch.axes).get("zero", 1)
-
-
-def _but_for_groups(branch: Branch) -> object:
-    return branch.mesh, branch.sharding, branch.precision, branch.recompute, branch.rest, branch.schedule
-
-
-def _by_size(plan: Plan) -> tuple[int, str]:
-    return plan.needed_bytes, str(plan.strategy)

@@ -11,9 +11,10 @@ from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.candidates import Candidates
 from meshwright.planner.search.constraints import constrained
-from meshwright.planner.search.engine import Engine, Looked
+from meshwright.planner.search.engine import Engine
 from meshwright.planner.search.failure import ended_early, nothing_fits, nothing_works
 from meshwright.planner.search.found import Found
+from meshwright.planner.search.looked import Looked
 from meshwright.planner.search.objective import Objective, check_objective
 from meshwright.planner.search.space import Choice, Space, default_space, offloads
 from meshwright.planner.search.wishes import HALF, read_wishes
@@ -50,7 +51,8 @@ def search(
         excluded: Methods that must not be used.
         included: Methods that every candidate has: names, or with keys of their configs that stay as they are.
         top: How many to find.
-        space: What is tried; None: see :func:`default_space`. Offloading is tried where nothing fits without.
+        space: What is tried; None: see :func:`default_space`. Offloading is tried, too, where memory is too small for
+            anything: it is among the plans where it does better than what fits without.
         max_predictions: Most plans that are asked of the subject.
         progress: Told of every prediction.
         growing: What is tried on more devices, where nothing fits on these; None: the same.
@@ -71,11 +73,13 @@ def search(
     looked = looking.through(given)
     if _is_untraced(looked) and given.precision != ((),) and not {*HALF} & {*wished}:
         given, looked = looking.in_full_precision(given, looked)
-    if not looked.plans and "offload" not in (*excluded, *wished) and given.offload == ((),):
-        before, looked = looked, looking.through(given.replace(offload=offloads()))
-        looked.too_large = sorted([*before.too_large, *looked.too_large], key=lambda plan: plan.needed_bytes)
+    is_complete, squeezed = not looked.stopped, looked.squeezed
+    if "offload" not in (*excluded, *wished) and given.offload == ((),) and looking.may_offload(looked):
+        looked = looking.through(given.replace(offload=offloads()), looked)
     if looked.stopped and not looked.plans:
         raise ended_early(max_predictions)
+    if not looked.plans and not squeezed:
+        raise nothing_works(subject.world, looking.refused, wished)
     if not looked.plans:
         offload = (*given.offload, *(() if "offload" in excluded else offloads()))
         roomiest = _roomiest(given, offload)
@@ -92,7 +96,7 @@ def search(
         num_considered=looking.num_considered,
         num_predicted=looking.num_predicted,
         seconds=time.perf_counter() - start,
-        is_complete=not looked.stopped,
+        is_complete=is_complete and not looked.stopped,
     )
 
 
@@ -115,9 +119,13 @@ class _Search:
         self.refused: dict[str, str] = {}
         self.num_considered = self.num_predicted = 0
 
-    def through(self, space: Space) -> Looked:
-        """One pass."""
-        return self._pass(space, self.objective, self.top, limited=True)
+    def through(self, space: Space, before: Looked | None = None) -> Looked:
+        """One pass; after one without offloading, for what is better than it has found."""
+        return self._pass(space, self.objective, self.top, limited=True, before=before)
+
+    def may_offload(self, looked: Looked) -> bool:
+        """Whether something that was too large may be among the best once parts of it are in host memory."""
+        return looked.squeezed or self.objective == "memory"
 
     def in_full_precision(self, space: Space, before: Looked) -> tuple[Space, Looked]:
         """Another pass for a model that lower precision stops: that refuses its candidates, and no others."""
@@ -130,12 +138,14 @@ class _Search:
         self.refused |= {f"in lower precision {gap}": str(plan.strategy)}
         return full, looked
 
-    def _pass(self, space: Space, objective: Objective, top: int, *, limited: bool) -> Looked:
+    def _pass(
+        self, space: Space, objective: Objective, top: int, *, limited: bool, before: Looked | None = None
+    ) -> Looked:
         candidates = Candidates(space, self.subject.world, self.node, self.subject.batch_size)
         engine = Engine(
             self.subject, candidates, self.bounds, objective, top, self.max_predictions, self.progress, limited=limited
         )
-        looked = engine.run()
+        looked = engine.run(before)
         self.refused |= candidates.refused
         self.num_considered += looked.num_considered
         self.num_predicted = looked.num_predicted + self.num_predicted

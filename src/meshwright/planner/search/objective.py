@@ -37,7 +37,7 @@ def rank_of_plan(plan: Plan, objective: Objective) -> Rank:
         ConfigError: When the plan does not know what the objective needs.
     """
     parts = f"{plan.step.num_micro_batches:06d}"  # of equal strategies, the one with fewer micro-batches
-    return rounded(_number(plan, objective)), len(plan.strategy), f"{plan.strategy} {parts}"
+    return rounded(figure_of_plan(plan, objective)), len(plan.strategy), f"{plan.strategy} {parts}"
 
 
 def rounded(number: float) -> float:
@@ -45,7 +45,12 @@ def rounded(number: float) -> float:
     return float(f"{number:.{_DIGITS - 1}e}")
 
 
-def _number(plan: Plan, objective: Objective) -> float:
+def figure_of_plan(plan: Plan, objective: Objective) -> float:
+    """The objective's number, to the last digit.
+
+    Raises:
+        ConfigError: When the plan does not know what the objective needs.
+    """
     if objective == "memory":
         return plan.needed_bytes
     forecast = plan.forecast

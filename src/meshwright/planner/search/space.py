@@ -97,11 +97,11 @@ def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
 
 
 def offloads() -> tuple[Choice, ...]:
-    """What may leave the device, the least first: states also in part, as their update waits for the host."""
+    """What may leave the device: states also in part, the least first, as their update waits for the host."""
     parts = (("offload", {"optimizer": fraction}) for fraction in _FRACTIONS)
     # Of gradients what can leave before the update: on some meshes backward does not complete them.
     every = ("offload", {"optimizer": 1.0, "parameters": 1.0, "activations": 1.0})
-    return choices(("offload", "activation"), *parts, ("offload", "optimizer"), every)
+    return choices(*parts, ("offload", "optimizer"), ("offload", "activation"), every)
 
 
 def divisors_of(number: int) -> tuple[int, ...]:
