@@ -45,17 +45,15 @@ def walks_alone(strategy):
             list(job.dataloader)
         if others_too:
             job.dataloader.set_epoch(7)
-        for batch in job.dataloader:
-            try:
-                job.step(batch)
-            except mw.DataError as error:
-                told.append(str(error))
-                break
+        try:
+            job.step(next(iter(job.dataloader)))
+        except mw.DataError as error:
+            told.append(str(error))
     return told
 
 
 def test_a_rank_that_goes_through_an_epoch_alone_is_told(ranks):
-    for rank, (first, second) in enumerate(ranks(2).run(walks_alone, ["fsdp"])):
+    for rank, (first, second) in enumerate(ranks(2).run(walks_alone, [])):
         assert "Ranks are in different epochs" in first
         assert f"epoch {1 - rank} on this rank, 0.5 on average" in first
         assert "on average" in second
