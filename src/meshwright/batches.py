@@ -8,17 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.loss import _Loss
 
 from meshwright.errors import ConfigError, DataError, MeshwrightError, ModelError, join_names
+from meshwright.loss.kinds import is_distance
 from meshwright.utils.trees import leaves_of, map_tree
 
 INPUT_FORMATS = (None, "unpack_sequence", "unpack_dict")
 _MISUNDERSTOOD: tuple[type[Exception], ...] = (TypeError, AttributeError)
-_DISTANCES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
-_DISTANCE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
 _CALLS = {
     None: "The model was called as model(batch), for want of a model_input_format: 'unpack_sequence' calls "
     "model(*batch), 'unpack_dict' model(**batch).",
@@ -86,25 +83,6 @@ def call_model(model: nn.Module, inputs: Any, model_input_format: str | None) ->
     )
 
 
-def is_loss_func(value: Any) -> bool:
-    """Whether a value may be called with a model's input and its output.
-
-    Not a class; nor one of torch's losses, which are called with an output and a target, but for those to which it is
-    all one which is which: these compare the output with the input itself, as autoencoders do.
-    """
-    if isinstance(value, type) or not callable(value):
-        return False
-    return not _is_torchs_loss(value) or _is_distance(value)
-
-
-def _is_torchs_loss(value: Any) -> bool:
-    return isinstance(value, _Loss) or getattr(value, "__module__", "") == F.__name__
-
-
-def _is_distance(value: Any) -> bool:
-    return isinstance(value, _DISTANCES) or value in _DISTANCE_FUNCTIONS
-
-
 def call_loss(loss_func: Callable[[Any, Any], Any], inputs: Any, output: Any) -> Any:
     """The loss function's result; what kind of call it was stands below an error that looks like a misunderstanding.
 
@@ -112,7 +90,7 @@ def call_loss(loss_func: Callable[[Any, Any], Any], inputs: Any, output: Any) ->
         ConfigError: When one of torch's distances would compare an input and an output of different shapes.
     """
     shapes = [tuple(each.shape) for each in (inputs, output) if isinstance(each, torch.Tensor)]
-    if len(set(shapes)) > 1 and _is_distance(loss_func):
+    if len(set(shapes)) > 1 and is_distance(loss_func):
         raise ConfigError(
             "loss_func compares the model's output with its whole input, and they differ in shape",
             expected="loss_func(model_input, model_output)",

@@ -14,8 +14,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from meshwright.batches import is_loss_func
 from meshwright.errors import ConfigError, ModelError, did_you_mean
+from meshwright.loss.kinds import is_loss_func
 from meshwright.nn import check_initialized
 
 
