@@ -37,6 +37,28 @@ def build(strategy=()):
     return expert_runs.build("stacked") if "expert_parallel" in strategy else tiny.plain(num_layers=LAYERS)
 
 
+def walks_alone(strategy):
+    """Rank 0 looks through its loader once more, before the first step and in the middle: what is told."""
+    job, told = accelerated(strategy), []
+    for others_too in (False, True, False):
+        if mw.rank() == 0 or others_too:
+            list(job.dataloader)
+        if others_too:
+            job.dataloader.set_epoch(7)
+        try:
+            job.step(next(iter(job.dataloader)))
+        except mw.DataError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_rank_that_goes_through_an_epoch_alone_is_told(ranks):
+    for rank, (first, second) in enumerate(ranks(2).run(walks_alone, [])):
+        assert "Ranks are in different epochs" in first
+        assert f"epoch {1 - rank} on this rank, 0.5 on average" in first
+        assert "on average" in second
+
+
 def accelerated(strategy, weight=count, micro=2, loss=loss_func):
     return mw.accelerate(
         build(strategy), torch.optim.SGD, tiny.Tokens(), loss, strategy=strategy, optim_args=SGD,

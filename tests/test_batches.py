@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from meshwright.batches import batch_size_of, call_loss, call_model, first_loss, micro_batches, resized, to_device
-from meshwright.errors import DataError, ModelError
+from meshwright.errors import ConfigError, DataError, ModelError
 
 Pair = collections.namedtuple("Pair", "left right")
 
@@ -128,6 +128,13 @@ def test_a_misunderstood_call_is_told_below_the_error():
         with pytest.raises((AttributeError, RuntimeError)) as caught:
             call_loss(loss, given, torch.ones(3, 1))
         assert "loss_func(model_input, model_output)" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("loss", [torch.nn.MSELoss(), torch.nn.functional.l1_loss])
+def test_a_distance_is_taken_between_equal_shapes_alone(loss):
+    assert call_loss(loss, torch.ones(3, 2), torch.zeros(3, 2)) == 1
+    with pytest.raises(ConfigError, match=r"whole input.*input of shape \(3, 2\) and an output of shape \(3, 1\)"):
+        call_loss(loss, torch.ones(3, 2), torch.zeros(3, 1))  # torch would broadcast them
 
 
 def test_a_loss_without_a_graph_is_refused_where_it_is_to_train():

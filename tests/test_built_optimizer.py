@@ -5,6 +5,7 @@ import torch
 
 import meshwright as mw
 from meshwright.built_optimizer import BuiltOptimizer
+from meshwright.cost import memory
 from meshwright.optim import AdamOptimizer
 from tests import tiny
 
@@ -54,6 +55,29 @@ def test_the_probe_leaves_the_optimizer_alone(kind):
     assert not optim.state
     assert len(optim.param_groups[0]["params"]) == len(list(model.parameters()))
     assert schedule.optimizer is optim
+
+
+def grouped():
+    found = []
+    for frozen in (False, True):
+        model = tiny.Mlp()
+        one, *others = model.parameters()
+        one.requires_grad_(not frozen)
+        groups = [{"params": [one], "amsgrad": True}, {"params": others[1:]}]  # the first of the others is in none
+        optim = torch.optim.AdamW(groups, lr=1e-3)
+        result = mw.accelerate(
+            model, optim, None, lambda inputs, output: output.square().mean(), strategy=["fsdp"], batch_size=8,
+            sample_batch=torch.randn(2, 7),
+        )  # fmt: skip
+        _, measured = result.measured_step(torch.randn(4, 7))
+        found.append((memory(result.plan.step, result._job.coordinate).optimizer, measured["optimizer"]))
+    return found
+
+
+def test_groups_are_planned_by_their_own_hyperparameters(ranks):
+    for found in ranks(2).run(grouped):
+        assert all(predicted == measured for predicted, measured in found)
+        assert found[0][0] > found[1][0] > 0
 
 
 def test_an_optimizer_whose_constructor_makes_states_is_not_probed():

@@ -22,7 +22,8 @@ def check_schedule(given):
     [
         ("optim_func", "adamw"), ("loss_func", "mse"), ("lr_scheduler_cls", "cosine"), ("max_grad_norm", "1"),
         ("num_micro_batches", 2.0), ("num_micro_batches", True), ("batch_size", "4"), ("dataset", DataLoader([1, 2])),
-        ("excluded", "fsdp"), ("loss_weight", "labels"),
+        ("excluded", "fsdp"), ("loss_weight", "labels"), ("loss_func", torch.nn.CrossEntropyLoss()),
+        ("loss_func", torch.nn.functional.cross_entropy), ("loss_func", torch.nn.MSELoss),
     ],
 )  # fmt: skip
 def test_a_value_of_a_wrong_kind_is_named(name, value):
@@ -33,6 +34,8 @@ def test_a_value_of_a_wrong_kind_is_named(name, value):
 def test_values_of_the_right_kind_pass():
     model = torch.nn.Linear(2, 2)
     check_kinds({"optim_func": torch.optim.SGD(model.parameters()), "loss_func": None, "dataset": [1], "other": "x"})
+    for loss_func in (lambda inputs, output: output.sum(), torch.nn.MSELoss(), torch.nn.functional.l1_loss, model):
+        check_kinds({"loss_func": loss_func})
     check_kinds({"optim_func": torch.optim.SGD, "max_grad_norm": 1, "num_micro_batches": 2, "batch_size": None})
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwright.batch_mean import ALL_AXES, STEP_AXES, LossWeight, divided, loss_divisors, mean_over
+from meshwright.batch_mean import ALL_AXES, STEP_AXES, LossWeight, MeanLoss, divided, loss_divisors, mean_over
 from meshwright.batches import call_loss, call_model, first_loss, micro_batches
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
@@ -102,6 +102,7 @@ class Accelerated:
         self.num_micro_batches = num_micro_batches
         self.max_grad_norm, self.grad_norm_type = max_grad_norm, job.grad_norm_type
         self._model_input_format, self._loss_weight = model_input_format, loss_weight
+        self._mean_loss = MeanLoss(job, dataloader)
         self._hosted_bytes = 0  # of activations that a measured forward copied to the host
         self._saved_bytes = 0  # what measured_step found; _MEASURE_NEXT asks the next forward to measure
 
@@ -122,12 +123,12 @@ class Accelerated:
 
         Raises:
             ConfigError: When there is no optimizer or no loss.
-            DataError: When the batch does not divide into micro-batches.
+            DataError: When the batch does not divide into micro-batches, or ranks have walked their loaders apart.
         """
         optim = required(self.optim)
         optim.zero_grad()
         with kept_buffers(self.model, self._job.skip_nonfinite or self._job.spikes is not None) as restore_buffers:
-            loss = mean_over(self._job, self._forward_backward(micro_batches(batch, self.num_micro_batches)), STEP_AXES)
+            loss = self._mean_loss(self._forward_backward(micro_batches(batch, self.num_micro_batches)))
             limit, p = self.max_grad_norm, self.grad_norm_type
             grad_norm, update = clipped_step(self.model, optim, limit, p, self.stages)
             spike = judge_loss(loss, self._guard, self._job.spikes)

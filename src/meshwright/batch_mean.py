@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, DataError
 from meshwright.methods import Job
 
 LossWeight = Callable[[Any], float | torch.Tensor]
@@ -31,6 +31,42 @@ def mean_over(job: Job, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Ten
             dist.all_reduce(mean, group=job.require_mesh().get_group(axis))
             mean /= job.size(axis)
     return mean
+
+
+class MeanLoss:
+    """Averages the loss of every step, and sees by the same collective that ranks walk their loader alike.
+
+    Args:
+        job: Its ranks.
+        dataloader: Whose ``epoch`` is compared, if it has one.
+    """
+
+    def __init__(self, job: Job, dataloader: Any) -> None:
+        self._job, self._dataloader = job, dataloader
+        self._agreed: int | None = None  # the epoch in which all were: read by the host once in each
+
+    def __call__(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks that take samples of one step; collective.
+
+        Raises:
+            DataError: When others are in another epoch; on a GPU at the first step in one.
+        """
+        epoch = getattr(self._dataloader, "epoch", None)
+        if not isinstance(epoch, int):
+            return mean_over(self._job, loss, STEP_AXES)
+        own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+        mean, mean_epoch = mean_over(self._job, torch.stack([own, torch.full_like(own, epoch)]), STEP_AXES)
+        is_read = epoch != self._agreed or own.device.type == "cpu"  # elsewhere the host would wait in every step
+        if is_read and float(mean_epoch) != epoch:
+            raise DataError(
+                "Ranks are in different epochs: they would take some samples twice, and others never",
+                expected="every rank walks the data loader alike",
+                got=f"epoch {epoch} on this rank, {float(mean_epoch):g} on average",
+                fix="walk it on all ranks or on none (who looks at the data alone takes dataloader.dataset); or call "
+                "its set_epoch with one number on every rank",
+            )
+        self._agreed = epoch
+        return mean.to(loss.dtype)
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError, DataError, MeshwrightError, ModelError, join_names
+from meshwright.loss.kinds import is_distance
 from meshwright.utils.trees import leaves_of, map_tree
 
 INPUT_FORMATS = (None, "unpack_sequence", "unpack_dict")
@@ -83,7 +84,19 @@ def call_model(model: nn.Module, inputs: Any, model_input_format: str | None) ->
 
 
 def call_loss(loss_func: Callable[[Any, Any], Any], inputs: Any, output: Any) -> Any:
-    """The loss function's result; what kind of call it was stands below an error that looks like a misunderstanding."""
+    """The loss function's result; what kind of call it was stands below an error that looks like a misunderstanding.
+
+    Raises:
+        ConfigError: When one of torch's distances would compare an input and an output of different shapes.
+    """
+    shapes = [tuple(each.shape) for each in (inputs, output) if isinstance(each, torch.Tensor)]
+    if len(set(shapes)) > 1 and is_distance(loss_func):
+        raise ConfigError(
+            "loss_func compares the model's output with its whole input, and they differ in shape",
+            expected="loss_func(model_input, model_output)",
+            got=f"{loss_func!r:.80} of an input of shape {shapes[0]} and an output of shape {shapes[1]}",
+            fix='pass lambda inputs, output: F.mse_loss(output, inputs["target"]), or what of the input is the target',
+        )
     # torch's losses, which want (output, target), fail in as many ways as there are kinds of input.
     kinds = (*_MISUNDERSTOOD, RuntimeError, ValueError, IndexError)
     with _told_how("The loss was computed as loss_func(model_input, model_output).", kinds):

@@ -190,7 +190,7 @@ class Request:
             model=self.model,
             device=settings.device,
             optim_func=self.build_optimizer if self._built is None else self._built.probe,
-            optim_param_func=self.optim_param_func,
+            optim_param_func=self.optim_param_func if self._built is None else self._built.groups,
             inputs_of=lambda samples: self._sample_inputs(settings.device, samples),
             forward=self._forward,
             batch_size=self._global_batch_size(),

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from meshwright.errors import ConfigError, ModelError, did_you_mean
+from meshwright.loss.kinds import is_loss_func
 from meshwright.nn import check_initialized
 
 
@@ -208,7 +209,11 @@ _KINDS: dict[str, _Kind] = {
         "an optimizer's class, a function that builds one, or an optimizer",
         "pass torch.optim.AdamW, and its arguments as optim_args",
     ),
-    "loss_func": (callable, "a function of inputs and output", "pass loss_func(inputs, output)"),
+    "loss_func": (
+        is_loss_func,
+        "a function of the model's input and its output",
+        'pass lambda inputs, output: F.cross_entropy(output, inputs["labels"]), or what of the input is the target',
+    ),
     "loss_weight": (
         callable,
         "a function of a model input",

@@ -23,6 +23,7 @@ def test_a_node_with_fewer_devices_leaves_each_its_own_network_card():
 def test_links_are_those_of_the_board_and_not_of_its_family():
     # NVLink joins all boards of a node with SXM alone; A800 and H800 have 400 GB/s of it in both directions together.
     assert make_cluster("A100-PCIe-80", 8).intra.bytes_per_s == 32e9
+    assert make_cluster("V100S-PCIe", 8).intra.bytes_per_s == make_cluster("V100-PCIe-16", 8).intra.bytes_per_s == 16e9
     assert make_cluster("H100-NVL", 8).intra.bytes_per_s == make_cluster("H100-PCIe", 8).intra.bytes_per_s == 64e9
     assert make_cluster("A800", 8).intra.bytes_per_s == make_cluster("H800", 8).intra.bytes_per_s == 200e9
     assert make_cluster("V100", 16).inter.bytes_per_s == 6.25e9  # DGX-1: 4 x 100 Gbit/s over 8 devices

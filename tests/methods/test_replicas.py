@@ -52,6 +52,58 @@ def test_what_is_unfrozen_later_is_averaged(ranks, all_frozen, options):
         assert apart < 1e-5 < 0.01 < moved
 
 
+class Towers(torch.nn.Module):
+    """Two that share nothing, so that a backward may run through one of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = tiny.Mlp(), tiny.Mlp()
+
+    def forward(self, x):
+        return self.one(x), self.two(x)
+
+
+def _together(outputs):
+    loss = sum(each.square().mean() for each in outputs)
+    torch.autograd.grad(loss, outputs, retain_graph=True)  # no gradient of a parameter: DDP waits all the same
+    loss.backward(retain_graph=True)
+    (2 * loss).backward()
+
+
+def _apart(outputs):
+    for each in outputs:
+        each.square().mean().backward()
+
+
+def several_backwards(backward):
+    """The largest difference from one process's gradients in any of three steps, and the largest gradient."""
+    torch.manual_seed(0)
+    model = Towers()
+    alone = copy.deepcopy(model)
+    job = mw.accelerate(model, torch.optim.SGD, loss_func=_together, strategy=[], optim_args=LR, batch_size=8)
+    found = []
+    for _ in range(3):
+        batch = torch.randn(8, 7, generator=torch.Generator().manual_seed(len(found)))
+        backward(job.model(batch[job.replica :: 2]))
+        backward(alone(batch))
+        pairs = list(zip(model.parameters(), alone.parameters(), strict=True))
+        found.append(max((one.grad - other.grad).abs().max().item() for one, other in pairs))
+        largest = max(other.grad.abs().max().item() for _, other in pairs)
+        job.optim.step()
+        job.optim.zero_grad()
+        with torch.no_grad():
+            for one, other in pairs:
+                other.copy_(one)
+                other.grad = None
+    return max(found), largest
+
+
+@pytest.mark.parametrize("backward", [_together, _apart])
+def test_every_backward_through_one_forward_is_averaged(ranks, backward):
+    for apart, largest in ranks(2).run(several_backwards, backward):
+        assert apart < 1e-5 < 0.01 < largest
+
+
 def freezing():
     model = tiny.plain(num_layers=2)
     job = mw.accelerate(

@@ -34,10 +34,14 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(strategy, micro):
+def count(strategy, micro, several_times=False):
     torch.manual_seed(0)
+    model = tiny.Mlp()
+    if several_times:
+        one, two, _ = model.layers
+        model.layers = torch.nn.ModuleList([one, two, one, one])
     result = mw.accelerate(
-        tiny.Mlp(), torch.optim.SGD, None, lambda x, out: out.float().square().mean(), strategy=strategy,
+        model, torch.optim.SGD, None, lambda x, out: out.float().square().mean(), strategy=strategy,
         optim_args={"lr": 0.1}, num_micro_batches=micro, sample_batch=torch.ones(2, 7), batch_size=16,
     )  # fmt: skip
     result.step(torch.ones(8, 7))
@@ -67,6 +71,13 @@ STRATEGIES = [
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_predicted_bytes_are_sent(ranks, strategy, micro):
     for sent, predicted in ranks(2).run(count, strategy, micro):
+        assert sent == predicted
+
+
+@pytest.mark.parametrize("method", ["zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_blocks_that_are_listed_several_times_are_sent_as_often(ranks, method, micro):
+    for sent, predicted in ranks(2).run(count, [method], micro, several_times=True):
         assert sent == predicted
 
 

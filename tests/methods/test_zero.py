@@ -32,10 +32,18 @@ def build(freeze=False):
     return model
 
 
-def train(strategy, freeze=False, steps=10):
+def listed_again(freeze=False):
+    """Two blocks, of which one runs three times, as ALBERT's do."""
+    model = build(freeze)
+    one, two, _ = model.layers
+    model.layers = nn.ModuleList([one, two, one, one])
+    return model
+
+
+def train(strategy, freeze=False, steps=10, build=build, **options):
     result = mw.accelerate(
         build(freeze), torch.optim.SGD, None, loss_func, strategy=strategy, sample_batch=BATCH[:2],
-        optim_args={"lr": 0.1, "momentum": 0.9}, batch_size=8,
+        optim_args={"lr": 0.1, "momentum": 0.9}, batch_size=8, **options,
     )  # fmt: skip
     for _ in range(steps):
         result.step(part(mw.rank(), mw.world_size()))
@@ -48,7 +56,7 @@ def train(strategy, freeze=False, steps=10):
     }
 
 
-def plain_training(freeze=False):
+def plain_training(freeze=False, build=build):
     model = build(freeze)
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(10):
@@ -56,6 +64,15 @@ def plain_training(freeze=False):
         loss_func(None, model(BATCH)).backward()
         optim.step()
     return dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("strategy", [["zero1"], ["zero2"], ["fsdp", "checkpoint"]], ids=str)
+def test_a_block_that_is_listed_several_times(ranks, strategy):
+    before, expected = dict(listed_again().named_parameters()), plain_training(build=listed_again)
+    (trained, _) = ranks(2).run(train, strategy, build=listed_again, num_micro_batches=2)
+    assert trained.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (trained[name] - value).norm() < 1e-5 * (value - before[name]).norm()
 
 
 UNITS = [

@@ -56,6 +56,16 @@ def _disagree():
     return told
 
 
+def _apart():
+    """Rank 1 sleeps in step 3, and rank 0, which waits for nobody, hangs in step 4 for as long."""
+    told: list[str] = []
+    with Watch(LIMIT_S, told.append) as watch:
+        _steps(watch, [0, 0])
+        _steps(watch, [4 * LIMIT_S] if rank() == 1 else [0, 4 * LIMIT_S], meeting=lambda: None)
+        dist.barrier()
+    return told
+
+
 def _slow():
     told: list[str] = []
     with Watch(100.0, told.append) as watch:
@@ -75,7 +85,7 @@ def _no_hang():
 
 
 def _all():
-    return _hang(), _disagree(), _slow(), _no_hang()
+    return _hang(), _disagree(), _slow(), _no_hang(), _apart()
 
 
 @pytest.mark.long  # it holds seconds against a limit: not for a machine that others use
@@ -96,6 +106,9 @@ def test_who_holds_up_the_others_is_named(ranks):
     (slow,) = first[2]
     assert slow.startswith("rank 1 is slow")
     assert second[2] == first[3] == second[3] == []
+    (hang,) = [text for text in first[4] + second[4] if "no step has ended" in text]
+    assert "rank 0: step 4" in hang
+    assert "rank 1: step 3" in hang
 
 
 def _report(step=5, operation="all_reduce", caller="a.py:1 in f", number=3):

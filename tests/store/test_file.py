@@ -1,5 +1,6 @@
 """``save`` and ``load``: one ordinary file, whatever holds the model."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from torch import nn
 
 import meshwright as bmt
 from meshwright import CheckpointError, runtime
-from meshwright.store import file_format, writer
+from meshwright.store import file_format, save_folder, save_optimizer, writer
 from tests import tiny
 from tests.nn.seed_models import FORMS, build, full, weights
 
@@ -207,6 +208,17 @@ def test_places_that_cannot_be_written(ranks, tmp_path):
     assert ranks(2).run(_unwritable, tmp_path) == [["file"]] * 2
 
 
+def _save_optimizer(model, path):
+    save_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, path, non_blocking=True)
+
+
+_SAVES = [
+    (lambda *given: bmt.save(*given, non_blocking=True), "next.pt"),
+    (lambda *given: save_folder(*given, non_blocking=True), "next"),
+    (_save_optimizer, "optimizer.pt"),
+]
+
+
 def _background(folder):
     """The file holds what the model was when it was saved, and a failure is told at the next chance."""
     model = build("list")
@@ -221,11 +233,17 @@ def _background(folder):
     assert all(torch.equal(found[name], value) for name, value in before.items())
     if runtime.rank() == 0:
         (folder / "model.pt.d").mkdir()
+    for save, name in _SAVES:
+        if runtime.rank() == 0:
+            writer.write_later(folder / "model.pt.d", {"x": torch.ones(1)})
+        warns = pytest.warns(UserWarning, match=r"failed, and this one is written at once: .*model\.pt\.d")
+        with warns if runtime.rank() == 0 else contextlib.nullcontext():
+            save(model, folder / name)
+        assert (folder / name).exists()
+    if runtime.rank() == 0:
         writer.write_later(folder / "model.pt.d", {"x": torch.ones(1)})
     with pytest.raises(CheckpointError, match=r"model\.pt\.d"):
-        bmt.save(model, folder / "next.pt")
-    assert not (folder / "next.pt").exists()
-    bmt.save(model, folder / "next.pt")
+        bmt.load(model, folder / "next.pt")
 
 
 def test_saving_in_the_background(ranks, tmp_path):

@@ -71,7 +71,7 @@ class Cluster:
 # usual network of a node over its devices (DGX-1: 4 x 100 Gb/s; DGX A100: 8 x 200; DGX H100: 8 x 400; Frontier's and
 # LUMI's nodes of 8 dies: 4 x 200). Datasheets.
 _INTRA = {
-    "V100-PCIe": 16e9, "V100": 150e9, "A100-PCIe": 32e9, "A100": 300e9, "A800-PCIe": 32e9, "A800": 200e9,
+    "V100-PCIe": 16e9, "V100S": 16e9, "V100": 150e9, "A100-PCIe": 32e9, "A100": 300e9, "A800-PCIe": 32e9, "A800": 200e9,
     "H100-PCIe": 64e9, "H100-NVL": 64e9, "H100": 450e9,
     "H800-PCIe": 64e9, "H800": 200e9,
     "H200": 450e9, "B200": 900e9, "GB200": 900e9, "GB300": 900e9, "B300": 900e9, "GH200": 450e9,

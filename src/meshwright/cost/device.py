@@ -61,9 +61,22 @@ class Device:
         return self.fp8_flops_per_s or self.half_flops_per_s if dtype in ("fp8", "fp4") else self.half_flops_per_s
 
 
+def _pcie(like: Device, name: str, bandwidth_bytes_per_s: float, power_fraction: float, *aliases: str) -> Device:
+    """A board with the same chip, and other memory and power."""
+    return dataclasses.replace(
+        like,
+        name=name,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        power_fraction=power_fraction,
+        aliases=aliases,
+    )
+
+
 # Vendors' datasheets, dense figures; memory as the driver reports it (with ECC on: 1.5 GiB less than the nominal 24 on
 # A10 and L4). H800 and A800 have fewer links, PCIe boards none; A100's state the peak of 400 W, and have 300 and 250.
 # ``aliases`` are what drivers call a device; the longest that matches counts.
+_A100_80 = Device("A100-80", 81_920 * _MIB, 312e12, 19.5e12, 2.039e12, None, "A100", aliases=("A100-80", "A100"))
+_A100_40 = Device("A100-40", 40_536 * _MIB, 312e12, 19.5e12, 1.555e12, None, "A100", aliases=("A100-40",))
 _BARE = (
     Device("GB300", 284_208 * _MIB, 2.5e15, 80e12, 8.0e12, 5e15, "B200", aliases=("GB300",), fp4_flops_per_s=15e15),
     Device("GB200", 189_471 * _MIB, 2.5e15, 80e12, 8.0e12, 5e15, "B200", aliases=("GB200",), fp4_flops_per_s=10e15),
@@ -77,42 +90,12 @@ _BARE = (
     Device("H100-SXM", 81_559 * _MIB, 989.4e12, 67e12, 3.35e12, 1978.9e12, "H100", aliases=("H100",)),
     Device("H800-PCIe", 81_559 * _MIB, 756e12, 51e12, 2.0e12, 1513e12, "H100", aliases=("H800 PCIe", "H800-PCIe")),
     Device("H800", 81_559 * _MIB, 989.4e12, 67e12, 3.35e12, 1978.9e12, "H100", aliases=("H800",)),
-    Device(
-        "A100-PCIe-80",
-        81_920 * _MIB,
-        312e12,
-        19.5e12,
-        1.935e12,
-        None,
-        "A100",
-        power_fraction=0.75,
-        aliases=("A100-80GB-PCIe", "A100-PCIe-80", "A100-PCIe"),
-    ),
-    Device(
-        "A100-PCIe-40",
-        40_536 * _MIB,
-        312e12,
-        19.5e12,
-        1.555e12,
-        None,
-        "A100",
-        power_fraction=0.625,
-        aliases=("A100-40GB-PCIe", "A100-PCIe-40"),
-    ),
-    Device("A100-80", 81_920 * _MIB, 312e12, 19.5e12, 2.039e12, None, "A100", aliases=("A100-80", "A100")),
-    Device("A100-40", 40_536 * _MIB, 312e12, 19.5e12, 1.555e12, None, "A100", aliases=("A100-40",)),
-    Device(
-        "A800-PCIe",
-        81_920 * _MIB,
-        312e12,
-        19.5e12,
-        1.935e12,
-        None,
-        "A100",
-        power_fraction=0.75,
-        aliases=("A800-80GB-PCIe", "A800-PCIe"),
-    ),
-    Device("A800", 81_920 * _MIB, 312e12, 19.5e12, 2.039e12, None, "A100", aliases=("A800",)),
+    _pcie(_A100_80, "A100-PCIe-80", 1.935e12, 0.75, "A100-80GB-PCIe", "A100-PCIe-80", "A100-PCIe"),
+    _pcie(_A100_40, "A100-PCIe-40", 1.555e12, 0.625, "A100-40GB-PCIe", "A100-PCIe-40"),
+    _A100_80,
+    _A100_40,
+    _pcie(_A100_80, "A800-PCIe", 1.935e12, 0.75, "A800-80GB-PCIe", "A800-PCIe"),
+    dataclasses.replace(_A100_80, name="A800", aliases=("A800",)),
     Device("MI325X", 256 * _GIB, 1307.4e12, 163.4e12, 6.0e12, 2614.9e12, "MI300X", aliases=("MI325X", "MI325")),
     Device("MI300X", 192 * _GIB, 1307.4e12, 163.4e12, 5.3e12, 2614.9e12, "MI300X", aliases=("MI300X", "MI300")),
     Device("MI250X", 64 * _GIB, 191.5e12, 47.9e12, 1.6e12, None, "MI300X", aliases=("MI250X", "MI250")),  # one die
@@ -121,6 +104,7 @@ _BARE = (
     Device("L40S", 46_068 * _MIB, 362e12, 91.6e12, 864e9, 733e12, "A100", aliases=("L40S",)),
     Device("L40", 46_068 * _MIB, 181e12, 90.5e12, 864e9, 362e12, "A100", aliases=("L40",)),
     Device("L4", 23_034 * _MIB, 121e12, 30.3e12, 300e9, 242e12, "A100", aliases=("L4",)),
+    Device("V100S-PCIe", 32_510 * _MIB, 130e12, 16.4e12, 1.134e12, None, "V100", bf16=False, aliases=("V100S",)),
     Device("V100-PCIe-32", 32_510 * _MIB, 112e12, 14e12, 900e9, None, "V100", bf16=False, aliases=("V100-PCIe",)),
     Device("V100-PCIe-16", 16_160 * _MIB, 112e12, 14e12, 900e9, None, "V100", bf16=False, aliases=("V100-PCIe-16",)),
     Device("V100-32", 32_510 * _MIB, 125e12, 15.7e12, 900e9, None, "V100", bf16=False, aliases=("V100-32", "V100")),

@@ -126,6 +126,7 @@ class Block:
     parameters: tuple[Parameter, ...]
     on_ranks: tuple[int, ...] = ()  # of a pipeline's blocks: how many of them each rank holds
     ops: tuple[Op, ...] = ()  # what one of them computes; empty: only the step's ``flops`` are known
+    runs: int = 1  # in one micro-batch: several where it is listed, or called, several times
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from meshwright.cost import AVERAGING, Step, Traffic, element_bytes, mean_traffi
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job, MicroBatchContext
-from meshwright.methods.replicas import GradientAverager, broadcast_states, refuse_frozen
+from meshwright.methods.replicas import GradientAverager, average_every_backward, broadcast_states, refuse_frozen
 from meshwright.runtime import AXES, build_mesh, check_axes
 
 _SPELLINGS = {"pipe": "pipeline"}
@@ -117,6 +117,7 @@ def replicate(job: Job) -> None:
 
         way = route(group, job.wire.neighbours(job.axes, averaging_axis(job)))
         quantise_averages(replicas, job.wire, way, job.device)
+    average_every_backward(replicas)
     job.model = replicas
     job.micro_batch = functools.partial(_accumulating, replicas, late)
 

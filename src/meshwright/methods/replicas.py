@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ModelError, join_names
@@ -169,6 +170,42 @@ class GradientAverager:
             local = local_tensor(parameter.grad)
             local.copy_(average.view_as(local))
         return unused
+
+
+def average_every_backward(replicas: DistributedDataParallel) -> None:
+    """Lets DDP average what each of several backwards through one forward adds (``retain_graph``): it waits for one.
+
+    Averaging what is averaged already changes nothing. Where parameters may be unused DDP has to look at the output
+    again, which is gone: there the first backward alone is averaged, as in DDP itself.
+    """
+
+    def after_forward(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or not replicas.require_backward_grad_sync or torch.compiler.is_compiling():
+            return
+        passes: set[int] = set()
+
+        def begin(gradient: torch.Tensor) -> None:
+            backward = torch._C._current_graph_task_id()
+            if passes and backward not in passes and _is_at_rest(replicas):
+                replicas.reducer._rebuild_buckets()  # as before a forward: by the order of one pass, not of two
+                replicas.reducer.prepare_for_backward([])
+            passes.add(backward)
+
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(begin)
+
+    if not (replicas.find_unused_parameters or replicas.static_graph):
+        replicas.register_forward_hook(after_forward)
+
+
+def _is_at_rest(replicas: DistributedDataParallel) -> bool:
+    """Whether DDP waits for no parameter of a backward that has begun: each of several may run through a part."""
+    try:
+        replicas._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
 
 
 def refuse_frozen(model: nn.Module) -> None:

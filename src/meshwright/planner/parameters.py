@@ -90,11 +90,12 @@ def group_blocks(described: Described, cut: Cut | None = None, ops: ModelOps | N
     entries: dict[Block, list[int]] = {}  # per distinct block, how many of them every pipeline rank holds
     for path, block in described.blocks:
         rank = cut.rank_of(path) if cut is not None else 0
-        known = dataclasses.replace(block, ops=ops.by_path.get(path, ())) if ops is not None else block
+        if ops is not None:
+            block = dataclasses.replace(block, ops=ops.by_path.get(path, ()), runs=ops.runs.get(path, 1))
         if rank is not None:
-            entries.setdefault(known, [0] * _ranks(cut))[rank] += 1
+            entries.setdefault(block, [0] * _ranks(cut))[rank] += 1
         else:
-            entries.setdefault(known, []).append(1)
+            entries.setdefault(block, []).append(1)
     blocks = [
         dataclasses.replace(
             block, count=sum(counts), on_ranks=tuple(counts) if cut is not None and _in_list(block) else ()

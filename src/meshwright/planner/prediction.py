@@ -157,7 +157,7 @@ class Pass:
                 placed = work.everything(backward)  # type: ignore[arg-type]
             transients = held.transients(saved) if backward.has_run else ()
         listed = [block for _, block in find_blocks(self.model)]
-        ops = sort_kernels(recorder, listed, saved.log, has_backward=backward.has_run)
+        ops = sort_kernels(recorder, listed, saved, has_backward=backward.has_run)
         return _Recorded(saved, boundaries, ops, blocks, placed, transients, _idle(state) if backward.has_run else ())
 
     def _blocks_here(self) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,7 @@ class SavedTensors:
     log: SaveLog = field(default_factory=list)  # the module stack of every save, in order
     places: dict[int, set[int]] = field(default_factory=dict)  # storage -> where in the list of blocks it was saved
     run_at: dict[nn.Module, set[int]] = field(default_factory=dict)  # module -> where it ran
+    runs: Counter[nn.Module] = field(default_factory=Counter)  # module -> how often it ran
     results: dict[int, Result] = field(default_factory=dict)  # storage -> who made it, where all is watched
     work: list[Call] = field(default_factory=list)  # then: calls of operators, in order
     running: list[nn.Module] = field(default_factory=list)  # the modules that run now, outermost first
@@ -134,6 +136,7 @@ class _Recorder:
         self._stack.append(module)
         saved.place = self._index.get(module, saved.place)
         saved.run_at.setdefault(module, set()).add(saved.place)
+        saved.runs[module] += 1
         tensors = _tensors_in((args, kwargs))
         saved.inputs.setdefault(module, {}).update(map(storage_of, tensors))
         if self._counter is not None:

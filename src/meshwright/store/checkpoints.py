@@ -44,7 +44,7 @@ from meshwright.store.snapshot import names_held, plan_restore
 from meshwright.store.staging import HostCopies, Staged, staged
 from meshwright.store.state import CheckpointInfo, TrainingState
 from meshwright.store.union import names_of_others
-from meshwright.store.writer import failure_before, run_later, wait_for_saves
+from meshwright.store.writer import failed_before, run_later, wait_for_saves
 
 _DISK = "make room on the disk, and check that the directory may be written; earlier checkpoints are untouched"
 _CALLS = "a CheckpointStore's save, load, newest or wait"
@@ -100,11 +100,9 @@ class CheckpointStore:
             LaunchError: When the ranks are at different steps.
         """
         runtime.come_together(_CALLS)
-        failed = failure_before()
-        if failed is not None and runtime.rank() == 0:
-            warnings.warn(f"a save in the background failed, and this one is written at once: {failed}", stacklevel=2)
+        failed = failed_before()
         runtime.check_equal("The step to save", str(state.step), fix="call save at the same step on every rank")
-        return self._save(state, non_blocking=non_blocking and failed is None)
+        return self._save(state, non_blocking=non_blocking and not failed)
 
     def _save(self, state: TrainingState, *, non_blocking: bool) -> Path:
         final = self.directory / step_name(state.step)

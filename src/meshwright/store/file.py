@@ -26,7 +26,7 @@ from meshwright.store.tied import check_tied, tied_names
 from meshwright.store.transfer import collect, spread
 from meshwright.store.transformers_config import write_config
 from meshwright.store.union import refuse_parts
-from meshwright.store.writer import wait_for_saves, write_later
+from meshwright.store.writer import failed_before, wait_for_saves, write_later
 
 
 class LoadedKeys(NamedTuple):
@@ -46,16 +46,16 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
         model: Plain, DDP, FSDP2, made of Blocks, cut by ``pipeline_parallel``, or any of these compiled.
         file: Where to write; missing folders are made.
         non_blocking: Write in the background. The next ``save`` or ``load``, :func:`wait_for_saves` and the end of the
-            program wait for it.
+            program wait for it. When it fails, the next ``save`` warns of that and writes at once; the others raise it.
 
     Raises:
-        CheckpointError: On every rank, when the file cannot be written, or a background save before this one was not.
+        CheckpointError: On every rank, when the file cannot be written.
     """
     require_distributed("save")
     come_together("save")
     path = Path(file)
+    non_blocking = not failed_before() and non_blocking
     with same_on_every_rank():
-        wait_for_saves()
         entries, stages = whole_entries(model)
     with same_on_every_rank():
         if rank() == 0:
@@ -92,8 +92,8 @@ def save_folder(
     """
     require_distributed("save_folder")
     come_together("save_folder")
+    non_blocking = not failed_before() and non_blocking
     with same_on_every_rank():
-        wait_for_saves()
         refuse_stages(model, "save_folder")
         entries = model_entries(model)
         check_tensors(Path(folder), entries.raw)

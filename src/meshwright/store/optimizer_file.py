@@ -33,7 +33,7 @@ from meshwright.store.rank_order import in_model_order, to_rank_order_
 from meshwright.store.record import TensorRecord, tensor_records
 from meshwright.store.transfer import collect, spread
 from meshwright.store.union import names_of_others, refuse_parts, united_optimizer
-from meshwright.store.writer import wait_for_saves, write_later
+from meshwright.store.writer import failed_before, wait_for_saves, write_later
 
 
 def save_optimizer(
@@ -66,8 +66,8 @@ def save_optimizer(
     require_distributed("save_optimizer")
     come_together("save_optimizer")
     target = Path(path)
+    non_blocking = not failed_before() and non_blocking
     with same_on_every_rank():
-        wait_for_saves()
         tensors, contents = _capture(optimizer, model)
     part = part_of_whole(unwrapped(model))
     gather: Callable[[str], torch.Tensor | None] | None = None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import sys
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import CheckpointError
-from meshwright.runtime import before_leaving, same_on_every_rank
+from meshwright.runtime import before_leaving, rank, same_on_every_rank
 from meshwright.store.file_format import write_file
 
 _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshwright-save")  # the interpreter waits for it
@@ -37,10 +38,10 @@ def wait_for_saves() -> None:
         _pending.pop(0).result()
 
 
-def failure_before() -> CheckpointError | None:
-    """Waits for all background saves, and returns how the first that failed did, the same on every rank; collective.
+def failed_before(stacklevel: int = 3) -> bool:
+    """Waits for all background saves, and warns on rank 0 of the first that failed; whether one did. Collective.
 
-    For who saves anew: what failed before must not keep the state of now from being written.
+    For who saves anew: what failed before must not keep the state of now from being written, at once.
     """
     found: CheckpointError | None = None
     while True:
@@ -50,7 +51,11 @@ def failure_before() -> CheckpointError | None:
         except CheckpointError as error:
             found = found or error
         else:
-            return found
+            break
+    if found is not None and rank() == 0:
+        text = f"a save in the background failed, and this one is written at once: {found}"
+        warnings.warn(text, stacklevel=stacklevel)
+    return found is not None
 
 
 @atexit.register

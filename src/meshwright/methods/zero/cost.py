@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Literal
 
 from meshwright.cost import (
@@ -82,19 +84,19 @@ def _marked(config: ZeroMethod, block: Block, whole: tuple[str, ...]) -> Block:
 def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
     axis = step.shard_axis or "data"
     micro_batches = step.num_micro_batches
-    sharded = [(count, p, name) for name, count, p in _parameters(step) if p.sharded]
-    trained = [(count, p) for count, p, _ in sharded if p.trainable]
-    weights = sum(count * gathered_bytes(step, p) for count, p, _ in sharded)
+    trained = [(count, p) for count, p in step.every_parameter() if p.sharded and p.trainable]
     gradients = sum(count * reduced_bytes(step, p) for count, p in trained)
     whole = sum(
-        c * p.numel * p.itemsize for _, c, p in _parameters(step) if p.trainable and not p.sharded and p.expert is None
+        count * p.numel * p.itemsize
+        for count, p in step.every_parameter()
+        if p.trainable and not p.sharded and p.expert is None
     )
-    units = sum(block.count for block in step.blocks)  # each is gathered, and reduced, in one collective
-    gathered, reduced = 1 if gathers == "once" else micro_batches, 1 if reduce_once else micro_batches
+    units = sum(block.count for block in step.blocks)  # each is reduced in one collective
+    reduced = 1 if reduce_once else micro_batches
     step = step.send(
-        *gather_traffic(step, axis, weights * gathered, "forward", calls=units * gathered, each=gathers == "twice"),
-        *_again(step, axis, gathers, sharded, units),
+        *_gathers(step, axis, gathers),
         *reduce_traffic(step, axis, gradients * reduced, calls=units * reduced, each=not reduce_once),
+        *(_reduced_again(step, axis) if reduce_once else ()),
     )
     step = step.send(*_beside(step, axis, trained))
     return step.send(
@@ -102,18 +104,31 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
     )
 
 
-def _again(
-    step: Step, axis: str, gathers: Gathers, sharded: list[tuple[int, Parameter, str]], units: int
-) -> tuple[Traffic, ...]:
-    """The blocks, which backward gathers a second time."""
-    inside = [(count, p) for count, p, name in sharded if name != "outside"]
-    calls = units * step.num_micro_batches
+def _gathers(step: Step, axis: str, gathers: Gathers) -> tuple[Traffic, ...]:
+    """Blocks are gathered as often as they run; one that stays whole is freed by each of its backwards all the same."""
+    again, each = gathers != "once", gathers == "twice"
+    ahead = [(block, block.count * (block.runs * step.num_micro_batches if again else 1)) for block in step.blocks]
+    behind = ahead if again else [(block, block.count * (block.runs - 1)) for block in step.blocks]
+    inside = [(block, number) for block, number in behind if block.name != "outside"]
+    whole = functools.partial(gathered_bytes, step)
+    calls = sum(number for _, number in ahead)
+    forward = gather_traffic(step, axis, _sharded_bytes(ahead, whole), "forward", calls=calls, each=each)
+    calls = sum(number for _, number in behind)
     if gathers == "nearby":
-        size = sum(count * padded_bytes(step, p, gathered_itemsize(step, p)) for count, p in inside)
-        size *= step.num_micro_batches
-        return (Traffic("all_gather", axis, size, "backward", calls=max(calls, 1), per_micro_batch=True),)
-    size = sum(count * gathered_bytes(step, p) for count, p in inside) * step.num_micro_batches
-    return gather_traffic(step, axis, size, "backward", calls=calls, each=True) if gathers == "twice" else ()
+        size = _sharded_bytes(inside, lambda p: padded_bytes(step, p, gathered_itemsize(step, p)))
+        return (*forward, Traffic("all_gather", axis, size, "backward", calls=max(calls, 1), per_micro_batch=True))
+    return (*forward, *gather_traffic(step, axis, _sharded_bytes(inside, whole), "backward", calls=calls, each=each))
+
+
+def _reduced_again(step: Step, axis: str) -> tuple[Traffic, ...]:
+    """Blocks that run several times: their first backward reduces what micro-batches have accumulated, apart."""
+    blocks = [(block, block.count) for block in step.blocks if block.runs > 1 and step.num_micro_batches > 1]
+    size = _sharded_bytes(blocks, lambda p: reduced_bytes(step, p) if p.trainable else 0)
+    return reduce_traffic(step, axis, size, calls=sum(number for _, number in blocks))
+
+
+def _sharded_bytes(times: list[tuple[Block, int]], bytes_of: Callable[[Parameter], int]) -> int:
+    return sum(number * bytes_of(p) for block, number in times for p in block.parameters if p.sharded)
 
 
 def _beside(step: Step, axis: str, trained: list[tuple[int, Parameter]]) -> list[Traffic]:
@@ -132,7 +147,3 @@ def _beside(step: Step, axis: str, trained: list[tuple[int, Parameter]]) -> list
         Traffic("all_reduce", beside, shards(False) if beside != axis else 0, "backward"),
         Traffic("all_reduce", "data", shards(True) if axis == "zero" else 0, "backward"),
     ]
-
-
-def _parameters(step: Step) -> list[tuple[str, int, Parameter]]:
-    return [(block.name, block.count, parameter) for block in step.blocks for parameter in block.parameters]

@@ -140,10 +140,11 @@ def _check_parameters(
 ) -> None:
     _check_dense(method, model, ignored)
     home: dict[nn.Parameter, str] = {}
-    paths = [path for path, _ in units]
+    first = {module: path for path, module in units}  # one that is listed several times is one unit
+    paths = {path: first[each] for path, each in model.named_modules(remove_duplicate=False) if each in first}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         inside = [path for path in paths if name.startswith(path + ".")]
-        unit = max(inside, key=len) if inside else ""
+        unit = paths[max(inside, key=len)] if inside else ""
         if parameter not in ignored and home.setdefault(parameter, unit) != unit:
             raise ModelError(
                 f"{method}: a parameter is shared between modules that are gathered separately",

@@ -194,7 +194,11 @@ def continued_ops(ops: Ops, kept: Sequence[nn.Module], every: Sequence[nn.Module
     """
     if any(block not in ops.inside for block in kept):
         raise NotRepeatedError("the model does not run every block of its list")
-    return ops._replace(inside={**ops.inside, **dict.fromkeys(every[RUN - 1 : -1], ops.inside[kept[2]])})
+    further = every[RUN - 1 : -1]
+    return ops._replace(
+        inside={**ops.inside, **dict.fromkeys(further, ops.inside[kept[2]])},
+        runs={**ops.runs, **dict.fromkeys(further, ops.runs[kept[2]])},
+    )
 
 
 def continued_boundaries(

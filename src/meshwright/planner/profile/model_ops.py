@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,11 +25,13 @@ class ModelOps:
         blocks: The path of every block that ran, with its ops.
         outside: Before the blocks and between them.
         behind: After the last block.
+        runs: How often each of the blocks ran, by its path.
     """
 
     blocks: tuple[tuple[str, tuple[Op, ...]], ...]
     outside: tuple[Op, ...]
     behind: tuple[Op, ...]
+    runs: Mapping[str, int]
 
     @functools.cached_property
     def by_path(self) -> dict[str, tuple[Op, ...]]:
@@ -77,4 +79,5 @@ def together(ops: Iterable[Op]) -> tuple[Op, ...]:
 def model_ops(model: nn.Module, ops: Ops) -> ModelOps:
     """The ops with paths in place of modules."""
     paths = tuple((path, ops.inside[block]) for path, block in find_blocks(model) if block in ops.inside)
-    return ModelOps(paths, ops.outside, ops.behind)
+    runs = {path: ops.runs[block] for path, block in find_blocks(model) if block in ops.inside}
+    return ModelOps(paths, ops.outside, ops.behind, runs)

@@ -20,7 +20,6 @@ from meshwright.planner.profile.workspace import with_workspace
 
 if TYPE_CHECKING:
     from meshwright.cost import Op
-    from meshwright.methods.tensor.trace import SaveLog
     from meshwright.planner.profile.held import HeldBytes
     from meshwright.planner.saved import SavedTensors
 
@@ -117,21 +116,22 @@ class Ops(NamedTuple):
     """The ops of one micro-batch in the order in which they run, forward before backward."""
 
     inside: dict[nn.Module, tuple[Op, ...]]  # of every block that ran
+    runs: dict[nn.Module, int]  # how often it did
     outside: tuple[Op, ...]  # before the blocks, and between them
     behind: tuple[Op, ...]  # after the last block has run
 
 
-def sort_kernels(recorder: OpRecorder, blocks: Sequence[nn.Module], log: SaveLog, *, has_backward: bool) -> Ops:
+def sort_kernels(recorder: OpRecorder, blocks: Sequence[nn.Module], saved: SavedTensors, *, has_backward: bool) -> Ops:
     """Deals the kernels of a pass out to blocks, each with the classes of modules that recompute it.
 
     Args:
         recorder: After the pass.
         blocks: None inside another.
-        log: For every tensor saved for backward, the modules that ran.
+        saved: Of the same pass.
         has_backward: Whether backward ran to its end; if not, it is taken to follow from forward by rule.
     """
     last: dict[nn.Module, int] = {}  # the number of the last tensor saved while it ran
-    for number, stack in enumerate(log):
+    for number, stack in enumerate(saved.log):
         last.update(dict.fromkeys(stack, number))
     listed, names = set(blocks), _Names(last)
     inside: dict[nn.Module | None, list[Op]] = {}
@@ -143,7 +143,8 @@ def sort_kernels(recorder: OpRecorder, blocks: Sequence[nn.Module], log: SaveLog
         is_behind = owner is None and kernel.position > end > 0
         (behind if is_behind else inside.setdefault(owner, [])).append(names.on(kernel))
     outside = tuple(inside.pop(None, ()))
-    return Ops({module: tuple(ops) for module, ops in inside.items() if module is not None}, outside, tuple(behind))
+    found = {module: tuple(ops) for module, ops in inside.items() if module is not None}
+    return Ops(found, {module: saved.runs[module] for module in found}, outside, tuple(behind))
 
 
 def _as_moments(recorder: OpRecorder, *, has_backward: bool) -> list[Kernel]:

@@ -157,15 +157,15 @@ class Watch:
         self._told_step = self._step
         if rank() in found.guilty and world_size() > 1:
             self._tell(f"rank {rank()} holds up the others; it is at\n{stack_of(self._watched)}")
-        if self._is_first():
+        if self._is_first(min(report.step for report in now.values())):
             self._tell(f"{self._hang_text()} {found}")
 
     def _hang_text(self) -> str:
         return f"no step has ended for {self._limit_s:g} s:"
 
-    def _is_first(self) -> bool:
-        """Whether no other rank has told of this step yet."""
-        return self._store is None or self._store.add(f"{self._keys}/told/{self._step}", 1) == 1
+    def _is_first(self, last: int) -> bool:
+        """Whether no other rank has told of this hang yet; by the step of the last rank: others may be in the next."""
+        return self._store is None or self._store.add(f"{self._keys}/told/{last}", 1) == 1
 
     def _read(self) -> dict[int, Report]:
         if self._store is None:
