@@ -87,7 +87,9 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
     weights = sum(count * gathered_bytes(step, p) for count, p, _ in sharded)
     gradients = sum(count * reduced_bytes(step, p) for count, p in trained)
     whole = sum(
-        c * p.numel * p.itemsize for _, c, p in _parameters(step) if p.trainable and not p.sharded and p.expert is None
+        c * p.numel * element_bytes(p, step.held_itemsize(p))
+        for _, c, p in _parameters(step)
+        if p.trainable and not p.sharded and p.expert is None
     )
     units = sum(block.count for block in step.blocks)  # each is gathered, and reduced, in one collective
     gathered, reduced = 1 if gathers == "once" else micro_batches, 1 if reduce_once else micro_batches
