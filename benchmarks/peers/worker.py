@@ -68,6 +68,8 @@ class Worker:
 
     def peak(self) -> None:
         """Most bytes of tensors that this rank holds in a step; on the CPU counted after each of torch's operations."""
+        if self.case.device == "cuda":  # of a step, not of what trials and the start held
+            torch.cuda.reset_peak_memory_stats()
         self.train()
         self.say(peak_memory_bytes=self._cuda_peak() if self.case.device == "cuda" else self._cpu_peak(),
                  resident_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)  # fmt: skip

@@ -1,6 +1,7 @@
 import pytest
 
 from meshwright.cost import DEVICES, find_device
+from meshwright.cost.device import half_peak_flops_per_s
 from meshwright.errors import ConfigError
 
 GIB = 2**30
@@ -85,3 +86,20 @@ def test_every_preset_has_a_price_but_where_none_is_listed():
 def test_memory_is_what_drivers_report_and_not_the_nominal_size():
     reported = {name: DEVICES[name].memory_bytes // 2**20 for name in ("A10", "A10G", "L4", "L40S", "H100-SXM")}
     assert reported == {"A10": 23_028, "A10G": 23_028, "L4": 23_034, "L40S": 46_068, "H100-SXM": 81_559}
+
+
+@pytest.mark.parametrize(
+    ("name", "compute", "memory", "gib"),
+    [
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 1 / 7, 1 / 8, 5),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", 3 / 7, 1 / 2, 40),
+        ("NVIDIA H100 80GB HBM3 MIG 1c.3g.40gb", 1 / 7, 1 / 2, 40),
+        ("NVIDIA H200 MIG 1g.18gb+me", 1 / 7, 1 / 8, 18),
+        ("NVIDIA A100-SXM4-80GB MIG 7g.80gb", 1, 1, 80),
+    ],
+)
+def test_an_instance_of_a_divided_gpu_has_its_part(name, compute, memory, gib):
+    whole, part = find_device(name.partition(" MIG")[0]), find_device(name)
+    assert part.half_flops_per_s == half_peak_flops_per_s(name) == pytest.approx(whole.half_flops_per_s * compute)
+    assert part.bandwidth_bytes_per_s == pytest.approx(whole.bandwidth_bytes_per_s * memory)
+    assert part.memory_bytes == gib * 2**30

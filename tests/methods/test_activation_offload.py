@@ -18,14 +18,14 @@ class Logged(DirectCopies):
     def __init__(self):
         self.log, self.alive = [], []
 
-    def to_host(self, host, device, after):
+    def to_host(self, host, device, after, **how):
         self.log.append(("out", host[0].numel()))
         self.alive.append(weakref.ref(host[0]))
-        return super().to_host(host, device, after)
+        return super().to_host(host, device, after, **how)
 
-    def to_device(self, device, host, after):
+    def to_device(self, device, host, after, **how):
         self.log.append(("back", host[0].numel()))
-        return super().to_device(device, host, after)
+        return super().to_device(device, host, after, **how)
 
 
 class Odd(nn.Module):
@@ -148,3 +148,45 @@ def test_weights_that_are_gathered_again_are_not_those_of_an_older_graph(ranks, 
     for weights in ranks(2).run(with_older_graphs, strategy):
         for found, expected in zip(weights, with_older_graphs(), strict=True):
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+class Queued(Logged):
+    """Copies that a device has yet to wait for: notes who waits, and whether the host does."""
+
+    queued = True
+
+    def to_host(self, host, device, after, **how):
+        assert how == {"held": True}
+        super().to_host(host, device, after)
+        return Waited(self.log, device[0])
+
+    def to_device(self, device, host, after, **how):
+        assert how == {"held": True}
+        super().to_device(device, host, after)
+        return Waited(self.log, None)
+
+
+class Waited:
+    def __init__(self, log, tensor):
+        self.log, self.held = log, weakref.ref(tensor) if tensor is not None else lambda: None
+
+    def wait(self):
+        self.log.append(("device waits", self.held() is not None))
+
+    def synchronize(self):
+        self.log.append(("host waits", self.held() is not None))
+
+
+def test_the_device_waits_for_the_copies_of_a_block_when_the_next_is_done_and_the_host_never():
+    model, copies = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))), Queued()
+    ActivationOffload(list(model), copies, pin_memory=False, prefetch=1)
+    x = torch.ones(5, 4, requires_grad=True)
+    output = model(x)
+    kinds = [kind for kind, _ in copies.log]
+    assert kinds == ["out", "out", "out", "device waits", "device waits", "out", "device waits"]
+    assert all(held for kind, held in copies.log if kind == "device waits"), "its memory is kept until then"
+    output.sum().backward()
+    assert "host waits" not in [kind for kind, _ in copies.log]
+    model(x)  # and is let go of: nobody will wait
+    gc.collect()
+    assert ("host waits", True) in copies.log

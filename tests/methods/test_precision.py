@@ -70,6 +70,17 @@ def state_bytes(strategy):
     return [(kind, getattr(predicted, kind), size) for kind, size in measured.items() if kind != "activations"]
 
 
+WHOLE = ("fsdp", {"atorch_ignored_cls": ("LlamaRMSNorm", torch.nn.Linear)})
+
+
+def test_what_stays_whole_beside_shards_is_in_half_with_masters_as_predicted(ranks):
+    for found in ranks(2).run(state_bytes, [WHOLE, ("half", "bf16"), "checkpoint"]):
+        sizes = {kind: size for kind, _, size in found}
+        assert sizes["master"] > 0
+        for kind, predicted, measured in found:
+            assert predicted == measured, kind
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("keys", [{"dtype": "bf16"}, {"dtype": "bf16", "master_weights": False}, {}], ids=str)
 def test_predicted_bytes_of_half_are_those_held(ranks, layout, keys):
@@ -142,6 +153,15 @@ def test_half_precision_follows_the_loss_curve_of_fp32(ranks, fp32_losses, layou
         assert loss_dtype == torch.float32
         half = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision[1]]
         assert dtypes == {half if precision[0] == "half" and not layout else "torch.float32"}
+
+
+@pytest.mark.parametrize("method", ["zero2", "fsdp"])
+def test_layers_left_whole_follow_the_loss_curve_too(ranks, fp32_losses, method):
+    for found, dtypes, _ in ranks(2).run(
+        losses, [(method, {"atorch_ignored_cls": (torch.nn.Linear,)}), ("half", "fp16")], 3e-3
+    ):
+        assert found == pytest.approx(fp32_losses, rel=1e-2)
+        assert dtypes == {"torch.float16", "torch.float32"}
 
 
 def test_without_master_weights_small_updates_are_lost(ranks):

@@ -126,6 +126,8 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
 _MEMORY = re.compile(r"(\d+)\s*G(?:i?B)?(?![a-z])", re.IGNORECASE)
 _WATTS = re.compile(r"(?<!\d)([1-9]\d{2,3})\s*W(?![a-z])", re.IGNORECASE)
+# "MIG 1c.3g.40gb": one of the three compute slices of an instance with 40 GB. A device has 7 of compute, 8 of memory.
+_INSTANCE = re.compile(r"\s+MIG\s+(?:(\d)c\.)?(\d)g\.(\d+)gb.*$", re.IGNORECASE)
 _TDP_WATTS = {
     "B200": 1000,
     "GB200": 1200,
@@ -151,13 +153,16 @@ def find_device(name: str) -> Device:
     """The preset that a driver's or a table's name means; memory, power and kind of memory in the name count.
 
     ``"NVIDIA A100-SXM4-40GB"`` is an A100-40, ``"H100-SXM-96GB-HBM2e-500W"`` an H100 with its memory, power and memory
-    bandwidth changed.
+    bandwidth changed. Of a MIG instance, ``"… MIG 3g.40gb"``, the part of the device that it has.
 
     Raises:
         ConfigError: When no preset matches.
     """
     if name in DEVICES:
         return DEVICES[name]
+    instance = _INSTANCE.search(name)
+    if instance is not None:
+        return _part(find_device(name[: instance.start()]), instance)
     known = _match(name)
     if known is None:
         raise ConfigError(
@@ -171,8 +176,27 @@ def find_device(name: str) -> Device:
 
 def half_peak_flops_per_s(device_name: str) -> float | None:
     """Peak of dense half-precision matrix products in FLOP/s; None for a device that is not in the table."""
-    known = _match(device_name)
-    return known.half_flops_per_s if known is not None else None
+    try:
+        return find_device(device_name).half_flops_per_s
+    except ConfigError:
+        return None
+
+
+def _part(device: Device, instance: re.Match[str]) -> Device:
+    own, slices, gigabytes = instance.groups()
+    compute, memory_bytes = int(own or slices) / 7, int(gigabytes) * _GIB
+    memory = max(round(8 * memory_bytes / device.memory_bytes), 1) / 8
+    return dataclasses.replace(
+        device,
+        memory_bytes=min(memory_bytes, device.memory_bytes),
+        half_flops_per_s=device.half_flops_per_s * compute,
+        fp32_flops_per_s=device.fp32_flops_per_s * compute,
+        fp8_flops_per_s=device.fp8_flops_per_s and device.fp8_flops_per_s * compute,
+        fp4_flops_per_s=device.fp4_flops_per_s and device.fp4_flops_per_s * compute,
+        bandwidth_bytes_per_s=device.bandwidth_bytes_per_s * memory,
+        cache_bytes=int(device.cache_bytes * memory),
+        price_per_hour=None,
+    )
 
 
 def _match(name: str) -> Device | None:

@@ -110,7 +110,8 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
 
 def held_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
     """Bytes of one rank's part of a parameter, as the model holds it."""
-    return _local_bytes(step, parameter, step.parameters, where or {})
+    placement = Placement(step.parameters.axis, step.held_itemsize(parameter))
+    return _local_bytes(step, parameter, placement, where or {})
 
 
 def copy_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
@@ -186,9 +187,10 @@ def _local_bytes(step: Step, parameter: Parameter, placement: Placement, where: 
 
 
 def _master_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) -> int:
-    if step.master is None or not parameter.trainable or not parameter.floating:
+    if not parameter.trainable or not parameter.floating or not step.has_master(parameter):
         return 0
-    return math.prod(shape_on(step, parameter, step.master.axis, where)) * _FP32_BYTES
+    axis = step.master.axis if step.master is not None else None
+    return math.prod(shape_on(step, parameter, axis, where)) * _FP32_BYTES
 
 
 def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Mapping[str, int]) -> int:

@@ -244,6 +244,7 @@ class Step:
     hosted: Hosted | None = None
     on_cpu: bool = False  # the device's memory is host memory
     compute_itemsize: int | None = None  # bytes per element of gathered parameters; None: as given
+    whole_itemsize: int | None = None  # of floating ones left whole beside shards, with fp32 masters; None: as shards
     reduce_itemsize: int | None = None  # bytes per element of gradients on the wire; None: as the gradient
     gathered: Literal["nothing", "unit", "model"] = "nothing"  # how much is whole at once while sharded
     gathers_ahead: bool = True  # backward gathers the next block while one computes
@@ -255,6 +256,15 @@ class Step:
     def size(self, axis: str | None) -> int:
         """Ranks along an axis; 1 where the mesh has none of that name."""
         return dict(self.axes).get(axis, 1) if axis is not None else 1
+
+    def held_itemsize(self, parameter: Parameter) -> int | None:
+        """Bytes per element of a floating parameter as the model holds it; None: as it is given."""
+        whole = None if parameter.sharded else self.whole_itemsize
+        return whole if whole is not None else self.parameters.itemsize
+
+    def has_master(self, parameter: Parameter) -> bool:
+        """Whether the optimizer updates an fp32 copy of a half parameter in its place."""
+        return self.master is not None or (not parameter.sharded and self.whole_itemsize is not None)
 
     def replace(self, **changes: object) -> Step:
         """The same step with some fields changed."""

@@ -34,8 +34,8 @@ def update_s(step: Step, machine: Machine) -> float:
             if each.dims and keeps_state(step, parameter, each)
         )
         state = state * numel // max(parameter.numel, 1)
-        weight = element_bytes(parameter, step.parameters.itemsize)
-        master = _FP32_BYTES if step.master is not None else 0
+        weight = element_bytes(parameter, step.held_itemsize(parameter))
+        master = _FP32_BYTES if step.has_master(parameter) else 0
         gradient = element_bytes(parameter, step.gradients.itemsize)
         moved += count * (2 * state + numel * (2 * (weight + master) + 3 * gradient))
         if step.average is not None:  # reads what was updated, reads and writes the average

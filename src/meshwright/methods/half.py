@@ -17,8 +17,8 @@ class Half(HalfPrecisionMethod):
     """Parameters, buffers, floating inputs and arithmetic in ``dtype``; the loss is computed in fp32.
 
     The optimizer updates fp32 master weights, without which most updates round to nothing. Under zero1, zero2 and fsdp
-    the fp32 shard is the master: parameters are gathered and gradients reduced in ``dtype``. fp16 adds dynamic loss
-    scaling.
+    the fp32 shard is the master: parameters are gathered and gradients reduced in ``dtype``; what these leave whole has
+    masters. fp16 adds dynamic loss scaling.
 
     Config: ``"fp16"`` or ``"bf16"``, or keys. ``master_weights=False`` updates half-precision weights directly.
     """
@@ -41,7 +41,7 @@ class Half(HalfPrecisionMethod):
         self.widen(job)
         self.scale_loss(job)
         if job.shard_axis is not None and self.master_weights:
-            job.precision = Precision(compute=self.dtype, reduce=self.dtype)
+            job.precision = Precision(compute=self.dtype, reduce=self.dtype, casts_whole=True)
             _cast_buffers(job.model, dtype)
         else:
             job.model.to(dtype)
@@ -52,7 +52,7 @@ class Half(HalfPrecisionMethod):
         size = itemsize(self.dtype)
         step = step.replace(buffers_itemsize=size)
         if step.shard_axis is not None and self.master_weights:
-            return step.replace(compute_itemsize=size, reduce_itemsize=size)
+            return step.replace(compute_itemsize=size, reduce_itemsize=size, whole_itemsize=size)
         halved = step.replace(
             parameters=Placement(itemsize=size),
             gradients=Placement(itemsize=size),

@@ -73,6 +73,7 @@ class Precision:
 
     compute: DType
     reduce: DType
+    casts_whole: bool = False  # what is left whole is kept in ``compute`` too, beside fp32 masters
 
 
 @dataclass

@@ -37,6 +37,9 @@ class ActivationOffload:
     As with every saved-tensor hook, autograd does not notice when a saved tensor is changed in place afterwards: it
     computes with the values that were saved. A second backward through the same graph finds them on the device.
 
+    When a block is done, the device waits for the copies of the one before: the host may be far ahead of it, and memory
+    would else be free only when the host looks. So what two blocks save is on the device at most.
+
     Args:
         blocks: Modules, in the order in which they run.
         copies: The way between host and device.
@@ -49,6 +52,7 @@ class ActivationOffload:
         self._known: weakref.WeakValueDictionary[tuple[int, int], SavedStorage] = weakref.WeakValueDictionary()
         self._running: list[_Run] = []
         self._last: weakref.ref[_Run] | None = None
+        self._leaving: _Run | None = None  # its copies may be under way, and its memory is not free
         self.num_bytes = 0
         """Bytes copied to the host so far."""
         for block in blocks:
@@ -84,6 +88,12 @@ class ActivationOffload:
         finally:
             self._running.pop()
             self._last = weakref.ref(run)
+            self._release()
+            self._leaving = run
+
+    def _release(self) -> None:
+        for storage in list(self._leaving.saved) if self._leaving is not None else ():
+            storage.release()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         """Gathered weights exist while a module runs, and are known only then."""

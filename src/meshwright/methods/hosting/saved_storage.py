@@ -17,7 +17,8 @@ from meshwright.optim.offload.copies import Event
 class SavedStorage:
     """A storage's bytes on the host, and again on the device from when backward needs them until it has used them.
 
-    Whoever saved a part of the storage keeps this object; autograd lets go of it behind itself.
+    Whoever saved a part of the storage keeps this object; autograd lets go of it behind itself. The device's memory is
+    free again when the device, not the host, has waited for the copy: see :meth:`release`.
 
     Args:
         tensor: A plain tensor with the storage.
@@ -31,8 +32,10 @@ class SavedStorage:
         self._copies, self._device = copies, tensor.device
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self._host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=pin_memory)
-        self._gone = copies.to_host([self._host], [flat], copies.mark())
+        self._gone = copies.to_host([self._host], [flat], copies.mark(), held=True)
+        self._leaving = flat if copies.queued else None
         self._back: tuple[torch.Tensor, Event] | None = None
+        self._arriving = False
 
     @property
     def num_bytes(self) -> int:
@@ -42,9 +45,16 @@ class SavedStorage:
     def fetch(self) -> None:
         """Begins to bring the bytes back; nothing where that has begun."""
         if self._back is None:
-            self._gone.synchronize()  # long ago
+            self.release()
             device = torch.empty(self._host.shape, dtype=torch.uint8, device=self._device)
-            self._back = device, self._copies.to_device([device], [self._host], self._copies.mark())
+            self._back = device, self._copies.to_device([device], [self._host], self._copies.mark(), held=True)
+            self._arriving = self._copies.queued
+
+    def release(self) -> None:
+        """Lets what comes on the device's current stream use the memory again, behind the copy to the host."""
+        if self._leaving is not None:
+            self._gone.wait()
+            self._leaving = None
 
     def returned(self) -> torch.Tensor:
         """The bytes on the device."""
@@ -52,7 +62,15 @@ class SavedStorage:
         assert self._back is not None
         flat, event = self._back
         event.wait()
+        self._arriving = False
         return flat
+
+    def __del__(self) -> None:
+        """Of a graph that was let go of without a backward: nobody has waited."""
+        if getattr(self, "_leaving", None) is not None:
+            self._gone.synchronize()
+        if getattr(self, "_arriving", False) and self._back is not None:
+            self._back[1].synchronize()
 
 
 class SavedTensor(NamedTuple):

@@ -87,7 +87,7 @@ def _with_traffic(step: Step, gathers: Gathers, reduce_once: bool) -> Step:
     trained = [(count, p) for count, p in step.every_parameter() if p.sharded and p.trainable]
     gradients = sum(count * reduced_bytes(step, p) for count, p in trained)
     whole = sum(
-        count * p.numel * p.itemsize
+        count * p.numel * element_bytes(p, step.held_itemsize(p))
         for count, p in step.every_parameter()
         if p.trainable and not p.sharded and p.expert is None
     )

@@ -8,7 +8,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -78,7 +77,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
         job.model._set_unshard_async_op(True)  # type: ignore[operator]
     if config.forward_prefetch and reshard_after_forward is not False:
         _prefetch_forward(units)
-    _move_ignored(units.ignored, job.device)
+    _keep_whole(units.ignored, job)
     # FSDP2 leaves them different on every rank.
     average_gradients(units.ignored, job.num_averaged, job.averaging_group if units.ignored else None)
     reshard_at_updates(module for module in job.model.modules() if isinstance(module, FSDPModule))
@@ -156,9 +155,17 @@ def _prefetch_forward(units: Units) -> None:
             module.set_modules_to_forward_prefetch([following])
 
 
-def _move_ignored(ignored: set[nn.Parameter], device: torch.device) -> None:
+def _keep_whole(ignored: set[nn.Parameter], job: Job) -> None:
+    """Moves what nobody gathers to the device, cast like what is gathered where ``half`` asks for that.
+
+    Under ``amp_native`` autocast brings the two together; here inputs come in half, and CUDA's kernels mix no types.
+    """
+    precision = job.precision
+    dtype = torch_dtype(precision.compute) if precision is not None and precision.casts_whole else None
     for parameter in ignored:
-        parameter.data = parameter.data.to(device)
+        parameter.data = parameter.data.to(job.device, dtype if parameter.is_floating_point() else None)
+    if ignored and dtype is not None:
+        job.master_weights = True
 
 
 def _let_generate(model: nn.Module) -> None:

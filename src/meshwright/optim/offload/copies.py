@@ -20,15 +20,23 @@ class Event(Protocol):
 
 
 class Copies(Protocol):
-    """Queues of copies that run beside everything else."""
+    """Queues of copies that run beside everything else.
+
+    ``held``: the caller keeps the device tensors until the stream they belong to waits for the event.
+    """
+
+    queued: bool
+    """Whether a copy may still be under way when the call returns."""
 
     def mark(self) -> Any:
         """The point the device's current stream has reached."""
 
-    def to_host(self, host: list[torch.Tensor], device: list[torch.Tensor], after: Any) -> Event:
+    def to_host(self, host: list[torch.Tensor], device: list[torch.Tensor], after: Any, *, held: bool = False) -> Event:
         """Queues copies of device tensors that are complete at ``after``; their owner may free them."""
 
-    def to_device(self, device: list[torch.Tensor], host: list[torch.Tensor], after: Any) -> Event:
+    def to_device(
+        self, device: list[torch.Tensor], host: list[torch.Tensor], after: Any, *, held: bool = False
+    ) -> Event:
         """Queues copies into device tensors that nobody uses from ``after`` on."""
 
     def join(self) -> None:
@@ -48,15 +56,21 @@ class _Done:
 class DirectCopies:
     """Within host memory: the same path, without queues."""
 
+    queued = False
+
     def mark(self) -> None:
         """There are no streams."""
 
-    def to_host(self, host: list[torch.Tensor], device: list[torch.Tensor], after: None) -> Event:
+    def to_host(
+        self, host: list[torch.Tensor], device: list[torch.Tensor], after: None, *, held: bool = False
+    ) -> Event:
         """Copies."""
         torch._foreach_copy_(host, device)
         return _Done()
 
-    def to_device(self, device: list[torch.Tensor], host: list[torch.Tensor], after: None) -> Event:
+    def to_device(
+        self, device: list[torch.Tensor], host: list[torch.Tensor], after: None, *, held: bool = False
+    ) -> Event:
         """Copies."""
         torch._foreach_copy_(device, host)
         return _Done()

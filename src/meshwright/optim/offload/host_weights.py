@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -56,6 +57,8 @@ class HostWeights(MasterWeights):
         """The copy on the host of each parameter that has one."""
         self._in_backward, self._copies, self._pin, self._fp32 = in_backward, copies, pin_memory, fp32
         self._arriving: dict[torch.Tensor, tuple[torch.Tensor, Event]] = {}  # gradients on their way
+        self._leaving: deque[tuple[torch.Tensor, Event]] = deque()  # what the device may still copy from
+        self._window = bucket_bytes  # of them at most
         self._sums: dict[torch.Tensor, torch.Tensor] = {}  # gradients that have arrived
         self._sent: set[torch.Tensor] = set()  # whose weights are on their way since the last step began
         self.buckets = [self._bucket(each) for each in _cut([p for p in parameters if p in hosted], bucket_bytes)]
@@ -106,7 +109,17 @@ class HostWeights(MasterWeights):
         self._land(parameter)  # at most one of each is under way
         local = local_tensor(gradient)
         host = _empty(local, self._pin)
-        self._arriving[parameter] = host, self._copies.to_host([host], [local], self._copies.mark())
+        event = self._copies.to_host([host], [local], self._copies.mark(), held=True)
+        self._arriving[parameter] = host, event
+        if self._copies.queued:
+            self._keep(local, event)
+
+    def _keep(self, gradient: torch.Tensor, event: Event) -> None:
+        """Keeps a gradient while it is copied; of the oldest the device waits for the end, however far the host is."""
+        self._leaving.append((gradient, event))
+        while sum(each.nbytes for each, _ in self._leaving) > self._window and len(self._leaving) > 1:
+            self._leaving[0][1].wait()
+            self._leaving.popleft()  # freed behind the wait
 
     def _land(self, parameter: torch.Tensor) -> None:
         """Waits for a gradient under way, and adds it to what has arrived before."""
@@ -138,6 +151,7 @@ class HostWeights(MasterWeights):
             self._land(parameter)
             found = self._sums.get(parameter)
             copy.grad = None if found is None else wrapped_like(copy, found)
+        self._leaving.clear()  # the host has waited for all of them
 
     def _lacks(self, updated: torch.Tensor) -> bool:
         return self._fp32 and updated not in self.resident and super()._lacks(updated)
@@ -174,6 +188,9 @@ class HostWeights(MasterWeights):
     def zero_grad(self) -> None:
         """Frees the gradients of the model and of the copies, also those that left before."""
         super().zero_grad()
+        for _, event in self._leaving:
+            event.synchronize()
+        self._leaving.clear()
         self._arriving.clear()
         self._sums.clear()
 
