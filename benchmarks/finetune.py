@@ -4,7 +4,7 @@
 
 Unlike ``published.py``, which knows families by their dimensions, this builds each model of transformers on ``meta``
 (with peft's adapters around it where a row has them) and traces it. What the columns of the table
-(``benchmarks/data/finetune_runs.csv``) mean stands in ``docs/predictions.md``. It needs the extra "bench".
+(``benchmarks/data/finetune_runs.csv``) mean stands in ``docs/predictions.md``. It needs transformers and peft.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ def build_model(row: dict[str, str]) -> nn.Module:
                 r=int(rank.removeprefix("r=")), target_modules=targets.split(","), lora_dropout=0.05,
                 task_type="CAUSAL_LM", modules_to_save=["embed_tokens", "lm_head"] if more else None,
             )  # fmt: skip
-            model = get_peft_model(model, lora, autocast_adapter_dtype=row["adapters"] == "fp32")
+            model = get_peft_model(model, lora)
+            if row["adapters"] == "bf16":
+                model.to(torch.bfloat16)  # on ``meta`` peft makes them in fp32 whatever it is told
     model.train()
     if row["recompute"] == "model":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})

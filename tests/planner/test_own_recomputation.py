@@ -35,15 +35,22 @@ class Recomputing(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())}
 
 
+def predicted_peak(model, ids):
+    sample = {"sample_batch": {"ids": ids}, "model_input_format": "unpack_dict"}
+    (plan,) = mw.plan(model, "a100-80x1", global_batch=SAMPLES, strategy=[], **sample)
+    of_backward = [held for moment, held in moments(plan.step).items() if moment in ("loss", "recomputation")]
+    return max(held.activations + held.recomputation + held.gradients for held in of_backward)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("vocab", [8, 4096])  # the peak is a block's, and the loss's
 def test_what_a_model_recomputes_by_itself_is_held_as_predicted(vocab, reentrant):
     model, ids = Recomputing(vocab, use_reentrant=reentrant), torch.zeros(SAMPLES, SEQ, dtype=torch.long)
-    sample = {"sample_batch": {"ids": ids}, "model_input_format": "unpack_dict"}
-    (plan,) = mw.plan(model, "a100-80x1", global_batch=SAMPLES, strategy=[], **sample)
+    with torch.device("meta"):
+        without_values = Recomputing(vocab, use_reentrant=reentrant)
+    predicted = predicted_peak(model, ids)
+    assert predicted_peak(without_values, ids) == predicted
     assert all(parameter.grad is None for parameter in model.parameters())  # of the pass without data, nothing stays
-    of_backward = [held for moment, held in moments(plan.step).items() if moment in ("loss", "recomputation")]
-    predicted = max(held.activations + held.recomputation + held.gradients for held in of_backward)
     with LiveBytes() as live:
         model(ids)["loss"].backward()
     assert predicted == pytest.approx(live.peak, rel=0.02)
