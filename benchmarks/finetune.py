@@ -60,7 +60,8 @@ MODELS: dict[str, Any] = {
     "TinyLlama": _llama(32000, 22, 2048, 32, 4, 5632),
     "Mistral-7B": MistralConfig(sliding_window=None),
     "Phi-3-mini": Phi3Config(sliding_window=None),
-    "Phi-2": PhiConfig(hidden_size=2560, intermediate_size=10240, num_hidden_layers=32, num_attention_heads=32),
+    "Phi-2": PhiConfig(hidden_size=2560, intermediate_size=10240, num_hidden_layers=32, num_attention_heads=32,
+                       hidden_act="gelu_pytorch_tanh"),  # one kernel, as litgpt has it
     "BERT-large classifier": BertConfig(
         vocab_size=30522, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096
     ),
