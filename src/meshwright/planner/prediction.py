@@ -149,16 +149,24 @@ class Pass:
         with warnings.catch_warnings(), fake, counter, autocast, found as saved:
             warnings.simplefilter("ignore")
             recorder = self._recorder(saved, held)
-            with recorder, _runs_without_data(), kernels_of_device(self.device, device):
+
+            def pass_of(model: nn.Module, inputs: Any) -> tuple[tuple[Boundary, ...], Placed, bool]:
                 with self._as_one_rank(saved.log), work.counting():
-                    loss = run_with(self.forward, self.model, state, inputs)
+                    loss = self.forward(model, inputs)
                 boundaries = self.split.boundaries(self.model, saved.log) if self.split is not None else ()
+                saved.complete = True
                 backward = _Backward(loss, device.type)
-                placed = work.everything(backward)  # type: ignore[arg-type]
-            transients = held.transients(saved) if backward.has_run else ()
+                del loss
+                return boundaries, work.everything(backward), backward.has_run  # type: ignore[arg-type]
+
+            with recorder, _runs_without_data(), kernels_of_device(self.device, device):
+                # Backward has the lent tensors, too: a model that recomputes by itself runs again.
+                boundaries, placed, has_run = run_with(pass_of, self.model, state, inputs)
+            held.add_kept(saved)
+            transients = held.transients(saved) if has_run else ()
         listed = [block for _, block in find_blocks(self.model)]
-        ops = sort_kernels(recorder, listed, saved, has_backward=backward.has_run)
-        return _Recorded(saved, boundaries, ops, blocks, placed, transients, _idle(state) if backward.has_run else ())
+        ops = sort_kernels(recorder, listed, saved, has_backward=has_run)
+        return _Recorded(saved, boundaries, ops, blocks, placed, transients, _idle(state) if has_run else ())
 
     def _blocks_here(self) -> list[nn.Module]:
         """Those of the blocks that the model has now, while a list may be cut."""

@@ -60,6 +60,15 @@ class SavedTensors:
     work: list[Call] = field(default_factory=list)  # then: calls of operators, in order
     running: list[nn.Module] = field(default_factory=list)  # the modules that run now, outermost first
     place: int = -1  # where in the list of blocks
+    complete: bool = False  # whether forward has run: what runs again in backward saves nothing more
+
+    def add(self, storage: int, num_bytes: int, place: int, reference: StorageWeakRef) -> None:
+        """A storage is kept for backward without being saved: for the module that took it, or where it was made."""
+        taker = next((module for module, taken in self.inputs.items() if storage in taken), None)
+        self.sizes[storage] = num_bytes
+        self.savers[storage] = [() if taker is None else (taker,)]
+        self.places[storage] = {place} if taker is None else set(self.run_at[taker])
+        self.met.append(reference)
 
     @property
     def bytes(self) -> int:
@@ -121,6 +130,8 @@ class _Recorder:
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Autograd saves a tensor."""
         saved, running = self.saved, tuple(self._stack)
+        if saved.complete:
+            return tensor
         key, size = storage_of(tensor)
         saved.sizes[key] = size
         saved.savers.setdefault(key, []).append(running)
@@ -134,6 +145,8 @@ class _Recorder:
         """A module begins to run."""
         saved = self.saved
         self._stack.append(module)
+        if saved.complete:
+            return
         saved.place = self._index.get(module, saved.place)
         saved.run_at.setdefault(module, set()).add(saved.place)
         saved.runs[module] += 1
@@ -148,7 +161,8 @@ class _Recorder:
     def leave(self, module: nn.Module, *_: Any) -> None:
         """A module has run."""
         self._stack.pop()
-        self.saved.place += self._index.get(module) == len(self._index) - 1  # behind the last one
+        if not self.saved.complete:
+            self.saved.place += self._index.get(module) == len(self._index) - 1  # behind the last one
 
     def keep(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator runs, whose result a recomputed module may keep."""
@@ -160,7 +174,7 @@ class _Recorder:
     def watch(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operator runs without data; outside the model, as in backward, it is no part of forward's work."""
         saved, counter = self.saved, self._counter
-        if counter is None or not self._stack:
+        if counter is None or not self._stack or saved.complete:
             return operator(*args, **kwargs)
         position, before = len(saved.log), counter.total
         result = operator(*args, **kwargs)

@@ -43,6 +43,7 @@ class HeldBytes:
         self._others: dict[int, StorageWeakRef] = {}  # storages that no operator made
         self._live: dict[int, _Made] = {}
         self._at_the_end: dict[int, _Made] = {}  # of forward
+        self._before_backward: dict[int, _Made] = {}
         self._held = 0
         self._moments: list[tuple[int, Pass, int]] = []  # of each operator: place, where in a pass, bytes
         self._gradients: list[_Gradient] = []
@@ -66,6 +67,7 @@ class HeldBytes:
         """
         if self._moments and during != self._moments[-1][1]:
             self._at_the_end = self._at_the_end or dict(self._live)
+        begins = during == "backward" and self._moments and self._moments[-1][1] != during
         arguments: set[int] | None = None
         for tensor in _tensors(result):
             key, size = storage_of(tensor)
@@ -81,6 +83,9 @@ class HeldBytes:
         expired = torch.UntypedStorage._expired  # type: ignore[attr-defined]  # as StorageWeakRef.expired, called often
         for key in [key for key, made in self._live.items() if expired(made.reference.cdata)]:
             self._held -= self._live.pop(key).num_bytes
+        if begins:
+            before = len(self._moments)
+            self._before_backward = {key: made for key, made in self._live.items() if made.operator < before}
         self._moments.append((place, during, self._held))
 
     def _is_other(self, tensor: torch.Tensor) -> None:
@@ -96,6 +101,15 @@ class HeldBytes:
             self._is_other(parameter.grad)
             place = self._moments[-1][0]
             self._gradients.append(_Gradient(size, found.operator, len(self._moments), place))
+
+    def add_kept(self, saved: SavedTensors) -> None:
+        """Adds to what is saved what autograd's graph keeps in other ways, and lets go of in backward.
+
+        Such are the inputs of what a model recomputes by itself, which a function of the graph holds.
+        """
+        for key, made in self._before_backward.items():
+            if key not in saved.sizes and key not in self._live:
+                saved.add(key, made.num_bytes, self._moments[made.operator][0], made.reference)
 
     def transients(self, saved: SavedTensors) -> tuple[Transient, ...]:
         """What every place takes for a moment; nothing where backward has not run.

@@ -83,6 +83,10 @@ class OpRecorder(TorchDispatchMode):
             self._held.note(result, (args, given), self._saved.place, "forward" if self._saved.running else "loss")
         else:
             self._note_backward(kernels_of(func, args, given, result), node._sequence_nr())
+            made = torch._C._autograd._get_sequence_nr() - 1
+            if self._nodes and made > self._nodes[-1]:  # as backward runs a part of forward again: it has its place
+                self._nodes.append(made)
+                self._made.append(self._latest)
             self._held.note(result, (args, given), self._latest[2], "backward")
         return result
 
