@@ -21,7 +21,7 @@ from meshwright.planner.family_ops import FamilyRun
 from meshwright.planner.family_shape import Shape
 from meshwright.planner.forecast import forecast
 from meshwright.planner.pipeline import num_micro_batches
-from meshwright.planner.plan import Plan, host_bytes
+from meshwright.planner.plan import Plan, host_bytes, most_host_bytes
 from meshwright.planner.recompute import fit_budget
 from meshwright.strategy import Strategy
 
@@ -145,7 +145,7 @@ class FamilyWorkload:
             micro_batch=run.micro_batch,
             forecast=forecasted,
             taken_bytes=max(taken),
-            host_bytes=max(map(host_bytes, steps)),
+            host_bytes=most_host_bytes(steps),
             host_limit_bytes=usable_host_bytes(self.cluster),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -109,6 +110,11 @@ def host_bytes(step: Step) -> int:
     known = step.activations
     offloads = step.hosted is not None or (known is not None and known.hosted_bytes > 0)
     return memory(step).host_total if offloads and not step.on_cpu else 0
+
+
+def most_host_bytes(steps: Iterable[Step]) -> int:
+    """Of the rank that holds most; many may have one step."""
+    return max(map(host_bytes, {id(step): step for step in steps}.values()))
 
 
 def needed_bytes(step: Step, held: Memory) -> int:

@@ -34,7 +34,7 @@ from meshwright.planner.pipeline import (
     pipeline_of,
     trace_flow,
 )
-from meshwright.planner.plan import Plan, host_bytes, needed_bytes
+from meshwright.planner.plan import Plan, most_host_bytes, needed_bytes
 from meshwright.planner.profile.inputs import tokens_per_sample
 from meshwright.planner.recompute import fit_budget
 from meshwright.planner.states import OptimizerProbe
@@ -177,7 +177,7 @@ class Workload:
             micro_batch=samples,
             forecast=forecasted,
             taken_bytes=_taken_bytes(forecasted, every),
-            host_bytes=max(map(host_bytes, every)),
+            host_bytes=most_host_bytes(every),
             host_limit_bytes=None if self.cluster is None else usable_host_bytes(self.cluster),
         )
 

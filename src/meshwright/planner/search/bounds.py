@@ -82,9 +82,10 @@ class Bounds:
         self._undivided: dict[Branch, Probe] = {}
         self._divided: dict[Branch, Probe] = {}
         self._computed: dict[object, tuple[float, float, float]] = {}
+        self._whole = Mesh((), subject.world, 1, 1, ())
         self._states: dict[object, State] = {}
         self._state_of: dict[Branch, State] = {}
-        self._twins: dict[tuple[Step, Step], int] = {}
+        self._twins: dict[object, int] = {}
         self._blocks: dict[tuple[int, bool], tuple[Block, ...]] = {}
 
     def probe(self, mesh: Mesh, methods: Choice) -> Probe:
@@ -123,8 +124,7 @@ class Bounds:
     def undivided(self, branch: Branch) -> Probe:
         """The probe without inner axes."""
         if branch not in self._undivided:
-            mesh = dataclasses.replace(branch.mesh, inner=(), inner_methods=())
-            self._undivided[branch] = self.probe(mesh, _probing(branch))
+            self._undivided[branch] = self.probe(self._whole, _probing(branch))
         return self._undivided[branch]
 
     def divided(self, branch: Branch) -> Probe:
@@ -147,8 +147,7 @@ class Bounds:
         """
         if probed:
             return self._ideal_s(self.probe(mesh, methods), samples) / mesh.pipeline
-        whole = self.probe(dataclasses.replace(mesh, inner=(), inner_methods=()), methods)
-        return self._ideal_s(whole, samples) / _shares(mesh) / mesh.pipeline
+        return self._ideal_s(self.probe(self._whole, methods), samples) / _shares(mesh) / mesh.pipeline
 
     def roughly_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
         """The same for a branch, with what its schedule waits at least and its link is busy at least."""
@@ -245,7 +244,9 @@ class Bounds:
     def twin(self, branch: Branch) -> int:
         """Equal numbers cost the very same."""
         state = self.state(branch)
-        return self._twins.setdefault((state.once, state.twice), len(self._twins))
+        if id(state) not in self._twins:  # to hash a step takes long
+            self._twins[id(state)] = self._twins.setdefault((state.once, state.twice), len(self._twins))
+        return self._twins[id(state)]
 
     def _bare(self, branch: Branch, axes: tuple[tuple[str, int], ...], micro_batches: int, *, merged: bool) -> Step:
         sizes = dict(axes)

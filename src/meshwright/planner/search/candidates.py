@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from meshwright.errors import StrategyError
@@ -97,7 +97,7 @@ class Candidates:
         self.refused: Refusals = {}
         offloads = itertools.chain.from_iterable(space.offload)
         self._leaves = any(isinstance(method, Offload) and method.parameters for method in offloads)
-        self._lawful: dict[tuple[Choice, frozenset[str]], bool] = {}
+        self._lawful: dict[tuple[tuple[int, ...], frozenset[str]], bool] = {}
 
     def refuse(self, reason: str, strategy: Strategy | str) -> None:
         """Notes why a strategy cannot train."""
@@ -127,19 +127,29 @@ class Candidates:
             if self.world % math.prod(sizes) == 0 and inner <= self.space.inner_axes:
                 yield found
 
-    def branches(self, mesh: Mesh) -> Iterator[Branch]:
-        """All that can be done on a mesh, as far as the law allows."""
+    def branches(self, mesh: Mesh, is_worth: Callable[[Branch], bool] | None = None) -> Iterator[Branch]:
+        """All that can be done on a mesh, as far as the law allows.
+
+        Args:
+            mesh: Divides the ranks.
+            is_worth: Asked of branches that offload nothing: whether to offload anything of them.
+        """
         space = self.space
         outer = space.axis_methods["replica"][0] if mesh.replica > 1 else ()
         for sharding, axes in self._sharded(mesh):
             sizes = dict(axes)
-            for precision, recompute, offload, schedule in itertools.product(
-                space.precision, space.recompute, space.offload, self._schedules(mesh)
+            divided = frozenset(axis for axis, size in axes if size > 1)
+            for precision, recompute, schedule in itertools.product(
+                space.precision, space.recompute, self._schedules(mesh)
             ):
-                rest = (*outer, *offload, *space.extra)
-                branch = Branch(mesh, axes, sharding, precision, recompute, rest, schedule)
-                if self._allowed(branch, sizes):
-                    yield branch
+                rest = (*outer, *space.extra)
+                if is_worth and not is_worth(Branch(mesh, axes, sharding, precision, recompute, rest, schedule)):
+                    continue
+                for offload in space.offload:
+                    rest = (*outer, *offload, *space.extra)
+                    branch = Branch(mesh, axes, sharding, precision, recompute, rest, schedule)
+                    if self._allowed(branch, sizes, divided):
+                        yield branch
 
     def _schedules(self, mesh: Mesh) -> list[PipelineParallel | None]:
         if mesh.pipeline == 1:
@@ -165,8 +175,8 @@ class Candidates:
             if mesh.ranks == 1 and (alone or self._leaves or () not in self.space.sharding):
                 yield choice, _without_ones(*mesh.inner, *around) if alone else (*mesh.inner, ("data", 1), *around)
 
-    def _allowed(self, branch: Branch, sizes: dict[str, int]) -> bool:
-        key = branch.methods, frozenset(axis for axis, size in sizes.items() if size > 1)
+    def _allowed(self, branch: Branch, sizes: dict[str, int], divided: frozenset[str]) -> bool:
+        key = tuple(map(id, branch.methods)), divided  # the space keeps them
         known = self._lawful.get(key)
         return self._lawful.setdefault(key, self._is_lawful(branch, sizes)) if known is None else known
 

@@ -131,9 +131,7 @@ class Engine:
             self.candidates.refuse(error.what, axes_text(dict(mesh.inner)))
 
     def _unfold_mesh(self, mesh: Mesh) -> None:
-        for branch in self.candidates.branches(mesh):
-            if self._gains_nothing(branch):
-                continue
+        for branch in self.candidates.branches(mesh, self._may_gain):
             self.looked.num_considered += 1
             if self.bounds is None:
                 self._push(0.0, 2, branch)
@@ -166,14 +164,14 @@ class Engine:
     def _room(self, branch: Branch) -> Room:
         return self.looked.rooms.setdefault(branch.but_for_offload, Room())
 
-    def _gains_nothing(self, branch: Branch, micro_batch: int | None = None) -> bool:
-        """Whether offloading can only slow it: memory was enough without."""
+    def _may_gain(self, branch: Branch, micro_batch: int | None = None) -> bool:
+        """Whether offloading can do anything but slow it: memory was not enough without."""
         if self.objective == "memory" or not self.looked.rooms_before:
-            return False
+            return True
         room = self.looked.rooms_before.get(branch.but_for_offload)
         if room is None:
-            return False
-        return micro_batch in room.fitting or not room.squeezed or self._is_settled(room.bound)
+            return True
+        return micro_batch not in room.fitting and room.squeezed and not self._is_settled(room.bound)
 
     def _roughly(self, branch: Branch, micro_batches: int | None = None) -> float:
         """A bound for a branch, with its most micro-batches where none are given: they wait least for each other."""
@@ -225,7 +223,7 @@ class Engine:
         assert self.bounds is not None
         samples = self._samples(branch.mesh)
         micro_batch = samples // micro_batches
-        if self._is_known_too_large(branch, micro_batch) or self._gains_nothing(branch, micro_batch):
+        if self._is_known_too_large(branch, micro_batch) or not self._may_gain(branch, micro_batch):
             return
         try:
             if branch.schedule is not None:

@@ -146,7 +146,7 @@ class _Search:
             self.subject, candidates, self.bounds, objective, top, self.max_predictions, self.progress, limited=limited
         )
         looked = engine.run(before)
-        self.refused |= candidates.refused
+        self.refused = candidates.refused | self.refused  # told by the simplest that met it
         self.num_considered += looked.num_considered
         self.num_predicted = looked.num_predicted + self.num_predicted
         return looked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +105,7 @@ def offloads() -> tuple[Choice, ...]:
     return choices(*parts, ("offload", "optimizer"), ("offload", "activation"), every)
 
 
+@functools.cache
 def divisors_of(number: int) -> tuple[int, ...]:
     """All of them, from 1."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
