@@ -105,6 +105,8 @@ def test_a_slip_of_the_document_is_told():
         (("zero1", {"use_ds_zero": True, "clip_grad": 1.0}), "grad_clip"),
         (("zero2", {"static_loss_scale": 1.0}), "amp_native and half find"),
         (("sequence_parallel", {"sp_size": 2}), "size of the axis sequence"),
+        ("data", "leave it out"), ("tensor", "name tensor_parallel"), ("zero", "name zero1"), ("replica", "outer"),
+        ("gradient_accumulation", "write .*num_micro_batches"),
     ],
 )  # fmt: skip
 def test_what_is_named_otherwise_here_is_told(method, instead):

@@ -122,6 +122,13 @@ class MethodConfig(BaseModel):
                 got=repr(key),
                 fix="correct the key or leave it out",
             )
+        if first["type"] == "missing":
+            return StrategyError(
+                f"{cls.method_name} has no default for its config key {key!r}",
+                expected=f"a config with {key!r}",
+                got=repr(first["input"]),
+                fix=f"write ({cls.method_name!r}, {{{key!r}: …}})",
+            )
         key = outer[0] if outer else key
         return StrategyError(
             f"{cls.method_name}: config key {key!r} has a value that cannot be used",

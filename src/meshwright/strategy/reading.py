@@ -23,6 +23,13 @@ _ELSEWHERE = {
     "auto_ddp": "leave it out: ranks of the axis data are replicas whose gradients are averaged",
     "amp_apex_o1": "name amp_native",
     "amp_apex_o2": "name amp_native, or half, which has fp32 master weights",
+    # Axes, which are easily taken for methods.
+    "data": "leave it out: what no other axis takes is data parallel; ('parallel_mode', {'data': 8}) says so",
+    "zero": "name zero1, zero2 or fsdp, which shard over it",
+    "replica": "name it with its size, ('parallel_mode', {'replica': 2}), and the method outer",
+} | {
+    axis: f"name {axis}_parallel, and the size of the axis: ('parallel_mode', {{'{axis}': 2}})"
+    for axis in ("tensor", "sequence", "context", "expert", "pipeline")
 }
 
 
