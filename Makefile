@@ -7,10 +7,11 @@ RUN_DIR ?= runs/gpt2-stdlib-$(shell date +%Y%m%d-%H%M%S)
 KILLS ?= 200
 FUZZ_S ?= 300
 FUZZ_DIR ?= runs/fuzz
-OLDEST_TORCH := 2.11.0
+TORCH_oldest := 2.11.0
+TORCH_newest := 2.15.0
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lint bench docs parity faults fuzz oldest clean help
+.PHONY: run test lint bench docs parity faults fuzz oldest newest clean help
 
 help:
 	@echo "make run     train a small GPT-2 on the Python standard library, 2 processes, about two minutes"
@@ -20,6 +21,7 @@ help:
 	@echo "make faults  hundreds of killed runs and damaged files; KILLS=200 of them"
 	@echo "make fuzz    every parser against hostile files, FUZZ_S=300 seconds each with hypothesis and with atheris"
 	@echo "make oldest  all tests with the oldest torch that is supported, in an environment of its own (several GB)"
+	@echo "make newest  the same with the newest torch that has been tried"
 	@echo "make bench   beside DDP, FSDP2, DeepSpeed, Accelerate and Fabric; then overhead and optimizers"
 	@echo "make docs    the manual, into site/: open site/index.html, or SERVE=1 serves it while pages are edited"
 	@echo "make clean   remove the virtual environment and caches"
@@ -60,14 +62,14 @@ fuzz: $(READY)
 	$(BIN)/python -m pytest --fuzz-s=$(FUZZ_S) tests/fuzz
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_S) --out $(FUZZ_DIR)
 
-oldest: $(VENV)-oldest/.ready
-	$(VENV)-oldest/bin/python -m pytest
+oldest newest: %: $(VENV)-%/.ready
+	$(VENV)-$*/bin/python -m pytest
 
-$(VENV)-oldest/.ready: $(READY)
-	$(BIN)/python -m venv $(VENV)-oldest
-	sed 's/^torch==.*/torch==$(OLDEST_TORCH)/' constraints.txt > $(VENV)-oldest/constraints.txt
-	$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint $(VENV)-oldest/constraints.txt --editable '.[dev,hf,tensorboard]'
+$(VENV)-oldest/.ready $(VENV)-newest/.ready: $(VENV)-%/.ready: $(READY) Makefile
+	$(BIN)/python -m venv $(VENV)-$*
+	sed 's/^torch==.*/torch==$(TORCH_$*)/' constraints.txt > $(VENV)-$*/constraints.txt
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint $(VENV)-$*/constraints.txt --editable '.[dev,hf,tensorboard]'
 	@touch $@
 
 bench: $(READY)
@@ -85,4 +87,4 @@ docs: $(READY)
 	@echo "The manual is in site/: open site/index.html."
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest site .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

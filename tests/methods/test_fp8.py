@@ -99,7 +99,9 @@ def of_two_replicas(scales):
 
 
 REENTRANT = ("checkpoint", {"no_reentrant": False, "wrap_class": "Block"})
-LAYOUTS = [([fp8()],), ([fp8(), "fsdp"],), ([fp8(), "fsdp", "checkpoint"], 2), ([fp8(), REENTRANT],)]
+LAYOUTS = [
+    ([fp8()],), ([fp8(), "fsdp"],), ([fp8(), "checkpoint"],), ([fp8(), "fsdp", "checkpoint"], 2), ([fp8(), REENTRANT],),
+]  # fmt: skip
 MORE_LAYOUTS = [([fp8()], 2), ([fp8(), "zero1"], 2), ([fp8(), "zero2"],), ([fp8(), "zero2", REENTRANT], 2)]
 
 

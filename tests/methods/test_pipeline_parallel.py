@@ -17,8 +17,8 @@ def test_loops_shapes_and_what_is_unknown(ranks):
             assert evaluated == every[0][case][2]
             for name, value in held.items():
                 assert torch.allclose(value, weights[name], atol=1e-6), (case, rank, name)
-            # Twice per step; learning the shapes leaves no trace. Recomputing counts again.
-            assert calls == [12 if case == "recomputed" else 6] * 2
+            # Twice per step; learning the shapes leaves no trace, nor does recomputing.
+            assert calls == [6] * 2, case
     held = [set(results["scheduled"][1]) for results in every]
     assert held[0] & held[1] == {"scale"}  # all blocks use it
     assert held[0] - held[1] > {"bias", "first.weight"}

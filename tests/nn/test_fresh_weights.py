@@ -59,10 +59,16 @@ def failing_blocks():
     def fail(gradient):
         raise torch.OutOfMemoryError("backward")
 
+    layers[1](layers[0](BATCHES[0])).square().mean().backward()
+    before = [p.grad.full_tensor() for p in layers[0].parameters()]
     middle = layers[0](BATCHES[0])
     middle.register_hook(fail)
     with pytest.raises(torch.OutOfMemoryError):
         layers[1](middle).square().mean().backward()
+    with torch.no_grad():
+        layers[0](BATCHES[0])
+    # What the failed pass did not reach still has the gradients of the one before.
+    assert all(map(torch.equal, [p.grad.full_tensor() for p in layers[0].parameters()], before))
     for parameter in layers.parameters():
         parameter.grad = None
     found = []

@@ -4,10 +4,12 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from meshwright import runtime
 from meshwright.errors import DataError, LaunchError
-from tests.pool import free_port
+from tests.pool import free_port, leave_world
 
 
 def _mean_of_ranks():
@@ -21,6 +23,24 @@ def test_sum_loss_is_the_mean_and_leaves_its_argument(ranks, size):
     for rank, (seen_rank, seen_world, mean, untouched) in enumerate(ranks(size).run(_mean_of_ranks)):
         assert (seen_rank, seen_world, untouched) == (rank, size, rank)
         assert mean == pytest.approx((size - 1) / 2)
+
+
+def _meshes_of_two_worlds(ports):
+    """Whether a sum of DTensors lies on the mesh of its own world, of two worlds one after the other."""
+    found = []
+    for port, extra_groups in zip(ports, (0, 3), strict=True):
+        leave_world(port)
+        runtime.init_distributed(backend="gloo")
+        for _ in range(extra_groups):  # so that groups have other names
+            torch.distributed.new_group()
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "two"))
+        total = distribute_tensor(torch.arange(8.0), mesh, [Replicate(), Shard(0)]) + 1
+        found.append((total.device_mesh is mesh, total.full_tensor().sum().item()))
+    return found
+
+
+def test_a_second_world_computes_on_its_own_meshes(ranks):
+    assert ranks(2).run(_meshes_of_two_worlds, (free_port(), free_port())) == [[(True, 36.0)] * 2] * 2
 
 
 def _fail_on(rank):

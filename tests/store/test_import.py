@@ -65,13 +65,20 @@ def test_a_folder_of_transformers_goes_in_and_out(ranks, tmp_path, cases):
         assert all(torch.equal(again[key], value) for key, value in given[name].items()), (name, kind)
 
 
+@pytest.fixture
+def world():
+    mw.init_distributed()
+    yield
+    mw.shutdown_distributed()
+
+
+@pytest.mark.usefixtures("world")
 def test_what_else_lies_in_a_folder(tmp_path):
     model = split_runs.build("tied")
     model.save_pretrained(tmp_path)
     torch.save({"step": 3}, tmp_path / "training_args.bin")
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     torch.save({}, tmp_path / "scheduler.pt")
-    mw.init_distributed()
     other = split_runs.build("tied")
     with torch.no_grad():
         other.model.embed_tokens.weight.zero_()

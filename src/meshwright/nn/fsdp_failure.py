@@ -43,18 +43,21 @@ def _recover(unit: nn.Module, args: Any) -> None:
 
 def _abandon(context: Any) -> None:
     roots = [state for state in context.all_states if state._is_root]  # none before the first forward
+    parameters = [each for state in context.all_states for group in groups_of(state) for each in group.fsdp_params]
+    # Those of earlier passes, which loops by hand add to; torch 2.15 takes them, too.
+    reduced = [(each.sharded_param, each.sharded_param.grad) for each in parameters]
     for root in roots:
         if hasattr(root, "_reset_iter_state"):  # since torch 2.13
             root._reset_iter_state()
         else:
             _reset(root)
-    for state in context.all_states:
-        for group in groups_of(state):
-            for parameter in group.fsdp_params:
-                if "unsharded_accumulated_grad" in vars(parameter):  # later torch keeps all in the gradient below
-                    parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+    for parameter, gradient in reduced:
+        parameter.grad = gradient
+    for each in parameters:
+        if "unsharded_accumulated_grad" in vars(each):  # later torch keeps all in the gradient below
+            each.unsharded_accumulated_grad = None
+        if hasattr(each, "_unsharded_param"):
+            each._unsharded_param.grad = None
 
 
 def _reset(root: Any) -> None:

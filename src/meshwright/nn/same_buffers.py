@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,8 @@ class SameBuffers:
     """Runs a forward of modules again as it ran at first.
 
     Args:
-        modules: Whose buffers their forward may change: running statistics, power iterations, codebooks.
+        modules: Whose buffers their forward may change: running statistics, power iterations, codebooks. Those that
+            say ``repeats_alike`` look after their own.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -64,10 +65,16 @@ class SameBuffers:
     def _buffers(self) -> list[_Kept]:
         return [
             _Kept(owner, name, buffer, buffer.detach().clone(), buffer._version)
-            for module in self._modules
-            for owner in module.modules()
-            for name, buffer in owner.named_buffers(recurse=False)
+            for owner, name, buffer in _buffers_of(self._modules)
         ]
+
+
+def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for module in modules:
+        for owner in module.modules():
+            if not getattr(owner, "repeats_alike", False):
+                for name, buffer in owner.named_buffers(recurse=False):
+                    yield owner, name, buffer
 
 
 class _Anew:
@@ -94,7 +101,7 @@ def recompute_contexts(
         modules: What is recomputed together.
         contexts: Other contexts, of forward and of recomputation.
     """
-    if torch.compiler.is_compiling() or not any(True for each in modules for _ in each.buffers()):
+    if torch.compiler.is_compiling() or next(_buffers_of(modules), None) is None:
         return {} if contexts is None else {"context_fn": contexts}
 
     def with_buffers() -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -91,3 +92,14 @@ def _late(got: str) -> LaunchError:
         got=got,
         fix="see whether they were started, and what they have printed; timeout_s is the limit",
     )
+
+
+def forget_meshes() -> None:
+    """Lets torch forget how operations on DTensors went: it takes an equal mesh of the next world for one of this.
+
+    Results would lie on that mesh, whose process groups are gone, or have the name of others by now.
+    """
+    if "torch.distributed.tensor" in sys.modules:  # slow to import
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.errors import LaunchError
 from meshwright.runtime.background import agreement_group, prepare_to_leave
 from meshwright.runtime.device import choose_device, synchronize_device
-from meshwright.runtime.meeting import launchers_store, meet
+from meshwright.runtime.meeting import forget_meshes, launchers_store, meet
 from meshwright.runtime.seeds import seed_everything
 from meshwright.runtime.tasks import told_separate_tasks
 
@@ -242,6 +242,7 @@ def shutdown_distributed() -> None:
     if dist.is_initialized():
         synchronize()
         dist.destroy_process_group()
+        forget_meshes()
     _settings = None
 
 

@@ -1,5 +1,7 @@
 """The same parameters under every layout an optimizer must be right on, fed the same gradients."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -57,13 +59,18 @@ def _on(mesh, choose):
     return lambda name, whole: placed(whole, mesh, choose(whole))
 
 
-_MESHES: dict[object, DeviceMesh] = {}  # made once per process: every mesh makes process groups
+_MESHES: dict[str, dict[object, DeviceMesh]] = {}  # made once per world: every mesh makes process groups
 
 
 def _mesh(ranks, names):
-    if (ranks, names) not in _MESHES:
-        _MESHES[ranks, names] = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=names)
-    return _MESHES[ranks, names]
+    world = os.environ["MASTER_PORT"]
+    if world not in _MESHES:
+        _MESHES.clear()
+        _MESHES[world] = {}
+    meshes = _MESHES[world]
+    if (ranks, names) not in meshes:
+        meshes[ranks, names] = DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=names)
+    return meshes[ranks, names]
 
 
 def layouts_of(world):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,27 +51,20 @@ class StageGradients:
     def accumulate(self, model: nn.Module) -> None:
         """Before the backward passes of a step: gradients are kept whole, weights that were gathered stay so."""
         if isinstance(model, FSDPModule):
-            model.set_is_last_backward(False)
-            model.set_reshard_after_backward(False)
-            model.set_requires_gradient_sync(False)
+            _set_ending(model, False)
 
     def abandon(self, model: nn.Module) -> None:
         """After a step that failed: no gradient of it stays, and plain calls are as before."""
         abandon_units(model)
         if isinstance(model, FSDPModule):
-            model.set_is_last_backward(True)
-            model.set_reshard_after_backward(True)
-            model.set_requires_gradient_sync(True)
+            _set_ending(model, True)
         model.zero_grad()
         self._aside, self._accumulating = [], False
 
     def reduce(self, model: nn.Module) -> None:
         """After them: FSDP2 averages over the replicas, once."""
         if isinstance(model, FSDPModule):
-            from torch.distributed.pipelining import PipelineStage
-
-            # torch's own end of a pipeline step: reduces all units, frees whole weights, and waits.
-            PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), 1)  # type: ignore[arg-type]
+            _end(model)
 
     def exchange(self) -> None:
         """Sums the gradients of shared parameters, so that they are equal wherever these are trained.
@@ -110,6 +104,29 @@ class StageGradients:
             total = total + parts[rank]
         for gradient, whole in zip(own, total.split([gradient.numel() for gradient in own]), strict=True):
             gradient.copy_(whole.view_as(gradient))
+
+
+def _set_ending(model: Any, ends: bool) -> None:
+    """Whether every backward pass ends with reduced gradients and sharded weights, as in plain calls."""
+    model.set_is_last_backward(ends)
+    model.set_reshard_after_backward(ends)
+    model.set_requires_gradient_sync(ends)
+    if hasattr(model, "finalize_backward"):  # torch 2.13 has none yet
+        model.set_manual_backward_finalization(not ends)
+
+
+def _end(model: Any) -> None:
+    """Reduces all units, frees whole weights, and waits; plain calls are as before."""
+    if hasattr(model, "finalize_backward"):
+        model.set_reshard_after_backward(True)
+        model.set_requires_gradient_sync(True)
+        model.finalize_backward()
+        _set_ending(model, True)
+    else:
+        from torch.distributed.pipelining import PipelineStage
+
+        # What torch's schedules end a step with.
+        PipelineStage.perform_reduce_grad(SimpleNamespace(submod=model), 1)  # type: ignore[arg-type]
 
 
 def _by_dtype(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:

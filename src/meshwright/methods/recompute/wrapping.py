@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -22,6 +23,10 @@ from meshwright.nn import (
     recompute_contexts,
     wrap_methods,
 )
+
+# Offloading takes what autograd saves, and kept results are no part of it; torch 2.15 asks what is meant.
+_RESPECT = "respect_saved_tensors_hooks"
+_AS_EVER: dict[str, Any] = {_RESPECT: False} if _RESPECT in inspect.signature(torch_checkpoint).parameters else {}
 
 _KEEPING: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that keep results of operators
 
@@ -80,7 +85,7 @@ def _selective(kept: frozenset[str], forward: Callable[..., Any], *args: Any, **
     _refuse_caches((*args, *kwargs.values()))
     contexts = recompute_contexts([_owner(forward)], functools.partial(selective_contexts, kept))
     with keeping(kept):
-        return torch_checkpoint(carried(forward), *args, use_reentrant=False, **contexts, **kwargs)
+        return torch_checkpoint(carried(forward), *args, use_reentrant=False, **_AS_EVER, **contexts, **kwargs)
 
 
 def _reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

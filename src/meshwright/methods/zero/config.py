@@ -47,7 +47,10 @@ _INERT = {
 
 
 class MixedPrecision(BaseModel):
-    """Precision of gathered parameters and of gradient reduction under sharding; None keeps the parameter's own."""
+    """Precision of gathered parameters and of gradient reduction under sharding; None keeps the parameter's own.
+
+    Gradients are reduced in ``param_dtype`` where no ``reduce_dtype`` is given.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

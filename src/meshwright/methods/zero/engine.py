@@ -138,7 +138,8 @@ def _quantise(job: Job, wire: Wire) -> None:
 def _precision(config: ZeroMethod, job: Job) -> MixedPrecisionPolicy:
     asked = config.mixed_precision
     param = (asked.param_dtype if asked else None) or (job.precision.compute if job.precision else None)
-    reduce = (asked.reduce_dtype if asked else None) or (job.precision.reduce if job.precision else None)
+    # Left to torch, gradients are reduced in the type of computing until torch 2.13, and later in that of the weights.
+    reduce = (asked.reduce_dtype if asked else None) or (job.precision.reduce if job.precision else None) or param
     return MixedPrecisionPolicy(
         param_dtype=torch_dtype(param) if param else None, reduce_dtype=torch_dtype(reduce) if reduce else None
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -54,6 +54,8 @@ class Fp8Linear(nn.Linear):
     What runs without gradients leaves all of them alone. Repeating a forward, as recomputation does, changes nothing:
     the step's largest value is taken once more.
     """
+
+    repeats_alike: ClassVar[bool] = True  # what forward leaves in buffers, its repetition needs
 
     fp8: Fp8Options
     fp8_amax_history: torch.Tensor
