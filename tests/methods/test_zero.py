@@ -1,5 +1,7 @@
 """zero1, zero2 and fsdp beyond plain parity: units, ignored classes, LoRA, precision, and what they refuse."""
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -346,3 +348,17 @@ def test_what_stays_whole_does_not_go_beside_a_pipeline():
     with pytest.raises(mw.ModelError, match="stay whole") as caught:
         units_of(Fsdp(), WithWhole(norm=False), mw.Strategy(["fsdp"]), {"pipeline": 2, "zero": 2})
     assert "temperature" in str(caught.value)
+
+
+class Dropping(tiny.Mlp):
+    config = types.SimpleNamespace(layerdrop=0.1, decoder_layerdrop=0.0)
+
+
+def notices(strategy):
+    return mw.accelerate(Dropping(), None, None, None, strategy=strategy)._job.notices
+
+
+def test_layerdrop_of_transformers_models_is_named_when_they_are_sharded(ranks):
+    (told,), _ = ranks(2).run(notices, ["zero2"])
+    assert "zero2: config.layerdrop=0.1 leaves out layers at random" in told
+    assert ranks(2).run(notices, ["parallel_mode"]) == [[], []]

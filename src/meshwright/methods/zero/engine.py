@@ -89,6 +89,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
     if hasattr(type(job.model), "generate"):
         _let_generate(job.model)
+    job.notices += _dropped_layers(config.method_name, job.model)
     job.micro_batch = _micro_batch_context(job.model, reduce_once=reduce_once, keep=reshard_after_forward is False)
 
 
@@ -167,6 +168,18 @@ def _keep_whole(ignored: set[nn.Parameter], job: Job) -> None:
         parameter.data = parameter.data.to(job.device, dtype if parameter.is_floating_point() else None)
     if ignored and dtype is not None:
         job.master_weights = True
+
+
+def _dropped_layers(method: str, model: nn.Module) -> list[str]:
+    """What transformers' models with LayerDrop are told: ranks draw apart, and would gather different layers."""
+    asked = getattr(model, "config", None)
+    keys = [each for each in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop") if getattr(asked, each, 0)]
+    return [
+        f"{method}: config.{key}={getattr(asked, key)} leaves out layers at random, on every rank others; ranks that "
+        "gather layers together then wait for each other, or get each other's weights. Set it to 0, unless the model "
+        "runs all layers where it is sharded"
+        for key in keys
+    ]
 
 
 def _let_generate(model: nn.Module) -> None:
