@@ -1,7 +1,7 @@
 """Python's garbage collector, held back where much is made and little thrown away.
 
-It looks at every object of torch's again and again while modules are imported and a model is traced, which takes up
-to a tenth of the time from the start of a program to the end of its first step.
+It looks at every object of torch's again and again while modules are imported, a model is traced and plans are
+sought, up to a tenth of the time that takes.
 """
 
 from __future__ import annotations

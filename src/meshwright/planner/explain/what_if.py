@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from meshwright.collector import paused_collection
 from meshwright.cost import Cluster, Link
 from meshwright.errors import MeshwrightError
 from meshwright.methods import SAMPLED
@@ -40,6 +41,7 @@ class WhatIf:
     speed_up: float | None = None
 
 
+@paused_collection()
 def what_if(subject_of: SubjectOf, found: Found, objective: Objective = "tokens_per_s") -> tuple[WhatIf, ...]:
     """Predicts the strategies that were found, and those that did not fit, under changed circumstances.
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from meshwright.collector import paused_collection
 from meshwright.cost import Cluster
 from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.search.bounds import Bounds
@@ -26,6 +27,7 @@ MAX_PREDICTIONS = 1500
 _MOST_GROWTH = 1024
 
 
+@paused_collection()
 def search(
     subject: Subject,
     *,
@@ -75,13 +77,13 @@ def search(
         given, looked = looking.in_full_precision(given, looked)
     is_complete, squeezed = not looked.stopped, looked.squeezed
     if "offload" not in (*excluded, *wished) and given.offload == ((),) and looking.may_offload(looked):
-        looked = looking.through(given.replace(offload=offloads()), looked)
+        looked = looking.through(given.replace(offload=offloads(subject.world)), looked)
     if looked.stopped and not looked.plans:
         raise ended_early(max_predictions)
     if not looked.plans and not squeezed:
         raise nothing_works(subject.world, looking.refused, wished)
     if not looked.plans:
-        offload = (*given.offload, *(() if "offload" in excluded else offloads()))
+        offload = (*given.offload, *(() if "offload" in excluded else offloads(subject.world)))
         roomiest = _roomiest(given, offload)
         smallest = looking.smallest(roomiest, looked.too_large) if explained else next(iter(looked.too_large), None)
         if smallest is None:

@@ -20,6 +20,7 @@ _MOST_STAGES = 64
 _EVERY_ZERO_SIZE = 8  # of so many data-parallel ranks all divisors are tried for a group that shards
 _STAGES_PER_RANK = (2, 4)
 _FRACTIONS = (0.25, 0.5, 0.75)
+_MOST_IN_PART = 1024  # devices; sharded over more, states are small beside all else
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,13 @@ def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
     )
 
 
-def offloads() -> tuple[Choice, ...]:
-    """What may leave the device: states also in part, the least first, as their update waits for the host."""
-    parts = (("offload", {"optimizer": fraction}) for fraction in _FRACTIONS)
+def offloads(world: int = 1) -> tuple[Choice, ...]:
+    """What may leave the device: states also in part, the least first, as their update waits for the host.
+
+    Args:
+        world: Devices; on very many, states leave whole or not at all.
+    """
+    parts = (("offload", {"optimizer": fraction}) for fraction in _FRACTIONS if world <= _MOST_IN_PART)
     # Of gradients what can leave before the update: on some meshes backward does not complete them.
     every = ("offload", {"optimizer": 1.0, "parameters": 1.0, "activations": 1.0})
     return choices(*parts, ("offload", "optimizer"), ("offload", "activation"), every)
