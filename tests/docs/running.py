@@ -81,6 +81,7 @@ def run_block(block, names):
     if block.title.endswith(".py"):
         Path(block.title).write_text(block.code)
         return
+    torch.manual_seed(0)  # a script of its own: what ran before it has left each replica with draws of its own
     names |= given(block.code)
     names["_strategy"] = mw.Strategy
     tree = _Read().visit(ast.parse(block.code, block.where))

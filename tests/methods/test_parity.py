@@ -115,4 +115,7 @@ def check_weights(weights, before, expected):
     apart = torch.stack([(weights[key] - expected[key]).norm() for key in before])
     assert apart.norm() < 1e-5 * moved.norm()
     real = moved > 1e-3 * moved.norm()  # below: parameters that do not move, such as a key bias
-    assert (apart[real] < 3e-5 * moved[real]).all(), dict(zip(before, (apart / moved).tolist(), strict=True))
+    # Norms are near 1: the smallest step of one such weight is 4e-5 of what a whole norm moves.
+    rounding = torch.stack([expected[key].abs().max() for key in before]) * torch.finfo(torch.float32).eps
+    allowed = 3e-5 * moved + rounding
+    assert (apart[real] < allowed[real]).all(), dict(zip(before, (apart / moved).tolist(), strict=True))

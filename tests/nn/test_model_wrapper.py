@@ -134,7 +134,8 @@ def _lora(tmp_path, wrap_first):
     ]
     before = weights(plain)
     data = ids()
-    reference, found = losses(plain, data, 10, whole=True), losses(wrapped, data, 10, whole=False)
+    # Twice the lr overshoots in the third step, and makes differences of 1e-5 of the roundings of some CPUs.
+    reference, found = (losses(model, data, 10, whole, lr=5e-3) for model, whole in ((plain, True), (wrapped, False)))
     assert reference[-1] < reference[0] - 1e-2
     assert torch.allclose(found, reference, rtol=1e-5)
     after = weights(wrapped)

@@ -6,7 +6,7 @@ from tests.optim.sharded.layouts import layouts_of, plain, relative_differences,
 
 KINDS = {
     "AdamW": builder(),
-    "Adafactor": builder(GaLoreAdafactor, relative_step=False, beta1=0.9),
+    "Adafactor": builder(GaLoreAdafactor, relative_step=False, beta1=0.9, lr=0.2),
 }
 # Replicas alone divide nothing: ddp and hsdp, and all others, are in the parity tables of make parity.
 LAYOUTS = {
