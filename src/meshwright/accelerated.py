@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from meshwright.batch_mean import ALL_AXES, STEP_AXES, LossWeight, MeanLoss, divided, loss_divisors, mean_over
+from meshwright.batch_mean import LossWeight, MeanLoss, divided, loss_divisors
 from meshwright.batches import call_loss, call_model, first_loss, micro_batches
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
+from meshwright.methods.means import ALL_AXES, STEP_AXES, mean_over
 from meshwright.nn import reshard
 from meshwright.optim import average_of, clip_gradient_values, clip_gradients, clipped_step, guard_of
 from meshwright.optim.wrapped import is_outer
@@ -129,8 +130,7 @@ class Accelerated:
         optim.zero_grad()
         with kept_buffers(self.model, self._job.skip_nonfinite or self._job.spikes is not None) as restore_buffers:
             loss = self._mean_loss(self._forward_backward(micro_batches(batch, self.num_micro_batches)))
-            limit, p = self.max_grad_norm, self.grad_norm_type
-            grad_norm, update = clipped_step(self.model, optim, limit, p, self.stages)
+            grad_norm, update = clipped_step(self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages)
             spike = judge_loss(loss, self._guard, self._job.spikes)
             update()
             skipped = self._guard is not None and self._guard.step_was_skipped

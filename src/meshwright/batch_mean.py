@@ -8,33 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from meshwright.errors import ConfigError, DataError
 from meshwright.methods import Job
+from meshwright.methods.means import STEP_AXES, mean_over
 
 LossWeight = Callable[[Any], float | torch.Tensor]
 """How many items the loss of a model input is the mean over."""
 
-STEP_AXES = ("data", "zero", "expert")
-"""The axes whose ranks take different samples of one step."""
-
-ALL_AXES = ("replica", *STEP_AXES)
-"""With the replicas of ``outer``, which train on their own."""
-
-
-def mean_over(job: Job, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-    """The mean of a tensor over the ranks along these axes; collective."""
-    mean = value.detach().clone()
-    for axis in axes:
-        if job.size(axis) > 1:
-            dist.all_reduce(mean, group=job.require_mesh().get_group(axis))
-            mean /= job.size(axis)
-    return mean
-
 
 class MeanLoss:
-    """Averages the loss of every step, and sees by the same collective that ranks walk their loader alike.
+    """Averages the loss of every step, and sees by the same collective that ranks walk loader and model alike.
 
     Args:
         job: Its ranks.
@@ -50,23 +34,33 @@ class MeanLoss:
 
         Raises:
             DataError: When others are in another epoch; on a GPU at the first step in one.
+            ModelError: When they have run other layers that are sharded; on a GPU one step late.
         """
-        epoch = getattr(self._dataloader, "epoch", None)
-        if not isinstance(epoch, int):
+        epoch, layers = getattr(self._dataloader, "epoch", None), self._job.same_layers
+        beside = [epoch] if isinstance(epoch, int) else []
+        beside += [layers.number()] if layers is not None else []
+        if not beside:
             return mean_over(self._job, loss, STEP_AXES)
         own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
-        mean, mean_epoch = mean_over(self._job, torch.stack([own, torch.full_like(own, epoch)]), STEP_AXES)
-        is_read = epoch != self._agreed or own.device.type == "cpu"  # elsewhere the host would wait in every step
-        if is_read and float(mean_epoch) != epoch:
+        numbers = torch.stack([own, *(torch.full_like(own, each) for each in beside)])
+        mean, *means = mean_over(self._job, numbers, STEP_AXES)
+        if isinstance(epoch, int):
+            self._check_epoch(epoch, means[0])
+        if layers is not None:
+            layers.check(means[-1])
+        return mean.to(loss.dtype)
+
+    def _check_epoch(self, epoch: int, mean: torch.Tensor) -> None:
+        is_read = epoch != self._agreed or mean.device.type == "cpu"  # elsewhere the host would wait in every step
+        if is_read and float(mean) != epoch:
             raise DataError(
                 "Ranks are in different epochs: they would take some samples twice, and others never",
                 expected="every rank walks the data loader alike",
-                got=f"epoch {epoch} on this rank, {float(mean_epoch):g} on average",
+                got=f"epoch {epoch} on this rank, {float(mean):g} on average",
                 fix="walk it on all ranks or on none (who looks at the data alone takes dataloader.dataset); or call "
                 "its set_epoch with one number on every rank",
             )
         self._agreed = epoch
-        return mean.to(loss.dtype)
 
 
 @torch.no_grad()

@@ -1,9 +1,11 @@
+import contextlib
 import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
 from meshwright.methods import Checkpoint, Job
@@ -79,6 +81,61 @@ def test_buffers_are_updated_once_and_recomputed_with_what_forward_saw(keys):
     assert recomputed[1][0].calls == 4
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(recomputed.get_parameter(name).grad, parameter.grad, msg=name)
+
+
+class Large(nn.Module):
+    """A block with a mask that nothing writes, and a table that its forward writes when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.writes = nn.Linear(3, 3), True
+        self.register_buffer("mask", torch.ones(2**8, 2**9))
+        self.register_buffer("table", torch.ones(2**14, 3))
+
+    def forward(self, x):
+        if self.writes:
+            self.table.add_(x.detach().mean())
+        return self.linear(x * self.mask[:8, :3]) * self.table[:8]
+
+
+class Clones(TorchDispatchMode):
+    """The sizes of what is cloned."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.clone:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def passed(model, x):
+    """The gradient of one forward and backward, and the table after it."""
+    model.zero_grad()
+    with Clones() as clones:
+        model(x).square().mean().backward()
+    return model[0].linear.weight.grad, model[0].table.clone(), [size for size in clones.sizes if size > 1000]
+
+
+@pytest.mark.parametrize("keys", [{}, {"no_reentrant": False}])
+def test_large_buffers_that_forward_leaves_alone_are_copied_once(keys):
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(Large()), torch.randn(8, 3, requires_grad=True)
+    model = copy.deepcopy(plain)
+    Checkpoint(wrap_class=("Large",), **keys).apply(job(model))
+    mask, table, found = 2**17, 3 * 2**14, []
+    for writes in (True, True, False, False, True, True):
+        plain[0].writes = model[0].writes = writes
+        expected, values, _ = passed(plain, x)
+        late = len(found) == 4  # the one time that its old values are not known
+        with pytest.warns(UserWarning, match="Large.table is changed in place") if late else contextlib.nullcontext():
+            gradient, own, clones = passed(model, x)
+        torch.testing.assert_close(own, values)
+        assert late or torch.equal(gradient, expected)
+        found.append(clones)
+    assert found == [[mask, table, table], [table] * 2, [table], [], [table], [table] * 2]
 
 
 def test_dropout_is_drawn_again_alike():

@@ -24,6 +24,8 @@ def abandoned_if_it_fails(job: Job, optim: Optimizer | None) -> Iterator[None]:
 
     Nothing waits for another rank here: where only this one has failed, its error is to be seen at once.
     """
+    if job.same_layers is not None:
+        job.same_layers.forget()
     try:
         yield
     except Exception:
@@ -42,6 +44,8 @@ def abandon(job: Job, optim: Optimizer | None) -> None:
             _reset(module)
     if job.pipeline is not None:
         job.pipeline.abandon()
+    if job.same_layers is not None:
+        job.same_layers.forget()
     job.model.zero_grad()
     if optim is not None:
         optim.zero_grad()  # some gradients may be on the host

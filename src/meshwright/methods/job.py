@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from meshwright.methods.sample import SampleRun
     from meshwright.methods.tensor.split import Split
     from meshwright.methods.vote.voter import Voter
+    from meshwright.methods.zero.same_layers import SameLayers
     from meshwright.strategy import Strategy
 
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -125,6 +126,7 @@ class Job:
     activations: HostedBytes | None = None  # offload: what forward copies to the host
     stages: Stages | None = None  # for norms, where the parameters are one pipeline rank's
     micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
+    same_layers: SameLayers | None = None  # set by the method that shards: what compares the ranks in every step
     notices: list[str] = field(default_factory=list)  # what the user is told once, on rank 0
 
     def size(self, axis: str | None) -> int:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.nn.caches import is_cache, without_caches
     from meshwright.nn.classes import class_name, class_names, modules_of, outermost
     from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
+    from meshwright.nn.exchanges import Exchanges
     from meshwright.nn.forward import class_with, without_fast_path, wrap_method, wrap_methods
     from meshwright.nn.fresh_weights import gathered_root, reshard, reshard_at_updates
     from meshwright.nn.fsdp_exchange import Comm, is_mean, reduce_by_exchange
@@ -50,6 +51,7 @@ else:
         caches: is_cache without_caches
         classes: class_name class_names modules_of outermost
         compiled: compile_forward is_compiled outside_compiled
+        exchanges: Exchanges
         forward: class_with without_fast_path wrap_method wrap_methods
         fresh_weights: gathered_root reshard reshard_at_updates
         fsdp_exchange: Comm is_mean reduce_by_exchange
@@ -83,6 +85,7 @@ __all__ = [
     "Comm",
     "DistributedModule",
     "DistributedParameter",
+    "Exchanges",
     "KeptAttributes",
     "Linear",
     "OpParallelLinear",

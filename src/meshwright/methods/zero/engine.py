@@ -16,11 +16,14 @@ from meshwright.cost import Wire
 from meshwright.distributed.two_level import route
 from meshwright.methods.dtypes import torch_dtype
 from meshwright.methods.job import Job
+from meshwright.methods.means import STEP_AXES
 from meshwright.methods.replicas import broadcast_states
 from meshwright.methods.wire.sharded import quantise_units
 from meshwright.methods.zero.config import ZeroMethod
+from meshwright.methods.zero.same_layers import SameLayers
 from meshwright.methods.zero.units import Units, unit_of, units_of
 from meshwright.nn import (
+    Exchanges,
     average_gradients,
     find_blocks,
     gathered_root,
@@ -89,6 +92,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
     if hasattr(type(job.model), "generate"):
         _let_generate(job.model)
+    _compare_layers(job, ignored, blocks)
     job.notices += _dropped_layers(config.method_name, job.model)
     job.micro_batch = _micro_batch_context(job.model, reduce_once=reduce_once, keep=reshard_after_forward is False)
 
@@ -168,6 +172,15 @@ def _keep_whole(ignored: set[nn.Parameter], job: Job) -> None:
         parameter.data = parameter.data.to(job.device, dtype if parameter.is_floating_point() else None)
     if ignored and dtype is not None:
         job.master_weights = True
+
+
+def _compare_layers(job: Job, ignored: set[nn.Parameter], blocks: list[str]) -> None:
+    if any(job.size(axis) > 1 for axis in STEP_AXES):
+        hosted = {p for name, p in job.model.named_parameters() if unit_of(name, blocks) in job.hosted_units}
+        experts = job.experts.parameters() if job.experts is not None else set()  # other ranks have others of them
+        exchanges = Exchanges(job.model, ignored | experts, hosted, gathers=job.size(job.shard_axis) > 1)
+        job.same_layers = SameLayers(job, exchanges)
+        job.before_update.append(job.same_layers.before_update)
 
 
 def _dropped_layers(method: str, model: nn.Module) -> list[str]:
