@@ -92,6 +92,8 @@ def _cluster_from(data: Any) -> Cluster:
         )
     described = data["device"]
     device = _device(described) if isinstance(described, Mapping) else find_device(str(described))
+    if isinstance(data.get("measured"), Mapping) and data["measured"].get("device") == "cpu":
+        device = dataclasses.replace(device, is_host=True)  # which calibrations have not always said
     if "price_per_hour" in data:
         device = dataclasses.replace(device, price_per_hour=_positive(data["price_per_hour"], "price_per_hour"))
     base = make_cluster(device, _count(data, "num_devices"), _count(data, "devices_per_node", None))

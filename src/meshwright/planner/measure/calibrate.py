@@ -202,14 +202,14 @@ def _device(now: Settings) -> Device:
     else:
         name, memory = "CPU", memory_limit_bytes(now.device, now.local_world_size)
     memory = min(gather_objects(memory))
-    return Device(name, memory, 1.0, 1.0, 1.0, efficiency=FAMILY)
+    return Device(name, memory, 1.0, 1.0, 1.0, efficiency=FAMILY, is_host=now.device.type == "cpu")
 
 
 def _cluster(now: Settings, machine: Machine) -> Cluster:
     world = world_size()
     per_node = now.local_world_size if world % now.local_world_size == 0 else world
     share = min(gather_objects(host_share_bytes(per_node)))
-    on_host = None if machine.device.is_host or now.device.type == "cpu" else share
+    on_host = None if machine.device.is_host else share
     return Cluster(machine.device, world, min(per_node, world), host_memory_bytes=on_host)
 
 
