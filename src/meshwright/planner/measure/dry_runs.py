@@ -2,8 +2,8 @@
 
 Every plan of a round runs equally many steps. The faster half goes on to the next round, which runs twice as many
 (Jamieson and Talwalkar 2016), until one is left or the time is up. What counts is the median of all steps that a plan
-ran, in whichever round: a machine is busier in one minute than in the next, and on one whose cores were shared with other
-programs the median of the last round alone chose plans 10 % slower than the best, that of all rounds 3 %.
+ran, in whichever round: a machine is busier in one minute than in the next, and on one whose cores were shared with
+other programs the median of the last round alone chose plans 10 % slower than the best, that of all rounds 3 %.
 
 While others still wait for their turn, none gets more than half of the time that is left: a slow one says so, and lets
 the others run. How a candidate runs is the caller's:
