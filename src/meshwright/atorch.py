@@ -21,6 +21,7 @@ from meshwright.strategy import Strategy
 _EXTRA_ARGUMENTS = {
     "verbose": False,
     "time_limit": None,
+    "cluster": None,
     "find_unused_parameters": False,
     "ignore_dryrun_on_load_strategy": True,
     "sample_batch": None,
@@ -60,9 +61,9 @@ def auto_accelerate(
         finetune_strategy: Choose anew what a search decides of the methods of ``load_strategy``.
         save_strategy_to_file: Path of a JSON file to write the strategy to; rank 0 writes it.
         **kargs: ``verbose``; ``time_limit``: seconds in which the best few candidates may be run to choose the fastest
-            (None chooses by prediction alone); ``find_unused_parameters``; ``ignore_dryrun_on_load_strategy=False``
-            runs forward and backward once before returning; ``sample_batch``; ``batch_size``; ``sampler_seed``;
-            ``memory_limit``: bytes one rank may hold; ``loss_weight``.
+            (None chooses by prediction alone); ``cluster``; ``find_unused_parameters``;
+            ``ignore_dryrun_on_load_strategy=False`` runs forward and backward once before returning; ``sample_batch``;
+            ``batch_size``; ``sampler_seed``; ``memory_limit``: bytes one rank may hold; ``loss_weight``.
 
     Returns:
         ``(status, result, best_strategy)``; ``(False, None, None)`` when it failed, with the reason printed on rank 0.
@@ -83,7 +84,7 @@ def auto_accelerate(
             sample_batch=extra["sample_batch"], batch_size=extra["batch_size"], sampler_seed=extra["sampler_seed"],
             dry_run=load_strategy is not None and not extra["ignore_dryrun_on_load_strategy"],
             time_limit=extra["time_limit"], finetune_strategy=finetune_strategy, verbose=extra["verbose"],
-            memory_limit=extra["memory_limit"], loss_weight=extra["loss_weight"],
+            memory_limit=extra["memory_limit"], loss_weight=extra["loss_weight"], cluster=extra["cluster"],
         )  # fmt: skip
         if save_strategy_to_file is not None:
             _save(result.strategy, save_strategy_to_file)

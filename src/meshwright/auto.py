@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from torch.utils.data import Dataset
 from meshwright.accelerated import Accelerated
 from meshwright.batch_mean import LossWeight
 from meshwright.collector import paused_collection
+from meshwright.cost import Cluster
 from meshwright.errors import ModelError
 from meshwright.methods import Job, apply_strategy, check_strategy
 from meshwright.optim import Stages, clip_gradients
@@ -36,6 +39,9 @@ from meshwright.runtime import (
 )
 from meshwright.start_checks import check_alike, told_difference, told_remainder
 from meshwright.strategy import read_size
+
+if TYPE_CHECKING:
+    from meshwright.planner.measure import Measured
 
 # For clip_grad_norm; a strong reference would keep every model alive for ever.
 _OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Optimizer], Stages | None]]
@@ -70,6 +76,7 @@ def accelerate(
     sampler_seed: int = 0,
     memory_limit: int | str | None = None,
     time_limit: float | None = None,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
     finetune_strategy: bool = False,
     dry_run: bool = False,
     verbose: bool = False,
@@ -88,10 +95,10 @@ def accelerate(
         dataset: torch Dataset; None makes no dataloader.
         loss_func: ``loss_func(model_input, model_output)``: the loss, or a list or tuple with the loss first. None
             takes the loss that the model's output carries.
-        strategy: A Strategy, or anything it can be made from. None chooses: where the devices are known by name (CUDA),
-            the fastest by prediction of all that a search finds to fit into a rank's memory, with the caller's
-            precision and number of micro-batches; elsewhere (the CPU), where seconds cannot be told, the first of
-            data, zero2, fsdp and fsdp with checkpoint that fits.
+        strategy: A Strategy, or anything it can be made from. None chooses: where the devices are known by name (CUDA)
+            or by ``cluster``, the fastest by prediction of all that a search finds to fit into a rank's memory, with
+            the caller's precision and number of micro-batches; elsewhere (the CPU), where seconds cannot be told, the
+            first of data, zero2, fsdp and fsdp with checkpoint that fits.
         prepare_input: ``(data, device) -> model input``; None moves the tensors of a batch to the device.
         model_input_format: None for ``model(x)``, ``"unpack_sequence"`` for ``model(*x)``, ``"unpack_dict"`` for
             ``model(**x)``.
@@ -121,7 +128,11 @@ def accelerate(
             takes what the device has. Allocations are not held to it.
         time_limit: Where a strategy is chosen: seconds in which the best few by prediction may be run for a few steps
             each, on copies of the model, to choose the fastest; None chooses by prediction. A candidate that fails on
-            every rank is passed over; one that fails on some, or ends a rank, ends the program.
+            every rank is passed over; one that fails on some, or ends a rank, ends the program. A step is not broken
+            off: the last one may end later.
+        cluster: What predictions and the choice go by: a file that ``meshwright calibrate`` wrote, in which the runs of
+            ``time_limit`` are noted, another cluster file, or a Cluster, which stays as it is; None: what is usual for
+            devices that are known by name.
         finetune_strategy: Choose anew what a search decides of the methods that ``strategy`` names: recomputation,
             offloading, schedules, and how ranks are grouped. All else that it says stays.
         dry_run: Run forward and backward once before returning, without changing anything.
@@ -138,6 +149,7 @@ def accelerate(
         optim_param_func, dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args, excluded,
         included, max_grad_norm, _first_given(num_micro_batches, world.num_micro_batches), find_unused_parameters,
         ddp_options, sample_batch, batch_size, sampler_seed, dry_run, time_limit, finetune_strategy, loss_weight,
+        cluster,
     )  # fmt: skip
     with same_on_every_rank():
         request.check(world.device)
@@ -169,12 +181,22 @@ def _decide(request: Request, world: Settings, limit: int) -> tuple[Plan, str | 
         with same_on_every_rank():
             ranked = request.ranked(world, limit) if rank() == 0 else None
         run = run_live(request, lambda trial, plan: _build(trial, plan, world.device)[1], world.device)
-        plan, reason, _ = measured_best(gather_objects(ranked)[0], run, request.time_limit)
-        return plan, reason
+        plan, reason, results = measured_best(gather_objects(ranked)[0], run, request.time_limit)
+        noted = _noted(request, results, world)
+        return plan, f"{reason}; {noted}" if noted else reason
     with same_on_every_rank(), paused_collection():
         decided = request.plan(world, limit) if rank() == 0 else None
     plan, reason = gather_objects(decided)[0]
     return plan, reason
+
+
+def _noted(request: Request, results: Sequence[Measured], world: Settings) -> str:
+    """Notes what ran in the file of the cluster, where one was named; says what became of it. Collective."""
+    if request.cluster is None or isinstance(request.cluster, Cluster) or not Path(request.cluster).suffix:
+        return ""
+    from meshwright.planner.measure import note_runs
+
+    return note_runs(Path(request.cluster), results, world)
 
 
 def _build(request: Request, plan: Plan, device: torch.device) -> tuple[Job, Accelerated]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,10 +25,11 @@ from meshwright.batches import (
     resized,
     to_device,
 )
+from meshwright.cost import Cluster
 from meshwright.errors import ConfigError
 from meshwright.methods import Job, SampleRun
 from meshwright.optim import check_steps_alone
-from meshwright.planner import Plan, Workload, choose, cluster_at_hand, fitting, only_configs
+from meshwright.planner import Plan, Workload, choose, cluster_at_hand, described_cluster, fitting, only_configs
 from meshwright.request_checks import check_amounts, check_keywords, check_kinds, check_lr_scheduler, check_model
 from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
 from meshwright.strategy import Strategy
@@ -67,6 +69,7 @@ class Request:
     time_limit: float | None = None
     finetune: bool = False
     loss_weight: LossWeight | None = None
+    cluster: str | os.PathLike[str] | Cluster | None = None
 
     def check(self, device: torch.device) -> None:
         """Refuses arguments that cannot work together.
@@ -167,6 +170,7 @@ class Request:
             plan, reason = choose(workload, **self._constraints(workload))
         else:
             plan, reason = workload.plan(Strategy(self.strategy)), None
+        plan = replace(plan, notices=(*plan.notices, *self._cluster(settings)[1]))
         if self._built is not None and workload.optim_func is None:
             gap = (
                 f"optimizer state is not predicted: only {type(self._built.optimizer).__name__}'s constructor makes it"
@@ -177,7 +181,16 @@ class Request:
     def ranked(self, settings: Settings, limit_bytes: int) -> list[Plan]:
         """The plans to choose from by dry runs, best first by prediction."""
         workload = self._workload(settings, limit_bytes)
-        return fitting(workload, **self._constraints(workload))
+        told = self._cluster(settings)[1]
+        plans = fitting(workload, **self._constraints(workload))
+        return [replace(plan, notices=(*plan.notices, *told)) for plan in plans]
+
+    def _cluster(self, settings: Settings) -> tuple[Cluster | None, tuple[str, ...]]:
+        """What it runs on where that is known, and what may not hold of it here."""
+        device, local_world = settings.device, settings.local_world_size
+        if self.cluster is None:
+            return cluster_at_hand(device, world_size(), local_world), ()
+        return described_cluster(self.cluster, device, world_size(), local_world)
 
     def _constraints(self, workload: Workload) -> dict[str, Sequence[Any]]:
         """Of the choice; ``finetune`` keeps the methods of the strategy, and only their configs are chosen."""
@@ -198,7 +211,7 @@ class Request:
             world=world_size(),
             zero_level=settings.zero_level,
             limit_bytes=limit_bytes,
-            cluster=cluster_at_hand(settings.device, world_size(), settings.local_world_size),
+            cluster=self._cluster(settings)[0],
         )
 
     def _forward(self, model: nn.Module, inputs: Any) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from meshwright.cost import Cluster
 from meshwright.errors import ConfigError, ModelError, did_you_mean
 from meshwright.loss.kinds import is_loss_func
 from meshwright.nn import check_initialized
@@ -231,5 +233,10 @@ _KINDS: dict[str, _Kind] = {
     "num_micro_batches": (_is_count, "a whole number, 1 or more", "use 1 to train on whole batches"),
     "excluded": (lambda value: not isinstance(value, str), "a list of names of methods", "put the name into a list"),
     "included": (lambda value: not isinstance(value, str), "a list of names of methods", "put the name into a list"),
+    "cluster": (
+        lambda value: isinstance(value, str | os.PathLike | Cluster),
+        "a cluster file, the name of a preset, or a Cluster",
+        "name the file that meshwright calibrate has written, or leave it out",
+    ),
     "batch_size": (_is_count, "a whole number of samples over all ranks", "correct it"),
 }

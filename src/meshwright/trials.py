@@ -27,7 +27,7 @@ def run_live(request: Request, build: Callable[[Request, Plan], Accelerated], de
 
     The request's model, optimizer, data and the random generators stay as they are, and so do modules that its
     functions use, such as a loss with statistics. Beside them a copy of model and optimizer is trained, so that a
-    device must hold both. A candidate that fails on every rank has failed.
+    device must hold both. A candidate that fails on every rank has failed; one whose time is up ends with its step.
 
     Args:
         request: What is asked for.
@@ -41,16 +41,20 @@ def run_live(request: Request, build: Callable[[Request, Plan], Accelerated], de
         start_s = time.perf_counter()
         with same_on_every_rank():
             trial = [_copied(request)]
-        step_time_s, error = None, ""
+        times_s: tuple[float, ...] = ()
+        error = ""
         with preserved_rng(), kept_modules(others, request.model):
             try:
-                step_time_s = _train(trial.pop(), build, plan, num_steps, device)
+                times_s = _train(trial.pop(), build, plan, num_steps, device, start_s + time_limit)
             except Exception as failed:  # of a candidate anything may fail, in the user's code too
                 error = _said(failed)
         _forget(device)
         error = _common(plan, error, time.perf_counter() - start_s)
         seconds = gather_objects(time.perf_counter() - start_s)[0]
-        return Outcome(None if error else step_time_s, seconds, error or None, seconds > time_limit)
+        if error:
+            return Outcome((), seconds, error)
+        late = len(times_s) < num_steps
+        return Outcome(times_s, seconds, None if times_s else f"no step was timed in {seconds:.1f} s", timed_out=late)
 
     return run
 
@@ -78,14 +82,19 @@ def _common(plan: Plan, error: str, seconds: float) -> str:
 
 
 def _train(
-    request: Request, build: Callable[[Request, Plan], Accelerated], plan: Plan, num_steps: int, device: torch.device
-) -> float:
+    request: Request,
+    build: Callable[[Request, Plan], Accelerated],
+    plan: Plan,
+    num_steps: int,
+    device: torch.device,
+    end_s: float,
+) -> tuple[float, ...]:
     trial = _copied(request)
     batch: Any = trial.sample_of(plan.micro_batch * plan.step.num_micro_batches)
     accelerated = build(trial, plan)
     if batch is None:  # an iterable dataset: a fresh iterator of it
         batch = next(iter(accelerated.dataloader))  # type: ignore[arg-type]
-    return step_times(lambda: accelerated.step(batch), num_steps, device)
+    return step_times(lambda: accelerated.step(batch), num_steps, device, end_s - time.perf_counter())
 
 
 def _copied(request: Request) -> Request:

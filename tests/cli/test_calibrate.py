@@ -18,6 +18,7 @@ from tests.cli.helpers import meshwright
         (("--out", "absent/c.json"), "Got absent/c.json"),
         (("--out", "c.txt"), "a .json file in an existing directory"),
         (("--out", "/"), "Got /"),
+        (("--out", "/proc/c.json"), "in whose directory nothing can be written"),
     ],
 )
 def test_a_refusal_is_one_paragraph(arguments, words):
@@ -37,6 +38,7 @@ def test_two_ranks_measure_this_machine(tmp_path):
     cluster = find_cluster(str(tmp_path / "c.json"))
     assert (cluster.num_devices, cluster.devices_per_node) == (2, 2)
     assert cluster.calibration is not None
+    assert cluster.device.is_host
     known = cluster.calibration.of(cluster.device.efficiency)
     assert 0 < known.matmul <= 1
     assert 1e-7 < cluster.calibration.constants.gap_s < 1e-2

@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import meshwright
-from meshwright.cli import app, bench_comm, checkpoint
+from meshwright.cli import app, bench_comm, checkpoint, files
+from meshwright.cli import methods as cli_methods
 from meshwright.distributed import BENCHMARK_OPS
+from meshwright.errors import ConfigError
 from meshwright.methods import rules
 from meshwright.strategy import METHOD_CONFIGS
 from tests.cli.helpers import project
@@ -31,6 +34,32 @@ def test_help_names_what_its_commands_know_and_imports_little(monkeypatch):
     assert "|".join(checkpoint._DTYPES) in _run("checkpoint", "export", "--help").stdout
     program = "import sys; from meshwright.cli import app; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_ctrl_c_is_told_in_a_line_however_early_it_comes(monkeypatch):
+    monkeypatch.setattr(cli_methods, "print_methods", _interrupted)  # before a command tells its own failures
+    stopped = _run("methods")
+    assert (stopped.exit_code, stopped.stderr) == (130, "meshwright: interrupted\n")
+
+
+def _interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
+def test_files_are_written_whole_or_not_at_all(monkeypatch, tmp_path):
+    file, link = tmp_path / "plan.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    files.write("--save", link, "first")
+    assert (file.read_text(), link.is_symlink()) == ("first", True)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            files.write("--save", link, "second")
+    assert file.read_text() == "first"
+    assert {path.name for path in tmp_path.iterdir()} == {"plan.json", "link.json"}
+    with pytest.raises(ConfigError, match="nothing can be written"):
+        files.check_writable("--save", Path("/proc/plan.json"))
+    files.check_writable("--save", Path("/dev/null"))
 
 
 @pytest.mark.parametrize("columns", ["60", "160"])

@@ -30,8 +30,8 @@ _INSTRUMENTED = [
     "meshwright.lr_scheduler", "meshwright.cost.cluster_file", "meshwright.cost.device", "meshwright.cost.efficiency",
     "meshwright.cli.config", "meshwright.cli.config_file", "meshwright.cli.run_dir", "meshwright.cli.compare",
     "meshwright.cli.plan_options", "meshwright.planner.known_models", "meshwright.planner.family_shape",
-    "meshwright.planner.published", "meshwright.planner.explain", "meshwright.planner.measure.corrections",
-    "meshwright.planning", "meshwright.runtime.watch.verdict", "meshwright.distributed.header",
+    "meshwright.planner.published", "meshwright.planner.explain", "meshwright.cost.learned", "meshwright.planning",
+    "meshwright.runtime.watch.verdict", "meshwright.distributed.header",
 ]  # fmt: skip
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

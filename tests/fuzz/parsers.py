@@ -29,7 +29,6 @@ from meshwright.distributed.header import Header
 from meshwright.errors import MeshwrightError
 from meshwright.lr_scheduler import Cosine
 from meshwright.planner import FamilyWorkload, parse_family
-from meshwright.planner.measure.corrections import Corrections, read_corrections
 from meshwright.planner.published import read_rows
 from meshwright.planner.published.case import NotCovered, case_of
 from meshwright.planning import FamilyModel, PlanRequest
@@ -50,7 +49,10 @@ from tests.store.runs import build, train
 WEIGHTS = {"a": torch.rand(2, 3), "b": torch.ones(4, dtype=torch.int64)}
 CLUSTER = {
     "device": "A100-80GB", "num_devices": 16, "devices_per_node": 8, "intra": {"gbps": 2400, "latency_s": 1e-6},
-    "price_per_hour": 2.5, "calibration": {"devices": {"A100": {"matmul": 0.8}}, "constants": {"gap_s": 3e-6}},
+    "price_per_hour": 2.5, "calibration": {
+        "devices": {"A100": {"matmul": 0.8}}, "constants": {"gap_s": 3e-6}, "machine": "A100",
+        "learned": {"computing": 1.25, "collectives": 0.8, "call_s": 1e-3, "num_runs": 3},
+    },
 }  # fmt: skip
 OPTIMIZER = {
     "state": {"w": {"exp_avg": torch.ones(2), "step": 1}}, "param_groups": [{"params": ["w"], "lr": 0.1}],
@@ -179,7 +181,6 @@ PARSERS = {
     "cluster name": Parser("cluster.txt", lambda path: _planned("gpt2", find_cluster(_text(path))), "text"),
     "model name": Parser("model.txt", _model, "text"),
     "calibration": Parser("calibration.json", lambda path: read_calibration(path.read_text(errors="replace"))),
-    "corrections": Parser("corrections.json", read_corrections),
     "published runs": Parser("published.csv", _table, "text", slow_s=10.0),  # eight plans of 10,000 layers take 5 s
     "plans": Parser("other/plans.json", _plans),
     "manifest": Parser("step-00000001/manifest.json", lambda path: read_manifest(path.parent)),
@@ -215,7 +216,6 @@ def write_valid(folder: Path) -> None:
     (folder / "folder" / "part.safetensors").write_bytes(safetensors_bytes(WEIGHTS))
     (folder / "optim" / "part.safetensors").write_bytes(safetensors_bytes(WEIGHTS))
     np.save(folder / "tokens.npy", np.arange(40, dtype=np.uint16))
-    Corrections({"compute_s": 1.25, "update_s": 0.5}, 3).save(folder / "corrections.json")
     for name, text in _texts().items():
         (folder / name).write_text(text)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import meshwright
 from meshwright.cli.checkpoint_commands import checkpoint_app
@@ -19,10 +20,24 @@ if TYPE_CHECKING:
     from meshwright.cli.request import Options
 
 # Commands import what they need when they run: help is there at once.
+_INTERRUPTED = 130  # as in failures, which takes as long to import as a command
 _OPS = "all_gather, reduce_scatter, send_recv, all_reduce, all_to_all"
+
+
+class _Commands(TyperGroup):
+    """Tells of a Ctrl-C that comes while a command still imports what it needs; later ones tell themselves."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("meshwright: interrupted", err=True)
+            raise typer.Exit(_INTERRUPTED) from None
+
 
 app = typer.Typer(
     name="meshwright",
+    cls=_Commands,
     help="Plain PyTorch in; the best distributed plan out: predicted, explained, applied, trained.",
     no_args_is_help=True,
     add_completion=False,

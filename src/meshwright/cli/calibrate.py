@@ -12,6 +12,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from meshwright.cli.files import check_writable, write_whole
 from meshwright.cost import write_cluster
 from meshwright.errors import ConfigError
 from meshwright.planner.measure import Calibrated, Clock, calibrate
@@ -58,14 +59,18 @@ class CalibrateOptions:
                 got=str(wanted),
                 fix="leave --processes out under a launcher",
             )
-        file = self.out.expanduser()
-        if file.is_dir() or not file.absolute().parent.is_dir() or file.suffix.lower() != ".json":
+        if rank() == 0:  # the one that writes: other nodes need no such directory
+            self._check_out()
+
+    def _check_out(self) -> None:
+        if self.out.suffix.lower() != ".json":
             raise ConfigError(
                 "--out names no file that can be written",
                 expected="a .json file in an existing directory",
                 got=str(self.out),
                 fix="name another file",
             )
+        check_writable("--out", self.out.expanduser())
 
     def num_processes(self) -> int:
         """Ranks to start on this machine: as asked, else one per CUDA device, else two.
@@ -106,7 +111,8 @@ def run_calibration(options: CalibrateOptions) -> None:
         measured = calibrate(clock=None if options.clock == "auto" else options.clock, on_progress=tell)  # type: ignore[arg-type]
     with same_on_every_rank():
         if rank() == 0:
-            _write(options.out.expanduser(), measured)
+            file = options.out.expanduser()
+            write_whole(file, write_cluster(measured.cluster, measured.document()), f"{file} cannot be written")
             _show(options.out, measured)
     shutdown_distributed()
 
@@ -116,13 +122,6 @@ def _progress() -> Progress:
     console = PlainConsole(file=sys.stderr)
     columns = (TextColumn("{task.description:<20}"), MofNCompleteColumn(), BarColumn(None), TimeElapsedColumn())
     return Progress(*columns, console=console, disable=rank() != 0 or not console.is_terminal, transient=True)
-
-
-def _write(file: Path, measured: Calibrated) -> None:
-    try:
-        file.write_text(write_cluster(measured.cluster, measured.document()))
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be written", got=str(error), fix="name another file for --out") from error
 
 
 def _show(file: Path, measured: Calibrated) -> None:

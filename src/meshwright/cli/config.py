@@ -89,6 +89,13 @@ class StrategyTable(Table):
     file: str | None = Field(default=None, description="strategy.json of an earlier run, instead of methods")
     excluded: list[str] = Field(default=[], description="methods that 'auto' must not use")
     included: list[str] = Field(default=[], description="methods that 'auto' must use")
+    cluster: str | None = Field(
+        default=None,
+        description="what 'auto' predicts seconds with: a file of meshwright calibrate, or a preset's name",
+    )
+    time_limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="seconds in which 'auto' runs the best few; noted in the file of cluster"
+    )
 
     @field_validator("methods")
     @classmethod
@@ -103,6 +110,8 @@ class StrategyTable(Table):
             raise ValueError("methods or file, not both")
         if (self.excluded or self.included) and not self.is_automatic:
             raise ValueError("excluded and included beside methods = 'auto' only")
+        if self.time_limit is not None and not self.is_automatic:
+            raise ValueError("time_limit beside methods = 'auto' only")
         return self
 
     @property

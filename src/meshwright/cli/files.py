@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 
 from meshwright.errors import ConfigError
@@ -14,23 +16,70 @@ def check_writable(option: str, path: Path | None, fix: str = "name another file
     Raises:
         ConfigError: Naming the option.
     """
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+    wrong = None if path is None else _what_is_wrong(path)
+    if wrong:
         raise ConfigError(
             f"{option} names no file that can be written",
             expected="a file in an existing directory",
-            got=f"{path}, {'a directory' if path.is_dir() else 'whose directory does not exist'}",
+            got=f"{path}, {wrong}",
             fix=fix,
         )
 
 
+def _what_is_wrong(path: Path) -> str:
+    if path.is_dir():
+        return "a directory"
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        return "whose directory does not exist"
+    if _is_special(path):
+        return "" if os.access(path, os.W_OK) else "which this user may not write"
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # only an attempt tells: of folders that refuse even root, too
+    except OSError as error:
+        return f"in whose directory nothing can be written: {error.strerror}"
+    return ""
+
+
+def _is_special(path: Path) -> bool:
+    """A device or a pipe, such as /dev/stdout: there is nothing to put in its place."""
+    return path.exists() and not path.is_file()
+
+
 def write(option: str, path: Path, text: str) -> None:
-    """Writes a file and says so on standard error.
+    """Writes a file, whole or not at all, and says so on standard error.
 
     Raises:
         ConfigError: When that fails.
     """
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise ConfigError(f"{option} {path} cannot be written", got=str(error), fix="name another file") from error
+    write_whole(path, text, f"{option} {path} cannot be written")
     sys.stderr.write(f"meshwright: wrote {path}\n")
+
+
+def write_whole(
+    path: Path, text: str, told: str, fix: str = "name another file", *, makes_folder: bool = False
+) -> None:
+    """Writes a file under its name only when it is complete.
+
+    Raises:
+        ConfigError: As ``told``, when that fails.
+    """
+    try:
+        if makes_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if _is_special(path):
+            path.write_text(text, encoding="utf-8")
+            return
+        temporary = path.resolve().with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path.resolve())
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            told,
+            expected="a directory in which this user may write",
+            got=error.strerror or str(error),
+            fix=fix,
+        ) from error

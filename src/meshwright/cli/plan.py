@@ -69,6 +69,8 @@ def plan(options: PlanOptions) -> int:
         console = PlainConsole()
         console.print(ranked_table(found.plans, _title(request, found), console.width))
         console.print(reasons(why(found), what_ifs))
+        if told := _told_measured(request):
+            console.print(told, markup=False, highlight=False)
         for gap in found.plans[0].gaps:
             console.print(f"Not predicted: {gap}", markup=False, highlight=False)
     if options.html is not None:
@@ -84,6 +86,15 @@ def _title(request: PlanRequest, found: Found) -> str:
     cluster = request.cluster
     where = f"{cluster.num_devices} x {cluster.device.name}"
     return f"{request.model.name} on {where}, {request.global_batch} samples a step, in {found.seconds:.1f} s"
+
+
+def _told_measured(request: PlanRequest) -> str:
+    """Whose seconds they are, where they are no preset's."""
+    known = request.cluster.calibration
+    if known is None or known.machine is None:
+        return ""
+    runs = f", and corrected by {known.num_runs} dry runs there" if known.num_runs else ""
+    return f"Seconds are those of a machine that was measured, {known.machine}{runs}."
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from meshwright.cli.optimizers import OptimizerChoice, optimizer_of
 from meshwright.cli.references import find_modules_beside
 from meshwright.cli.run_dir import check_run_dir, is_restart
 from meshwright.cli.samples import Samples, find_samples
+from meshwright.cost import find_cluster
 from meshwright.data import numbers_that_divide
 from meshwright.errors import ConfigError, DataError
 from meshwright.methods import GradientAccumulation, resolve
@@ -72,6 +73,7 @@ class Prepared:
     corpus: Corpus | Samples
     strategy: Strategy | None  # None: choose one
     optimizer: OptimizerChoice
+    cluster: str | None = None  # a preset's name, or the path of a file
 
     @property
     def backend(self) -> str | None:
@@ -104,7 +106,7 @@ def prepare(options: Options, world: int) -> Prepared:
     of_text = config.data.function is None
     model = model_source(config.model, folder, of_text=of_text)
     corpus = find_corpus(config.data, folder) if of_text else find_samples(config.data)
-    return Prepared(config, run_dir, model, corpus, strategy, optimizer)
+    return Prepared(config, run_dir, model, corpus, strategy, optimizer, _cluster(config.strategy, folder))
 
 
 def _run_dir(options: Options, config: TrainConfig, folder: Path) -> Path | None:
@@ -117,6 +119,15 @@ def _strategy(table: StrategyTable, folder: Path) -> Strategy | None:
     if table.is_automatic:
         return None
     return Strategy(table.methods if table.file is None else folder / Path(table.file).expanduser())
+
+
+def _cluster(table: StrategyTable, folder: Path) -> str | None:
+    name = table.cluster
+    if name is None:
+        return None
+    name = str(folder / Path(name).expanduser()) if Path(name).suffix else name
+    find_cluster(name)  # what is wrong with it is told before anything is started
+    return name
 
 
 def _check_batch(config: TrainConfig, strategy: Strategy | None, world: int) -> None:

@@ -11,12 +11,12 @@ RUN_DIR/config.json     the training file as resolved      metrics.jsonl   one o
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from meshwright.cli.files import write_whole
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.runtime.launch import launch_id, restart_count
 
@@ -95,18 +95,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         ConfigError: When it cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written",
-            expected="a directory in which this user may write",
-            got=error.strerror or str(error),
-            fix="name another --out",
-        ) from error
+    write_whole(path, text, f"{path} cannot be written", "name another --out", makes_folder=True)
 
 
 class MetricsFile:

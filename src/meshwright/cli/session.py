@@ -159,6 +159,8 @@ def _accelerate(prepared: Prepared, data: Loaded) -> Accelerated:
         max_grad_norm=unless_said(prepared.strategy, "grad_clip", optimizer, "max_grad_norm"),
         num_micro_batches=unless_said(prepared.strategy, "gradient_accumulation", run, "num_micro_batches"),
         memory_limit=int(run.memory_limit_gb * 1e9) if run.memory_limit_gb is not None else None,
+        cluster=prepared.cluster,
+        time_limit=prepared.config.strategy.time_limit,
     )
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from meshwright.cost.gathering import AVERAGING
     from meshwright.cost.homes import Home, homes_of, pick_largest
     from meshwright.cost.kernels import pass_flops
+    from meshwright.cost.learned import Learned, learned_from
     from meshwright.cost.liveness import Peak, moments, peak
     from meshwright.cost.memory import (
         Memory,
@@ -89,6 +90,7 @@ else:
         gathering: AVERAGING
         homes: Home homes_of pick_largest
         kernels: pass_flops
+        learned: Learned learned_from
         liveness: Peak moments peak
         memory: Memory element_bytes gathered_itemsize local_shape memory padded_bytes shape_on
         names: names_class
@@ -130,6 +132,7 @@ __all__ = [
     "Home",
     "Hosted",
     "Instant",
+    "Learned",
     "Link",
     "Memory",
     "Moment",
@@ -164,6 +167,7 @@ __all__ = [
     "gathered_itemsize",
     "homes_of",
     "inline_traffic",
+    "learned_from",
     "local_shape",
     "make_cluster",
     "mean_traffic",

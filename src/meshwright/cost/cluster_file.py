@@ -55,7 +55,7 @@ def find_cluster(name: str) -> Cluster:
     return make_cluster(found.group(1), int(found.group(2)))
 
 
-def read_cluster(path: Path) -> Cluster:
+def read_cluster(path: Path, *, learned: bool = True) -> Cluster:
     """Reads a cluster file.
 
     Keys: ``device`` (a preset's name, or a table with the fields of :class:`Device`), ``num_devices``, and optionally
@@ -64,12 +64,18 @@ def read_cluster(path: Path) -> Cluster:
     Gbit/s) per device and ``latency_s``. A file that ``meshwright calibrate`` has written also carries ``calibration``,
     and in ``measured`` how it was made.
 
+    Args:
+        path: Of the file.
+        learned: Whether its calibration is corrected by what dry runs have taught.
+
     Raises:
         ConfigError: Naming the file and the key.
     """
     try:
         text = path.read_text()
         data = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
+        if not learned and isinstance(data, Mapping) and "calibration" in data:
+            data = {**data, "calibration": {k: v for k, v in data["calibration"].items() if k != "learned"}}
         return _cluster_from(data)
     except MeshwrightError:
         raise
@@ -92,6 +98,8 @@ def _cluster_from(data: Any) -> Cluster:
         )
     described = data["device"]
     device = _device(described) if isinstance(described, Mapping) else find_device(str(described))
+    if isinstance(data.get("measured"), Mapping) and data["measured"].get("device") == "cpu":
+        device = dataclasses.replace(device, is_host=True)  # which calibrations have not always said
     if "price_per_hour" in data:
         device = dataclasses.replace(device, price_per_hour=_positive(data["price_per_hour"], "price_per_hour"))
     base = make_cluster(device, _count(data, "num_devices"), _count(data, "devices_per_node", None))

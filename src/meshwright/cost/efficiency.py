@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from meshwright.cost.learned import learned_from
 from meshwright.errors import ConfigError
 
 FORMAT = "meshwright.efficiencies"
@@ -141,10 +142,19 @@ class Constants:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Efficiencies by device family, and the constants that go with them."""
+    """Efficiencies by device family, and the constants that go with them.
+
+    Args:
+        devices: Efficiencies by family.
+        constants: That go with them.
+        machine: Where they were measured; None: nowhere alone.
+        num_runs: Candidates of dry runs that they were corrected by.
+    """
 
     devices: Mapping[str, Efficiency]
     constants: Constants = Constants()
+    machine: str | None = None
+    num_runs: int = 0
 
     def of(self, family: str) -> Efficiency:
         """Of a device family; where it was never fitted, the default."""
@@ -172,19 +182,24 @@ def read_calibration(text: str) -> Calibration:
 
 
 def calibration_from(data: Mapping[str, Any]) -> Calibration:
-    """Of the tables ``devices`` and ``constants``.
+    """Of the tables ``devices`` and ``constants``, ``machine``, and what was ``learned``.
 
     Raises:
         KeyError, TypeError, AttributeError, ValueError: When they are not what they should be.
     """
+    machine = data.get("machine")
+    if machine is not None and not isinstance(machine, str):
+        raise ValueError(f"calibration.machine is {machine!r}")
     devices = {name: Efficiency(**_numbers(entry, _LEAST)) for name, entry in data["devices"].items()}
-    return Calibration(devices, Constants(**_numbers(data["constants"])))
+    known = Calibration(devices, Constants(**_numbers(data["constants"])), machine)
+    return learned_from(data["learned"]).applied(known) if "learned" in data else known
 
 
 def calibration_tables(calibration: Calibration) -> dict[str, Any]:
     """The tables that :func:`calibration_from` reads."""
     devices = {name: dataclasses.asdict(entry) for name, entry in calibration.devices.items()}
-    return {"devices": devices, "constants": dataclasses.asdict(calibration.constants)}
+    machine = {} if calibration.machine is None else {"machine": calibration.machine}
+    return machine | {"devices": devices, "constants": dataclasses.asdict(calibration.constants)}
 
 
 def write_calibration(calibration: Calibration, **notes: Any) -> str:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from meshwright.planner.known_models import known_models, parse_family
     from meshwright.planner.parameters import describe_blocks, measured_state
     from meshwright.planner.plan import Plan, Subject
-    from meshwright.planner.real_world import cluster_at_hand
+    from meshwright.planner.real_world import cluster_at_hand, described_cluster
     from meshwright.planner.saved import record_saved
     from meshwright.planner.search import Found, Space, choices, default_space, search
     from meshwright.planner.sizes import readable_bytes
@@ -30,7 +30,7 @@ else:
         known_models: known_models parse_family
         parameters: describe_blocks measured_state
         plan: Plan Subject
-        real_world: cluster_at_hand
+        real_world: cluster_at_hand described_cluster
         saved: record_saved
         search: Found Space choices default_space search
         sizes: readable_bytes
@@ -55,6 +55,7 @@ __all__ = [
     "cluster_at_hand",
     "default_space",
     "describe_blocks",
+    "described_cluster",
     "fitting",
     "forecast",
     "known_models",

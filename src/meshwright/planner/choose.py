@@ -20,7 +20,7 @@ from meshwright.strategy import METHOD_CONFIGS, Strategy
 if TYPE_CHECKING:
     from meshwright.planner.search import Found
 
-_SHOWN, _MAX_PREDICTIONS = 3, 60
+_SHOWN, _RUN, _MAX_PREDICTIONS = 3, 6, 60
 _CANDIDATES = (
     ("parallel_mode",),
     ("parallel_mode", "zero2"),
@@ -65,18 +65,18 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
     )
 
 
-def _found(workload: Subject, excluded: Sequence[str], included: Sequence[Any]) -> Found:
+def _found(workload: Subject, excluded: Sequence[str], included: Sequence[Any], top: int) -> Found:
     """The caller's precision and number of micro-batches stay: both change what is computed."""
     from meshwright.planner.search import default_space, search_in_stages
 
     space = default_space(workload, lower_precision=False).replace(micro_batches=(None,))
     return search_in_stages(
-        workload, space, excluded=excluded, included=included, top=_SHOWN, max_predictions=_MAX_PREDICTIONS
+        workload, space, excluded=excluded, included=included, top=top, max_predictions=_MAX_PREDICTIONS
     )
 
 
 def _searched(workload: Subject, excluded: Sequence[str], included: Sequence[Any]) -> tuple[Plan, str]:
-    best, *others = _found(workload, excluded, included).plans
+    best, *others = _found(workload, excluded, included, _SHOWN).plans
     passed = "".join(f"; {_names(each)} would take {_step_time(each)}" for each in others)
     needs = f"{readable_bytes(best.needed_bytes)} of {readable_bytes(best.limit_bytes or 0)} per rank"
     return best, f"chose {best.strategy}: the fastest that fits, {_step_time(best)}, {needs}{passed}"
@@ -110,7 +110,7 @@ def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequen
         StrategyError: As :func:`choose` does.
     """
     if getattr(workload, "cluster", None) is not None:
-        return list(_found(workload, excluded, included).plans)
+        return list(_found(workload, excluded, included, _RUN).plans)
     plans = _planned(workload, _candidates(workload, excluded, included), [])
     return [plan for plan in plans if plan.fits] or [choose(workload, excluded=excluded, included=included)[0]]
 

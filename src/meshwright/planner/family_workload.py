@@ -41,7 +41,7 @@ class FamilyWorkload:
         num_micro_batches: Micro-batches per step; None: 1, or as many as a pipeline takes.
         zero_level: Which method a ``zero`` axis means when none is named.
         limit_bytes: What tensors may take of a rank's memory; None: what its device has for them.
-        calibration: What kernels and links of the cluster reach; None: the fitted presets.
+        calibration: What kernels and links of the cluster reach; None: those of the cluster.
         fused_loss: Whether the loss reads the logits as they are, and writes their gradient in their place.
     """
 

@@ -21,7 +21,7 @@ class Forecast:
         peaks: The most that each distinct rank holds, and when; one without a pipeline, else one for every rank of it.
         samples: Of a step, over all ranks.
         tokens_per_sample: None where a sample has no number of tokens.
-        calibration: What kernels and links were taken to reach; None: the fitted presets.
+        calibration: What kernels and links were taken to reach; None: those of the cluster.
     """
 
     cluster: Cluster
@@ -70,7 +70,7 @@ def forecast(
         cluster: What they run on.
         samples: Of a step, over all ranks.
         tokens_per_sample: None where a sample has no number of tokens.
-        calibration: What kernels and links reach; None: the fitted presets.
+        calibration: What kernels and links reach; None: those of the cluster.
     """
     peaks = {number: peak(step) for number, step in {id(step): step for step in steps}.items()}
     every = tuple(peaks[id(step)] for step in steps)

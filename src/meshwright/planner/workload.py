@@ -68,7 +68,7 @@ class Workload:
         zero_level: See ``init_distributed``.
         limit_bytes: What one rank may hold.
         cluster: What it runs on; None: seconds are not predicted.
-        calibration: What kernels and links of the cluster reach; None: the fitted presets.
+        calibration: What kernels and links of the cluster reach; None: those of the cluster.
     """
 
     model: nn.Module

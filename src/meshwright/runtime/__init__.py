@@ -13,6 +13,7 @@ from meshwright.runtime.background import agreeing_over, background_group, befor
 from meshwright.runtime.config_view import config
 from meshwright.runtime.device import (
     host_share_bytes,
+    machine_name,
     measured_flops_per_s,
     memory_limit_bytes,
     peak_memory_bytes,
@@ -99,6 +100,7 @@ __all__ = [
     "gather_objects",
     "host_share_bytes",
     "init_distributed",
+    "machine_name",
     "measured_flops_per_s",
     "memory_limit_bytes",
     "named_ranks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
 import sys
 import time
@@ -29,6 +30,23 @@ def choose_device(backend: str | None, local_rank: int) -> torch.device:
             "sees one device alone (Slurm's --gpus-per-task), set LOCAL_RANK=0 in all of them",
         )
     return torch.device("cuda", local_rank)
+
+
+def machine_name(device: torch.device) -> str:
+    """What computes, a GPU or a CPU with its cores, so that figures of another are not taken for this one's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{_cpu_name()}, {cores} cores"
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as cpuinfo:
+            names = (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name"))
+            return next(names, "") or platform.machine()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
 
 
 def memory_limit_bytes(device: torch.device, local_world_size: int) -> int:

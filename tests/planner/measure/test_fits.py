@@ -132,6 +132,8 @@ def test_a_measured_cluster_survives_its_file_and_predicts_by_itself(tmp_path):
     file.write_text(file.read_text().replace('"version": 1', '"version": 2'))
     with pytest.raises(ConfigError, match="version 2"):
         read_cluster(file)
+    file.write_text(write_cluster(cluster, {"device": "cpu"}))
+    assert read_cluster(file).device.is_host  # which this device does not say of itself
     file.write_text('{"device": "CPU", "num_devices": 2, "calibration": {"devices": {"x": {"matmull": 1}}}}')
     with pytest.raises(ConfigError, match="matmull"):
         read_cluster(file)

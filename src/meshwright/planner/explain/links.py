@@ -44,7 +44,7 @@ def links(plan: Plan) -> tuple[LinkTime, ...]:
     """The collectives of a plan, longest first; of a pipeline's ranks the slowest counts."""
     if plan.forecast is None:
         return ()
-    known = plan.forecast.calibration or fitted()
+    known = plan.forecast.calibration or plan.forecast.cluster.calibration or fitted()
     found: dict[LinkTime, float] = {}
     for step in {id(step): step for step in every_step(plan)}.values():
         own: dict[LinkTime, float] = {}

@@ -2,7 +2,6 @@
 
 from meshwright.planner.measure.best import measured_best
 from meshwright.planner.measure.calibrate import Calibrated, calibrate
-from meshwright.planner.measure.corrections import Corrections, corrected, corrections_of, read_corrections
 from meshwright.planner.measure.dry_runs import (
     Measured,
     Outcome,
@@ -11,23 +10,21 @@ from meshwright.planner.measure.dry_runs import (
     measure,
     step_times,
 )
+from meshwright.planner.measure.learning import note_runs
 from meshwright.planner.measure.processes import run_in_processes
 from meshwright.planner.measure.timing import Clock
 
 __all__ = [
     "Calibrated",
     "Clock",
-    "Corrections",
     "Measured",
     "Outcome",
     "RunCandidate",
     "calibrate",
     "check_time_limit",
-    "corrected",
-    "corrections_of",
     "measure",
     "measured_best",
-    "read_corrections",
+    "note_runs",
     "run_in_processes",
     "step_times",
 ]

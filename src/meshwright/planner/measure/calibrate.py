@@ -24,8 +24,24 @@ from meshwright.planner.measure.in_step import constants_in_step
 from meshwright.planner.measure.kernel_probes import kernel_probes, num_probes
 from meshwright.planner.measure.link_probes import link_samples, link_sizes, tiers_of
 from meshwright.planner.measure.samples import LinkSample, Residual, Sample
-from meshwright.planner.measure.timing import Clock, Timing, cold_time_of, slowest, tells_cpu_time, time_of
-from meshwright.runtime import Settings, gather_objects, host_share_bytes, memory_limit_bytes, settings, world_size
+from meshwright.planner.measure.timing import (
+    Clock,
+    Timing,
+    cold_time_of,
+    ranks_per_core,
+    slowest,
+    tells_cpu_time,
+    time_of,
+)
+from meshwright.runtime import (
+    Settings,
+    gather_objects,
+    host_share_bytes,
+    machine_name,
+    memory_limit_bytes,
+    settings,
+    world_size,
+)
 
 FAMILY = "measured"
 _KERNEL_WINDOW_S, _LINK_WINDOW_S = 0.03, 0.03
@@ -114,7 +130,7 @@ def calibrate(
     machine = _with_fp8(fit_kernels(kernels, _device(now), fitted().constants, chosen))
     step_s = _of(small_step_s(now.device), chosen)
     constants = dataclasses.replace(
-        machine.constants, step_s=step_s, accumulation=_ACCUMULATION, per_core=_per_core(now)
+        machine.constants, step_s=step_s, accumulation=_ACCUMULATION, per_core=ranks_per_core(now.local_world_size)
     )
     known = fit_links(links, Links(_cluster(now, machine), machine.efficiency, constants), chosen)
     known = dataclasses.replace(known, constants=_overlapping(now, known, chosen))
@@ -153,15 +169,9 @@ def _measure(
     return kernels, links
 
 
-def _per_core(now: Settings) -> float:
-    """How many of our ranks a core has to serve; 1 where each has its own."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else now.local_world_size
-    return max(1.0, now.local_world_size / cores)
-
-
 def _in_turn(sample: Sample, now: Settings) -> Sample:
     """As in a step where ranks take turns on a core: one short call alone is over before another's turn comes."""
-    turns = _per_core(now)
+    turns = ranks_per_core(now.local_world_size)
     if sample.timing is None or turns == 1.0 or not tells_cpu_time(now.device):
         return sample
     return dataclasses.replace(sample, timing=Timing(sample.timing.cpu_s * turns, sample.timing.cpu_s))
@@ -170,7 +180,7 @@ def _in_turn(sample: Sample, now: Settings) -> Sample:
 def _clock(samples: Sequence[Sample], now: Settings, wanted: Clock | None) -> tuple[Clock, float]:
     """The clock that counts, and how far the two are apart beyond what our own ranks do to each other."""
     ratios = [each.timing.wall_s / each.timing.cpu_s for each in samples if each.timing is not None]
-    disturbed = statistics.median(ratios) / _per_core(now)
+    disturbed = statistics.median(ratios) / ranks_per_core(now.local_world_size)
     if wanted is not None:
         return wanted, disturbed
     return ("cpu" if tells_cpu_time(now.device) and disturbed > _DISTURBED else "wall"), disturbed
@@ -202,14 +212,14 @@ def _device(now: Settings) -> Device:
     else:
         name, memory = "CPU", memory_limit_bytes(now.device, now.local_world_size)
     memory = min(gather_objects(memory))
-    return Device(name, memory, 1.0, 1.0, 1.0, efficiency=FAMILY)
+    return Device(name, memory, 1.0, 1.0, 1.0, efficiency=FAMILY, is_host=now.device.type == "cpu")
 
 
 def _cluster(now: Settings, machine: Machine) -> Cluster:
     world = world_size()
     per_node = now.local_world_size if world % now.local_world_size == 0 else world
     share = min(gather_objects(host_share_bytes(per_node)))
-    on_host = None if machine.device.is_host or now.device.type == "cpu" else share
+    on_host = None if machine.device.is_host else share
     return Cluster(machine.device, world, min(per_node, world), host_memory_bytes=on_host)
 
 
@@ -228,7 +238,8 @@ def _overlapping(now: Settings, links: Links, clock: Clock) -> Constants:
 
 
 def _calibrated(links: Links) -> Cluster:
-    return dataclasses.replace(links.cluster, calibration=Calibration({FAMILY: links.efficiency}, links.constants))
+    known = Calibration({FAMILY: links.efficiency}, links.constants, machine_name(settings().device))
+    return dataclasses.replace(links.cluster, calibration=known)
 
 
 def disk_rates(folder: str | None = None) -> tuple[float, float]:

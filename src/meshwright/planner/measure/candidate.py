@@ -34,13 +34,13 @@ def main(folder: Path) -> int:
     try:
         strategy = Strategy(str(folder / "strategy.json"))
         step = _function(request["entry"])(strategy, request["num_micro_batches"])
-        seconds = step_times(step, request["num_steps"], settings().device)
+        times_s = step_times(step, request["num_steps"], settings().device, request["end_s"] - time.time())
     except Exception as error:
         lines = str(error).splitlines() or [""]
         (folder / f"error.{rank()}").write_text(f"{type(error).__name__}: {lines[0][:300]}")
         raise
     if rank() == 0:
-        (folder / "result.json").write_text(json.dumps({"step_time_s": seconds}))
+        (folder / "result.json").write_text(json.dumps({"times_s": times_s}))
     shutdown_distributed()
     return 0
 

@@ -1,7 +1,12 @@
 """Short runs of the best few plans on the real machine: successive halving within a time limit.
 
 Every plan of a round runs equally many steps. The faster half goes on to the next round, which runs twice as many
-(Jamieson and Talwalkar 2016), until one is left or the time is up. How a candidate runs is the caller's:
+(Jamieson and Talwalkar 2016), until one is left or the time is up. What counts is the median of all steps that a plan
+ran, in whichever round: a machine is busier in one minute than in the next, and on one whose cores were shared with
+other programs the median of the last round alone chose plans 10 % slower than the best, that of all rounds 3 %.
+
+While others still wait for their turn, none gets more than half of the time that is left: a slow one says so, and lets
+the others run. How a candidate runs is the caller's:
 
 - in processes of its own (``run_in_processes``), where running out of memory, a crash or a hang is a result and not the
   end: for a program that is no rank itself;
@@ -11,6 +16,8 @@ Every plan of a round runs equally many steps. The faster half goes on to the ne
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +31,7 @@ from meshwright.planner.plan import Plan
 from meshwright.runtime import gather_objects, synchronize_device
 
 NUM_CANDIDATES, FIRST_STEPS, WARMUP_STEPS = 6, 3, 1
+LEAST_ROUNDS = 3  # of the last two: a few steps alone do not tell which is faster
 
 
 @dataclass(frozen=True)
@@ -31,20 +39,21 @@ class Outcome:
     """One run of one candidate.
 
     Args:
-        step_time_s: Seconds of a step, the median, each as long as on the slowest rank; None: it failed.
+        times_s: Seconds of every step that was timed, each as long as on the slowest rank; none where it failed.
         seconds: From its start to its end.
-        error: Why it failed.
-        timed_out: Whether its time was up before it ended, or before it would have.
+        error: Why there are none.
+        timed_out: Whether its time was up before it had run all of its steps.
     """
 
-    step_time_s: float | None
+    times_s: tuple[float, ...]
     seconds: float
     error: str | None = None
     timed_out: bool = False
 
 
 RunCandidate = Callable[[Plan, int, float], Outcome]
-"""``run(plan, num_steps, time_limit_s)``: trains a few steps under the plan. It never raises for what the plan does."""
+"""``run(plan, num_steps, time_limit_s)``: trains a few steps under the plan. It never raises for what the plan does,
+and ends in time as far as it can: with the steps that it has timed by then."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +62,25 @@ class Measured:
 
     Args:
         plan: As predicted.
-        step_time_s: Of its longest run; None: it failed.
-        num_steps: Of that run.
+        times_s: Of every step that it ran, in all rounds; none: it failed, or its time was up before.
         num_rounds: It was in.
-        error: Why it failed.
+        error: Why there are none.
     """
 
     plan: Plan
-    step_time_s: float | None
-    num_steps: int
+    times_s: tuple[float, ...]
     num_rounds: int
     error: str | None = None
+
+    @property
+    def step_time_s(self) -> float | None:
+        """The median."""
+        return statistics.median(self.times_s) if self.times_s else None
+
+    @property
+    def num_steps(self) -> int:
+        """That were timed."""
+        return len(self.times_s)
 
 
 def measure(
@@ -90,20 +107,21 @@ def measure(
     check_time_limit(time_limit)
     halving = _Halving(run_candidate, clock() + time_limit, clock)
     alive, steps = list(plans[:num_candidates]), FIRST_STEPS
-    while alive and halving.round(alive, steps):
-        alive = halving.faster_half(alive)
+    for number in itertools.count(1):
+        if not halving.round(alive, steps):
+            break
+        alive = halving.faster_half(alive, at_least=2 if number < LEAST_ROUNDS else 1)
         if len(alive) <= 1:
             break
         steps *= 2
-    results = halving.results
-    if halving.cut_short_s is not None:
+    if halving.too_short_s is not None:
         raise ConfigError(
             "time_limit is too short to run one candidate",
-            expected=f"about {max(2 * halving.cut_short_s, 1):.0f} seconds or more",
-            got=f"{time_limit:g}, and one takes {halving.cut_short_s:.1f} seconds or more",
+            expected=f"about {max(2 * halving.too_short_s, 1):.0f} seconds or more",
+            got=f"{time_limit:g}, and one takes {halving.too_short_s:.1f} seconds or more",
             fix="give more time, or leave time_limit out to choose by prediction",
         )
-    return results
+    return halving.results
 
 
 def check_time_limit(time_limit: float | None) -> None:
@@ -123,17 +141,41 @@ def check_time_limit(time_limit: float | None) -> None:
         )
 
 
-def step_times(step: Callable[[], Any], num_steps: int, device: torch.device) -> float:
-    """Seconds of a step: the median of so many, after one that warms up; each as long as on the slowest rank."""
-    times = []
+def step_times(
+    step: Callable[[], Any], num_steps: int, device: torch.device, time_limit: float = math.inf
+) -> tuple[float, ...]:
+    """Seconds of so many steps, after one that warms up; each as long as on the slowest rank. Collective.
+
+    Ranks begin every step together. They end early, all after the same step, when the first rank's time is up or would
+    be after another step: a step itself, which ranks are in the midst of, is not broken off.
+
+    Args:
+        step: Trains one.
+        num_steps: To be timed.
+        device: Of this rank.
+        time_limit: Seconds from now on.
+    """
+    times: list[float] = []
+    end_s = time.perf_counter() + time_limit
+    over = gather_objects(time_limit <= 0)[0]
     for index in range(WARMUP_STEPS + num_steps):
-        synchronize_device(device)
-        start_s = time.perf_counter()
-        step()
-        synchronize_device(device)
+        if over:
+            break
+        took = _seconds_of(step, device)
+        next_s = took if index >= WARMUP_STEPS else 0.0  # the first is no measure of the others
+        every = gather_objects((took, time.perf_counter() + next_s > end_s))
+        over = every[0][1]
         if index >= WARMUP_STEPS:
-            times.append(time.perf_counter() - start_s)
-    return statistics.median(max(of_one) for of_one in zip(*gather_objects(times), strict=True))
+            times.append(max(took for took, _ in every))
+    return tuple(times)
+
+
+def _seconds_of(step: Callable[[], Any], device: torch.device) -> float:
+    synchronize_device(device)
+    start_s = time.perf_counter()
+    step()
+    synchronize_device(device)
+    return time.perf_counter() - start_s
 
 
 class _Halving:
@@ -142,26 +184,26 @@ class _Halving:
     def __init__(self, run: RunCandidate, deadline_s: float, clock: Callable[[], float]) -> None:
         self._run, self._deadline_s, self._clock = run, deadline_s, clock
         self._known: dict[int, Measured] = {}  # by the identity of the plan: plans are large values
-        self._took: dict[int, float] = {}
-        self.cut_short_s: float | None = None  # what the first candidate took, where that was too long
+        self._last: dict[int, Outcome] = {}
 
     def round(self, plans: Sequence[Plan], num_steps: int) -> bool:
         """Runs each; False when time was up before all had run."""
-        for plan in plans:
+        for place, plan in enumerate(plans, start=1):
             left_s = gather_objects(self._deadline_s - self._clock())[0]
-            if self._known and self._estimate_s(plan, num_steps) > left_s:
+            if self._known and (left_s <= 0 or self._estimate_s(plan, num_steps) > left_s):
                 return False
-            outcome = self._run(plan, num_steps, left_s)
-            self._note(plan, num_steps, outcome)
-            if outcome.timed_out:
+            limit_s = left_s if place == len(plans) else left_s / 2
+            outcome = self._run(plan, num_steps, limit_s)
+            self._note(plan, outcome)
+            if outcome.timed_out and limit_s == left_s:
                 return False
         return True
 
-    def faster_half(self, plans: Sequence[Plan]) -> list[Plan]:
+    def faster_half(self, plans: Sequence[Plan], at_least: int = 1) -> list[Plan]:
         """Of those that did not fail."""
         ran = [plan for plan in plans if self._known[id(plan)].step_time_s is not None]
         ran.sort(key=lambda plan: self._known[id(plan)].step_time_s or 0.0)
-        return ran[: max((len(plans) + 1) // 2, 1)] if len(plans) > 1 else []
+        return ran[: max((len(plans) + 1) // 2, at_least)] if len(plans) > 1 else []
 
     @property
     def results(self) -> list[Measured]:
@@ -171,20 +213,28 @@ class _Halving:
             key=lambda each: (each.step_time_s is None, -each.num_rounds, each.step_time_s or 0.0),
         )
 
-    def _note(self, plan: Plan, num_steps: int, outcome: Outcome) -> None:
+    @property
+    def too_short_s(self) -> float | None:
+        """Where time was up before any had run a step: the least that one took until then."""
+        if any(each.times_s for each in self._known.values()):
+            return None
+        return min((each.seconds for each in self._last.values() if each.timed_out), default=None)
+
+    def _note(self, plan: Plan, outcome: Outcome) -> None:
         before = self._known.get(id(plan))
-        if outcome.timed_out and not self._known:
-            self.cut_short_s = outcome.seconds
-        if outcome.step_time_s is None and outcome.timed_out and before is not None:
+        self._last[id(plan)] = outcome
+        if before is not None and outcome.timed_out and not outcome.times_s:
             return  # what its shorter run has shown still holds
-        rounds = 1 if before is None else before.num_rounds + 1
-        self._known[id(plan)] = Measured(plan, outcome.step_time_s, num_steps, rounds, outcome.error)
-        self._took[id(plan)] = outcome.seconds
+        failed = not outcome.times_s
+        times, rounds = (before.times_s, before.num_rounds) if before is not None else ((), 0)
+        every = () if failed else (*times, *outcome.times_s)
+        self._known[id(plan)] = Measured(plan, every, rounds + 1, outcome.error if failed else None)
 
     def _estimate_s(self, plan: Plan, num_steps: int) -> float:
         """What the next run takes, from its own last one or from those of others; equal on every rank."""
-        before = self._known.get(id(plan))
-        took = gather_objects(self._took)[0]
-        if before is None or before.step_time_s is None:
-            return statistics.median(took.values())
-        return float(self._took[id(plan)] + (num_steps - before.num_steps) * before.step_time_s)
+        last, known = self._last.get(id(plan)), self._known.get(id(plan))
+        if last is None or known is None or known.step_time_s is None:
+            took = [each.seconds for each in self._last.values()]
+            return float(gather_objects(statistics.median(took))[0])
+        seconds = last.seconds + (num_steps - len(last.times_s)) * known.step_time_s
+        return float(gather_objects(seconds)[0])

@@ -13,7 +13,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from meshwright.cost import Calibration, Cluster, Constants, simulate
+from meshwright.cost import Cluster, Constants, simulate
 from meshwright.planner.measure.reference import Reference, Size, reference, sizes_on
 from meshwright.planner.measure.timing import Clock, calls_of, slowest, together
 from meshwright.runtime import Settings, gather_objects, world_size
@@ -128,7 +128,7 @@ def with_constants(cluster: Cluster, **constants: float) -> Cluster:
     """The cluster with some constants of its calibration changed."""
     assert cluster.calibration is not None
     changed = dataclasses.replace(_constants(cluster), **constants)
-    return dataclasses.replace(cluster, calibration=Calibration(cluster.calibration.devices, changed))
+    return dataclasses.replace(cluster, calibration=dataclasses.replace(cluster.calibration, constants=changed))
 
 
 def _constants(cluster: Cluster) -> Constants:

@@ -14,7 +14,10 @@ from pathlib import Path
 from meshwright.planner.measure.dry_runs import Outcome, RunCandidate
 from meshwright.planner.plan import Plan
 
-_STOP_S = 40.0  # the launcher gives its ranks 30 to end themselves
+# From being asked to being killed. The launcher would give its ranks half a minute; there is nothing that they could
+# save, and each one ends when its launcher is gone.
+_STOP_S = 3.0
+_OF_RANKS = 0.95  # of the time, for their own: the rest is for ending them, before they are killed
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -39,11 +42,12 @@ def run_in_processes(entry: str, *, nproc: int, folder: Path | None = None) -> R
 
 
 def _run(plan: Plan, num_steps: int, time_limit: float, entry: str, nproc: int, place: Path) -> Outcome:
+    start_s = time.monotonic()
     plan.strategy.save(str(place / "strategy.json"))
     request = {"entry": entry, "num_steps": num_steps, "num_micro_batches": plan.step.num_micro_batches, "nproc": nproc}
+    request["end_s"] = time.time() + time_limit * _OF_RANKS
     (place / "request.json").write_text(json.dumps(request))
     environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
-    start_s = time.monotonic()
     with (place / "output").open("w") as output:
         child = subprocess.Popen(
             [sys.executable, "-m", "meshwright.planner.measure.candidate", str(place)],
@@ -57,11 +61,13 @@ def _run(plan: Plan, num_steps: int, time_limit: float, entry: str, nproc: int, 
             _end(child)
     seconds = time.monotonic() - start_s
     if status is None:
-        return Outcome(None, seconds, f"it had not ended after {seconds:.0f} s", timed_out=True)
+        return Outcome((), seconds, f"it had not ended after {time_limit:.0f} s", timed_out=True)
     result = place / "result.json"
-    if status == 0 and result.exists():
-        return Outcome(float(json.loads(result.read_text())["step_time_s"]), seconds)
-    return Outcome(None, seconds, _why(place, status))
+    if status != 0 or not result.exists():
+        return Outcome((), seconds, _why(place, status))
+    times_s = tuple(map(float, json.loads(result.read_text())["times_s"]))
+    told = None if times_s else f"no step was timed in {seconds:.1f} s"
+    return Outcome(times_s, seconds, told, timed_out=len(times_s) < num_steps)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -39,6 +40,12 @@ class Timing:
 def tells_cpu_time(device: torch.device) -> bool:
     """Whether the CPU time of a process says how long its work would take on an idle machine."""
     return device.type == "cpu" and torch.get_num_threads() == 1
+
+
+def ranks_per_core(local_world_size: int) -> float:
+    """How many of our ranks a core has to serve; 1 where each has its own."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else local_world_size
+    return max(1.0, local_world_size / cores)
 
 
 def time_of(run: Callable[[], object], device: torch.device, *, window_s: float = 0.04, windows: int = 5) -> Timing:

@@ -12,9 +12,8 @@ import functools
 import math
 from dataclasses import dataclass
 
-from meshwright.cost import Block, Calibration, Cluster, Link, Stages, Step, fitted, memory, peak
+from meshwright.cost import Block, Cluster, Link, Stages, Step, fitted, memory, peak
 from meshwright.cost.collectives import Network
-from meshwright.cost.efficiency import Constants
 from meshwright.cost.kernels import Machine
 from meshwright.cost.rank import rank_of
 from meshwright.errors import MeshwrightError
@@ -29,6 +28,7 @@ from meshwright.planner.search.state import State
 from meshwright.strategy import MethodConfig, Strategy
 
 _MANY = 64  # samples of a micro-batch beyond which kernels get no better
+_OF_EACH_CALL = ("gap_s", "product_s", "call_s", "hop", "reduce_scatter_s", "shard_s", "wait_s")  # bounds go without
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Bounds:
     """Bounds for the candidates of one subject on one cluster."""
 
     def __init__(self, subject: Subject, cluster: Cluster) -> None:
-        known: Calibration = getattr(subject, "calibration", None) or fitted()
-        self.subject, self.cluster, self.known = subject, cluster, known
-        ideal = Constants(**{**dataclasses.asdict(known.constants), "gap_s": 0.0, "call_s": 0.0, "hop": 0.0})
-        self._ideal = Calibration(known.devices, ideal)
+        self.subject, self.cluster = subject, cluster
+        self.known = known = getattr(subject, "calibration", None) or cluster.calibration or fitted()
+        ideal = dataclasses.replace(known.constants, **dict.fromkeys(_OF_EACH_CALL, 0.0))
+        self._ideal = dataclasses.replace(known, constants=ideal)
         links = (cluster.intra, cluster.inter, cluster.host_link, cluster.disk)
         intra, inter, host, disk = (Link(link.bytes_per_s, 0.0) for link in links)
         self._wires = dataclasses.replace(cluster, intra=intra, inter=inter, host_link=host, disk=disk)
