@@ -26,6 +26,9 @@ def test_links_are_those_of_the_board_and_not_of_its_family():
     assert make_cluster("V100S-PCIe", 8).intra.bytes_per_s == make_cluster("V100-PCIe-16", 8).intra.bytes_per_s == 16e9
     assert make_cluster("H100-NVL", 8).intra.bytes_per_s == make_cluster("H100-PCIe", 8).intra.bytes_per_s == 64e9
     assert make_cluster("A800", 8).intra.bytes_per_s == make_cluster("H800", 8).intra.bytes_per_s == 200e9
+    boards = {name: make_cluster(name, 2) for name in ("RTX-4090", "RTX-A6000", "RTX-5090", "RTX-PRO-6000")}
+    assert boards["RTX-4090"].intra.bytes_per_s < boards["RTX-A6000"].intra.bytes_per_s  # GeForce goes by the host
+    assert boards["RTX-4090"].host_link.bytes_per_s < boards["RTX-5090"].host_link.bytes_per_s  # PCIe 4 and 5
     assert make_cluster("V100", 16).inter.bytes_per_s == 6.25e9  # DGX-1: 4 x 100 Gbit/s over 8 devices
     assert make_cluster("L4", 1).host_link.bytes_per_s == make_cluster("A100", 1).host_link.bytes_per_s  # PCIe 4
     assert make_cluster("GH200", 1).host_link.bytes_per_s > 5 * make_cluster("H200", 1).host_link.bytes_per_s

@@ -75,7 +75,8 @@ class Cluster:
         return dataclasses.replace(self, num_devices=num_devices, devices_per_node=per_node)
 
 
-# Per device, one direction: NVLink 2, 3, 4, 5 and xGMI; PCIe where there is no such link between more than pairs; the
+# Per device, one direction: NVLink 2, 3, 4, 5 and xGMI; PCIe where there is no such link between more than pairs, and
+# less where drivers let no board reach another (GeForce: all passes through the host's memory, there and back); the
 # usual network of a node over its devices (DGX-1: 4 x 100 Gb/s; DGX A100: 8 x 200; DGX H100: 8 x 400; Frontier's and
 # LUMI's nodes of 8 dies: 4 x 200). Datasheets.
 _INTRA = {
@@ -85,11 +86,12 @@ _INTRA = {
     "H200": 450e9, "B200": 900e9, "GB200": 900e9, "GB300": 900e9, "B300": 900e9, "GH200": 450e9,
     "H20": 450e9, "MI300X": 448e9, "MI325X": 448e9, "MI250X": 200e9,
     "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9, "L4": 25e9, "CPU": 4e9,
+    "RTX-A6000": 25e9, "RTX-6000-Ada": 25e9, "RTX-PRO-6000": 50e9, "RTX-3090": 18e9, "RTX-4090": 18e9, "RTX-5090": 32e9,
 }  # fmt: skip
 _NODE_GBPS = {
     "V100": 400, "A100": 1600, "A800": 1600, "H100": 3200, "H800": 3200, "H200": 3200, "B200": 3200, "GB200": 3200,
     "GB300": 6400, "B300": 6400, "GH200": 3200, "H20": 3200, "MI300X": 3200, "MI325X": 3200, "MI250X": 800,
-    "A10G": 100, "A10": 100, "L40S": 400, "L40": 400, "L4": 100, "CPU": 10,
+    "A10G": 100, "A10": 100, "L40S": 400, "L40": 400, "L4": 100, "CPU": 10, "RTX": 100, "RTX-PRO-6000": 400,
 }  # fmt: skip
 # NVL72: NVLink joins a rack's devices, and not those of a tray alone. Jobs over several racks take 64 of each where
 # that divides them evenly.
@@ -98,7 +100,8 @@ _NVLINK_RACK, _TAKEN_OF_A_RACK = {"GB200": 72, "GB300": 72}, 64
 # direction, which two share in a GB200.
 _HOST = {
     "V100": 12e9, "A100": 25e9, "A800": 25e9, "MI250X": 25e9, "A10G": 25e9, "A10": 25e9, "L40S": 25e9, "L40": 25e9,
-    "L4": 25e9, "GH200": 350e9, "GB200": 175e9, "GB300": 175e9, "CPU": 10e9,
+    "L4": 25e9, "RTX": 25e9, "RTX-5090": 45e9, "RTX-PRO-6000": 45e9, "GH200": 350e9, "GB200": 175e9, "GB300": 175e9,
+    "CPU": 10e9,
 }  # fmt: skip
 # Behind a PCIe switch with one link to the CPU: pairs in DGX-1 and in DGX and HGX A100 (NVIDIA's block diagrams;
 # ``nvidia-smi topo`` calls them PIX and PXB). Of 8 A100 that copy at once each has a fraction (nvbandwidth's issue 11).
@@ -111,7 +114,7 @@ _PER_HOST_LINK = {"V100": 2, "V100-PCIe": 1, "V100S": 1, "A100": 2, "A100-PCIe":
 # DDR5-4800 and later, of a Grace's 512 GB/s for one device or for two. Disks: eight NVMe drives a node.
 _HOST_MEMORY = {
     "V100": 24e9, "A100": 38e9, "A800": 38e9, "MI250X": 19e9, "A10G": 38e9, "A10": 38e9, "L40S": 38e9, "L40": 38e9,
-    "L4": 38e9, "GH200": 380e9, "GB200": 190e9, "GB300": 190e9, "CPU": 10e9,
+    "L4": 38e9, "RTX": 38e9, "RTX-PRO-6000": 57e9, "GH200": 380e9, "GB200": 190e9, "GB300": 190e9, "CPU": 10e9,
 }  # fmt: skip
 # GiB of a node's memory for one of its devices: an eighth of 512 (DGX-1, Frontier's nodes of 8 dies), 1,024 and 2,048
 # (DGX A100 with 40 GB and with 80), 2,048 (DGX H100 and later), 2,304 (MI300X), a Grace's 480 for one device or for
@@ -120,6 +123,7 @@ _HOST_MEMORY_GIB = {
     "V100": 64, "A100": 256, "A100-40": 128, "A100-PCIe-40": 128, "A800": 256, "H100": 256, "H800": 256, "H200": 256,
     "H20": 256, "B200": 256, "B300": 256, "GH200": 480, "GB200": 240, "GB300": 240, "MI300X": 288, "MI325X": 288,
     "MI250X": 64, "A10G": 64, "A10": 64, "L40S": 64, "L40": 64, "L4": 48,
+    "RTX": 64, "RTX-PRO-6000": 128,
 }  # fmt: skip
 MOST_DEVICES = 2**24
 """More than anybody has; a number from a file that is larger is a mistake, and would take for ever to simulate."""
