@@ -169,7 +169,7 @@ def half_loss(batch: Any, output: Any) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), ids.reshape(-1))
 
 
-NO_PRESET = {"RTX3090": "A10G", "RTX4070": "A10G"}  # their memory is not asked for, and no time is published
+NO_PRESET = {"RTX4070": "A10G"}  # its memory is not asked for, and no time is published
 OPTIMIZERS: dict[str, Any] = {
     "": torch.optim.AdamW,
     "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),

@@ -26,10 +26,31 @@ def test_links_are_those_of_the_board_and_not_of_its_family():
     assert make_cluster("V100S-PCIe", 8).intra.bytes_per_s == make_cluster("V100-PCIe-16", 8).intra.bytes_per_s == 16e9
     assert make_cluster("H100-NVL", 8).intra.bytes_per_s == make_cluster("H100-PCIe", 8).intra.bytes_per_s == 64e9
     assert make_cluster("A800", 8).intra.bytes_per_s == make_cluster("H800", 8).intra.bytes_per_s == 200e9
+    boards = {name: make_cluster(name, 2) for name in ("RTX-4090", "RTX-A6000", "RTX-5090", "RTX-PRO-6000")}
+    assert boards["RTX-4090"].intra.bytes_per_s < boards["RTX-A6000"].intra.bytes_per_s  # GeForce goes by the host
+    assert boards["RTX-4090"].host_link.bytes_per_s < boards["RTX-5090"].host_link.bytes_per_s  # PCIe 4 and 5
     assert make_cluster("V100", 16).inter.bytes_per_s == 6.25e9  # DGX-1: 4 x 100 Gbit/s over 8 devices
     assert make_cluster("L4", 1).host_link.bytes_per_s == make_cluster("A100", 1).host_link.bytes_per_s  # PCIe 4
     assert make_cluster("GH200", 1).host_link.bytes_per_s > 5 * make_cluster("H200", 1).host_link.bytes_per_s
     assert make_cluster("GH200", 1).host_memory.bytes_per_s == 2 * make_cluster("GB200", 1).host_memory.bytes_per_s
+
+
+def test_devices_behind_one_switch_share_its_link_to_the_host(tmp_path):
+    alone, pair, node = (find_cluster(f"a100-80x{count}") for count in (1, 2, 8))
+    assert alone.host_share == alone.host_link
+    assert 2 * pair.host_share.bytes_per_s == 2 * node.host_share.bytes_per_s == alone.host_link.bytes_per_s
+    assert find_cluster("v100x8").host_share.bytes_per_s == 6e9  # DGX-1: pairs on PCIe 3
+    for name in ("h100x8", "a100-pcie-80x8", "mi300xx8"):
+        assert find_cluster(name).host_share == find_cluster(name).host_link
+    assert pair.resized(1).host_share == alone.host_link
+    path = tmp_path / "cluster.toml"
+    path.write_text('device = "l4"\nnum_devices = 8\ndevices_per_host_link = 4\n')
+    assert 4 * find_cluster(str(path)).host_share.bytes_per_s == find_cluster("l4x8").host_link.bytes_per_s
+    path.write_text('device = "a100"\nnum_devices = 8\n[host_link]\nbytes_per_s = 20e9\n')
+    assert find_cluster(str(path)).host_share.bytes_per_s == 20e9  # a share, as that of the other links
+    written = tmp_path / "written.json"
+    written.write_text(write_cluster(node))
+    assert read_cluster(written) == node
 
 
 def test_nvlink_joins_a_rack_of_nvl72():
@@ -85,6 +106,7 @@ def test_files(tmp_path):
         ("device = 'h100'\nnum_devices = 8\n[inter]\ngbps = 0", "inter.bytes_per_s"),
         ("device = 'h100'\nnum_devices = 8\n[inter]\ngbps = 200\nbytes_per_s = 1e9", "inter has both"),
         ("device = 'h100'\nnum_devices = 8\nhost_memory_bytes = 0", "host_memory_bytes must be"),
+        ("device = 'h100'\nnum_devices = 8\ndevices_per_host_link = 0", "devices_per_host_link must be"),
         ("device = ", "Invalid value"),
         ("device = 'abacus'\nnum_devices = 8", "abacus"),
     ],

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from meshwright.cost import Link, find_cluster, simulate
+from meshwright.cost import Link, copies, find_cluster, simulate
+from meshwright.cost.copying import copying
 from meshwright.planner import FamilyWorkload, parse_family
 from meshwright.strategy import Strategy
 
@@ -30,7 +31,7 @@ def test_states_in_host_memory_update_at_its_speed():
 
 def test_activations_hide_behind_computing_as_far_as_the_link_allows():
     slow = dataclasses.replace(SUBJECT.cluster, host_link=Link(1e8, 1e-5))
-    fast = dataclasses.replace(SUBJECT.cluster, host_link=Link(1e12, 1e-5))
+    fast = dataclasses.replace(SUBJECT.cluster, host_link=Link(1e12, 1e-5), host_memory=Link(1e12, 1e-7))
     plain = planned(None).forecast.time
     hidden, exposed = (planned("activation", cluster).forecast.time for cluster in (fast, slow))
     assert hidden.copies_s == 0.0
@@ -38,6 +39,23 @@ def test_activations_hide_behind_computing_as_far_as_the_link_allows():
     size = planned("activation").step.activations.hosted_bytes
     assert exposed.copies_s == pytest.approx(2 * size / 1e8 - exposed.compute_s, rel=1e-3)
     assert exposed.step_time_s == pytest.approx(plain.step_time_s + exposed.copies_s)
+
+
+def test_neighbours_behind_one_switch_copy_at_half_the_speed():
+    step = planned("activation").step
+    alone, pair = (copying(step, find_cluster(f"a100-80x{count}")) for count in (1, 2))
+    assert pair.forward_s == pytest.approx(2 * alone.forward_s, rel=1e-3)
+    assert pair.backward_s == pytest.approx(2 * alone.backward_s, rel=1e-3)
+
+
+def test_both_directions_at_once_are_bound_by_the_hosts_memory():
+    step = planned({"optimizer": 1.0, "gradients": 0.0}).step  # gradients leave as weights come back
+    cluster = find_cluster("h100x8")
+    moved = sum(copy.bytes_per_step for copy in copies(step) if copy.moment == "update")
+    assert cluster.host_memory.bytes_per_s < 2 * cluster.host_share.bytes_per_s
+    assert copying(step, cluster).update_s == pytest.approx(moved / cluster.host_memory.bytes_per_s, rel=1e-3)
+    roomy = dataclasses.replace(cluster, host_memory=Link(1e12, 1e-7))
+    assert copying(step, roomy).update_s == pytest.approx(moved / 2 / cluster.host_share.bytes_per_s, rel=1e-3)
 
 
 def test_on_a_cpu_copies_take_its_memory():

@@ -40,6 +40,12 @@ GIB = 2**30
         ("Tesla V100-PCIE-32GB", "V100-PCIe-32"),
         ("Tesla V100-PCIE-16GB", "V100-PCIe-16"),
         ("Tesla V100S-PCIE-32GB", "V100S-PCIe"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("rtx5090", "RTX-5090"),
+        ("NVIDIA RTX A6000", "RTX-A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"),
     ],
 )
 def test_a_name_means_the_narrowest_preset(name, preset):
@@ -64,6 +70,12 @@ def test_an_unknown_device_is_named_with_those_that_are_known():
         find_device("GTX 1080")
 
 
+@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "Quadro RTX 6000", "RTX 5000 Ada"])
+def test_boards_with_like_names_are_not_taken_for_each_other(name):
+    with pytest.raises(ConfigError):
+        find_device(name)
+
+
 def test_peaks_by_type():
     assert DEVICES["H100-SXM"].peak_flops_per_s("fp8") == pytest.approx(2 * 989.4e12, rel=1e-3)
     assert DEVICES["A100-80"].peak_flops_per_s("fp8") == DEVICES["A100-80"].peak_flops_per_s("half")  # it has none
@@ -76,7 +88,8 @@ def test_every_preset_has_a_price_but_where_none_is_listed():
     unpriced = {name for name, device in DEVICES.items() if device.price_per_hour is None}
     assert unpriced == {
         "A100-PCIe-40", "A100-PCIe-80", "A800", "A800-PCIe", "B300", "GB200", "GB300", "GH200", "H20", "H800",
-        "H800-PCIe", "MI250X", "MI325X", "V100-PCIe-16", "V100-PCIe-32", "V100S-PCIe",
+        "H800-PCIe", "MI250X", "MI325X", "RTX-6000-Ada", "RTX-A6000", "RTX-PRO-6000", "V100-PCIe-16",
+        "V100-PCIe-32", "V100S-PCIe",
     }  # fmt: skip
     assert DEVICES["B200"].price_per_hour > DEVICES["H100-SXM"].price_per_hour > DEVICES["L4"].price_per_hour > 0
     wanted = "V100-16 V100-32 A100-40 A100-80 H100-SXM H100-PCIe H200 B200 MI300X L4 A10 CPU"
@@ -84,8 +97,8 @@ def test_every_preset_has_a_price_but_where_none_is_listed():
 
 
 def test_memory_is_what_drivers_report_and_not_the_nominal_size():
-    reported = {name: DEVICES[name].memory_bytes // 2**20 for name in ("A10", "A10G", "L4", "L40S", "H100-SXM")}
-    assert reported == {"A10": 23_028, "A10G": 23_028, "L4": 23_034, "L40S": 46_068, "H100-SXM": 81_559}
+    reported = {"A10": 23_028, "A10G": 23_028, "L4": 23_034, "L40S": 46_068, "H100-SXM": 81_559, "RTX-4090": 24_564}
+    assert reported == {name: DEVICES[name].memory_bytes // 2**20 for name in reported}
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ _KEYS = {
     "host_memory",
     "disk",
     "host_memory_bytes",
+    "devices_per_host_link",
     "price_per_hour",
 }
 _MEASURED_KEYS = {"format", "version", "calibration", "measured"}  # what ``calibrate`` writes beside them
@@ -59,9 +60,10 @@ def read_cluster(path: Path, *, learned: bool = True) -> Cluster:
     """Reads a cluster file.
 
     Keys: ``device`` (a preset's name, or a table with the fields of :class:`Device`), ``num_devices``, and optionally
-    ``devices_per_node``, ``price_per_hour``, ``host_memory_bytes`` (of a device's share of its node) and the links
-    ``intra``, ``inter``, ``host_link``, ``host_memory`` and ``disk``, each with ``bytes_per_s`` or else ``gbps`` (in
-    Gbit/s) per device and ``latency_s``. A file that ``meshwright calibrate`` has written also carries ``calibration``,
+    ``devices_per_node``, ``price_per_hour``, ``host_memory_bytes`` (of a device's share of its node),
+    ``devices_per_host_link`` (1 beside a ``host_link``, which is then a device's share) and the links ``intra``,
+    ``inter``, ``host_link``, ``host_memory`` and ``disk``, each with ``bytes_per_s`` or else ``gbps`` (in Gbit/s) per
+    device and ``latency_s``. A file that ``meshwright calibrate`` has written also carries ``calibration``,
     and in ``measured`` how it was made.
 
     Args:
@@ -105,6 +107,7 @@ def _cluster_from(data: Any) -> Cluster:
     base = make_cluster(device, _count(data, "num_devices"), _count(data, "devices_per_node", None))
 
     host = data.get("host_memory_bytes", base.host_memory_bytes)
+    sharing = 1 if "host_link" in data else base.devices_per_host_link
 
     def link(name: str, usual: Link) -> Link:
         return _link(data[name], usual, name) if name in data else usual
@@ -118,6 +121,7 @@ def _cluster_from(data: Any) -> Cluster:
         disk=link("disk", base.disk),
         host_memory_bytes=None if host is None else round(_positive(host, "host_memory_bytes")),
         calibration=calibration_from(data["calibration"]) if "calibration" in data else None,
+        devices_per_host_link=_count(data, "devices_per_host_link", sharing),
     )
 
 
@@ -171,6 +175,7 @@ def write_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) -
     whole |= {"num_devices": cluster.num_devices, "devices_per_node": cluster.devices_per_node, "device": device}
     for name in ("intra", "inter", "host_link", "host_memory", "disk"):
         whole[name] = dataclasses.asdict(getattr(cluster, name))
+    whole["devices_per_host_link"] = cluster.devices_per_host_link
     if cluster.host_memory_bytes is not None:
         whole["host_memory_bytes"] = cluster.host_memory_bytes
     if cluster.calibration is not None:

@@ -66,7 +66,7 @@ def hosted_share(step: Step) -> float:
 
 
 def _seconds(every: Sequence[Copy], step: Step, cluster: Cluster) -> float:
-    """The slowest of the ways: each direction of the link to the host, and the disk, which reads or writes."""
+    """The slowest of the ways: each direction of the link to the host, the host's memory under both, and the disk."""
     ways: dict[tuple[str, ...], float] = {}
     for copy in every:
         way: tuple[str, ...]
@@ -75,7 +75,8 @@ def _seconds(every: Sequence[Copy], step: Step, cluster: Cluster) -> float:
         elif step.on_cpu:  # within one memory: read and written
             way, seconds = ("host",), 2 * copy.bytes_per_step / cluster.device.bandwidth_bytes_per_s
         else:
-            way, link = (copy.source, copy.target), cluster.host_link
+            way, link = (copy.source, copy.target), cluster.host_share
             seconds = link.latency_s + copy.bytes_per_step / link.bytes_per_s
+            ways["host",] = ways.get(("host",), 0.0) + copy.bytes_per_step / cluster.host_memory.bytes_per_s
         ways[way] = ways.get(way, 0.0) + seconds
     return max(ways.values(), default=0.0)

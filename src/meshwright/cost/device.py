@@ -74,6 +74,8 @@ def _pcie(like: Device, name: str, bandwidth_bytes_per_s: float, power_fraction:
 
 # Vendors' datasheets, dense figures; memory as the driver reports it (with ECC on: 1.5 GiB less than the nominal 24 on
 # A10 and L4). H800 and A800 have fewer links, PCIe boards none; A100's state the peak of 400 W, and have 300 and 250.
+# GeForce boards multiply at half speed where sums are in fp32, as in training: that counts. All RTX boards use the
+# matrix instructions of Ampere, and take what A100 reaches of its peak (white papers on GA102, Ada, RTX Blackwell).
 # ``aliases`` are what drivers call a device; the longest that matches counts.
 _A100_80 = Device("A100-80", 81_920 * _MIB, 312e12, 19.5e12, 2.039e12, None, "A100", aliases=("A100-80", "A100"))
 _A100_40 = Device("A100-40", 40_536 * _MIB, 312e12, 19.5e12, 1.555e12, None, "A100", aliases=("A100-40",))
@@ -104,6 +106,12 @@ _BARE = (
     Device("L40S", 46_068 * _MIB, 362e12, 91.6e12, 864e9, 733e12, "A100", aliases=("L40S",)),
     Device("L40", 46_068 * _MIB, 181e12, 90.5e12, 864e9, 362e12, "A100", aliases=("L40",)),
     Device("L4", 23_034 * _MIB, 121e12, 30.3e12, 300e9, 242e12, "A100", aliases=("L4",)),
+    Device("RTX-PRO-6000", 97_887 * _MIB, 504e12, 126e12, 1.792e12, 1008e12, "A100", aliases=("RTX PRO 6000",)),
+    Device("RTX-5090", 32_607 * _MIB, 209.5e12, 104.8e12, 1.792e12, 419e12, "A100", aliases=("RTX 5090", "RTX5090")),
+    Device("RTX-4090", 24_564 * _MIB, 165.2e12, 82.6e12, 1.008e12, 330.3e12, "A100", aliases=("RTX 4090", "RTX4090")),
+    Device("RTX-3090", 24_576 * _MIB, 71e12, 35.6e12, 936e9, None, "A100", aliases=("RTX 3090", "RTX3090")),
+    Device("RTX-6000-Ada", 49_140 * _MIB, 364.2e12, 91.1e12, 960e9, 728.5e12, "A100", aliases=("RTX 6000 Ada",)),
+    Device("RTX-A6000", 49_140 * _MIB, 154.8e12, 38.7e12, 768e9, None, "A100", aliases=("RTX A6000", "A6000")),
     Device("V100S-PCIe", 32_510 * _MIB, 130e12, 16.4e12, 1.134e12, None, "V100", bf16=False, aliases=("V100S",)),
     Device("V100-PCIe-32", 32_510 * _MIB, 112e12, 14e12, 900e9, None, "V100", bf16=False, aliases=("V100-PCIe",)),
     Device("V100-PCIe-16", 16_160 * _MIB, 112e12, 14e12, 900e9, None, "V100", bf16=False, aliases=("V100-PCIe-16",)),
@@ -114,11 +122,12 @@ _BARE = (
 )
 # US dollars per device and hour on demand, as listed early in 2026 by RunPod (secure cloud), else by Lambda (A10,
 # A100-40, V100-16) or AWS (A10G: g5.xlarge, V100-32: an eighth of p3dn.24xlarge, CPU: a vCPU of compute-optimised
-# instances). Large clouds ask for two to four times as much; one who owns devices pays less.
+# instances); GeForce boards: RunPod's community cloud. Large clouds ask for two to four times as much; one who owns
+# devices pays less.
 _PRICES = {
     "B200": 5.98, "H200": 3.59, "H100-NVL": 2.59, "H100-PCIe": 1.99, "H100-SXM": 2.69, "A100-80": 1.39, "A100-40": 1.29,
     "MI300X": 2.49, "A10G": 1.01, "A10": 0.75, "L40S": 0.79, "L40": 0.69, "L4": 0.44, "V100-32": 3.90, "V100-16": 0.55,
-    "CPU": 0.05,
+    "RTX-3090": 0.22, "RTX-4090": 0.34, "RTX-5090": 0.69, "CPU": 0.05,
 }  # fmt: skip
 _TABLE = tuple(dataclasses.replace(device, price_per_hour=_PRICES.get(device.name)) for device in _BARE)
 DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
@@ -163,7 +172,7 @@ def find_device(name: str) -> Device:
     instance = _INSTANCE.search(name)
     if instance is not None:
         return _part(find_device(name[: instance.start()]), instance)
-    known = _match(name)
+    known = None if "LAPTOP" in name.upper() else _match(name)  # of the same name, and with another chip
     if known is None:
         raise ConfigError(
             f"Unknown device {name!r}{did_you_mean(name, DEVICES)}",

@@ -86,6 +86,7 @@ class Constants:
         early: Speed of products beside today's in the first year of a generation of devices, before libraries knew it.
         tile: Times the bytes of its operands that a product's first and last tiles cost beside its arithmetic.
         host_s: What the host takes to launch one kernel of a module that is not compiled: a block cannot be faster.
+        operator_s: The same of one operator of a model that was traced: of these a module has several.
         rowwise_bytes: Moved for each element of an fp8 product's inputs that is scaled row by row, beside the cast.
         async_tensor: Share of tensor-parallel collectives that is left when they run beside the products they feed.
         function_s: Per element to which a function (an exponential, a normalisation) is applied, beside its bytes:
@@ -118,6 +119,7 @@ class Constants:
     flash1: float = 0.6
     vendor: float = 0.53
     host_s: float = 5e-5
+    operator_s: float = 1.5e-5
     early: float = 0.9
     tile: float = 1.2
     rowwise_bytes: float = 5.0

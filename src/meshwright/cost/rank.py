@@ -174,12 +174,16 @@ def _computing(
 
 def _block_s(ops: tuple[Op, ...], machine: Machine) -> tuple[float, float]:
     """Seconds of one block's forward and backward: of its kernels, or of launching them where these are short."""
-    host = machine.constants.host_s
     forward, backward = _seconds(ops, machine)
-    launched = sum(op.count for op in ops if op.moment != "backward")
-    behind = sum(op.count for op in ops if op.moment != "forward" or op.recomputed)
-    behind += sum(op.count for op in ops if op.moment == "both" and op.recomputed)
-    return max(forward, launched * host), max(backward, behind * host)
+    launched = sum(_launch_s(op, machine) for op in ops if op.moment != "backward")
+    behind = sum(_launch_s(op, machine) for op in ops if op.moment != "forward" or op.recomputed)
+    behind += sum(_launch_s(op, machine) for op in ops if op.moment == "both" and op.recomputed)
+    return max(forward, launched), max(backward, behind)
+
+
+def _launch_s(op: Op, machine: Machine) -> float:
+    known = machine.constants
+    return op.count * (known.operator_s if op.traced else known.host_s)
 
 
 def _seconds(ops: Sequence[Op], machine: Machine) -> tuple[float, float]:

@@ -107,6 +107,7 @@ class Op:
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it
     operator: str = ""  # as recomputation names it, without the overload, such as ``aten.mm``; "": it is never kept
     recomputed: float = 0.0  # runs a second time, in backward: in this share of the blocks that it stands for
+    traced: bool = False  # one operator of a model that ran; else one of a module's few kernels, as families have them
     on_rank: int | None = None  # outside the blocks of a pipeline: the rank that runs it; None: all
     moment: Literal["both", "forward", "backward"] = "both"  # both: backward follows by rule
 

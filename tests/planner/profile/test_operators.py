@@ -95,6 +95,7 @@ def test_frozen_layers_have_no_backward():
     with torch.no_grad():
         net.layers[0][1].bias.requires_grad_(True)
     found = Pass(net, torch.ones(N, H), lambda model, x: model(x)).predict()
+    assert all(op.traced for op in found.ops.by_path["layers.0"])  # each is one operator, and no module's kernels
     kinds = collections.Counter((op.moment, op.kind) for op in found.ops.by_path["layers.0"])
     assert kinds["backward", "matmul"] == 0 < kinds["backward", "move"]
 

@@ -48,13 +48,15 @@ def kernels_of_device(wanted: torch.device | None, device: torch.device) -> cont
     """Around a pass on the CPU for a model that will train on another device."""
     if wanted is None or wanted.type == "cpu" or device.type != "cpu":
         return contextlib.nullcontext()
-    return _FusedAttention()
+    return _KernelsOfCuda()
 
 
-class _FusedAttention(TorchFunctionMode):
-    """Leaves dropout out of attention, which has no fused kernel on the CPU with it.
+class _KernelsOfCuda(TorchFunctionMode):
+    """Dropout as CUDA has it.
 
-    On CUDA it has, and keeps no more for it than the state of a random generator.
+    In attention it is left out, which has no fused kernel on the CPU with it: on CUDA it has, and keeps no more for it
+    than the state of a random generator. Elsewhere it is one kernel that keeps a byte of each element, and not, as on
+    the CPU, three with a mask in the type of the elements.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -62,4 +64,12 @@ class _FusedAttention(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             given.pop("dropout_p", None)
             args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        elif func is torch.nn.functional.dropout and _is_fused(*args, **given):
+            of = {**given, **dict(zip(("input", "p"), args, strict=False))}
+            return torch.native_dropout(of["input"], of.get("p", 0.5), True)[0]
         return func(*args, **given)
+
+
+def _is_fused(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    """Whether torch drops out in one kernel on CUDA; the arguments are those of ``torch.nn.functional.dropout``."""
+    return training and not inplace and 0 < p < 1 and input.numel() > 0

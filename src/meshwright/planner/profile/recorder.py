@@ -79,7 +79,7 @@ class OpRecorder(TorchDispatchMode):
         if node is None:
             ops = kernels_of(func, args, given, result)
             name = operator_name(func)
-            self._note_forward(tuple(dataclasses.replace(op, operator=name) for op in ops), (args, given))
+            self._note_forward(tuple(dataclasses.replace(op, operator=name, traced=True) for op in ops), (args, given))
             self._held.note(result, (args, given), self._saved.place, "forward" if self._saved.running else "loss")
         else:
             self._note_backward(kernels_of(func, args, given, result), node._sequence_nr())
@@ -105,7 +105,7 @@ class OpRecorder(TorchDispatchMode):
             self._latest = self._made[max(bisect.bisect_right(self._nodes, number) - 1, 0)]
         if kernels:
             running, position, _ = self._latest
-            ops = tuple(dataclasses.replace(op, moment="backward") for op in kernels)
+            ops = tuple(dataclasses.replace(op, moment="backward", traced=True) for op in kernels)
             self.backward += self._kernels(ops, running, position + 1, needs_grad=True)
 
     def _kernels(self, ops: tuple[Op, ...], running: _Stack, position: int, *, needs_grad: bool) -> list[Kernel]:

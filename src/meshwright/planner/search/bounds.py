@@ -166,7 +166,7 @@ class Bounds:
 
     def _copies_s(self, probe: Probe, samples: int) -> float:
         """Activations go to the host beside forward, and come back beside backward."""
-        return 2 * probe.hosted_bytes * samples / self._wires.host_link.bytes_per_s if not probe.step.on_cpu else 0.0
+        return 2 * probe.hosted_bytes * samples / self._wires.host_share.bytes_per_s if not probe.step.on_cpu else 0.0
 
     def _ideal_s(self, probe: Probe, samples: int) -> float:
         inside, outside, _ = self._seconds(probe, _MANY, ideal=True)
