@@ -1,6 +1,10 @@
+import dataclasses
+
 import pytest
 
+from meshwright.cost import Stages, Step, fitted
 from meshwright.cost.pipeline import StageTimes, order, pipeline_s, play
+from meshwright.cost.simulate import played_s
 from meshwright.methods.pipeline.schedules import actions, bubble_fraction
 
 EQUAL = StageTimes(1.0, 2.0)
@@ -50,6 +54,23 @@ def test_one_rank_waits_for_nobody_and_hops_cost():
 def test_split_backward_leaves_less_bubble():
     ranks = [EQUAL] * 4
     assert 24.0 <= pipeline_s("zbv", ranks, 0.0, 2, 8) < pipeline_s("interleaved", ranks, 0.0, 2, 8)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_split_backward_waits_as_in_the_engines_own_tables_however_few_micro_batches_there_are(ranks):
+    for count in (1, 2, 3, ranks, 2 * ranks, 4 * ranks):
+        whole = 3.0 * 2 * count / (1 - bubble_fraction("zbv", ranks, 2, count))
+        assert pipeline_s("zbv", [StageTimes(2.0, 4.0)] * ranks, 0.0, 2, count) == pytest.approx(whole, rel=0.05)
+
+
+def test_a_single_micro_batch_goes_through_all_ranks_whatever_they_share():
+    known = dataclasses.replace(fitted(), constants=dataclasses.replace(fitted().constants, per_core=2.0))
+    step = Step(
+        blocks=(), axes=(("pipeline", 4),), num_micro_batches=1,
+        stages=Stages((0, 1, 2, 3, 3, 2, 1, 0), tuple((stage, stage + 1) for stage in range(8)), 8, 0, schedule="zbv"),
+    )  # fmt: skip
+    # Each rank alone computes for half of this, and its forward and the gradients of its inputs are two thirds.
+    assert played_s(step, [StageTimes(2.0, 4.0)] * 4, 0.0, known) == pytest.approx(4 * 2.0 + 1.0)
 
 
 def test_an_order_that_waits_for_itself_is_an_error():

@@ -56,8 +56,7 @@ def pipeline_s(
     if ranks * ranks * stages_per_rank > _PLAYED_ACTIONS:  # of so many ranks: as if all were the slowest
         return slowest * micro_batches + (ranks - 1) * (slowest / stages_per_rank + 2 * hop_s)
     if schedule in SPLIT_BACKWARD:
-        # Qi et al. 2024, Table 2 and DeepSeek-AI 2025, Table 2: with I = W = F the bubble is at most a rank's F a hop.
-        return slowest * micro_batches + (ranks - 1) * (slowest / 6 / max(stages_per_rank, 1) + 2 * hop_s)
+        return _split_s(times, hop_s, stages_per_rank, micro_batches)
     settled = micro_batches if schedule == "gpipe" else settled_after(schedule, ranks, micro_batches)
 
     def played(number: int) -> float:
@@ -70,6 +69,19 @@ def pipeline_s(
     each = _per_round(schedule, ranks, micro_batches)
     rate = max((whole - played(settled - each)) / each, slowest)  # hops that the ranks wait for count, too
     return whole + (micro_batches - settled) * rate
+
+
+def _split_s(times: Sequence[StageTimes], hop_s: float, stages_per_rank: int, micro_batches: int) -> float:
+    """Schedules that split backward: gradients of weights wait until a rank has nothing else to do."""
+    ranks, slowest = len(times), max(each.forward_s + each.backward_s for each in times)
+    # Qi et al. 2024, Table 2 and DeepSeek-AI 2025, Table 2: with I = W = F the bubble is at most a rank's F a hop.
+    full = slowest * micro_batches + (ranks - 1) * (slowest / 6 / stages_per_rank + 2 * hop_s)
+    # That takes enough micro-batches to fill all stages. Few of them follow the first one through all stages and back,
+    # and no rank has anything to do meanwhile but gradients of weights; the first rank's last ones come at the end.
+    weights = [min(each.forward_s, each.backward_s / 2) for each in times]  # as much as forward, and no recomputation
+    there_and_back = [each.forward_s + each.backward_s - own for each, own in zip(times, weights, strict=True)]
+    few = sum(there_and_back) + (micro_batches - 1) * max(there_and_back) + weights[0]
+    return max(full, few + 2 * stages_per_rank * (ranks - 1) * hop_s)
 
 
 def settled_after(schedule: str, ranks: int, micro_batches: int) -> int:

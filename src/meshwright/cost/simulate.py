@@ -150,8 +150,9 @@ def _on_shared_cores(
     turns = known.constants.per_core
     alone = [StageTimes(each.forward_s / turns, each.backward_s / turns) for each in times]
     cores = max(1, round(len(times) / turns))
-    if schedule in SPLIT_BACKWARD:  # they leave next to nothing idle
-        return sum(each.forward_s + each.backward_s for each in alone) * micro_batches / cores
+    if schedule in SPLIT_BACKWARD:  # they leave next to nothing idle, where there are micro-batches enough
+        busy = sum(each.forward_s + each.backward_s for each in alone) * micro_batches / cores
+        return max(busy, pipeline_s(schedule, alone, hop, per_rank, micro_batches))
     return play_on_cores(order(schedule, len(times), per_rank, micro_batches), alone, hop, per_rank, cores)
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from meshwright import planner
 from meshwright.errors import ConfigError
 from meshwright.planner.explain import found_document, page, what_if
+from meshwright.planner.table import MEMORY_CLASSES
 from tests.planner.explain.found import found, subject, subject_of
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -86,11 +88,29 @@ def test_without_plotly_the_error_names_the_extra(monkeypatch):
         page(document())
 
 
+def test_the_page_has_a_name_for_every_class_of_memory_on_a_device():
+    script = (Path(planner.__file__).parent / "explain" / "page.js").read_text()
+    classes = script.partition("const CLASSES = {")[2].partition("};")[0]
+    on_device = [name for name, _ in MEMORY_CLASSES if not name.startswith(("host_", "disk_"))]
+    assert [name for name in on_device if f"{name}: [" not in classes] == []
+
+
+def beyond():
+    """The document with what no plan in it has: too much host memory, and a class that the page has no name for."""
+    whole = json.loads(json.dumps(document()))
+    most = {"host_bytes": 3 * 2**40, "host_limit_bytes": 2**40}
+    far = whole["plans"][-1] | {"fits": False, "memory": whole["plans"][-1]["memory"] | most, "against_limit": "far"}
+    whole["too_large"].append(far)
+    held = whole["plans"][0]["memory"]["ranks"][0]["moments"]["loss"]
+    held |= {"updating": 2**30, "a_later_class": 2**30}
+    return whole
+
+
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_a_browser_draws_it_without_an_error(tmp_path):
     pytest.importorskip("plotly")
     file = tmp_path / "page.html"
-    file.write_text(page(document()))
+    file.write_text(page(beyond()))
     drawn = subprocess.run(
         [
             BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0",
@@ -106,6 +126,9 @@ def test_a_browser_draws_it_without_an_error(tmp_path):
     best = document()["plans"][0]
     assert f"{best['time']['step_time_s']:.2f} s" in texts["cards"]
     assert f"{100 * best['time']['mfu']:.1f} %" in texts["cards"]
+    assert "host memory: 2048.0 GiB too much" in texts["ranking"]
+    assert "held while updating" in texts["memory"]
+    assert "a_later_class" in texts["memory"]
     for entry in (*document()["plans"], *document()["too_large"]):
         assert entry["summary"] in texts["ranking"]
         assert f"{entry['time']['tokens_per_s']:,.0f}" in texts["ranking"]

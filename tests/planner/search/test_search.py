@@ -158,6 +158,22 @@ def test_included_half_precision_is_what_the_devices_have(cluster, dtype):
         assert best.strategy.get(name).dtype == dtype
 
 
+def test_half_precisions_that_are_included_together_are_half_in_any_order():
+    for names in (["half", "amp_native"], ["amp_native", "half"]):
+        best = quick(workload(), included=names, top=1).plans[0]
+        assert "half" in best.strategy
+        assert any("amp_native changes nothing" in notice for notice in best.notices)
+    with pytest.raises(StrategyError, match="different precisions"):
+        quick(workload(), included=[("half", "fp16"), "amp_native"])
+
+
+def test_a_number_of_micro_batches_that_is_included_divides_the_batch_or_is_refused_with_it():
+    for wish in (("gradient_accumulation", 2), ("pipeline_parallel", {"num_micro_batches": 2})):
+        assert quick(workload(), included=[wish], top=1).plans[0].step.num_micro_batches == 2
+        with pytest.raises(StrategyError, match=r"16 samples does not divide between .* with 3 micro-batches each"):
+            quick(workload(), included=[(wish[0], {"num_micro_batches": 3})])
+
+
 def test_keys_of_what_is_included_stay_and_the_search_decides_the_others():
     wishes = [
         ("fsdp", {"forward_prefetch": False}), ("pipeline_parallel", {"schedule": "gpipe"}), ("grad_clip", 0.5),

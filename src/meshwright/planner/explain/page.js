@@ -6,7 +6,9 @@ const CLASSES = {
   parameters: ["parameters", 1], master: ["fp32 master weights", 5], gradients: ["gradients", 2],
   optimizer: ["optimizer state", 3], outer: ["outer state", 7], buffers: ["buffers", 8], activations: ["activations", 4],
   recomputation: ["recomputed activations", 6], returned: ["activations brought back", 7], gathered: ["gathered", 5],
+  average: ["averaged weights", 6], updating: ["held while updating", 3],
 };
+const PATTERNS = { gathered: "/", returned: "/", average: "/", updating: "/" };
 const MOMENTS = { gather: "arrival", loss: "loss", recomputation: "last block", reduction: "last reduction", update: "update" };
 const PARTS = {
   compute_s: ["computing", 1], inline_s: ["collectives waited for", 2], exposed_s: ["gathers, reductions", 3],
@@ -93,6 +95,12 @@ function cards() {
   }));
 }
 
+/** Of a plan that does not fit: which memory is too small, and by how much. */
+function excess({ needed_bytes: needed, limit_bytes: limit, host_bytes: host, host_limit_bytes: room }) {
+  const [name, over] = known(limit) && needed > limit ? ["memory", needed - limit] : ["host memory", host - room];
+  return `${name}: ${gib(over)} too much`;
+}
+
 function ranking() {
   const priced = data.plans.some((plan) => known(plan.time?.price_per_billion_tokens_usd));
   const columns = [{ name: "#" }, { name: "strategy", text: true }, { name: "batch" }, { name: "step" }, { name: unit },
@@ -105,7 +113,7 @@ function ranking() {
       known(plan.time?.mfu) ? percent(plan.time.mfu) : "", plan.time ? gib(allocated(plan)) : gib(plan.memory.needed_bytes),
       plan.time ? gib(reserved(plan)) : "",
       ...(priced ? [known(plan.time?.price_per_billion_tokens_usd) ? number(plan.time.price_per_billion_tokens_usd) : ""] : []),
-      plan.fits ? plan.time?.binds ?? "" : `memory: ${gib(plan.memory.needed_bytes - plan.memory.limit_bytes)} too much`],
+      plan.fits ? plan.time?.binds ?? "" : excess(plan.memory)],
   });
   table(byId("ranking"), columns, [...data.plans, ...data.too_large].map(row));
 }
@@ -189,13 +197,16 @@ function memory(plan) {
   const groups = alike(plan.memory.ranks), single = plan.memory.ranks.length === 1;
   const label = (group) => single ? "every rank" : group.from === group.to ? `rank ${group.from}` : `ranks ${group.from}–${group.to}`;
   const bars = groups.flatMap((group) => Object.entries(group.moments).map(([moment, held]) => ({ label: label(group), moment: MOMENTS[moment] ?? moment, held })));
-  const used = Object.keys(CLASSES).filter((name) => bars.some((bar) => bar.held[name]));
+  const held = new Set([...Object.keys(CLASSES), ...bars.flatMap((bar) => Object.keys(bar.held))]);
+  const used = [...held].filter((name) => !/^(host|disk)_/.test(name) && bars.some((bar) => bar.held[name]));
+  const shown = (name) => CLASSES[name] ?? [plain(name), 6];
   const limit = plan.memory.limit_bytes / GIB;
   byId("memory").style.minWidth = Math.max(300, bars.length * 46) + "px";
   draw("memory", used.map((name) => ({
-    type: "bar", name: CLASSES[name][0], marker: { color: color(`--c${CLASSES[name][1]}`), pattern: { shape: name === "gathered" ? "/" : "" } },
+    type: "bar", name: shown(name)[0],
+    marker: { color: color(`--c${shown(name)[1]}`), pattern: { shape: PATTERNS[name] ?? "" } },
     x: [bars.map((bar) => bar.label), bars.map((bar) => bar.moment)], y: bars.map((bar) => (bar.held[name] ?? 0) / GIB),
-    hovertemplate: `${CLASSES[name][0]}: %{y:.3f} GiB<extra></extra>`,
+    hovertemplate: `${shown(name)[0]}: %{y:.3f} GiB<extra></extra>`,
   })), {
     height: 420, xaxis: axis({ tickangle: bars.length > 8 ? -60 : 0 }), yaxis: axis({ title: { text: "GiB" } }),
     legend: { orientation: "h", y: bars.length > 8 ? -0.45 : -0.25, x: 0 },

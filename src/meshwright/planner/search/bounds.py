@@ -249,8 +249,7 @@ class Bounds:
         return self._twins[id(state)]
 
     def _bare(self, branch: Branch, axes: tuple[tuple[str, int], ...], micro_batches: int, *, merged: bool) -> Step:
-        sizes = dict(axes)
-        first = next((axis for axis in SHARD_AXES if sizes.get(axis, 1) > 1), "data")
+        first = next((axis for axis in SHARD_AXES if dict(axes).get(axis, 1) > 1), "data")
         step = Step(
             blocks=self._bare_blocks(self.undivided(branch), merged),
             axes=axes,
@@ -279,13 +278,14 @@ def _shares(mesh: Mesh) -> int:
 
 
 def probing(precision: Choice, recompute: Choice, rest: Choice) -> Choice:
-    """What a probe has: all but what needs other axes, or a sharding method, or is of parameters' states alone."""
-    alone = (each for each in rest if getattr(each, "axis", None) is None and not _lacks(each) and not _of_state(each))
+    """What a probe has: all but what needs other axes, or a sharding method, or is no matter of one sample."""
+    alone = (each for each in rest if getattr(each, "axis", None) is None and not _lacks(each) and not _no_probes(each))
     return (*precision, *recompute, *alone)
 
 
-def _of_state(method: MethodConfig) -> bool:
-    return isinstance(method, Method) and method.of_state
+def _no_probes(method: MethodConfig) -> bool:
+    """Whether it is of states alone, or says into how many micro-batches a step is cut, where a probe has its own."""
+    return getattr(method, "num_micro_batches", None) is not None or (isinstance(method, Method) and method.of_state)
 
 
 def _lacks(method: MethodConfig) -> bool:

@@ -108,9 +108,11 @@ class Candidates:
         for sizes in sorted(self._sizes(), key=lambda sizes: (math.prod(sizes.values()), tuple(sizes.items()))):
             ranks = self.world // math.prod(sizes.values())
             replicas = ranks * sizes.get("replica", 1) * sizes.get("expert", 1)
-            if self.batch_size is not None and self.batch_size % replicas:
+            if self.batch_size is not None and not self._divides(self.batch_size, replicas):
+                parts = ", ".join(str(count) for count in self.space.micro_batches or () if count)
                 self.refuse(
-                    f"a batch of {self.batch_size} samples does not divide between {replicas} replicas",
+                    f"a batch of {self.batch_size} samples does not divide between {replicas} replicas"
+                    + (f" with {parts} micro-batches each" if parts else ""),
                     axes_text(sizes),
                 )
                 continue
@@ -118,6 +120,10 @@ class Candidates:
             for methods in itertools.product(*(self.space.axis_methods[axis] for axis, _ in inner)):
                 chosen = tuple(itertools.chain.from_iterable(methods))
                 yield Mesh(inner, ranks, sizes.get("pipeline", 1), sizes.get("replica", 1), chosen)
+
+    def _divides(self, samples: int, replicas: int) -> bool:
+        """Whether replicas share a batch equally, in one of the numbers of micro-batches that the space names."""
+        return any(samples % (replicas * (count or 1)) == 0 for count in self.space.micro_batches or (1,))
 
     def _sizes(self) -> Iterator[dict[str, int]]:
         names = list(self.space.sizes)
@@ -194,6 +200,9 @@ class Candidates:
 
     def micro_batches(self, mesh: Mesh) -> tuple[int | None, ...]:
         """Numbers of micro-batches of a step, the fewest first."""
+        if self.space.micro_batches is not None and self.batch_size is not None:
+            each = self.batch_size // replicas_of(mesh)
+            return tuple(count for count in self.space.micro_batches if each % (count or 1) == 0)
         if self.space.micro_batches is not None:
             return self.space.micro_batches
         if self.batch_size is None:

@@ -20,8 +20,11 @@ def constrained(space: Space, excluded: Sequence[str], included: Wishes, world: 
     Raises:
         StrategyError: When nothing is left.
     """
-    for wished in included.values():
-        space = _including(space, as_devices_have(wished, space.half_dtype), world, node)
+    wishes = {name: as_devices_have(wished, space.half_dtype) for name, wished in included.items()}
+    halves = tuple(wishes[name] for name in HALF if name in wishes)
+    space = space.replace(precision=(halves,)) if halves else space  # of both one changes nothing, or the law refuses
+    for wished in wishes.values():
+        space = _including(space, wished, world, node)
     for name in excluded:
         space = _excluding(space, name)
     kinds = {"sharding": space.sharding, "precision": space.precision, "recompute": space.recompute}
@@ -59,8 +62,15 @@ def _including(space: Space, wished: MethodConfig, world: int, node: int) -> Spa
     if name == "offload":
         return space.replace(offload=_wished(offloads() if space.offload == ((),) else space.offload, wished))
     if name in HALF:
-        return space.replace(precision=choices(wished))
+        return space
+    count = getattr(wished, "num_micro_batches", None)
+    space = _cut_into(space, count) if count is not None else space
     return space.replace(extra=(*space.extra, wished))
+
+
+def _cut_into(space: Space, count: int) -> Space:
+    """The number of micro-batches that a method says, where the search may choose it."""
+    return space if space.micro_batches is not None else space.replace(micro_batches=(count,))
 
 
 def _on_mesh(space: Space, axes: dict[str, int]) -> Space:
@@ -74,6 +84,8 @@ def _on_mesh(space: Space, axes: dict[str, int]) -> Space:
 def _on_axis(space: Space, wished: MethodConfig, axis: str, world: int, node: int) -> Space:
     # Replicas that synchronise rarely are whole nodes, where there are several.
     usual = {"replica": divisors_of(world // node if world > node else world)}.get(axis, divisors_of(world))
+    count = getattr(wished, "num_micro_batches", None)
+    space = _cut_into(space, count) if count is not None else space
     sizes = tuple(size for size in space.sizes.get(axis, usual) if size > 1)
     return space.replace(
         sizes={**space.sizes, axis: sizes},
