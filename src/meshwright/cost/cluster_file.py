@@ -76,7 +76,7 @@ def read_cluster(path: Path, *, learned: bool = True) -> Cluster:
     try:
         text = path.read_text()
         data = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
-        if not learned and isinstance(data, Mapping) and "calibration" in data:
+        if not learned and isinstance(data, Mapping) and isinstance(data.get("calibration"), Mapping):
             data = {**data, "calibration": {k: v for k, v in data["calibration"].items() if k != "learned"}}
         return _cluster_from(data)
     except MeshwrightError:
@@ -86,7 +86,7 @@ def read_cluster(path: Path, *, learned: bool = True) -> Cluster:
             f"The cluster file {path} cannot be used",
             expected=f"TOML or JSON with the keys {join_names(sorted(_KEYS))}",
             got=f"{type(error).__name__}: {error}",
-            fix="correct the file",
+            fix="correct the file, or write it with meshwright calibrate",
         ) from None
 
 

@@ -189,6 +189,8 @@ def calibration_from(data: Mapping[str, Any]) -> Calibration:
     Raises:
         KeyError, TypeError, AttributeError, ValueError: When they are not what they should be.
     """
+    if not isinstance(data, Mapping):
+        raise ValueError("calibration is no table")
     machine = data.get("machine")
     if machine is not None and not isinstance(machine, str):
         raise ValueError(f"calibration.machine is {machine!r}")

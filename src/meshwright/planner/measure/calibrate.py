@@ -116,10 +116,7 @@ def calibrate(
         on_progress: Called on every rank with what comes next, how many are done, and of how many.
 
     Returns:
-        The machine, alike on every rank.
-
-    Raises:
-        LaunchError: Before ``init_distributed``.
+        The machine, alike on every rank; without ``init_distributed``, as one rank alone has it.
     """
     now = settings()
     start_s = time.perf_counter()
