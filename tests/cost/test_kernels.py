@@ -101,8 +101,8 @@ def test_what_was_cast_once_is_not_cast_again():
 
 
 def test_precisions_gain_what_transformer_engine_documents():
-    # Its gemm_profiling, on B300: how much sooner the twelve products of a layer are done than in bf16, with casts before
-    # each product, and without any. A layer casts each tensor once, which is in between.
+    # Its gemm_profiling, on B300: how much sooner the twelve products of a layer are done than in bf16, with casts
+    # before each product, and without any. A layer casts each tensor once, which is in between.
     measured = {"delayed": (1.64, 1.92), "current": (1.39, 1.92), "blocks": (1.42, 1.83), "nvfp4": (1.98, 3.48)}
     b300 = Efficiency(matmul=0.73, fp8=0.716, fp4=0.457, memory=0.9)
     machine = Machine(DEVICES["B300"], b300, Constants())
