@@ -178,3 +178,12 @@ def test_samples_do_not_change_a_known_model():
 def test_what_names_no_model_is_refused(text, message):
     with pytest.raises(ModelError, match=message):
         parse_family(text)
+
+
+def test_each_recipe_of_fp8_moves_its_own_bytes():
+    seconds = {
+        recipe: planned(["fsdp", ("fp8", recipe), ("amp_native", "bf16")], cluster="h100x8").forecast.time.step_time_s
+        for recipe in ("delayed", "tensorwise", "rowwise", "mxfp8")
+    }
+    assert sorted(seconds, key=seconds.__getitem__)[0] == "delayed"
+    assert len(set(seconds.values())) == 4

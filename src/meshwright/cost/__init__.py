@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         Op,
         Parameter,
         Placement,
+        Scaling,
         Stages,
         StateTensor,
         Step,
@@ -100,7 +101,7 @@ else:
         sharding_traffic: gather_traffic gathered_bytes mean_traffic reduce_traffic reduced_bytes
         simulate: StepTime simulate timeline
         step: Block Boundary BoundaryAxis Buffer CollectiveKind Copy Hosted Moment Op Parameter Placement
-        step: Stages StateTensor Step Traffic Updating
+        step: Scaling Stages StateTensor Step Traffic Updating
         timeline: Event
         traffic: inline_traffic send_boundaries
         transient: Instant Transient outermost_instants
@@ -144,6 +145,7 @@ __all__ = [
     "Placement",
     "Recomputed",
     "SavedTensor",
+    "Scaling",
     "Stages",
     "StateTensor",
     "Step",

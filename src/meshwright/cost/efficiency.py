@@ -25,6 +25,7 @@ class Efficiency:
     Args:
         matmul: Of the peak of half-precision (and fp32) matrix products, in large ones.
         fp8: Of the peak of fp8 products, in large ones.
+        fp4: Of the peak of 4-bit products, in large ones; None: as ``fp8``.
         attention: Of the half-precision peak, in fused attention with heads of width 128.
         memory: Of the memory bandwidth, in kernels that are bound by it.
         intra: Of the bandwidth of links inside a node.
@@ -39,6 +40,7 @@ class Efficiency:
 
     matmul: float = 0.75
     fp8: float = 0.55
+    fp4: float | None = None
     attention: float = 0.45
     memory: float = 0.8
     intra: float = 0.75
@@ -53,6 +55,12 @@ class Efficiency:
     reduce_scatter: float = 1.0
     all_to_all: float = 1.0
     send: float = 1.0
+
+    def of_matmul(self, dtype: str) -> float:
+        """Of the peak of a precision, in large products."""
+        if dtype == "fp4" and self.fp4 is not None:
+            return self.fp4
+        return self.fp8 if dtype in ("fp8", "fp4") else self.matmul
 
     def of_attention(self, dtype: str) -> tuple[float, float]:
         """Of the peak in forward, and the speed of backward beside it."""
@@ -84,6 +92,8 @@ class Constants:
         vendor: Of the half-precision peak, what fused attention reaches that is written for its generation of devices
             (cuDNN's; FlashAttention-3 on Hopper: Shah et al. 2024, Fig. 5 and 6).
         early: Speed of products beside today's in the first year of a generation of devices, before libraries knew it.
+        blocks: Speed of fp8 products with a scale for each 32 elements beside those with one for each tensor (6.8 and
+            7.2 ms for the same products on B300: Transformer Engine's documentation, gemm_profiling).
         tile: Times the bytes of its operands that a product's first and last tiles cost beside its arithmetic.
         host_s: What the host takes to launch one kernel of a module that is not compiled: a block cannot be faster.
         operator_s: The same of one operator of a model that was traced: of these a module has several.
@@ -121,6 +131,7 @@ class Constants:
     host_s: float = 5e-5
     operator_s: float = 1.5e-5
     early: float = 0.9
+    blocks: float = 0.945
     tile: float = 1.2
     rowwise_bytes: float = 5.0
     async_tensor: float = 0.5

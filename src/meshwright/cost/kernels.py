@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from meshwright.cost.casts import casts_of
+
 if TYPE_CHECKING:
     from meshwright.cost.device import Device
     from meshwright.cost.efficiency import Constants, Efficiency
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 _HEAD_WIDTH = 128  # that ``Efficiency.attention`` is stated for
 # FlashAttention-2 (Dao 2023, §3.1) recomputes the scores: backward does five products where forward does two.
 _ATTENTION_BACKWARD = 2.5
+_BLOCKS = ("blocks", "mxfp8")  # a scale for each 32 elements
 _ITEMSIZE = {"fp32": (4, 4), "half": (2, 2), "fp8": (1, 2), "fp4": (0.5, 2)}  # of inputs and outputs in memory
-_CAST_BYTES = {"fp8": 3, "fp4": 2.5}  # a cast reads both bytes and writes what is left
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Machine:
 
     def matmul_flops_per_s(self, dtype: str) -> float:
         """What large products reach."""
-        fraction = self.efficiency.fp8 if dtype in ("fp8", "fp4") else self.efficiency.matmul
+        fraction = self.efficiency.of_matmul(dtype)
         return self.device.peak_flops_per_s(dtype) * fraction * self.sustained
 
     @property
@@ -76,7 +78,10 @@ def _kernel_s(op: Op, machine: Machine) -> float:
         return op.count * (machine.move_s(op.num_bytes) + _functions_s(op, machine) + gap)
     if op.kind == "attention":
         return _attention_s(op, machine) + op.count * gap
-    return op.count * (_matmul_s(op.m, op.n, op.k, op, machine, op.m * op.k) + gap)
+    casts = casts_of(op, machine.constants.rowwise_bytes)
+    of_input, of_weight = (casts.listed,) * 2 if op.moment == "backward" else (casts.input, casts.weight)
+    cast = of_input * op.m * op.k + of_weight * op.k * op.n
+    return op.count * (_matmul_s(op.m, op.n, op.k, op, machine, cast) + gap)
 
 
 def backward_s(op: Op, machine: Machine) -> float:
@@ -93,8 +98,10 @@ def backward_s(op: Op, machine: Machine) -> float:
     if op.kind == "attention":
         slower = _ATTENTION_BACKWARD / machine.efficiency.of_attention(op.dtype)[1]
         return again + _attention_s(op, machine) * slower + op.count * gap
-    of_input = _matmul_s(op.m, op.k, op.n, op, machine, op.m * op.n)
-    of_weight = _matmul_s(op.k, op.n, op.m, op, machine, 0)
+    casts = casts_of(op, machine.constants.rowwise_bytes)
+    cast = casts.gradient * op.m * op.n + casts.weight_again * op.k * op.n
+    of_input = _matmul_s(op.m, op.k, op.n, op, machine, cast)
+    of_weight = _matmul_s(op.k, op.n, op.m, op, machine, casts.input_again * op.m * op.k)
     return again + op.count * (of_input + of_weight + 2 * gap)
 
 
@@ -112,16 +119,18 @@ def pass_flops(op: Op) -> tuple[int, int]:
     return forward, op.flops * (1 if op.moment == "backward" else 2)
 
 
-def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine, fresh: int) -> float:
-    """One product; ``fresh`` of the elements it takes are cast first where others were cast for an earlier one."""
+def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine, cast_bytes: float) -> float:
+    """One product, and the casts before it."""
     size_in, size_out = _ITEMSIZE[op.dtype]
-    moved = machine.constants.tile * (size_in * (m * k + k * n) + size_out * m * n)
-    if op.dtype in _CAST_BYTES:
-        rowwise = machine.constants.rowwise_bytes if op.variant == "rowwise" else 0.0
-        moved += (_CAST_BYTES[op.dtype] + rowwise) * (fresh if op.variant == "cached" else m * k + k * n)
-    rate = machine.matmul_flops_per_s(op.dtype) * (machine.constants.early if op.variant == "early" else 1.0)
-    spent = 2 * m * n * k / rate + machine.move_s(moved)
+    moved = machine.constants.tile * (size_in * (m * k + k * n) + size_out * m * n) + cast_bytes
+    spent = 2 * m * n * k / (machine.matmul_flops_per_s(op.dtype) * _speed(op, machine)) + machine.move_s(moved)
     return machine.constants.product_s + op.batch * spent
+
+
+def _speed(op: Op, machine: Machine) -> float:
+    """Of a product beside others of its precision."""
+    early = machine.constants.early if op.variant == "early" else 1.0
+    return early * (machine.constants.blocks if op.scaling in _BLOCKS else 1.0)
 
 
 def _attention_s(op: Op, machine: Machine) -> float:

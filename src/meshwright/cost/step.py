@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
 Moment = Literal["forward", "backward", "update"]
+Scaling = Literal["", "delayed", "current", "blocks", "nvfp4", "tensorwise", "rowwise", "mxfp8"]
 BoundaryAxis = Literal["tensor", "sequence", "context", "expert"]
 
 
@@ -100,8 +101,9 @@ class Op:
     functions: int = 0  # of a move: elements to which it applies a function that takes a CPU longer than their bytes
     dtype: Literal["fp32", "half", "fp8", "fp4"] = "half"
     causal: bool = False  # of an attention: half of the scores are not computed
-    # fp8 scaled row by row, or cast once (weights: once a step); others: see Constants.
-    variant: Literal["", "rowwise", "cached", "early", "flash1", "vendor"] = ""
+    variant: Literal["", "early", "flash1", "vendor"] = ""  # see Constants
+    scaling: Scaling = ""  # of a product in 8 or 4 bits, see ``casts``
+    casts_weight: bool = True  # of the same; False: its weight is cast once a step, or was gathered so
     count: int = 1
     inside: tuple[str, ...] = ()  # qualified names of the classes of the modules it lies in
     needed_in: tuple[str, ...] = ()  # those of them in which something is saved for backward after it

@@ -156,7 +156,7 @@ class Fp8(Method):
         choice = self.choice(model, tensor_ranks)
         # Fake tensors are never multiplied: any device can pretend.
         options = self.options(sharded=sharded, tensor_ranks=tensor_ranks, emulate=True)
-        return Fp8Trace(choice.layers, options, choice.num_weights, self._multiple, rowwise=self.recipe == "rowwise")
+        return Fp8Trace(choice.layers, options, choice.num_weights, self._multiple, self.recipe)
 
     def check(self, job: Job) -> None:
         """Refuses a model without fitting layers, a recipe without its library, and gathers that nothing asks for."""

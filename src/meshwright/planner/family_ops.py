@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from meshwright.cost import Op
+from meshwright.cost import Op, Scaling
 from meshwright.planner.family_shape import BLOCK, Shape
 
 ATTENTION = "CoreAttention"  # scores, softmax and their product with the values: what ``selective`` recomputes
@@ -38,10 +38,10 @@ class FamilyRun:
         dropout: Whether its masks are kept.
         seq: Tokens of a sample.
         flash1: Whether fused attention is of the first generation (Dao et al. 2022; Triton's).
-        saves_fp8: Whether products in 8 bits (or fewer) keep their inputs so, as Transformer Engine does: what was cast
-            for forward is not cast again for backward, and weights once a step.
+        scaling: How tensors are scaled for products in 8 or 4 bits (a key of ``cost.casts.CASTS``).
+        saves_fp8: Whether products in 8 bits (or fewer) keep their inputs so, as Transformer Engine does.
+        casts_weights: Whether every micro-batch casts weights; False: once a step, or they were gathered so.
         vendor_attention: Whether fused attention is written for this generation of devices (cuDNN's).
-        rowwise: Whether fp8 products have a scale for each row.
         keeps_gathered: Whether the gathered input of a split layer is kept, instead of gathered again in backward.
         copies_heads: Whether queries, keys and values are copied before attention, and the copies kept.
         scatters_boundary: Whether each rank of a tensor axis hands on its part of what all of them have.
@@ -66,8 +66,9 @@ class FamilyRun:
     seq: int = 0
     flash1: bool = False
     vendor_attention: bool = False
+    scaling: Scaling = "delayed"
     saves_fp8: bool = False
-    rowwise: bool = False
+    casts_weights: bool = True
     keeps_gathered: bool = False
     copies_heads: bool = False
     scatters_boundary: bool = False
@@ -130,9 +131,13 @@ def _moves(shape: Shape, run: FamilyRun) -> Op:
 
 def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "") -> Op:
     names = (BLOCK, beside) if beside else (BLOCK,)
-    cached = run.saves_fp8 and run.dtype in _NARROW
-    variant = "rowwise" if run.rowwise else "cached" if cached else "early" if run.early else ""
-    return Op("matmul", m, n, k, dtype=run.dtype, inside=names, needed_in=names, variant=variant, operator=PRODUCT)  # type: ignore[arg-type]
+    product = Op(
+        "matmul", m, n, k, dtype=run.dtype, inside=names, needed_in=names, variant="early" if run.early else "",
+        operator=PRODUCT,
+    )  # fmt: skip
+    if run.dtype not in _NARROW:
+        return product
+    return dataclasses.replace(product, scaling=run.scaling, casts_weight=run.casts_weights)
 
 
 def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tuple[Op, ...]:

@@ -11,7 +11,7 @@ from typing import Literal
 
 from meshwright.cost import Calibration, Cluster, Peak, Step, memory, peak
 from meshwright.errors import ConfigError
-from meshwright.methods import SAMPLED, PipelineParallel, Resolved, TensorParallel, cost_of, resolve
+from meshwright.methods import SAMPLED, Fp8, PipelineParallel, Resolved, TensorParallel, cost_of, resolve
 from meshwright.methods.pipeline.schedules import live_peaks
 from meshwright.planner.allocator import taken_bytes, usable_bytes, usable_host_bytes
 from meshwright.planner.families import family_step
@@ -167,7 +167,8 @@ class FamilyWorkload:
             split_tokens=isinstance(tensor, TensorParallel) and tensor.sequence,
             compiled="compile" in strategy,
             fused_loss=self.fused_loss,
-            rowwise=getattr(fp8, "recipe", "") == "rowwise",
+            scaling=fp8.recipe if isinstance(fp8, Fp8) else "delayed",
+            casts_weights=not getattr(fp8, "all_gather", False),
             seq=self.shape.seq,
         )
 

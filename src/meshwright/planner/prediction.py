@@ -180,7 +180,7 @@ class Pass:
     def _recorder(self, saved: SavedTensors, held: HeldBytes) -> OpRecorder:
         if self.fp8 is None:
             return OpRecorder(saved, held)
-        return OpRecorder(saved, held, self.fp8.layers.values(), rowwise=self.fp8.rowwise)
+        return OpRecorder(saved, held, self.fp8.layers.values(), self.fp8.scaling)
 
     def _as_one_rank(self, log: SaveLog) -> contextlib.AbstractContextManager[None]:
         return self.split.running(log) if self.split is not None else _nothing()

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import DataError
-from meshwright.planner.published import COLUMNS, NotCovered, Row, kendall_tau, predict_row, read_rows, score
+from meshwright.planner.published import COLUMNS, NotCovered, Row, case_of, kendall_tau, predict_row, read_rows, score
 from meshwright.planner.published.conventions import convention_of
 from meshwright.planner.published.held import held_by
 from meshwright.planner.published.versions import convention_of_row
@@ -222,3 +222,27 @@ def test_hybrid_sharding_over_as_many_as_a_note_says():
     cells = {"model": "Llama-2-7B", "gpu": "H100", "n_gpus": "256", "zero_stage": "FSDP", "micro_batch": "1"}
     case = predict_row(Row(0, {**cells, "source": "somebody [HSDP 128]"})).case
     assert dict(case.steps[0].axes) == {"zero": 128, "data": 2}
+
+
+@pytest.mark.parametrize(
+    ("source", "precision", "scaling", "casts_weights"),
+    [
+        ("Megatron-Bridge 26.06", "FP8", "current", False),
+        ("Megatron-Bridge 26.06", "MXFP8", "blocks", False),
+        ("Megatron-Bridge 26.06", "NVFP4", "nvfp4", False),
+        ("NeMo 24.07", "fp8", "delayed", False),
+        ("llm-foundry", "amp_fp8", "delayed", True),
+        ("torchtitan", "float8-tensorwise", "tensorwise", False),
+        ("torchtitan", "float8-rowwise", "rowwise", True),
+        ("torchao", "mxfp8_cublas", "mxfp8", True),
+    ],
+)
+def test_how_projects_scale_narrow_products(source, precision, scaling, casts_weights):
+    run = case_of(row(source=source, precision=precision, gpu="GB200")).run
+    assert (run.scaling, run.casts_weights) == (scaling, casts_weights)
+
+
+def test_as_many_stages_as_blocks_and_two_more_stay_interleaved():
+    cells = {"layers": "126", "hidden": "16384", "heads": "128", "n_gpus": "256", "tp": "4", "pp": "16", "dp": "4"}
+    case = case_of(row(source="Megatron-Bridge [VP=8]", **cells, micro_batch="1", global_batch="1536", gpu="GB200"))
+    assert case.strategy.get("pipeline_parallel").num_stages_per_rank == 7

@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from meshwright.methods.float8.torchao_layers import filled_up
 from meshwright.nn import wrap_method
 from meshwright.nn.fp8 import Fp8Linear, Fp8Options, to_fp8, to_plain
+
+if TYPE_CHECKING:
+    from meshwright.cost import Scaling
 
 
 class Fp8Trace:
@@ -21,7 +25,7 @@ class Fp8Trace:
         options: Of delayed scaling; None for torchao's layers, which save what they would anyway, and cast it again.
         num_weights: The weights, with the number of layers that share each.
         rows: What torchao's layers fill rows up to.
-        rowwise: Whether every row has a scale of its own.
+        scaling: The recipe: how tensors are scaled.
     """
 
     def __init__(
@@ -30,10 +34,9 @@ class Fp8Trace:
         options: Fp8Options | None,
         num_weights: Mapping[nn.Parameter, int],
         rows: int,
-        *,
-        rowwise: bool = False,
+        scaling: Scaling,
     ) -> None:
-        self.layers, self.rowwise = layers, rowwise
+        self.layers, self.scaling = layers, scaling
         self._options, self.num_weights, self._rows = options, num_weights, rows
 
     @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from meshwright.planner.profile.operators import kernels_of
 from meshwright.planner.profile.workspace import with_workspace
 
 if TYPE_CHECKING:
-    from meshwright.cost import Op
+    from meshwright.cost import Op, Scaling
     from meshwright.planner.profile.held import HeldBytes
     from meshwright.planner.saved import SavedTensors
 
@@ -48,14 +48,14 @@ class OpRecorder(TorchDispatchMode):
             model.
         held: Told of every operator, with the place whose backward it is.
         fp8: Layers whose products run in 8 bits. What they cast belongs to these products (see ``cost.kernels``).
-        rowwise: Whether these have a scale for each row.
+        scaling: How their tensors are scaled.
     """
 
     def __init__(
-        self, saved: SavedTensors, held: HeldBytes, fp8: Collection[nn.Module] = (), *, rowwise: bool = False
+        self, saved: SavedTensors, held: HeldBytes, fp8: Collection[nn.Module] = (), scaling: Scaling = ""
     ) -> None:
         super().__init__()
-        self._saved, self._held, self._fp8, self._rowwise = saved, held, set(fp8), rowwise
+        self._saved, self._held, self._fp8, self._scaling = saved, held, set(fp8), scaling
         self.forward: list[Kernel] = []
         self.backward: list[Kernel] = []
         self._nodes: list[int] = []  # numbers of autograd nodes, rising
@@ -111,8 +111,8 @@ class OpRecorder(TorchDispatchMode):
     def _kernels(self, ops: tuple[Op, ...], running: _Stack, position: int, *, needs_grad: bool) -> list[Kernel]:
         saved = len(self._saved.log)
         if self._fp8 and not self._fp8.isdisjoint(running):
-            variant: Literal["", "rowwise"] = "rowwise" if self._rowwise else ""
-            ops = tuple(dataclasses.replace(op, dtype="fp8", variant=variant) for op in ops if op.kind == "matmul")
+            narrow = (op for op in ops if op.kind == "matmul")
+            ops = tuple(dataclasses.replace(op, dtype="fp8", scaling=self._scaling) for op in narrow)
         return [Kernel(op, running, position, saved, needs_grad) for op in ops]
 
 

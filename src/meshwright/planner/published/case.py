@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Literal
 
 from meshwright.cost import Cluster, Step, find_device, make_cluster
 from meshwright.cost.cluster import most_joined
@@ -16,6 +15,7 @@ from meshwright.planner.family_shape import Shape
 from meshwright.planner.published.conventions import Convention
 from meshwright.planner.published.described import Case
 from meshwright.planner.published.held import held_by
+from meshwright.planner.published.precision import dtype_of, gathering, gathers_fp8, scaling_of
 from meshwright.planner.published.rows import Row
 from meshwright.planner.published.shapes import has_unknown_experts, shape_of
 from meshwright.planner.published.strategies import (
@@ -124,7 +124,7 @@ def _case(
     shown = _shown_by(steps)
     costed = {
         rank: _as_source(
-            _gathering(cost_of(strategy, steps[rank]), row, convention, run), convention, stage, async_tensor=beside
+            gathering(cost_of(strategy, steps[rank]), row, convention, run), convention, stage, async_tensor=beside
         )
         for rank in dict.fromkeys(shown)
     }
@@ -151,7 +151,7 @@ def _run(
     return FamilyRun(
         micro_batch=batches[0],
         num_micro_batches=batches[1],
-        dtype=_dtype(row, assumed),
+        dtype=dtype_of(row, assumed),
         split_tokens=convention.split_tokens or "sequence" in row.text("ac").lower(),
         fused_attention=convention.fused_attention,
         compiled=convention.compiled or row.text("compile").lower() in ("true", "yes", "1"),
@@ -161,7 +161,8 @@ def _run(
         flash1=convention.flash1,
         vendor_attention=convention.vendor_attention,
         saves_fp8=convention.vendor_attention,  # both come with Transformer Engine
-        rowwise="row" in row.text("precision").lower(),
+        scaling=scaling_of(row, convention),
+        casts_weights=convention.casts_weights and not gathers_fp8(row, convention),
         keeps_gathered=convention.keeps_gathered,
         copies_heads=convention.copies_heads,
         balances_head=convention.balances_head,
@@ -232,20 +233,6 @@ def _logit_bytes(convention: Convention, cluster: Cluster, tensor: int) -> tuple
     return convention.logit_bytes
 
 
-def _dtype(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8", "fp4"]:
-    text = row.text("precision").lower().replace("-", "").replace("_", "")
-    if "fp4" in text:
-        return "fp4"
-    if "fp8" in text or "float8" in text or "f8" in text or "e4m3" in text:
-        return "fp8"
-    if "16" in text or "amp" in text or "half" in text or "mixed" in text:
-        return "half"
-    if "32" in text:
-        return "fp32"
-    assumed.append("half precision")
-    return "half"
-
-
 def _shown_by(steps: list[Step]) -> list[int]:
     """For every rank of a pipeline the one that stands for it: of the middle ones the first with as many blocks.
 
@@ -258,18 +245,6 @@ def _shown_by(steps: list[Step]) -> list[int]:
         kind = (rank == 0, rank == len(steps) - 1, sum(end - first for first, end in ranges))
         shown.append(firsts.setdefault(kind, rank))
     return shown
-
-
-def _gathering(step: Step, row: Row, convention: Convention, run: FamilyRun) -> Step:
-    """Gathers in 8 bits instead of 16: where products have one scale for each tensor, it is known before."""
-    blockwise = run.rowwise or "mx" in row.text("precision").lower()
-    if not convention.gathers_fp8 or run.dtype != "fp8" or blockwise:
-        return step
-    traffic = tuple(
-        dataclasses.replace(each, bytes_per_step=each.bytes_per_step // 2) if each.kind == "all_gather" else each
-        for each in step.traffic
-    )
-    return step.replace(traffic=traffic)
 
 
 def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: bool) -> Step:

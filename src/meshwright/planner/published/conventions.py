@@ -10,6 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.cost import Scaling
+
 
 @dataclass(frozen=True)
 class Convention:
@@ -33,6 +35,8 @@ class Convention:
         ddp_buckets: Whether DistributedDataParallel holds gradients in its buckets beside the parameters' own.
         flash1: Whether fused attention is of the first generation.
         vendor_attention: Whether it is cuDNN's, written for each generation of devices.
+        scaling: How tensors are scaled for products in 8 bits (``cost.casts``), where a cell does not say.
+        casts_weights: Whether each micro-batch casts weights to 8 bits; False: once a step.
         latency_s: From node to node, where it is not that of InfiniBand or RoCE.
         scatters_boundary: Whether tensor-parallel ranks each hand on a part of what all of them have.
         balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
@@ -78,6 +82,8 @@ class Convention:
     vocab: int | None = None
     flash1: bool = False
     vendor_attention: bool = False
+    scaling: Scaling = "tensorwise"
+    casts_weights: bool = True
     latency_s: float = 1.2e-5
     scatters_boundary: bool = False
     balances_head: bool = False
@@ -130,6 +136,8 @@ _MEGATRON = Convention(
     async_tensor=True,
     compiled=True,  # Transformer Engine's fused norms, rotary positions and activations
     vendor_attention=True,  # so is its attention
+    scaling="delayed",
+    casts_weights=False,
     stages=8,
     vocab=128256,
     default_zero=1,
@@ -139,9 +147,16 @@ _KNOWN = (
     Convention(words=("automodel",), vendor_attention=True, default_zero=3),  # FSDP2 with Transformer Engine
     dataclasses.replace(  # ``grad_sync_dtype: bf16`` in NeMo's recipes, ``grad_reduce_in_fp32 = False`` in Bridge's
         _MEGATRON,
-        words=("megatron-bridge", "megatron bridge", "nemo"),
+        words=("nemo",),
         reduce="half",
         wide_gradients=False,
+    ),
+    dataclasses.replace(
+        _MEGATRON,
+        words=("megatron-bridge", "megatron bridge"),
+        reduce="half",
+        wide_gradients=False,
+        scaling="current",  # its recipes are named ``fp8cs``
     ),
     _MEGATRON,
     Convention(  # XLA fuses what is elementwise; attention is cuDNN's (``cudnn_flash_te``)
@@ -149,6 +164,7 @@ _KNOWN = (
         fused_loss=True,
         compiled=True,
         vendor_attention=True,
+        scaling="delayed",
         default_zero=3,
     ),
     Convention(  # its recipes switch cuDNN's attention off (``xla_gpu_enable_cudnn_fmha=false``)
@@ -157,6 +173,7 @@ _KNOWN = (
         fused_attention=False,
         fused_loss=True,
         compiled=True,
+        scaling="delayed",
         vocab=51200,
         default_zero=3,
     ),
@@ -170,6 +187,7 @@ _KNOWN = (
         logit_moves=(2 + 2 * 14, 4),
         reduce="half",
         flash1=True,  # Triton's kernel of 2023
+        scaling="delayed",  # Transformer Engine's
         early_on=("H100",),  # cuBLAS of CUDA 12.1
         gathers_ahead=False,  # Composer's default is BACKWARD_POST
         vocab=50368,

@@ -100,8 +100,10 @@ def pipeline_of(ranks: int, run: FamilyRun, convention: Convention, shape: Shape
         virtual = max(virtual, _usual_stages(shape.layers // ranks, convention.stages))
     if not found and "2205.05198" in row.source and shape.layers // ranks >= 3 and shape.layers // ranks % 3 == 0:
         virtual = 3  # Korthikanti et al. 2022, Table 3
+    # Some count embedding and head as blocks, and so have as many stages as blocks and two more.
+    virtual = min(virtual, shape.layers // ranks)
     rounds = max(1, run.num_micro_batches // ranks)
-    if virtual < 2 or shape.layers < virtual * ranks or run.num_micro_batches % rounds:
+    if virtual < 2 or run.num_micro_batches % rounds:
         return {"schedule": "1f1b" if run.num_micro_batches >= ranks else "gpipe"}
     return {"schedule": "interleaved", "num_stages_per_rank": virtual}
 
