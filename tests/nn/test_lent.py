@@ -122,6 +122,25 @@ def test_a_pass_without_data_leaves_no_trace():
     assert loss.weight.grad is not None
 
 
+class Criterion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, inputs, output):
+        return (output * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("before", [None, torch.ones(3)])
+def test_a_plan_leaves_a_criterion_that_is_no_module_in_the_loss_its_gradients(before):
+    criterion = Criterion()
+    criterion.scale.grad = before
+    mw.accelerate(
+        nn.Linear(4, 3), torch.optim.SGD, None, criterion.forward, optim_args={"lr": 0.1}, sample_batch=torch.ones(2, 4)
+    )
+    assert criterion.scale.grad is before
+
+
 def teacher():
     model = tiny.build("plain")
     model.register_buffer("calls", torch.zeros(()))  # DDP takes rank 0's in every forward

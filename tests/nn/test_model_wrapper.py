@@ -158,6 +158,19 @@ def test_lora(ranks, tmp_path, wrap_first):
     ranks(2).run(_lora, tmp_path, wrap_first)
 
 
+def _lora_of_shards():
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(BMTrainModelWrapper(tiny.build("llama")), LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ModelError, match=r"adapters for the shards.*layers\.1\.self_attn\.q_proj.*change the order"):
+        model(input_ids=ids()[0])
+
+
+def test_lora_that_peft_has_made_for_shards_is_refused(ranks):
+    pytest.importorskip("peft")
+    ranks(2).run(_lora_of_shards)
+
+
 def _bf16():
     """Weights in bf16 from end to end: near fp32, and the same on every number of ranks."""
     plain, wrapped = tiny.build("gpt2"), BMTrainModelWrapper(tiny.build("gpt2").bfloat16())

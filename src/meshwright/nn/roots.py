@@ -25,6 +25,7 @@ def prepare_root(module: nn.Module) -> None:
     frozen = module.__dict__.get(_FROZEN)
     if frozen is None:
         _refuse_left_behind(module)
+        _refuse_adapters_of_shards(module)
         for inner in module.modules():
             inner.__dict__[_FROZEN] = []
         # All units are sharded now, before the first forward: what is no DTensor is plain.
@@ -64,6 +65,24 @@ def _refuse_left_behind(module: nn.Module) -> None:
             expected="parameters that are shared within one Block, or outside all Blocks",
             got=join_names(left),
             fix="share the whole module between Blocks, or keep the parameter out of them",
+        )
+
+
+def _refuse_adapters_of_shards(module: nn.Module) -> None:
+    """Refuses the LoRA of peft that is as large as a rank's part: it takes sharded weights for tensor parallel ones."""
+    wrong = []
+    for path, layer in module.named_modules():
+        base, downs, ups = (getattr(layer, name, None) for name in ("base_layer", "lora_A", "lora_B"))
+        if isinstance(base, nn.Linear) and isinstance(downs, nn.ModuleDict) and isinstance(ups, nn.ModuleDict):
+            off = any(getattr(each, "in_features", base.in_features) != base.in_features for each in downs.values())
+            off |= any(getattr(each, "out_features", base.out_features) != base.out_features for each in ups.values())
+            wrong += [path] if off else []
+    if wrong:
+        raise ModelError(
+            "peft has made adapters for the shards of weights, and not for the weights",
+            expected="adapters that are made before the model is wrapped",
+            got=f"adapters of other sizes than their layers: {join_names(wrong)}",
+            fix="change the order: BMTrainModelWrapper(get_peft_model(model, …))",
         )
 
 

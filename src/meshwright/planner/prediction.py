@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.methods.traced_transformers import one_sequence_per_sample, without_grouped_kernels
@@ -239,6 +239,33 @@ def _runs_without_data() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _own_gradients(loss: Any) -> Iterator[None]:
+    """Leaves that no tensor stood in for have the gradients behind it that they had: none without data.
+
+    Such as the weights of a criterion whose ``forward`` is called by itself, or that a function holds.
+    """
+    own = [(leaf, leaf.grad) for leaf in _leaves(loss) if not isinstance(leaf, FakeTensor)]
+    for leaf, _ in own:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in own:
+            leaf.grad = gradient
+
+
+def _leaves(loss: Any) -> list[torch.Tensor]:
+    """What backward of a loss comes to."""
+    nodes = [node for node in (getattr(loss, "grad_fn", None),) if node is not None]
+    met = set(nodes)
+    while nodes:
+        before = {node for node, _ in nodes.pop().next_functions if node is not None} - met
+        met |= before
+        nodes += before
+    return [node.variable for node in met if hasattr(node, "variable")]
+
+
 class _Backward:
     """Backward of a loss. Where a user's function cannot run it without data, it is taken to follow by rule."""
 
@@ -249,6 +276,6 @@ class _Backward:
     def backward(self) -> None:
         """Runs it, as behind autocast, which lets go of the weights that it has cast."""
         torch.clear_autocast_cache()
-        with torch.autocast(self._device_type, enabled=False):
+        with torch.autocast(self._device_type, enabled=False), _own_gradients(self._loss):
             self._loss.backward()
         self.has_run = True
