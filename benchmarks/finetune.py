@@ -77,18 +77,19 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write a line per row there, as soon as it is known")
     options = parser.parse_args(arguments)
     rows = read_rows(options.file)
-    errors: dict[str, list[float]] = {}
+    errors: dict[tuple[str, str], list[float]] = {}
     for index in _indices(options.rows, len(rows)):
         found = {"row": index, **predicted(rows[index])}
         print(json.dumps(found), flush=True)
         if options.json:
             with options.json.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(found) + "\n")
-        if "error" in found:
-            errors.setdefault(rows[index]["source"].split(",")[0], []).append(found["error"])
-    for source, own in errors.items():
+        for what, key in (("memory", "error"), ("step time", "time_error")):
+            if key in found:
+                errors.setdefault((rows[index]["source"].split(",")[0], what), []).append(found[key])
+    for (source, what), own in errors.items():
         off = statistics.fmean(map(abs, own))
-        print(f"{source}: {len(own)} rows, memory off by {off:.1%}, on average {statistics.fmean(own):+.1%}")
+        print(f"{source}: {len(own)} rows, {what} off by {off:.1%}, on average {statistics.fmean(own):+.1%}")
     return 0
 
 
@@ -118,6 +119,8 @@ def predicted(row: dict[str, str]) -> dict[str, Any]:
     }[row["counts"]]
     found = {"gib": round(taken / _GIB, 2), "moment": plan.forecast.peaks[0].moment}
     found["samples_per_s"] = round(samples / plan.forecast.time.step_time_s, 3)
+    if row["samples_per_s"]:
+        found["time_error"] = round(float(row["samples_per_s"]) * plan.forecast.time.step_time_s / samples - 1, 4)
     published = float(row["peak_gib"])
     return {**found, "published": published, "error": round(taken / _GIB / published - 1, 4)}
 
