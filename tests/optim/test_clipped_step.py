@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW
 
+import meshwright as mw
 from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, clipped_step
+from meshwright.optim.wrapped import call_around
 
 LARGE, SMALL = 0.3, 1e3
 
@@ -37,12 +39,19 @@ def fused(kind, **options):
     return lambda model: kind(model.parameters(), lr=0.1, fused=True, **options)
 
 
+def called_around(model):
+    optimizer = fused(AdamW)(model)
+    call_around(optimizer, before=[model.parameters], after=[model.parameters])
+    return optimizer
+
+
 BUILDS = {
     "AdamW": (fused(AdamW), True),
     "Adam": (fused(Adam, weight_decay=0.1, amsgrad=True), True),
     "SGD": (fused(SGD, momentum=0.9), True),
     "not fused": (lambda model: AdamW(model.parameters(), lr=0.1), False),
     "other kernel": (fused(Adagrad), False),
+    "called around": (called_around, True),
     "guarded": (lambda model: GuardedOptimizer(fused(AdamW)(model), skip_nonfinite=True), True),
 }
 
@@ -123,3 +132,23 @@ def test_masters_are_clipped_in_the_kernel_and_loss_scales_before_it():
     clipped_step(model, scaled, LARGE)
     clipped = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert clipped.norm().item() == pytest.approx(LARGE, rel=1e-5)
+
+
+def clipped_late_under(strategy):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Linear(6, 3))
+    batch = torch.ones(2, 8)
+    job = mw.accelerate(
+        model, AdamW, None, lambda _, output: output.square().mean(), strategy=strategy, sample_batch=batch,
+        optim_args={"fused": True},
+    )  # fmt: skip
+    job.loss_func(batch, job.model(batch)).backward()
+    before = [parameter.grad.clone() for parameter in job.model.parameters()]
+    _, step = clipped_step(job.model, job.optim, 1e-3)
+    late = all(torch.equal(p.grad, each) for p, each in zip(job.model.parameters(), before, strict=True))
+    step()
+    return late and not any(torch.equal(p.grad, g) for p, g in zip(job.model.parameters(), before, strict=True))
+
+
+def test_sharded_gradients_are_clipped_in_the_kernel_too(ranks):
+    for strategy in ([], ["zero2"], ["fsdp"]):
+        assert ranks(2).run(clipped_late_under, strategy) == [True, True]

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from meshwright.optim.clip import Stages, clip_divisor, divide_, local_tensor
 from meshwright.optim.guarded import GuardedOptimizer
+from meshwright.optim.wrapped import shows_gradients
 from meshwright.optim.wrappers import clip_gradients
 
 _FUSED = (Adam, AdamW, SGD)  # their kernels divide by ``grad_scale``, and write what they have divided back
@@ -55,7 +55,7 @@ def _fused_optimizer(optimizer: Optimizer) -> Optimizer | None:
     inner: Optimizer = optimizer.inner if guarded else optimizer  # type: ignore[attr-defined]
     if type(inner) not in _FUSED or not all(group["fused"] for group in inner.param_groups):
         return None
-    if inner._optimizer_step_pre_hooks or _global_optimizer_pre_hooks or hasattr(inner, "grad_scale"):
+    if shows_gradients(inner) or hasattr(inner, "grad_scale"):
         return None
     every = (parameter for group in inner.param_groups for parameter in group["params"])
     if any(p.dtype == torch.float64 or (type(inner) is SGD and isinstance(p, DTensor)) for p in every):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 if TYPE_CHECKING:
     from meshwright.optim.ema import WeightAverage
@@ -75,7 +76,7 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
 def call_around(
     optimizer: Optimizer, before: Sequence[Callable[[], None]] = (), after: Sequence[Callable[[], None]] = ()
 ) -> None:
-    """Calls these around every step of an optimizer."""
+    """Calls these around every step of an optimizer. Those before it must not look at gradients: kernels clip later."""
     if isinstance(optimizer, WrappedOptimizer) and (before or after):  # has no hooks, and its inner one several steps
         step = optimizer.step
 
@@ -89,9 +90,25 @@ def call_around(
         optimizer.step = types.MethodType(stepped, optimizer)  # type: ignore[method-assign]
         return
     for call in before:
-        optimizer.register_step_pre_hook(lambda *_, call=call: call())
+        optimizer.register_step_pre_hook(_Hook(call))
     for call in after:
-        optimizer.register_step_post_hook(lambda *_, call=call: call())
+        optimizer.register_step_post_hook(_Hook(call))
+
+
+class _Hook:
+    """A hook of :func:`call_around`."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, *_: Any) -> None:
+        self._call()
+
+
+def shows_gradients(optimizer: Optimizer) -> bool:
+    """Whether somebody's hook may look at the gradients before the optimizer's kernel does."""
+    hooks = (*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
+    return not all(isinstance(hook, _Hook) for hook in hooks)
 
 
 def average_of(optimizer: Optimizer | None) -> WeightAverage | None:
