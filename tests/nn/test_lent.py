@@ -131,14 +131,18 @@ class Criterion(nn.Module):
         return (output * self.scale).square().mean()
 
 
-@pytest.mark.parametrize("before", [None, torch.ones(3)])
-def test_a_plan_leaves_a_criterion_that_is_no_module_in_the_loss_its_gradients(before):
+def _gradient_stays(before):
     criterion = Criterion()
     criterion.scale.grad = before
     mw.accelerate(
         nn.Linear(4, 3), torch.optim.SGD, None, criterion.forward, optim_args={"lr": 0.1}, sample_batch=torch.ones(2, 4)
     )
-    assert criterion.scale.grad is before
+    return criterion.scale.grad is before
+
+
+@pytest.mark.parametrize("before", [None, torch.ones(3)])
+def test_a_plan_leaves_a_criterion_that_is_no_module_in_the_loss_its_gradients(ranks, before):
+    assert ranks(1).run(_gradient_stays, before) == [True]
 
 
 def teacher():
