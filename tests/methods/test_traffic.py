@@ -16,7 +16,7 @@ KINDS = {
 
 
 class Counter(TorchDispatchMode):
-    """Adds up the whole tensor's bytes of every collective; scalars (the norm; loss, epoch and layers) are no part of a strategy."""
+    """Adds up the whole tensor's bytes of every collective, but for numbers: the norm; loss, epoch and layers."""
 
     def __init__(self):
         super().__init__()
