@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import gc
 import multiprocessing
 import os
 import random
+import signal
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -17,6 +21,8 @@ from typing import Any
 _CALL_TIMEOUT_S = 180.0
 _STRAGGLER_TIMEOUT_S = 20.0  # how long the others may go on after one rank has failed
 _CALLS_IN_A_WORLD = 8  # gloo polls for every process group that was ever made, a hundred times a second
+_PAUSES = sys.platform == "linux"  # where the kernel ends paused workers with their parent, whatever ended it
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 
 class RemoteFailure(AssertionError):
@@ -24,7 +30,10 @@ class RemoteFailure(AssertionError):
 
 
 class Pool:
-    """``size`` gloo ranks that stay alive between calls; rebuilt after a call that hung."""
+    """``size`` gloo ranks that stay alive between calls, paused; rebuilt after a call that hung.
+
+    Paused, since gloo's threads poll between calls, too: four idle ranks take a tenth of two cores.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -43,9 +52,11 @@ class Pool:
         return self._call(function, *args, **kwargs)
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        self._signal("SIGCONT")
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
         answers = self._collect()
+        self._signal("SIGSTOP")
         errors = [(rank, answer[1]) for rank, answer in enumerate(answers) if answer and not answer[0]]
         silent = [rank for rank, answer in enumerate(answers) if answer is None]
         if silent:
@@ -57,6 +68,12 @@ class Pool:
         if silent:
             raise RemoteFailure(f"ranks {silent} of {self.size} did not answer")
         return [answer[1] for answer in answers if answer]
+
+    def _signal(self, name: str) -> None:
+        for worker in self._workers if _PAUSES else ():
+            if worker.pid is not None and worker.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, getattr(signal, name))
 
     def _collect(self) -> list[tuple[bool, Any] | None]:
         answers: list[tuple[bool, Any] | None] = [None] * self.size
@@ -76,6 +93,7 @@ class Pool:
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.preload"])
+        atexit.register(self.stop)  # before multiprocessing's own, which would wait for paused workers
         port = free_port()
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -93,6 +111,7 @@ class Pool:
             worker.kill()
             worker.join()
         self._workers, self._pipes, self._calls = [], [], 0
+        atexit.unregister(self.stop)
 
 
 def leave_world(port: int) -> None:
@@ -113,6 +132,8 @@ def free_port() -> int:
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
+    if _PAUSES:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
