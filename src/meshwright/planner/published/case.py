@@ -12,16 +12,17 @@ from meshwright.methods import cost_of
 from meshwright.planner.families import family_step
 from meshwright.planner.family_ops import FamilyRun
 from meshwright.planner.family_shape import Shape
-from meshwright.planner.published.conventions import Convention
+from meshwright.planner.published.convention import Convention
 from meshwright.planner.published.described import Case
 from meshwright.planner.published.held import held_by
 from meshwright.planner.published.precision import dtype_of, gathering, gathers_fp8, scaling_of
 from meshwright.planner.published.rows import Row
 from meshwright.planner.published.shapes import has_unknown_experts, shape_of
 from meshwright.planner.published.strategies import (
+    Freed,
+    freed_of,
     nearby_of,
     pipeline_of,
-    recompute_of,
     shard_axis_of,
     strategy_of,
     zero_stage_of,
@@ -71,7 +72,7 @@ def _largest(
         batches = (micro, whole or micro * sizes["dp"])
         if len(candidates) == 1 or micro == 1:
             return _lightest(row, convention, shape, cluster, sizes, batches, said)
-        case = _case(row, convention, shape, cluster, sizes, batches, recompute_of(row, convention, said)[0], said)
+        case = _case(row, convention, shape, cluster, sizes, batches, freed_of(row, convention, said)[0], said)
         if held_by(case).fits:
             return case
     raise AssertionError("1 is among the candidates")
@@ -87,10 +88,10 @@ def _lightest(
     assumed: list[str],
 ) -> Case:
     """Where the table does not say what is recomputed: the least that fits."""
-    candidates = recompute_of(row, convention, assumed)
-    for recompute in candidates:
-        said = [*assumed, f"recomputes {recompute}"] if recompute != candidates[0] else list(assumed)
-        case = _case(row, convention, shape, cluster, sizes, batches, recompute, said)
+    candidates = freed_of(row, convention, assumed)
+    for freed in candidates:
+        said = [*assumed, str(freed)] if freed != candidates[0] else list(assumed)
+        case = _case(row, convention, shape, cluster, sizes, batches, freed, said)
         if held_by(case).fits:
             return case
     return _case(row, convention, shape, cluster, sizes, batches, candidates[0], assumed)
@@ -103,7 +104,7 @@ def _case(
     cluster: Cluster,
     sizes: dict[str, int],
     batches: tuple[int, int],
-    recompute: str,
+    freed: Freed,
     assumed: list[str],
 ) -> Case:
     micro_batch, global_batch = _fitting(convention, sizes, batches, assumed)
@@ -113,7 +114,7 @@ def _case(
         raise NotCovered(f"{micro_batches} micro-batches a step; at most {_MOST_MICRO_BATCHES} are simulated")
     run = _run(row, convention, shape, cluster, (micro_batch, micro_batches), assumed)
     keys = pipeline_of(sizes["pp"], run, convention, shape, row)
-    strategy = strategy_of(sizes, stage, recompute, convention, keys, nearby_of(row, sizes, cluster.devices_per_node))
+    strategy = strategy_of(sizes, stage, freed, convention, keys, nearby_of(row, sizes, cluster.devices_per_node))
     axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
     virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
     steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)

@@ -7,7 +7,7 @@ import re
 
 from meshwright.planner.family_shape import Family, Shape
 from meshwright.planner.known_models import GPT, LLAMA, MIXTRAL, Dims
-from meshwright.planner.published.conventions import Convention
+from meshwright.planner.published.convention import Convention
 from meshwright.planner.published.rows import Row
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])(?![a-z])", re.IGNORECASE)

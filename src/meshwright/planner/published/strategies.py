@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.planner.family_ops import ATTENTION, PER_OP, FamilyRun
 from meshwright.planner.family_shape import BLOCK, Shape
-from meshwright.planner.published.conventions import Convention
+from meshwright.planner.published.convention import Convention
 from meshwright.planner.published.rows import Row
 from meshwright.strategy import Strategy
 
 # "VP5", "vpp=2", "v=3", "virtual pipeline 4"; "v3" alone is a version of something.
 _VIRTUAL = re.compile(r"\b(?:vp+|v=|virtual)[ \w-]*?[ =:]*(\d+)", re.IGNORECASE)
+_EIGHTHS = tuple(eighth / 8 for eighth in range(1, 8))
 _ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
 
 
@@ -36,6 +38,29 @@ def zero_stage_of(row: Row, convention: Convention, assumed: list[str]) -> int:
     if not text:
         assumed.append(f"zero_stage {convention.default_zero}")
     return convention.default_zero
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What is not kept on the device for backward.
+
+    Args:
+        recomputed: The class whose modules run again; "" for none.
+        hosted: Fraction of the blocks whose activations wait in host memory.
+    """
+
+    recomputed: str = ""
+    hosted: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.hosted:.3g} of activations on the host" if self.hosted else f"recomputes {self.recomputed}"
+
+
+def freed_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[Freed, ...]:
+    """What a row frees; where the table does not say, what may be, less first."""
+    found = tuple(Freed(each) for each in recompute_of(row, convention, assumed))
+    hosts = convention.hosts_activations and len(found) > 1 and zero_stage_of(row, convention, []) == 3
+    return (found[0], *(Freed(hosted=each) for each in _EIGHTHS), *found[1:]) if hosts else found
 
 
 def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[str, ...]:
@@ -66,7 +91,7 @@ def nearby_of(row: Row, sizes: dict[str, int], per_node: int) -> int:
 
 
 def strategy_of(
-    sizes: dict[str, int], stage: int, recompute: str, convention: Convention, pipeline: dict[str, Any], nearby: int
+    sizes: dict[str, int], stage: int, freed: Freed, convention: Convention, pipeline: dict[str, Any], nearby: int
 ) -> Strategy:
     """The strategy; its axes are for a simulation and may name a rank twice."""
     axes = [(name, sizes[column]) for name, column in (("tensor", "tp"), ("sequence", "cp")) if sizes[column] > 1]
@@ -82,11 +107,13 @@ def strategy_of(
         methods.append("sequence_parallel")
     if sizes["pp"] > 1:
         methods.append(("pipeline_parallel", pipeline))
-    if recompute:
-        methods.append(("checkpoint", {"wrap_class": recompute, "no_reentrant": not convention.reentrant}))
+    if freed.recomputed:
+        methods.append(("checkpoint", {"wrap_class": freed.recomputed, "no_reentrant": not convention.reentrant}))
     methods.append("half" if stage == 0 or convention.reduce == "half" else "amp_native")
     if stage:
         methods.append(_ZERO[stage])
+    if freed.hosted:
+        methods.append(("offload", {"activations": freed.hosted}))
     return Strategy(methods)
 
 
