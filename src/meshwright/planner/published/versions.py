@@ -9,10 +9,11 @@ from meshwright.planner.published.convention import Convention
 from meshwright.planner.published.conventions import convention_of
 from meshwright.planner.published.rows import Row
 
-
 _FUSED_SINCE = 2301  # as arXiv counts: what was written in 2022 trained before FlashAttention (May 2022) was common
 # "recomputation counted" beside TFLOPS; a source that prints both figures says so otherwise (``HFU=``).
-_COUNTED = re.compile(r"recomput\w* (?:is |are )?counted|(?:count|includ)\w* (?:full )?recomput|with recomputation\b", re.I)
+_COUNTED = re.compile(
+    r"recomput\w* (?:is |are )?counted|(?:count|includ)\w* (?:full )?recomput|with recomputation\b", re.I
+)
 
 
 def convention_of_row(row: Row) -> Convention:
