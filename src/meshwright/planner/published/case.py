@@ -258,6 +258,8 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
     for each in step.traffic:
         if each.axis in step.counted_again and each.kind == "all_reduce":
             continue  # of gradients, which the axis behind it reduces over these ranks, too
+        if convention.live_bytes and stage == 3 and each.hidden:
+            each = dataclasses.replace(each, calls=round(each.calls * _layers_of_a_block(step)))
         if stage == 3 and each.kind == "all_gather" and not whole:
             each = dataclasses.replace(each, hidden=False)  # no room to gather the next layer while one computes
         if each.hidden and each.kind != "send" and stage < 2:
@@ -271,3 +273,9 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
             each = dataclasses.replace(each, beside=True)
         traffic.append(each)
     return step.replace(traffic=tuple(traffic), gathers_ahead=convention.gathers_ahead)
+
+
+def _layers_of_a_block(step: Step) -> float:
+    """Collectives in the place of one: vectors are below DeepSpeed's threshold and stay whole, each layer's matrix goes."""
+    matrices = sum(block.count * sum(len(p.shape) > 1 for p in block.parameters) for block in step.blocks)
+    return matrices / max(sum(block.count for block in step.blocks), 1)

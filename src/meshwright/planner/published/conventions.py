@@ -35,6 +35,7 @@ _MEGATRON_DEEPSPEED = dataclasses.replace(  # its pipelines are DeepSpeed's, who
     _MEGATRON_2021,
     words=("megatron-deepspeed", "bigscience", "bloom", "mt-nlg", "2201.11990", "gpt-neox", "neox"),
     wide_gradients=False,
+    bucket_bytes=2 * 10**9,  # as of ``deepspeed`` below
     default_zero=1,
 )
 _MEGATRON = Convention(
@@ -196,6 +197,13 @@ _KNOWN = (
         default_zero=1,
     ),
     Convention(words=("nanochat", "picotron"), default_zero=1),
+    Convention(  # FlashAttention's loss; gradients are reduced in bf16
+        words=("internevo", "internlm"),
+        fused_loss=True,
+        reentrant=True,
+        reduce="half",
+        default_zero=1,
+    ),
 )
 OTHER = Convention()
 """Of a source that is not known: PyTorch of 2024 with fused attention."""
