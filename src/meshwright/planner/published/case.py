@@ -276,6 +276,6 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
 
 
 def _layers_of_a_block(step: Step) -> float:
-    """Collectives in the place of one: vectors are below DeepSpeed's threshold and stay whole, each layer's matrix goes."""
+    """Collectives in the place of one: of each layer's matrix; vectors stay whole, below DeepSpeed's threshold."""
     matrices = sum(block.count * sum(len(p.shape) > 1 for p in block.parameters) for block in step.blocks)
     return matrices / max(sum(block.count for block in step.blocks), 1)

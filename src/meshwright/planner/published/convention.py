@@ -35,7 +35,10 @@ class Convention:
         casts_weights: Whether each micro-batch casts weights to 8 bits; False: once a step.
         latency_s: From node to node, where it is not that of InfiniBand or RoCE.
         scatters_boundary: Whether tensor-parallel ranks each hand on a part of what all of them have.
-        balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
+        balances_head: Whether a pipeline's last stage has fewer blocks, for the head: stages end with the block that
+            comes nearest to their share, or that goes beyond it.
+        keeps_stages: Whether pipelines are torch's, whose stages receive every micro-batch in a buffer of its own, keep
+            what they hand on until its backward, and the logits of all.
         keeps_gathered: Whether the gathered input of a split layer is kept for backward.
         compiled: Whether chains of elementwise kernels are one, whatever the table says.
         splits_local_batch: Whether a pipeline cuts what is called its micro-batch into as many as it has ranks.
@@ -83,7 +86,8 @@ class Convention:
     casts_weights: bool = True
     latency_s: float = 1.2e-5
     scatters_boundary: bool = False
-    balances_head: bool = False
+    balances_head: Literal["", "nearest", "beyond"] = ""
+    keeps_stages: bool = False
     keeps_gathered: bool = False
     copies_heads: bool = False
     async_tensor: bool = False

@@ -118,7 +118,7 @@ _KNOWN = (
         reduces_each=True,
         async_tensor=True,
         latency_s=3e-5,  # AWS's network (EFA)
-        balances_head=True,
+        balances_head="nearest",
         # Inferred from this table's peaks: no public run says so.
         keeps_gathered=True,
         copies_heads=True,
@@ -182,6 +182,7 @@ _KNOWN = (
         plain_norms=True,
         gathers_fp8=True,  # ``enable_fsdp_float8_all_gather``, ``Float8ColwiseParallel``
         loss_parallel=True,
+        keeps_stages=True,
         splits_local_batch=True,
         vocab=128256,
         default_zero=3,

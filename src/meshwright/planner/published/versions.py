@@ -25,6 +25,8 @@ def convention_of_row(row: Row) -> Convention:
     convention = _dated(row, convention_of(row.source))
     if any(word in source for word in ("llm-foundry", "llmfoundry")):
         return _llm_foundry(row, convention)
+    if any(word in source for word in ("bench_cluster", "old_bench")):  # nanotron of July 2024 (``build_model``)
+        convention = dataclasses.replace(convention, balances_head="beyond")
     return dataclasses.replace(convention, flops="hardware") if _COUNTED.search(row.notes) else convention
 
 
