@@ -14,13 +14,15 @@ from meshwright.planner.family_ops import FamilyRun
 from meshwright.planner.family_shape import Shape
 from meshwright.planner.published.convention import Convention
 from meshwright.planner.published.described import Case
+from meshwright.planner.published.figures import devices, global_batch
 from meshwright.planner.published.held import held_by
 from meshwright.planner.published.precision import dtype_of, gathering, gathers_fp8, scaling_of
 from meshwright.planner.published.rows import Row
-from meshwright.planner.published.shapes import has_unknown_experts, shape_of
+from meshwright.planner.published.shapes import has_unknown_experts, is_other_kind, shape_of
 from meshwright.planner.published.strategies import (
     Freed,
     freed_of,
+    is_compiled,
     nearby_of,
     pipeline_of,
     shard_axis_of,
@@ -48,6 +50,8 @@ def case_of(row: Row) -> Case:
     convention = convention_of_row(row)
     try:
         cluster = _cluster(row, convention)
+        if is_other_kind(row):
+            raise NotCovered(f"{row.text('model')} is no decoder of equal blocks, which alone are simulated")
         if has_unknown_experts(row):
             raise NotCovered(f"{row.text('model')} is a mixture of experts whose dimensions a row cannot give")
         shape = shape_of(row, convention, assumed)
@@ -63,7 +67,7 @@ def _largest(
     row: Row, convention: Convention, shape: Shape, cluster: Cluster, sizes: dict[str, int], assumed: list[str]
 ) -> Case:
     """Where the table gives no micro-batch: the largest that fits, as one who fills a device takes; 1 in a pipeline."""
-    given, whole = row.count("micro_batch"), _global_batch(row, sizes["dp"], shape.seq)
+    given, whole = row.count("micro_batch"), global_batch(row, sizes["dp"], shape.seq)
     candidates = [given] if given else [1] if sizes["pp"] > 1 else list(_MICRO_BATCHES)
     for micro in candidates:
         if whole is not None and not given and (micro > 1 and whole % (micro * sizes["dp"])):
@@ -155,7 +159,7 @@ def _run(
         dtype=dtype_of(row, assumed),
         split_tokens=convention.split_tokens or "sequence" in row.text("ac").lower(),
         fused_attention=convention.fused_attention,
-        compiled=convention.compiled or row.text("compile").lower() in ("true", "yes", "1"),
+        compiled=convention.compiled or is_compiled(row),
         fused_loss=convention.fused_loss,
         dropout=convention.dropout,
         seq=shape.seq,
@@ -179,7 +183,7 @@ def _cluster(row: Row, convention: Convention) -> Cluster:
     if not row.text("gpu"):
         raise NotCovered("the table names no GPU")
     device = find_device(row.text("gpu"))
-    number = row.count("n_gpus")
+    number = devices(row)
     if number is None:
         number = _product(row)
     nodes = row.count("nodes")
@@ -199,29 +203,20 @@ def _product(row: Row) -> int:
     return whole
 
 
-def _sizes(row: Row, devices: int) -> dict[str, int]:
+def _sizes(row: Row, every: int) -> dict[str, int]:
     sizes = {column: row.count(column) or 1 for column in ("tp", "pp", "cp")}
     inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
-    if devices % inner:
-        raise NotCovered(f"tp {sizes['tp']} x pp {sizes['pp']} x cp {sizes['cp']} do not divide {devices} GPUs")
+    if every % inner:
+        raise NotCovered(f"tp {sizes['tp']} x pp {sizes['pp']} x cp {sizes['cp']} do not divide {every} GPUs")
     if sizes["pp"] > _MOST_STAGES:
         raise NotCovered(f"a pipeline of {sizes['pp']} ranks; at most {_MOST_STAGES} are simulated")
     given = row.count("dp")
-    if given is not None and given * inner != devices:
-        if given == devices // (sizes["tp"] * sizes["pp"]):  # counts the ranks of cp as data-parallel
-            given = devices // inner
+    if given is not None and given * inner != every:
+        if given == every // (sizes["tp"] * sizes["pp"]):  # counts the ranks of cp as data-parallel
+            given = every // inner
         else:
-            raise NotCovered(f"dp {given} x tp x pp x cp = {given * inner} ranks, and the table says {devices} GPUs")
-    return {**sizes, "dp": devices // inner}
-
-
-def _global_batch(row: Row, dp: int, seq: int) -> int | None:
-    """Samples of a step over all ranks, from samples or tokens."""
-    whole = row.count("global_batch")
-    if whole is not None and "tok" in row.text("global_batch").lower():
-        whole = max(1, round(whole / seq))
-    noted = re.search(r"batch per DP (\d{1,9})(?!\d)", row.notes)
-    return int(noted.group(1)) * dp if whole is None and noted else whole
+            raise NotCovered(f"dp {given} x tp x pp x cp = {given * inner} ranks, and the table says {every} GPUs")
+    return {**sizes, "dp": every // inner}
 
 
 def _logit_bytes(convention: Convention, cluster: Cluster, tensor: int) -> tuple[int, int] | None:

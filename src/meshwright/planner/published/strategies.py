@@ -14,6 +14,8 @@ from meshwright.strategy import Strategy
 
 # "VP5", "vpp=2", "v=3", "virtual pipeline 4"; "v3" alone is a version of something.
 _VIRTUAL = re.compile(r"\b(?:vp+|v=|virtual)[ \w-]*?[ =:]*(\d+)", re.IGNORECASE)
+_NOTHING = re.compile(r"^(?:no|n|none|0|w/o)\b|false|disabled|\boff\b|without")
+_EVERYTHING = re.compile(r"^(?:true|yes|y|1|on|enabled)$|block|uniform|ckpt|checkpoint|recompu")
 _EIGHTHS = tuple(eighth / 8 for eighth in range(1, 8))
 _ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
 
@@ -25,11 +27,13 @@ def shard_axis_of(stage: int) -> str | None:
 
 def zero_stage_of(row: Row, convention: Convention, assumed: list[str]) -> int:
     """The ZeRO stage of a row; 3 is what FSDP does."""
-    text = row.text("zero_stage").lower()
-    found = re.search(r"[0-3]", text)
+    text = re.sub(r"fsdp ?[12]?", "fsdp", row.text("zero_stage").lower())  # FSDP2 is a version, not a stage
+    found = re.search(r"(?:^|zero|stage|z)[\s_=:-]*([0-3])(?![0-9x])", text)
     if found:
-        return int(found.group(0))
-    if any(word in text for word in ("fsdp", "hsdp", "hybrid", "full", "param", "zero++")):
+        return int(found.group(1))
+    if re.fullmatch(r"(?:p_)?os(?:\+g)?(?:\+p)?", text):  # Rajbhandari et al. 2020
+        return 1 + text.count("+")
+    if any(word in text for word in ("fsdp", "hsdp", "hybrid", "full", "param", "zero++", "infinity", "mics")):
         return 3
     if "grad" in text:
         return 2
@@ -70,15 +74,26 @@ def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[
     if not text and raw != "none":
         assumed.append(f"ac {convention.default_ac}")
         return {"full": (BLOCK,), "never": ("",)}.get(convention.default_ac, ("", PER_OP, BLOCK))
+    if _NOTHING.search(text):
+        return ("",)
     if "per-op" in text or "per op" in text or "selective op" in text:
         return (PER_OP,)
-    if "selective" in text:
-        if "attention" in text or not convention.fused_attention:
-            return ("",) if convention.fused_attention else (ATTENTION,)
+    if "attention" in text or "attn" in text:
+        return ("",) if convention.fused_attention else (ATTENTION,)
+    if "selective" in text and not convention.fused_attention:
+        return (ATTENTION,)
+    if re.search(r"selective|\bsac\b|partial|every|mlp|%", text):
         return (PER_OP, BLOCK)  # some share of what can be: more where less does not fit
-    if "full" in text or text in ("true", "yes", "1", "block", "on", "uniform", "ckpt"):
+    if "full" in text or _EVERYTHING.search(text):
         return (BLOCK,)
     return ("",)
+
+
+def is_compiled(row: Row) -> bool:
+    """Whether a cell says that chains of kernels are compiled."""
+    text = row.text("compile").lower()
+    said = re.search(r"^(?:true|yes|y|1|on|enabled)$|compile|inductor|autotune", text)
+    return said is not None and _NOTHING.search(text) is None
 
 
 def nearby_of(row: Row, sizes: dict[str, int], per_node: int) -> int:
