@@ -77,6 +77,23 @@ def test_what_is_held_for_a_moment(optim_class, args, device, together, apart):
     assert sum(each.itemsize for each in (found.apart if found else ())) == 4 * apart
 
 
+@pytest.mark.parametrize(
+    ("args", "device", "operators"),
+    [
+        ({"foreach": False}, CUDA, 8),  # decay, two moments (three), a root, a quotient, epsilon, and the step
+        ({"foreach": False, "weight_decay": 0.0}, CUDA, 7),
+        ({}, CUDA, 0),
+        ({"fused": True}, CUDA, 0),
+        ({"foreach": False}, torch.device("cpu"), 0),
+    ],
+)
+def test_operators_that_run_for_each_parameter(args, device, operators):
+    found = OptimizerProbe(lambda params: torch.optim.AdamW(params, **args), device).updating(
+        nn.Parameter(torch.ones(8))
+    )
+    assert (found.operators if found else 0) == operators
+
+
 def test_groups_hold_theirs_one_after_the_other():
     one, two, three = (nn.Parameter(torch.ones(4, 4)) for _ in range(3))
     groups = [{"params": [one]}, {"params": [two], "fused": True}, {"params": [three]}]

@@ -14,7 +14,7 @@ from meshwright.cost.kernels import Machine, backward_s, forward_s
 from meshwright.cost.passes import Passes
 from meshwright.cost.ring import ring_s
 from meshwright.cost.step import Block, Op, Step, Traffic
-from meshwright.cost.update import accumulated_bytes, update_s
+from meshwright.cost.update import accumulated_bytes, launched_s, update_s
 
 _FORWARD_SHARE = 1 / 3  # of ``Step.flops``, where only their sum is known
 _MOMENTS = ("forward", "backward")
@@ -80,10 +80,20 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
 
 def updated_s(step: Step, machine: Machine, cluster: Cluster, moved: Copying) -> float:
     """Seconds of the update: of the device, and then of what is in host memory, with the copies it waits for."""
-    here = update_s(step, machine)
+    here = max(update_s(step, machine), launched_s(step, machine) - _ahead_s(step, machine))
     share = 0.0 if step.on_cpu else hosted_share(step)
     slower = machine.bytes_per_s * machine.efficiency.update / cluster.host_memory.bytes_per_s
     return here * (1 - share + share * slower) + moved.update_s
+
+
+def _ahead_s(step: Step, machine: Machine) -> float:
+    """By how much the host is ahead of the device when it comes to the update: as its launches leave it in backward."""
+    if step.waits_to_update:
+        return 0.0
+    blocks = (block for block in step.blocks if block.name != "outside")
+    return sum(
+        block.count * max(0.0, _seconds(block.ops, machine)[1] - _behind_s(block.ops, machine)) for block in blocks
+    )
 
 
 def one_s(step: Step, traffic: Traffic, network: Network) -> float:
@@ -176,9 +186,13 @@ def _block_s(ops: tuple[Op, ...], machine: Machine) -> tuple[float, float]:
     """Seconds of one block's forward and backward: of its kernels, or of launching them where these are short."""
     forward, backward = _seconds(ops, machine)
     launched = sum(_launch_s(op, machine) for op in ops if op.moment != "backward")
+    return max(forward, launched), max(backward, _behind_s(ops, machine))
+
+
+def _behind_s(ops: Sequence[Op], machine: Machine) -> float:
+    """Of launching the kernels of a block's backward, and what it recomputes."""
     behind = sum(_launch_s(op, machine) for op in ops if op.moment != "forward" or op.recomputed)
-    behind += sum(_launch_s(op, machine) for op in ops if op.moment == "both" and op.recomputed)
-    return max(forward, launched), max(backward, behind)
+    return behind + sum(_launch_s(op, machine) for op in ops if op.moment == "both" and op.recomputed)
 
 
 def _launch_s(op: Op, machine: Machine) -> float:

@@ -39,11 +39,12 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class Updating:
-    """What an optimizer holds of a parameter for a moment while it updates it, beside its states."""
+    """What an optimizer holds of a parameter for a moment while it updates it, beside its states; and what it runs."""
 
     together: tuple[StateTensor, ...]  # while the whole group is updated
     apart: tuple[StateTensor, ...]  # while its own turn lasts
     group: int = 0  # groups are updated one after the other
+    operators: int = 0  # run for each parameter by itself; those over lists of parameters are not counted
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,7 @@ class Step:
     reduce_itemsize: int | None = None  # bytes per element of gradients on the wire; None: as the gradient
     gathered: Literal["nothing", "unit", "model"] = "nothing"  # how much is whole at once while sharded
     gathers_ahead: bool = True  # backward gathers the next block while one computes
+    waits_to_update: bool = False  # the host reads from the device whether to update (fp16's loss scale)
     whole_gradients: bool = False  # gradients accumulate whole until the last micro-batch
     wire: Wire | None = None  # in how many bits weights are gathered and gradients reduced; None: as they are
     traffic: tuple[Traffic, ...] = ()

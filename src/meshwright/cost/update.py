@@ -1,4 +1,4 @@
-"""Seconds of the optimizer's update: bound by the memory's bandwidth."""
+"""Seconds of the optimizer's update: bound by the memory's bandwidth, or by the host that launches its kernels."""
 
 from __future__ import annotations
 
@@ -41,3 +41,15 @@ def update_s(step: Step, machine: Machine) -> float:
         if step.average is not None:  # reads what was updated, reads and writes the average
             moved += count * (numel * (master or weight) + 2 * average_bytes(step, parameter)) // step.average.every
     return moved / (machine.bytes_per_s * machine.efficiency.update)
+
+
+def launched_s(step: Step, machine: Machine) -> float:
+    """The host's time for operators that the optimizer runs for each parameter by itself."""
+    if step.on_cpu:
+        return 0.0
+    each = sum(
+        count * parameter.updating.operators
+        for count, parameter in step.every_parameter()
+        if parameter.trainable and parameter.updating is not None
+    )
+    return each * machine.constants.operator_s

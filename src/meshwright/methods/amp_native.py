@@ -74,6 +74,7 @@ class AmpNative(HalfPrecisionMethod):
 
     def cost(self, step: Step) -> Step:
         """Gathers in half and reduces in fp32 where parameters are sharded; weights and gradients stay as they are."""
+        step = self.scale_cost(step)
         if step.shard_axis is None:
             return step
         return step.replace(compute_itemsize=itemsize(self.dtype), reduce_itemsize=itemsize("fp32"))

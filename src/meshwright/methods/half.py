@@ -50,7 +50,7 @@ class Half(HalfPrecisionMethod):
     def cost(self, step: Step) -> Step:
         """Half the bytes of weights and gradients, plus a master; or gathers and reductions in half."""
         size = itemsize(self.dtype)
-        step = step.replace(buffers_itemsize=size)
+        step = self.scale_cost(step).replace(buffers_itemsize=size)
         if step.shard_axis is not None and self.master_weights:
             return step.replace(compute_itemsize=size, reduce_itemsize=size, whole_itemsize=size)
         halved = step.replace(

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
 
+from meshwright.cost import Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.dtypes import HalfDType, half_dtype
@@ -56,6 +57,10 @@ class HalfPrecisionMethod(Method):
         """Asks for loss scaling where gradients would underflow without: in fp16."""
         job.loss_scaling = self.dtype == "fp16"
         job.loss_scale = self.loss_scale.model_dump() if self.loss_scale is not None else {}
+
+    def scale_cost(self, step: Step) -> Step:
+        """Twin of :meth:`scale_loss`: the host reads from the device whether gradients have overflowed."""
+        return step.replace(waits_to_update=self.dtype == "fp16")
 
     def widen(self, job: Job) -> None:
         """Multiplies and attends in fp32 on CPUs that are slow in bf16."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from meshwright.cost import Block, Boundary, Stages, Step
 from meshwright.errors import ModelError
@@ -44,7 +46,7 @@ def family_step(
     _check(shape, tensor, len(ranks), run)
     divided = sizes.get("sequence", run.sequence) * sizes.get("context", 1)
     run = dataclasses.replace(run, tensor=tensor, sequence=divided)
-    counts = _stage_sizes(shape, len(ranks), balanced=run.balances_head)
+    counts = _stage_sizes(shape, len(ranks), run.balances_head)
     on_ranks = tuple(sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in range(pipeline))
     on_ranks = on_ranks if pipeline > 1 else ()
     inside = Block(BLOCK, shape.layers, inside_parameters(shape), on_ranks, block_ops(shape, run))
@@ -74,17 +76,19 @@ def family_step(
     ]
 
 
-def _stage_sizes(shape: Shape, stages: int, *, balanced: bool) -> tuple[int, ...]:
+def _stage_sizes(shape: Shape, stages: int, ending: Literal["", "nearest", "beyond"]) -> tuple[int, ...]:
     """Blocks of every stage, as equal as can be; the middle ones take what is left over.
 
-    ``balanced`` counts the head as the blocks that it costs as much as, and spares the last stage as many.
+    ``ending`` counts the head as the blocks that it costs as much as, and gives every stage an equal share, which ends
+    with the block that comes nearest to it, or that goes beyond it.
     """
-    if balanced and stages > 1:
+    if ending and stages > 1:
         head = shape.vocab * shape.hidden / sum(p.numel for p in inside_parameters(shape) if len(p.shape) == 2)
-        spared = min(round(head * (stages - 1) / stages), shape.layers // stages - 1)
-        if spared > 0:
-            fewer = shape.layers // stages - spared
-            return (*_equal(shape.layers - fewer, stages - 1), fewer)
+        share = (shape.layers + head) / stages
+        wanted = (share * stage for stage in range(1, stages))
+        ends = [round(end) if ending == "nearest" else math.floor(end) + 1 for end in wanted]
+        ends = [min(end, shape.layers - stages + stage) for stage, end in enumerate(ends, start=1)]
+        return tuple(end - begin for begin, end in itertools.pairwise((0, *ends, shape.layers)))
     return _equal(shape.layers, stages)
 
 

@@ -45,7 +45,8 @@ class FamilyRun:
         keeps_gathered: Whether the gathered input of a split layer is kept, instead of gathered again in backward.
         copies_heads: Whether queries, keys and values are copied before attention, and the copies kept.
         scatters_boundary: Whether each rank of a tensor axis hands on its part of what all of them have.
-        balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
+        balances_head: Whether a pipeline's last stage has fewer blocks, for the head: stages end with the block that
+            comes nearest to their share, or that goes beyond it.
         logit_bytes: Per logit: what is kept, and what is needed beside it while the loss runs backward; None: what
             torch's cross-entropy in fp32 does.
         logit_moves: Bytes that the loss moves per logit in forward and in backward; None: as torch's does.
@@ -72,7 +73,7 @@ class FamilyRun:
     keeps_gathered: bool = False
     copies_heads: bool = False
     scatters_boundary: bool = False
-    balances_head: bool = False
+    balances_head: Literal["", "nearest", "beyond"] = ""
     logit_bytes: tuple[int, int] | None = None
     logit_moves: tuple[int, int] | None = None
     plain_norms: bool = False

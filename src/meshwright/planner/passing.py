@@ -1,4 +1,4 @@
-"""What a piece of code holds for a moment: the tensors that it made and that live at once, when these are most."""
+"""What a piece of code runs, and holds for a moment: the tensors that it made and that live at once, at their most."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ class PassingTensors(TorchDispatchMode):
     def __init__(self, before: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.most: tuple[Form, ...] = ()
+        self.operators = (
+            0  # that are kernels on a device: neither views nor of scalars alone, such as counters of steps
+        )
         self._live: dict[int, tuple[StorageWeakRef, Form, bool]] = {}  # by storage; True: made since
         for tensor in before:
             self._add(tensor, made=False)
@@ -44,6 +47,7 @@ class PassingTensors(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {storage_of(tensor)[0] for tensor in _tensors((args, kwargs))}
+        self.operators += not func.is_view and any(tensor.dim() for tensor in _tensors((args, kwargs, result)))
         self._forget()
         for tensor in _tensors(result):
             key = storage_of(tensor)[0]

@@ -1,4 +1,4 @@
-"""What an optimizer will keep for each parameter, and hold while it updates it.
+"""What an optimizer will keep for each parameter, and what it runs and holds while it updates it.
 
 Our own tell; of any other it is found out by trial steps.
 """
@@ -192,18 +192,22 @@ def _watched(
     lists = any(each.get("foreach") for each in optimizer.param_groups)
     if ours or (device.type == "cpu" and not lists):
         return None
-    one, many = (Counter(_held(optim_func, parameter, group, device, number)) for number in (1, _MANY))
+    (one, alone), (many, all_of_them) = (_held(optim_func, parameter, group, device, number) for number in (1, _MANY))
     together = {tensor: (many[tensor] - one[tensor]) // (_MANY - 1) for tensor in many}
     apart = {tensor: many[tensor] - _MANY * count for tensor, count in together.items()}
-    if not many:
+    operators = 0 if device.type == "cpu" else (all_of_them - alone) // (_MANY - 1)
+    if not many and not operators:
         return None
-    return Updating(tuple(Counter(together).elements()), tuple(Counter(apart).elements()), group.number)
+    return Updating(tuple(Counter(together).elements()), tuple(Counter(apart).elements()), group.number, operators)
 
 
 def _held(
     optim_func: Callable[[Any], Optimizer], parameter: nn.Parameter, group: _Group, device: torch.device, number: int
-) -> tuple[StateTensor, ...]:
-    """The most that is held for a moment in the second step or the third; the first has made the states."""
+) -> tuple[Counter[StateTensor], int]:
+    """The most that is held for a moment in the second step or the third, and the operators of one.
+
+    The first step has made the states.
+    """
     with preserved_rng(), torch.enable_grad(), _choosing_as_on(device):
         tiny = [_tiny(parameter, device_here(device)) for _ in range(number)]
         optimizer = _built(optim_func, group.of(tiny))
@@ -214,7 +218,7 @@ def _held(
             optimizer.step()
             optimizer.step()
     found = (_like(tiny[0], form.shape, form.dtype) for form in passing.most)
-    return tuple(each for each in found if each.dims)
+    return Counter(each for each in found if each.dims), passing.operators // 2
 
 
 @contextlib.contextmanager

@@ -107,8 +107,8 @@ def test_stages_of_a_pipelines_ranks(notes, stages):
 
 
 def test_where_a_table_does_not_say_as_little_is_recomputed_as_fits():
-    small = predict_row(row(source="Megatron-Bridge", zero_stage="3", gpu="H200", micro_batch="4"))
-    large = predict_row(row(source="Megatron-Bridge", zero_stage="3", gpu="A100-40", micro_batch="4"))
+    small = predict_row(row(source="TorchTitan", zero_stage="3", gpu="H200", micro_batch="4"))
+    large = predict_row(row(source="TorchTitan", zero_stage="3", gpu="A100-40", micro_batch="4"))
     assert small.case.strategy.get("checkpoint") is None
     assert large.case.strategy.get("checkpoint") is not None
     assert any("recomputes" in said for said in large.case.assumed)

@@ -12,16 +12,19 @@ from meshwright.methods import cost_of
 from meshwright.planner.families import family_step
 from meshwright.planner.family_ops import FamilyRun
 from meshwright.planner.family_shape import Shape
-from meshwright.planner.published.conventions import Convention
+from meshwright.planner.published.convention import Convention
 from meshwright.planner.published.described import Case
+from meshwright.planner.published.figures import devices, global_batch
 from meshwright.planner.published.held import held_by
 from meshwright.planner.published.precision import dtype_of, gathering, gathers_fp8, scaling_of
 from meshwright.planner.published.rows import Row
-from meshwright.planner.published.shapes import has_unknown_experts, shape_of
+from meshwright.planner.published.shapes import has_unknown_experts, is_other_kind, shape_of
 from meshwright.planner.published.strategies import (
+    Freed,
+    freed_of,
+    is_compiled,
     nearby_of,
     pipeline_of,
-    recompute_of,
     shard_axis_of,
     strategy_of,
     zero_stage_of,
@@ -47,6 +50,8 @@ def case_of(row: Row) -> Case:
     convention = convention_of_row(row)
     try:
         cluster = _cluster(row, convention)
+        if is_other_kind(row):
+            raise NotCovered(f"{row.text('model')} is no decoder of equal blocks, which alone are simulated")
         if has_unknown_experts(row):
             raise NotCovered(f"{row.text('model')} is a mixture of experts whose dimensions a row cannot give")
         shape = shape_of(row, convention, assumed)
@@ -62,7 +67,7 @@ def _largest(
     row: Row, convention: Convention, shape: Shape, cluster: Cluster, sizes: dict[str, int], assumed: list[str]
 ) -> Case:
     """Where the table gives no micro-batch: the largest that fits, as one who fills a device takes; 1 in a pipeline."""
-    given, whole = row.count("micro_batch"), _global_batch(row, sizes["dp"], shape.seq)
+    given, whole = row.count("micro_batch"), global_batch(row, sizes["dp"], shape.seq)
     candidates = [given] if given else [1] if sizes["pp"] > 1 else list(_MICRO_BATCHES)
     for micro in candidates:
         if whole is not None and not given and (micro > 1 and whole % (micro * sizes["dp"])):
@@ -71,7 +76,7 @@ def _largest(
         batches = (micro, whole or micro * sizes["dp"])
         if len(candidates) == 1 or micro == 1:
             return _lightest(row, convention, shape, cluster, sizes, batches, said)
-        case = _case(row, convention, shape, cluster, sizes, batches, recompute_of(row, convention, said)[0], said)
+        case = _case(row, convention, shape, cluster, sizes, batches, freed_of(row, convention, said)[0], said)
         if held_by(case).fits:
             return case
     raise AssertionError("1 is among the candidates")
@@ -87,10 +92,10 @@ def _lightest(
     assumed: list[str],
 ) -> Case:
     """Where the table does not say what is recomputed: the least that fits."""
-    candidates = recompute_of(row, convention, assumed)
-    for recompute in candidates:
-        said = [*assumed, f"recomputes {recompute}"] if recompute != candidates[0] else list(assumed)
-        case = _case(row, convention, shape, cluster, sizes, batches, recompute, said)
+    candidates = freed_of(row, convention, assumed)
+    for freed in candidates:
+        said = [*assumed, str(freed)] if freed != candidates[0] else list(assumed)
+        case = _case(row, convention, shape, cluster, sizes, batches, freed, said)
         if held_by(case).fits:
             return case
     return _case(row, convention, shape, cluster, sizes, batches, candidates[0], assumed)
@@ -103,7 +108,7 @@ def _case(
     cluster: Cluster,
     sizes: dict[str, int],
     batches: tuple[int, int],
-    recompute: str,
+    freed: Freed,
     assumed: list[str],
 ) -> Case:
     micro_batch, global_batch = _fitting(convention, sizes, batches, assumed)
@@ -113,7 +118,7 @@ def _case(
         raise NotCovered(f"{micro_batches} micro-batches a step; at most {_MOST_MICRO_BATCHES} are simulated")
     run = _run(row, convention, shape, cluster, (micro_batch, micro_batches), assumed)
     keys = pipeline_of(sizes["pp"], run, convention, shape, row)
-    strategy = strategy_of(sizes, stage, recompute, convention, keys, nearby_of(row, sizes, cluster.devices_per_node))
+    strategy = strategy_of(sizes, stage, freed, convention, keys, nearby_of(row, sizes, cluster.devices_per_node))
     axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
     virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
     steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
@@ -154,7 +159,7 @@ def _run(
         dtype=dtype_of(row, assumed),
         split_tokens=convention.split_tokens or "sequence" in row.text("ac").lower(),
         fused_attention=convention.fused_attention,
-        compiled=convention.compiled or row.text("compile").lower() in ("true", "yes", "1"),
+        compiled=convention.compiled or is_compiled(row),
         fused_loss=convention.fused_loss,
         dropout=convention.dropout,
         seq=shape.seq,
@@ -178,7 +183,7 @@ def _cluster(row: Row, convention: Convention) -> Cluster:
     if not row.text("gpu"):
         raise NotCovered("the table names no GPU")
     device = find_device(row.text("gpu"))
-    number = row.count("n_gpus")
+    number = devices(row)
     if number is None:
         number = _product(row)
     nodes = row.count("nodes")
@@ -198,29 +203,20 @@ def _product(row: Row) -> int:
     return whole
 
 
-def _sizes(row: Row, devices: int) -> dict[str, int]:
+def _sizes(row: Row, every: int) -> dict[str, int]:
     sizes = {column: row.count(column) or 1 for column in ("tp", "pp", "cp")}
     inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
-    if devices % inner:
-        raise NotCovered(f"tp {sizes['tp']} x pp {sizes['pp']} x cp {sizes['cp']} do not divide {devices} GPUs")
+    if every % inner:
+        raise NotCovered(f"tp {sizes['tp']} x pp {sizes['pp']} x cp {sizes['cp']} do not divide {every} GPUs")
     if sizes["pp"] > _MOST_STAGES:
         raise NotCovered(f"a pipeline of {sizes['pp']} ranks; at most {_MOST_STAGES} are simulated")
     given = row.count("dp")
-    if given is not None and given * inner != devices:
-        if given == devices // (sizes["tp"] * sizes["pp"]):  # counts the ranks of cp as data-parallel
-            given = devices // inner
+    if given is not None and given * inner != every:
+        if given == every // (sizes["tp"] * sizes["pp"]):  # counts the ranks of cp as data-parallel
+            given = every // inner
         else:
-            raise NotCovered(f"dp {given} x tp x pp x cp = {given * inner} ranks, and the table says {devices} GPUs")
-    return {**sizes, "dp": devices // inner}
-
-
-def _global_batch(row: Row, dp: int, seq: int) -> int | None:
-    """Samples of a step over all ranks, from samples or tokens."""
-    whole = row.count("global_batch")
-    if whole is not None and "tok" in row.text("global_batch").lower():
-        whole = max(1, round(whole / seq))
-    noted = re.search(r"batch per DP (\d{1,9})(?!\d)", row.notes)
-    return int(noted.group(1)) * dp if whole is None and noted else whole
+            raise NotCovered(f"dp {given} x tp x pp x cp = {given * inner} ranks, and the table says {every} GPUs")
+    return {**sizes, "dp": every // inner}
 
 
 def _logit_bytes(convention: Convention, cluster: Cluster, tensor: int) -> tuple[int, int] | None:
@@ -257,6 +253,8 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
     for each in step.traffic:
         if each.axis in step.counted_again and each.kind == "all_reduce":
             continue  # of gradients, which the axis behind it reduces over these ranks, too
+        if convention.live_bytes and stage == 3 and each.hidden:
+            each = dataclasses.replace(each, calls=round(each.calls * _layers_of_a_block(step)))
         if stage == 3 and each.kind == "all_gather" and not whole:
             each = dataclasses.replace(each, hidden=False)  # no room to gather the next layer while one computes
         if each.hidden and each.kind != "send" and stage < 2:
@@ -270,3 +268,9 @@ def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: 
             each = dataclasses.replace(each, beside=True)
         traffic.append(each)
     return step.replace(traffic=tuple(traffic), gathers_ahead=convention.gathers_ahead)
+
+
+def _layers_of_a_block(step: Step) -> float:
+    """Collectives in the place of one: of each layer's matrix; vectors stay whole, below DeepSpeed's threshold."""
+    matrices = sum(block.count * sum(len(p.shape) > 1 for p in block.parameters) for block in step.blocks)
+    return matrices / max(sum(block.count for block in step.blocks), 1)

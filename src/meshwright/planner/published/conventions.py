@@ -7,106 +7,8 @@ published; none is fitted.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Literal
 
-from meshwright.cost import Scaling
-
-
-@dataclass(frozen=True)
-class Convention:
-    """How a source trains, and what it prints.
-
-    Args:
-        words: Any of them in a source's name means it.
-        family: Of a model whose name does not say.
-        fused_attention: Whether attention keeps no scores.
-        fused_loss: Whether the loss works on the logits in place.
-        dropout: Whether masks are kept.
-        reentrant: Whether recomputation runs whole blocks again, their last product too.
-        split_tokens: Whether tensor parallelism divides tokens between split layers.
-        reduce: Precision in which gradients are reduced.
-        wide_gradients: Whether gradients accumulate in fp32 beside half weights.
-        reduces_beside: Whether gradients are reduced beside backward (without ZeRO 3).
-        reduces_each: Whether under ZeRO 1 each parameter is a collective of its own, behind backward.
-        offloads: Whether the optimizer's state is in host memory.
-        memory: What a peak counts.
-        first_rank: Whether it is that of the first rank, and not the most of any.
-        ddp_buckets: Whether DistributedDataParallel holds gradients in its buckets beside the parameters' own.
-        flash1: Whether fused attention is of the first generation.
-        vendor_attention: Whether it is cuDNN's, written for each generation of devices.
-        scaling: How tensors are scaled for products in 8 bits (``cost.casts``), where a cell does not say.
-        casts_weights: Whether each micro-batch casts weights to 8 bits; False: once a step.
-        latency_s: From node to node, where it is not that of InfiniBand or RoCE.
-        scatters_boundary: Whether tensor-parallel ranks each hand on a part of what all of them have.
-        balances_head: Whether a pipeline's last stage has fewer blocks, for the head.
-        keeps_gathered: Whether the gathered input of a split layer is kept for backward.
-        compiled: Whether chains of elementwise kernels are one, whatever the table says.
-        splits_local_batch: Whether a pipeline cuts what is called its micro-batch into as many as it has ranks.
-        batch_of_device: Whether a micro-batch is a device's share of what its tensor group takes together.
-        gathers_ahead: Whether backward gathers the next block while one computes (FSDP's BACKWARD_PRE).
-        stages: Of a rank of a pipeline, where a table does not say: so many at most, and as the blocks can be divided.
-        async_tensor: Whether tensor-parallel collectives run beside the products they feed.
-        copies_heads: Whether copies of queries, keys and values are kept.
-        logit_bytes: Per logit, kept and beside it in backward; None: torch's cross-entropy.
-        logit_moves: Bytes that the loss moves per logit, forward and backward; None: torch's cross-entropy.
-        gathers_fp8: Whether with one scale for each tensor its gathers carry 8 bits.
-        early_on: Families of devices that its libraries did not know well yet.
-        plain_norms: Whether norms and rotary positions run kernel by kernel in fp32 where they are not compiled.
-        loss_parallel: Whether the loss of vocabularies that a tensor axis divides is torch's ``loss_parallel``.
-        bucket_bytes: Buffers of fixed size in which gradients are reduced.
-        live_bytes: Of gathered parameters under ZeRO 3, which gathers single layers instead of blocks.
-        expandable: Whether the allocator joins segments, and so loses nothing between them.
-        flops: What an MFU or a TFLOPS figure counts: all scores, half of them (causal), or recomputation too.
-        vocab: Where a table does not say.
-        default_zero: Where a table does not say.
-        default_ac: Where a table does not say; ``none`` where that fits, and ``never`` also where it does not.
-    """
-
-    words: tuple[str, ...] = ()
-    family: Literal["gpt", "llama"] = "llama"
-    fused_attention: bool = True
-    fused_loss: bool = False
-    dropout: bool = False
-    reentrant: bool = False
-    split_tokens: bool = True
-    reduce: Literal["half", "fp32"] = "fp32"
-    wide_gradients: bool = False
-    reduces_beside: bool = True
-    reduces_each: bool = False
-    offloads: bool = False
-    memory: Literal["allocated", "reserved"] = "reserved"
-    first_rank: bool = False
-    ddp_buckets: bool = False
-    flops: Literal["full", "causal", "hardware"] = "full"
-    vocab: int | None = None
-    flash1: bool = False
-    vendor_attention: bool = False
-    scaling: Scaling = "tensorwise"
-    casts_weights: bool = True
-    latency_s: float = 1.2e-5
-    scatters_boundary: bool = False
-    balances_head: bool = False
-    keeps_gathered: bool = False
-    copies_heads: bool = False
-    async_tensor: bool = False
-    compiled: bool = False
-    splits_local_batch: bool = False
-    batch_of_device: bool = False
-    stages: int = 1
-    gathers_ahead: bool = True
-    logit_bytes: tuple[int, int] | None = None
-    logit_moves: tuple[int, int] | None = None
-    gathers_fp8: bool = False
-    early_on: tuple[str, ...] = ()
-    plain_norms: bool = False
-    loss_parallel: bool = False
-    bucket_bytes: int = 0
-    live_bytes: int = 0
-    expandable: bool = False
-    default_zero: int = 0
-    default_ac: Literal["none", "never", "full"] = "none"
-
+from meshwright.planner.published.convention import Convention
 
 # Megatron-LM's loss of divided vocabularies (nanotron's is a copy): cast to fp32, then a maximum, a difference,
 # exponentials, a sum and a quotient, each in a kernel; backward multiplies and casts.
@@ -127,6 +29,15 @@ _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divid
     vocab=51200,
     default_ac="full",
 )
+# The figures of 2021 count recomputation (equation 3 of Narayanan et al.); so does what Megatron-DeepSpeed prints.
+_MEGATRON_2021 = dataclasses.replace(_MEGATRON_2022, words=("narayanan", "2104.04473"), flops="hardware")
+_MEGATRON_DEEPSPEED = dataclasses.replace(  # its pipelines are DeepSpeed's, whose ZeRO 1 keeps gradients in half
+    _MEGATRON_2021,
+    words=("megatron-deepspeed", "bigscience", "bloom", "mt-nlg", "2201.11990", "gpt-neox", "neox"),
+    wide_gradients=False,
+    bucket_bytes=2 * 10**9,  # as of ``deepspeed`` below
+    default_zero=1,
+)
 _MEGATRON = Convention(
     words=("megatron-lm", "mcore", "megascale", "megatron"),
     family="gpt",
@@ -144,6 +55,8 @@ _MEGATRON = Convention(
 )
 _KNOWN = (
     _MEGATRON_2022,
+    _MEGATRON_2021,
+    _MEGATRON_DEEPSPEED,
     Convention(words=("automodel",), vendor_attention=True, default_zero=3),  # FSDP2 with Transformer Engine
     dataclasses.replace(  # ``grad_sync_dtype: bf16`` in NeMo's recipes, ``grad_reduce_in_fp32 = False`` in Bridge's
         _MEGATRON,
@@ -157,6 +70,8 @@ _KNOWN = (
         reduce="half",
         wide_gradients=False,
         scaling="current",  # its recipes are named ``fp8cs``
+        expandable=True,  # ``PYTORCH_CUDA_ALLOC_CONF`` of its recipes
+        hosts_activations=True,  # ``cpu_offloading_num_layers`` of those with FSDP
     ),
     _MEGATRON,
     Convention(  # XLA fuses what is elementwise; attention is cuDNN's (``cudnn_flash_te``)
@@ -203,7 +118,7 @@ _KNOWN = (
         reduces_each=True,
         async_tensor=True,
         latency_s=3e-5,  # AWS's network (EFA)
-        balances_head=True,
+        balances_head="nearest",
         # Inferred from this table's peaks: no public run says so.
         keeps_gathered=True,
         copies_heads=True,
@@ -267,6 +182,7 @@ _KNOWN = (
         plain_norms=True,
         gathers_fp8=True,  # ``enable_fsdp_float8_all_gather``, ``Float8ColwiseParallel``
         loss_parallel=True,
+        keeps_stages=True,
         splits_local_batch=True,
         vocab=128256,
         default_zero=3,
@@ -282,6 +198,13 @@ _KNOWN = (
         default_zero=1,
     ),
     Convention(words=("nanochat", "picotron"), default_zero=1),
+    Convention(  # FlashAttention's loss; gradients are reduced in bf16
+        words=("internevo", "internlm"),
+        fused_loss=True,
+        reentrant=True,
+        reduce="half",
+        default_zero=1,
+    ),
 )
 OTHER = Convention()
 """Of a source that is not known: PyTorch of 2024 with fused attention."""

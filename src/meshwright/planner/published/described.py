@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.cost import Cluster, Step
 from meshwright.planner.family_ops import FamilyRun
 from meshwright.planner.family_shape import Shape
-from meshwright.planner.published.conventions import Convention
+from meshwright.planner.published.convention import Convention
 from meshwright.planner.published.rows import Row
 from meshwright.strategy import Strategy
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from meshwright.cost import Peak, Step, memory, peak
+from meshwright.cost import Peak, Stages, Step, memory, peak
 from meshwright.cost.memory import shape_on, whole_gradients
 from meshwright.planner.allocator import CONTEXT_BYTES, FRAGMENTED, FRAGMENTED_BY_LAYERS
 from meshwright.planner.published.described import Case
@@ -65,6 +65,18 @@ def _beside(case: Case, step: Step) -> int:
     if convention.ddp_buckets and case.zero_stage < 2 and replicas > 1:
         numel = sum(count * math.prod(shape_on(step, p, None)) for count, p in step.every_parameter() if p.trainable)
         extra += _HALF_BYTES * numel
+    if convention.keeps_stages and step.stages is not None:
+        extra += _stage_buffers(case, step, step.stages)
     if convention.wide_gradients and step.whole_gradients and step.num_micro_batches == 1:
         extra += sum(block.count * size for block, size in whole_gradients(step))
     return extra
+
+
+def _stage_buffers(case: Case, step: Step, stages: Stages) -> int:
+    """Of torch's ``PipelineStage``: received inputs and gradients of all micro-batches, outputs of those in flight."""
+    last, ranks, every = len(stages.ranks) - 1, max(stages.ranks) + 1, step.num_micro_batches
+    in_flight = min(every, ranks - stages.here) if len(stages.own) == 1 else every
+    kept = sum((stage > 0) * every + (stage < last) * (every + in_flight) for stage in stages.own)
+    tokens = case.run.tokens // step.size("sequence")
+    logits = every * tokens * (case.shape.vocab // step.size("tensor")) * case.run.itemsize
+    return kept * (stages.boundary_bytes or 0) + (logits if last in stages.own else 0)

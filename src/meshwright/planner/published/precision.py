@@ -7,7 +7,7 @@ from typing import Literal
 
 from meshwright.cost import Scaling, Step
 from meshwright.planner.family_ops import FamilyRun
-from meshwright.planner.published.conventions import Convention
+from meshwright.planner.published.convention import Convention
 from meshwright.planner.published.rows import Row
 
 

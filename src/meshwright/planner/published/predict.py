@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from meshwright.cost import Calibration, StepTime, simulate
 from meshwright.planner.published.case import case_of
 from meshwright.planner.published.described import Case
+from meshwright.planner.published.figures import flops_per_s, peak_bytes, tokens_per_s
 from meshwright.planner.published.held import Held, held_by
 from meshwright.planner.published.rows import Row
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def predict_case(case: Case, calibration: Calibration | None = None) -> Predicti
 
 def _published_peak(case: Case) -> float | None:
     """As printed; more than the device has is no peak of its memory and says nothing."""
-    printed = (case.row.number("peak_mem_gib") or 0.0) * _GIB
+    printed = peak_bytes(case.row)
     return printed if 0 < printed <= case.cluster.device.memory_bytes else None
 
 
@@ -84,7 +83,7 @@ def _ran(row: Row) -> bool:
 def published_tokens_per_s(case: Case) -> float | None:
     """Tokens per second and GPU as printed; else from TFLOPS or MFU, by what the source counts."""
     row = case.row
-    printed = row.number("tokens_per_s_per_gpu")
+    printed = tokens_per_s(row, case.cluster.num_devices)
     if printed:
         return printed
     flops = published_flops(case)
@@ -93,9 +92,9 @@ def published_tokens_per_s(case: Case) -> float | None:
 
 def published_flops(case: Case) -> float | None:
     """FLOP/s per GPU as printed, or as MFU times the peak."""
-    tflops, mfu = case.row.number("tflops_per_gpu"), case.row.number("mfu")
-    if tflops:
-        return tflops * 1e12
+    flops, mfu = flops_per_s(case.row), case.row.number("mfu")
+    if flops:
+        return flops
     if mfu:
         share = mfu / 100 if mfu > 1 else mfu
         dtype = case.run.dtype if case.run.dtype in ("fp8", "fp4") else "half"
@@ -104,7 +103,8 @@ def published_flops(case: Case) -> float | None:
 
 
 def _flops_per_token(case: Case) -> float:
-    counted = case.convention.flops
+    hardware = "hfu" in case.row.text("mfu").lower() and not case.row.text("tflops_per_gpu")
+    counted = "hardware" if hardware else case.convention.flops
     flops = case.shape.model_flops_per_token(causal=counted == "causal")
     if counted == "hardware" and case.strategy.get("checkpoint") is not None:
         flops *= 4 / 3

@@ -19,7 +19,11 @@ COLUMNS = (
 _EMPTY = {"", "-", "--", "na", "n/a", "nan", "none", "null", "unknown", "?", "n.a.", "not stated"}
 _MOST = 2**40  # of anything that is counted
 _SUFFIX = {"k": 1e3, "m": 1e6, "b": 1e9}
-_NUMBER = re.compile(r"^[~≈<>]?\s*([-+]?\d[\d,_ ]*\.?\d*(?:e[-+]?\d+)?)\s*([kmb%]?)", re.IGNORECASE)
+_NUMBER = re.compile(
+    r"^(?:mfu|hfu|about|around|approx\.?|ca\.?|up to)?[:=\s]*[~≈<>]?\s*"
+    r"([-+]?\d[\d,_ ]*\.?\d*(?:e[-+]?\d+)?)\s*((?:[kmb](?![a-z])|%)?)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)

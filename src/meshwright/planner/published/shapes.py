@@ -7,7 +7,9 @@ import re
 
 from meshwright.planner.family_shape import Family, Shape
 from meshwright.planner.known_models import GPT, LLAMA, MIXTRAL, Dims
-from meshwright.planner.published.conventions import Convention
+from meshwright.planner.published.convention import Convention
+from meshwright.planner.published.figures import sample_length
+from meshwright.planner.published.named import is_other, named_dims
 from meshwright.planner.published.rows import Row
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([mbt])(?![a-z])", re.IGNORECASE)
@@ -31,7 +33,7 @@ def shape_of(row: Row, convention: Convention, assumed: list[str]) -> Shape | No
         return None
     heads = row.count("heads") or known.get("heads") or _usual_heads(hidden, assumed)
     vocab = row.count("vocab") or known.get("vocab") or _usual_vocab(family, convention, assumed)
-    seq = row.count("seq") or known.get("seq") or _usual_seq(family, assumed)
+    seq = sample_length(row) or known.get("seq") or _usual_seq(family, assumed)
     experts = MIXTRAL.get(_mixtral_size(row), ((), 1, 1))
     return Shape(
         family=family,
@@ -46,6 +48,11 @@ def shape_of(row: Row, convention: Convention, assumed: list[str]) -> Shape | No
         experts=experts[1],
         experts_per_token=experts[2],
     )
+
+
+def is_other_kind(row: Row) -> bool:
+    """Whether the model's name is that of something else than a decoder of equal blocks."""
+    return is_other(row.text("model"))
 
 
 def has_unknown_experts(row: Row) -> bool:
@@ -86,9 +93,12 @@ def _known(row: Row, family: Family, assumed: list[str]) -> dict[str, int]:
     """Dimensions of the known model that a row names, or that is of its size."""
     complete = all(row.count(column) for column in ("layers", "hidden", "heads", "vocab", "seq"))
     size = size_b(row)
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
+    named = None if complete else named_dims(row.text("model"), size)
+    if named is not None:
+        return _those_absent(row, dict(zip(names, named, strict=True)), assumed)
     if complete or size is None:
         return {}
-    names = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq")
     if family == "mixtral":
         found = MIXTRAL.get(_mixtral_size(row))
         return dict(zip(names, found[0], strict=True)) if found else {}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.planner.family_ops import ATTENTION, PER_OP, FamilyRun
 from meshwright.planner.family_shape import BLOCK, Shape
-from meshwright.planner.published.conventions import Convention
+from meshwright.planner.published.convention import Convention
 from meshwright.planner.published.rows import Row
 from meshwright.strategy import Strategy
 
 # "VP5", "vpp=2", "v=3", "virtual pipeline 4"; "v3" alone is a version of something.
 _VIRTUAL = re.compile(r"\b(?:vp+|v=|virtual)[ \w-]*?[ =:]*(\d+)", re.IGNORECASE)
+_NOTHING = re.compile(r"^(?:no|n|none|0|w/o)\b|false|disabled|\boff\b|without")
+_EVERYTHING = re.compile(r"^(?:true|yes|y|1|on|enabled)$|block|uniform|ckpt|checkpoint|recompu")
+_EIGHTHS = tuple(eighth / 8 for eighth in range(1, 8))
 _ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
 
 
@@ -23,11 +27,13 @@ def shard_axis_of(stage: int) -> str | None:
 
 def zero_stage_of(row: Row, convention: Convention, assumed: list[str]) -> int:
     """The ZeRO stage of a row; 3 is what FSDP does."""
-    text = row.text("zero_stage").lower()
-    found = re.search(r"[0-3]", text)
+    text = re.sub(r"fsdp ?[12]?", "fsdp", row.text("zero_stage").lower())  # FSDP2 is a version, not a stage
+    found = re.search(r"(?:^|zero|stage|z)[\s_=:-]*([0-3])(?![0-9x])", text)
     if found:
-        return int(found.group(0))
-    if any(word in text for word in ("fsdp", "hsdp", "hybrid", "full", "param", "zero++")):
+        return int(found.group(1))
+    if re.fullmatch(r"(?:p_)?os(?:\+g)?(?:\+p)?", text):  # Rajbhandari et al. 2020
+        return 1 + text.count("+")
+    if any(word in text for word in ("fsdp", "hsdp", "hybrid", "full", "param", "zero++", "infinity", "mics")):
         return 3
     if "grad" in text:
         return 2
@@ -38,6 +44,29 @@ def zero_stage_of(row: Row, convention: Convention, assumed: list[str]) -> int:
     return convention.default_zero
 
 
+@dataclass(frozen=True)
+class Freed:
+    """What is not kept on the device for backward.
+
+    Args:
+        recomputed: The class whose modules run again; "" for none.
+        hosted: Fraction of the blocks whose activations wait in host memory.
+    """
+
+    recomputed: str = ""
+    hosted: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.hosted:.3g} of activations on the host" if self.hosted else f"recomputes {self.recomputed}"
+
+
+def freed_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[Freed, ...]:
+    """What a row frees; where the table does not say, what may be, less first."""
+    found = tuple(Freed(each) for each in recompute_of(row, convention, assumed))
+    hosts = convention.hosts_activations and len(found) > 1 and zero_stage_of(row, convention, []) == 3
+    return (found[0], *(Freed(hosted=each) for each in _EIGHTHS), *found[1:]) if hosts else found
+
+
 def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[str, ...]:
     """The class whose modules are recomputed ("" for none); where the table does not say, what may be, less first."""
     text = row.text("ac").lower().replace("_", "-")
@@ -45,15 +74,26 @@ def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[
     if not text and raw != "none":
         assumed.append(f"ac {convention.default_ac}")
         return {"full": (BLOCK,), "never": ("",)}.get(convention.default_ac, ("", PER_OP, BLOCK))
+    if _NOTHING.search(text):
+        return ("",)
     if "per-op" in text or "per op" in text or "selective op" in text:
         return (PER_OP,)
-    if "selective" in text:
-        if "attention" in text or not convention.fused_attention:
-            return ("",) if convention.fused_attention else (ATTENTION,)
+    if "attention" in text or "attn" in text:
+        return ("",) if convention.fused_attention else (ATTENTION,)
+    if "selective" in text and not convention.fused_attention:
+        return (ATTENTION,)
+    if re.search(r"selective|\bsac\b|partial|every|mlp|%", text):
         return (PER_OP, BLOCK)  # some share of what can be: more where less does not fit
-    if "full" in text or text in ("true", "yes", "1", "block", "on", "uniform", "ckpt"):
+    if "full" in text or _EVERYTHING.search(text):
         return (BLOCK,)
     return ("",)
+
+
+def is_compiled(row: Row) -> bool:
+    """Whether a cell says that chains of kernels are compiled."""
+    text = row.text("compile").lower()
+    said = re.search(r"^(?:true|yes|y|1|on|enabled)$|compile|inductor|autotune", text)
+    return said is not None and _NOTHING.search(text) is None
 
 
 def nearby_of(row: Row, sizes: dict[str, int], per_node: int) -> int:
@@ -66,7 +106,7 @@ def nearby_of(row: Row, sizes: dict[str, int], per_node: int) -> int:
 
 
 def strategy_of(
-    sizes: dict[str, int], stage: int, recompute: str, convention: Convention, pipeline: dict[str, Any], nearby: int
+    sizes: dict[str, int], stage: int, freed: Freed, convention: Convention, pipeline: dict[str, Any], nearby: int
 ) -> Strategy:
     """The strategy; its axes are for a simulation and may name a rank twice."""
     axes = [(name, sizes[column]) for name, column in (("tensor", "tp"), ("sequence", "cp")) if sizes[column] > 1]
@@ -82,11 +122,13 @@ def strategy_of(
         methods.append("sequence_parallel")
     if sizes["pp"] > 1:
         methods.append(("pipeline_parallel", pipeline))
-    if recompute:
-        methods.append(("checkpoint", {"wrap_class": recompute, "no_reentrant": not convention.reentrant}))
+    if freed.recomputed:
+        methods.append(("checkpoint", {"wrap_class": freed.recomputed, "no_reentrant": not convention.reentrant}))
     methods.append("half" if stage == 0 or convention.reduce == "half" else "amp_native")
     if stage:
         methods.append(_ZERO[stage])
+    if freed.hosted:
+        methods.append(("offload", {"activations": freed.hosted}))
     return Strategy(methods)
 
 
