@@ -50,7 +50,7 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
 
 @pytest.fixture(autouse=True)
 def leaves_no_world() -> Iterator[None]:
-    """Worlds are made on ranks: one that stays in this process would turn tests red that come after it, in some orders."""
+    """Worlds are made on ranks: one that stays in this process would turn later tests red, in some orders."""
     yield
     distributed = sys.modules.get("torch.distributed")  # not imported here: many tests need no torch
     if distributed is not None and distributed.is_initialized():
