@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,3 +46,13 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
     yield pool
     for each in pools.values():
         each.stop()
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_world() -> Iterator[None]:
+    """Worlds are made on ranks: one that stays in this process would turn later tests red, in some orders."""
+    yield
+    distributed = sys.modules.get("torch.distributed")  # not imported here: many tests need no torch
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("this test made a world in pytest's own process; ranks(1).run(function) makes it in another one")

@@ -337,9 +337,13 @@ def test_schedules_parameter_groups_and_evaluation(ranks, strategy):
         assert same_after
 
 
-def test_a_model_is_freed_with_its_last_reference():
+def freed():
     result = mw.accelerate(tiny.build("plain"), torch.optim.SGD, strategy=[], optim_args={"lr": 0.1})
     gone = weakref.ref(result.model)
     del result
     gc.collect()
-    assert gone() is None
+    return gone() is None
+
+
+def test_a_model_is_freed_with_its_last_reference(ranks):
+    assert ranks(1).run(freed) == [True]

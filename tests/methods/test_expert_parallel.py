@@ -31,7 +31,7 @@ CASES = {
     "four": (4, "listed", {"expert": 4}, ["fsdp", "checkpoint"], "sgd", 1),
     "three axes": (8, "stacked", {"data": 2, "zero": 2, "expert": 2}, ["fsdp"], "sgd", 1),
 }
-SHORT = ("mixtral", "listed")
+SHORT = ("mixtral", "listed", "half listed")
 LONG = pytest.mark.long
 reference = functools.cache(expert_runs.reference)
 

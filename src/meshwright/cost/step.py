@@ -264,12 +264,15 @@ class Step:
 
     def held_itemsize(self, parameter: Parameter) -> int | None:
         """Bytes per element of a floating parameter as the model holds it; None: as it is given."""
-        whole = None if parameter.sharded else self.whole_itemsize
-        return whole if whole is not None else self.parameters.itemsize
+        return self.whole_itemsize if self._cast_whole(parameter) else self.parameters.itemsize
 
     def has_master(self, parameter: Parameter) -> bool:
         """Whether the optimizer updates an fp32 copy of a half parameter in its place."""
-        return self.master is not None or (not parameter.sharded and self.whole_itemsize is not None)
+        return self.master is not None or self._cast_whole(parameter)
+
+    def _cast_whole(self, parameter: Parameter) -> bool:
+        # Divided experts stay as they are given, and are cast where they compute.
+        return self.whole_itemsize is not None and not parameter.sharded and parameter.expert is None
 
     def replace(self, **changes: object) -> Step:
         """The same step with some fields changed."""
