@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from meshwright.errors import MeshwrightError
 from meshwright.planner.plan import Subject
-from meshwright.planner.search.bounds import Bounds, probing
+from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.candidates import Branch, Candidates, Mesh, axes_text, replicas_of
 from meshwright.planner.search.looked import Looked, Room
 from meshwright.planner.search.objective import Objective, rank_of_plan, rounded
+from meshwright.planner.search.probe import probing
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,8 @@ class Engine:
         if self.bounds is None or self.objective == "memory":
             return 0.0, int(probed), item
         space, samples = self.candidates.space, self._samples(mesh)
-        quickest = probing(space.precision[0], space.recompute[0], (*space.offload[0], *space.extra))
+        rest, shards = (*space.offload[0], *space.extra), any(space.sharding) and mesh.ranks > 1
+        quickest = probing(space.precision[0], space.recompute[0], rest, sharded=shards)
         seconds = self.bounds.mesh_s(mesh, samples, quickest, probed=probed)
         return self._per_sample(seconds, mesh, samples), int(probed), item
 
