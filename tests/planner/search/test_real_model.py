@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from meshwright.cost import make_cluster
 from meshwright.errors import StrategyError
-from meshwright.planner import Workload, choose, choices, default_space, search
+from meshwright.planner import Workload, choices, choose, default_space, search
 from meshwright.planner.search import search_in_stages
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.candidates import Candidates

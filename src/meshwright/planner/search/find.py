@@ -14,7 +14,7 @@ from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.candidates import Candidates
 from meshwright.planner.search.constraints import constrained
 from meshwright.planner.search.engine import Engine
-from meshwright.planner.search.failure import ended_early, nothing_fits, nothing_works
+from meshwright.planner.search.failure import ended_early, no_such_batch, nothing_fits, nothing_works
 from meshwright.planner.search.found import Found
 from meshwright.planner.search.further import Further
 from meshwright.planner.search.looked import Looked
@@ -82,6 +82,8 @@ def search(
     widest = tried[-1][0]
     if looked.ever_stopped and not looked.plans:
         raise ended_early(max_predictions)
+    if not looked.plans and (batches := looking.batches_nearby(_roomiest(widest, (*widest.offload, *offload)))):
+        raise no_such_batch(subject, batches)
     if not looked.plans and not any(without.squeezed for _, without in tried):
         raise nothing_works(subject.world, looking.refused, wished)
     if not looked.plans:
@@ -218,10 +220,21 @@ class _Search:
         assert self.cluster is not None
         larger, cluster = grow(number), self.cluster.resized(number)
         wider = space.replace(sizes=_wider(space, default_space(larger)))
-        candidates = Candidates(wider, number, cluster.devices_per_node, larger.batch_size)
-        engine = Engine(
-            larger, candidates, Bounds(larger, cluster), "memory", 1, self.max_predictions, None, any_will_do=True
-        )
+        return self._fits(larger, cluster, wider)
+
+    def batches_nearby(self, space: Space) -> list[int]:
+        """Of a batch that the devices cannot share equally, the next ones that they can and that fit."""
+        of_batch: Callable[[int], Subject] | None = getattr(self.subject, "of_batch", None)
+        world, batch = self.subject.world, self.subject.batch_size
+        if of_batch is None or batch is None or self.cluster is None or batch % world == 0:
+            return []
+        below = batch - batch % world
+        return [n for n in (below, below + world) if n and self._fits(of_batch(n), self.cluster, space)]
+
+    def _fits(self, subject: Subject, cluster: Cluster, space: Space) -> bool:
+        candidates = Candidates(space, subject.world, cluster.devices_per_node, subject.batch_size)
+        bounds = Bounds(subject, cluster)
+        engine = Engine(subject, candidates, bounds, "memory", 1, self.max_predictions, None, any_will_do=True)
         return bool(engine.run().plans)
 
 
