@@ -122,6 +122,10 @@ class FamilyWorkload:
         """The same on more of the same devices, or fewer."""
         return dataclasses.replace(self, cluster=self.cluster.resized(num_devices))
 
+    def of_batch(self, batch_size: int) -> FamilyWorkload:
+        """The same with more samples per step, or fewer."""
+        return dataclasses.replace(self, batch_size=batch_size)
+
     def _plan(self, strategy: Strategy, wanted_micro_batches: int | None, *, alike: bool) -> Plan:
         resolved = self._resolved(strategy)
         run = self._run(resolved, wanted_micro_batches or self.num_micro_batches)

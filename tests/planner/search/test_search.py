@@ -283,6 +283,12 @@ def test_a_cluster_that_is_too_small_is_told_what_binds_and_how_many_would_do():
         quick(subject, top=1)
 
 
+def test_a_batch_that_no_devices_share_is_told_what_batches_fit():
+    # A prime number: one sample a micro-batch makes more of them than are simulated, and all at once do not fit.
+    with pytest.raises(StrategyError, match="take a global_batch of 100000 or 100004, which fits"):
+        quick(workload(batch=100003), top=1)
+
+
 def test_a_long_pipeline_has_an_outline_that_says_the_same():
     subject = workload("h100x16", 64, Shape("gpt", 30, 1024, 16, 50304, 1024))
     for schedule in ("1f1b", "gpipe", "zbv", ("interleaved", 3)):

@@ -10,56 +10,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from dataclasses import dataclass
 
-from meshwright.cost import Block, Cluster, Link, Stages, Step, fitted, memory, peak
+from meshwright.cost import Block, Cluster, Link, Stages, Step, fitted
 from meshwright.cost.collectives import Network
 from meshwright.cost.kernels import Machine
 from meshwright.cost.rank import rank_of
 from meshwright.errors import MeshwrightError
-from meshwright.methods import Method, cost_of
+from meshwright.methods import cost_of
 from meshwright.methods.law import SHARD_AXES
-from meshwright.planner.plan import Plan, Subject
+from meshwright.planner.plan import Subject
 from meshwright.planner.search.bubble import bubble
 from meshwright.planner.search.candidates import Branch, Mesh, mesh_of
+from meshwright.planner.search.probe import Probe, probe_of, probing
 from meshwright.planner.search.scaled import bare_blocks, scaled
 from meshwright.planner.search.space import Choice
 from meshwright.planner.search.state import State
-from meshwright.strategy import MethodConfig, Strategy
+from meshwright.strategy import Strategy
 
 _MANY = 64  # samples of a micro-batch beyond which kernels get no better
 _OF_EACH_CALL = ("gap_s", "product_s", "call_s", "hop", "reduce_scatter_s", "shard_s", "wait_s")  # bounds go without
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What one rank computes and keeps for a micro-batch of one sample.
-
-    Args:
-        step: After the twins of its axes, precision and recomputation.
-        kept_bytes: From forward to backward.
-        slack: By how much more is taken of the limit than tensors need.
-    """
-
-    step: Step
-    kept_bytes: int
-    slack: float
-
-    @property
-    def kept_inside_bytes(self) -> int:
-        """Of ``kept_bytes``, what does not lie behind the last block."""
-        known = self.step.activations
-        return max(self.kept_bytes - (known.outside_bytes if known is not None else 0), 0)
-
-    @property
-    def hosted_bytes(self) -> int:
-        """What forward sends to the host, and backward brings back."""
-        return self.step.activations.hosted_bytes if self.step.activations is not None else 0
-
-    @functools.cached_property
-    def num_blocks(self) -> int:
-        """Blocks that a pipeline can deal out."""
-        return sum(block.count for block in self.step.blocks if block.name != "outside")
 
 
 class Bounds:
@@ -109,11 +78,12 @@ class Bounds:
     def _probed(self, mesh: Mesh, methods: Choice) -> Probe:
         ranks = self.subject.world // math.prod(size for _, size in mesh.inner)
         replicas = ranks * dict(mesh.inner).get("expert", 1)
-        strategy = Strategy([mesh_of((*mesh.inner, ("data", ranks))), *mesh.inner_methods, *methods])
+        axis = "zero" if any(getattr(method, "shards", False) for method in methods) and ranks > 1 else "data"
+        strategy = Strategy([mesh_of((*mesh.inner, (axis, ranks))), *mesh.inner_methods, *methods])
         self.num_probes += 1
         plan = self.subject.plan(strategy, math.ceil((self.subject.batch_size or 1) / replicas))
         self.limit_bytes = plan.limit_bytes
-        return Probe(plan.step, plan.memory.activations or 0, _slack(plan))
+        return probe_of(plan)
 
     def known_probe(self, branch: Branch) -> bool:
         """Whether the probe of a branch has been made."""
@@ -268,33 +238,12 @@ class Bounds:
 
 
 def _probing(branch: Branch) -> Choice:
-    return probing(branch.precision, branch.recompute, branch.rest)
+    return probing(
+        branch.precision, branch.recompute, branch.rest, sharded=bool(branch.sharding) and branch.mesh.ranks > 1
+    )
 
 
 def _shares(mesh: Mesh) -> int:
     """Into how many parts the inner axes divide a replica's work; ranks of experts have samples of their own."""
     inner = dict(mesh.inner)
     return math.prod(inner.values()) // inner.get("expert", 1)
-
-
-def probing(precision: Choice, recompute: Choice, rest: Choice) -> Choice:
-    """What a probe has: all but what needs other axes, or a sharding method, or is no matter of one sample."""
-    alone = (each for each in rest if getattr(each, "axis", None) is None and not _lacks(each) and not _no_probes(each))
-    return (*precision, *recompute, *alone)
-
-
-def _no_probes(method: MethodConfig) -> bool:
-    """Whether it is of states alone, or says into how many micro-batches a step is cut, where a probe has its own."""
-    return getattr(method, "num_micro_batches", None) is not None or (isinstance(method, Method) and method.of_state)
-
-
-def _lacks(method: MethodConfig) -> bool:
-    """Whether it needs another method beside it."""
-    return isinstance(method, Method) and any(need.when(method) for need in method.needs)
-
-
-def _slack(plan: Plan) -> float:
-    if plan.taken_bytes is None:
-        return 1.0
-    on_host = memory(plan.step).host_total if plan.step.on_cpu else 0
-    return plan.taken_bytes / max(peak(plan.step).reserved_bytes + on_host, 1)

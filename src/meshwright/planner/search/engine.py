@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from meshwright.errors import MeshwrightError
 from meshwright.planner.plan import Subject
-from meshwright.planner.search.bounds import Bounds, probing
+from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.candidates import Branch, Candidates, Mesh, axes_text, replicas_of
 from meshwright.planner.search.looked import Looked, Room
 from meshwright.planner.search.objective import Objective, rank_of_plan, rounded
+from meshwright.planner.search.probe import probing
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Engine:
         self.top, self.max_predictions, self.progress, self.limited = top, max_predictions, progress, limited
         self.any_will_do = any_will_do
         self.looked = Looked(top)
+        self._probes_before = bounds.num_probes if bounds is not None else 0
         self._heap: list[tuple[float, int, int, Item]] = []
         self._order = itertools.count()
         self._too_large: dict[object, list[tuple[int, int]]] = {}
@@ -73,10 +75,9 @@ class Engine:
         probe each.
 
         Args:
-            before: What a search through the same space without offloading has found, which goes on here.
+            before: What passes before have found, which goes on here.
         """
-        if before is not None:
-            self.looked = before.further()
+        self.looked = before or self.looked
         meshes = sorted(self.candidates.meshes(), key=lambda mesh: len(mesh.inner))
         for _, alike in itertools.groupby(meshes, key=lambda mesh: len(mesh.inner)):
             for mesh in alike:
@@ -104,11 +105,11 @@ class Engine:
 
     @property
     def _num_probes(self) -> int:
-        return self.bounds.num_probes if self.bounds is not None else 0
+        return self.bounds.num_probes - self._probes_before if self.bounds is not None else 0
 
     def _is_settled(self, bound: float) -> bool:
-        plans = self.looked.plans
-        return len(plans) >= self.top and (self.any_will_do or rounded(bound) > plans[self.top - 1][0][0])
+        last = self.looked.to_beat
+        return last < math.inf and (self.any_will_do or rounded(bound) > last)
 
     def _push(self, bound: float, depth: int, item: Item) -> None:
         # Of equal bounds the deepest first: it ends in a plan soonest.
@@ -120,7 +121,8 @@ class Engine:
         if self.bounds is None or self.objective == "memory":
             return 0.0, int(probed), item
         space, samples = self.candidates.space, self._samples(mesh)
-        quickest = probing(space.precision[0], space.recompute[0], (*space.offload[0], *space.extra))
+        rest, shards = (*space.offload[0], *space.extra), any(space.sharding) and mesh.ranks > 1
+        quickest = probing(space.precision[0], space.recompute[0], rest, sharded=shards)
         seconds = self.bounds.mesh_s(mesh, samples, quickest, probed=probed)
         return self._per_sample(seconds, mesh, samples), int(probed), item
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
 from meshwright.cost import Memory, peak
@@ -38,6 +38,17 @@ def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> Strat
         expected=f"at most {limits} on each of {devices_here}",
         got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {_named(smallest)}; {said}",
         fix="; or ".join(remedies) + "; or name a strategy yourself to try it all the same",
+    )
+
+
+def no_such_batch(subject: Subject, batches: Sequence[int]) -> StrategyError:
+    """The error for a batch that is cut so that it does not fit, where others about as large are not."""
+    numbers = " or ".join(map(str, batches))
+    return StrategyError(
+        "No strategy cuts the batch so that it fits into the memory of a rank",
+        expected=f"a global_batch that {subject.world} devices share equally",
+        got=f"{subject.batch_size} samples",
+        fix=f"take a global_batch of {numbers}, which fits; or name a strategy yourself to try it all the same",
     )
 
 

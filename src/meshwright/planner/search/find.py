@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.candidates import Candidates
 from meshwright.planner.search.constraints import constrained
 from meshwright.planner.search.engine import Engine
-from meshwright.planner.search.failure import ended_early, nothing_fits, nothing_works
+from meshwright.planner.search.failure import ended_early, no_such_batch, nothing_fits, nothing_works
 from meshwright.planner.search.found import Found
+from meshwright.planner.search.further import Further
 from meshwright.planner.search.looked import Looked
 from meshwright.planner.search.objective import Objective, check_objective
 from meshwright.planner.search.space import Choice, Space, default_space, offloads
@@ -25,6 +27,7 @@ Progress = Callable[[int, int], None]
 
 MAX_PREDICTIONS = 1500
 _MOST_GROWTH = 1024
+_Tried = tuple[Space, Looked]  # without offloading
 
 
 @paused_collection()
@@ -38,8 +41,8 @@ def search(
     space: Space | None = None,
     max_predictions: int = MAX_PREDICTIONS,
     progress: Progress | None = None,
+    further: Sequence[Further] = (),
     growing: Space | None = None,
-    explained: bool = True,
 ) -> Found:
     """Finds the strategies that do best among those that fit into memory.
 
@@ -57,8 +60,8 @@ def search(
             anything: it is among the plans where it does better than what fits without.
         max_predictions: Most plans that are asked of the subject.
         progress: Told of every prediction.
-        growing: What is tried on more devices, where nothing fits on these; None: the same.
-        explained: Whether a failure says what is smallest and how many devices would do, for which it searches on.
+        further: Where it goes on after ``space``, in this order.
+        growing: What is tried on more devices, where nothing fits on these; None: the last that was tried here.
 
     Raises:
         StrategyError: When nothing fits, with the smallest, what binds, and how many devices would do; when nothing can
@@ -70,27 +73,25 @@ def search(
     wished = read_wishes(excluded, included)
     cluster: Cluster | None = getattr(subject, "cluster", None)
     node = cluster.devices_per_node if cluster is not None else subject.world
-    given = constrained(space or default_space(subject), excluded, wished, subject.world, node)
+    left = functools.partial(constrained, excluded=excluded, included=wished, world=subject.world, node=node)
+    given = left(space or default_space(subject))
+    offload = () if given.offload != ((),) or "offload" in (*excluded, *wished) else offloads(subject.world)
     looking = _Search(subject, cluster, node, objective, top, max_predictions, progress)
-    looked = looking.through(given)
-    if _is_untraced(looked) and given.precision != ((),) and not {*HALF} & {*wished}:
-        given, looked = looking.in_full_precision(given, looked)
-    is_complete, squeezed = not looked.stopped, looked.squeezed
-    if "offload" not in (*excluded, *wished) and given.offload == ((),) and looking.may_offload(looked):
-        looked = looking.through(given.replace(offload=offloads(subject.world)), looked)
-    if looked.stopped and not looked.plans:
+    given, looked = looking.first(given, may_lower=not {*HALF} & {*wished})
+    tried, looked = looking.onwards(given, looked, further, left, offload)
+    widest = tried[-1][0]
+    if looked.ever_stopped and not looked.plans:
         raise ended_early(max_predictions)
-    if not looked.plans and not squeezed:
+    if not looked.plans and (batches := looking.batches_nearby(_roomiest(widest, (*widest.offload, *offload)))):
+        raise no_such_batch(subject, batches)
+    if not looked.plans and not any(without.squeezed for _, without in tried):
         raise nothing_works(subject.world, looking.refused, wished)
     if not looked.plans:
-        offload = (*given.offload, *(() if "offload" in excluded else offloads(subject.world)))
-        roomiest = _roomiest(given, offload)
-        smallest = looking.smallest(roomiest, looked.too_large) if explained else next(iter(looked.too_large), None)
+        smallest = looking.smallest(_roomiest(widest, (*widest.offload, *offload)), looked.too_large)
         if smallest is None:
             raise nothing_works(subject.world, looking.refused, wished)
-        if growing is not None:
-            roomiest = _roomiest(constrained(growing, excluded, wished, subject.world, node), offload)
-        raise nothing_fits(subject, smallest, looking.fewest_devices(roomiest) if explained else None)
+        larger = widest if growing is None else left(growing)
+        raise nothing_fits(subject, smallest, looking.fewest_devices(_roomiest(larger, (*larger.offload, *offload))))
     return Found(
         plans=tuple(plan for _, plan in looked.plans),
         too_large=tuple(looked.too_large),
@@ -98,7 +99,7 @@ def search(
         num_considered=looking.num_considered,
         num_predicted=looking.num_predicted,
         seconds=time.perf_counter() - start,
-        is_complete=is_complete and not looked.stopped,
+        is_complete=not looked.ever_stopped,
     )
 
 
@@ -121,24 +122,56 @@ class _Search:
         self.refused: dict[str, str] = {}
         self.num_considered = self.num_predicted = 0
 
-    def through(self, space: Space, before: Looked | None = None) -> Looked:
-        """One pass; after one without offloading, for what is better than it has found."""
-        return self._pass(space, self.objective, self.top, limited=True, before=before)
-
-    def may_offload(self, looked: Looked) -> bool:
-        """Whether something that was too large may be among the best once parts of it are in host memory."""
-        return looked.squeezed or self.objective == "memory"
-
-    def in_full_precision(self, space: Space, before: Looked) -> tuple[Space, Looked]:
-        """Another pass for a model that lower precision stops: that refuses its candidates, and no others."""
+    def first(self, space: Space, *, may_lower: bool) -> tuple[Space, Looked]:
+        """The first pass; another one in full precision for a model that a lower one stops, which is refused then."""
+        before = self._through(space)
+        if not (may_lower and _is_untraced(before) and space.precision != ((),)):
+            return space, before
         full = space.replace(precision=((),))
-        looked = self.through(full)
+        looked = self._through(full)
         if _is_untraced(looked):
             return space, before  # the model itself cannot be traced
         _, plan = before.plans[0]
         gap = next((gap for gap in plan.gaps if "activations" in gap), "activations are not predicted")
         self.refused |= {f"in lower precision {gap}": str(plan.strategy)}
         return full, looked
+
+    def onwards(
+        self, given: Space, looked: Looked, further: Sequence[Further], left: Callable[[Space], Space],
+        offload: tuple[Choice, ...],
+    ) -> tuple[list[_Tried], Looked]:  # fmt: skip
+        """What comes after the first pass; the spaces that were tried, and all that was found.
+
+        Args:
+            given: The space of the first pass.
+            looked: What it has found.
+            further: The other spaces.
+            left: What wishes leave of one.
+            offload: What may leave devices.
+        """
+        tried: list[_Tried] = [(given, looked)]
+        for each in (each for each in further if each.where == "always"):
+            tried.append(self._beside(left(each.space).replace(precision=given.precision), looked))
+            looked = tried[-1][1]
+        looked = self._offloading(tried, looked, offload)
+        for each in further:
+            if each.is_worth(looked):
+                tried.append(self._beside(left(each.space).replace(precision=given.precision), looked))
+                looked = self._offloading(tried[-1:], tried[-1][1], offload)
+        return tried, looked
+
+    def _beside(self, space: Space, looked: Looked) -> _Tried:
+        return space, self._through(space, looked.beside())
+
+    def _offloading(self, tried: Sequence[_Tried], looked: Looked, offload: tuple[Choice, ...]) -> Looked:
+        """Passes with offloading, where something that was too large may be among the best once it takes less."""
+        for space, without in tried:
+            if offload and (without.squeezed or self.objective == "memory"):
+                looked = self._through(space.replace(offload=offload), looked.offloading(without))
+        return looked
+
+    def _through(self, space: Space, before: Looked | None = None) -> Looked:
+        return self._pass(space, self.objective, self.top, limited=True, before=before)
 
     def _pass(
         self, space: Space, objective: Objective, top: int, *, limited: bool, before: Looked | None = None
@@ -187,10 +220,21 @@ class _Search:
         assert self.cluster is not None
         larger, cluster = grow(number), self.cluster.resized(number)
         wider = space.replace(sizes=_wider(space, default_space(larger)))
-        candidates = Candidates(wider, number, cluster.devices_per_node, larger.batch_size)
-        engine = Engine(
-            larger, candidates, Bounds(larger, cluster), "memory", 1, self.max_predictions, None, any_will_do=True
-        )
+        return self._fits(larger, cluster, wider)
+
+    def batches_nearby(self, space: Space) -> list[int]:
+        """Of a batch that the devices cannot share equally, the next ones that they can and that fit."""
+        of_batch: Callable[[int], Subject] | None = getattr(self.subject, "of_batch", None)
+        world, batch = self.subject.world, self.subject.batch_size
+        if of_batch is None or batch is None or self.cluster is None or batch % world == 0:
+            return []
+        below = batch - batch % world
+        return [n for n in (below, below + world) if n and self._fits(of_batch(n), self.cluster, space)]
+
+    def _fits(self, subject: Subject, cluster: Cluster, space: Space) -> bool:
+        candidates = Candidates(space, subject.world, cluster.devices_per_node, subject.batch_size)
+        bounds = Bounds(subject, cluster)
+        engine = Engine(subject, candidates, bounds, "memory", 1, self.max_predictions, None, any_will_do=True)
         return bool(engine.run().plans)
 
 

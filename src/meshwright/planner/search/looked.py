@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from meshwright.planner.plan import Plan
@@ -37,7 +38,9 @@ class Looked:
         num_predicted: Those that were simulated.
         stopped: Whether the search ended at its most predictions, before nothing better could be left.
         rooms: Of every branch, but for what it offloads, whether memory was enough.
-        rooms_before: The same of the pass before, which did not offload.
+        rooms_before: The same of the pass through the same space that did not offload.
+        betters: Whether only what beats the best so far is looked for, not all that may be among ``top``.
+        stopped_before: Whether a pass before ended at its most predictions.
     """
 
     top: int
@@ -48,12 +51,37 @@ class Looked:
     stopped: bool = False
     rooms: dict[object, Room] = field(default_factory=dict)
     rooms_before: dict[object, Room] = field(default_factory=dict)
+    betters: bool = False
+    stopped_before: bool = False
 
-    def further(self) -> Looked:
-        """Where another pass begins: it has to do better."""
+    def beside(self) -> Looked:
+        """Where a pass through another space begins, for what is better than the best so far."""
+        return Looked(
+            self.top, [*self.plans], [*self.too_large], betters=True, stopped_before=self.stopped or self.stopped_before
+        )
+
+    def offloading(self, without: Looked) -> Looked:
+        """Where a pass that offloads begins: it has to do better.
+
+        Args:
+            without: The pass through the same space that did not.
+        """
+        begun = self.beside()
+        begun.betters = without.betters
         # What was left out for want of predictions may have been short of memory, too.
-        rooms = {} if self.stopped else self.rooms
-        return Looked(self.top, [*self.plans], [*self.too_large], rooms_before=rooms)
+        begun.rooms_before = {} if without.stopped else without.rooms
+        return begun
+
+    @property
+    def to_beat(self) -> float:
+        """The number that a candidate must not exceed: of the last that is kept, or of the best."""
+        last = 1 if self.betters else self.top
+        return self.plans[last - 1][0][0] if len(self.plans) >= last else math.inf
+
+    @property
+    def ever_stopped(self) -> bool:
+        """Whether any pass ended at its most predictions."""
+        return self.stopped or self.stopped_before
 
     @property
     def squeezed(self) -> bool:

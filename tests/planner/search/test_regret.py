@@ -1,0 +1,39 @@
+"""The search for real modules loses little against the whole space; ``benchmarks/regret.py`` has more cases."""
+
+import pytest
+
+from meshwright.cost import find_cluster
+from meshwright.planner import FamilyWorkload, default_space, parse_family, search
+from meshwright.planner.search import search_in_stages
+
+
+def best_of(looked, subject, **options):
+    return looked(subject, space=default_space(subject), top=1, **options).plans[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch", "method"),
+    [
+        ("gpt2-large", "l4x8", 2, "pipeline_parallel"),  # 11 % slower without pipelines
+        ("gpt2-xl", "a100-40x8", 2, "pipeline_parallel"),  # nothing fits with data and tensor parallelism alone
+        ("llama-2-13b", "a100-40x8", 8, "tensor_parallel"),  # 13 % slower with all tokens between the layers
+        ("gpt2-xl", "a100-40x8", 32, "zero1"),
+    ],
+)
+def test_stages_find_what_the_whole_space_has(model, cluster, batch, method):
+    subject = FamilyWorkload(parse_family(model), find_cluster(cluster), batch)
+    best, staged = best_of(search, subject), best_of(search_in_stages, subject)
+    assert staged.forecast.time.step_time_s <= 1.03 * best.forecast.time.step_time_s
+    assert method in staged.strategy
+
+
+def test_wishes_that_name_an_axis_hold_in_every_stage():
+    subject = FamilyWorkload(parse_family("gpt2-large"), find_cluster("l4x8"), 2)
+    for wishes in (
+        {"excluded": ["pipeline_parallel"]}, {"included": [("parallel_mode", {"tensor": 4, "zero": 2})]},
+        {"included": [("tensor_parallel", {"sequence": False})], "excluded": ["pipeline_parallel"]},
+    ):  # fmt: skip
+        plan = best_of(search_in_stages, subject, **wishes)
+        assert "pipeline_parallel" not in plan.strategy
+    assert plan.strategy.get("tensor_parallel").sequence is False
+    assert "pipeline_parallel" in best_of(search_in_stages, subject, included=["pipeline_parallel"]).strategy
