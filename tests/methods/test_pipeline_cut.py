@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from meshwright import Strategy, StrategyError
+from meshwright import ModelError, Strategy, StrategyError
 from meshwright.cost import memory
 from meshwright.methods import PipelineParallel
 from meshwright.methods.pipeline import parts
@@ -301,3 +301,9 @@ def test_an_embedding_of_another_stage_still_tells_its_device_and_type():
     assert table(ids).shape == (2, 3, 4)
     assert not list(table.parameters())
     assert not table.state_dict()
+
+
+def test_a_block_that_is_listed_twice_is_named():
+    block, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    with pytest.raises(ModelError, match="block 0 again as block 2"):
+        trace_blocks(torch.nn.Sequential(block, other, block), [block, other, block], None, lambda model, x: model(x))

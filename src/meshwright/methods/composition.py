@@ -15,6 +15,7 @@ from torch import nn
 from meshwright.cost import Step
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.compatibility import check_axes, check_law, check_shard_axis
+from meshwright.methods.gradient_hooks import GradientHooks
 from meshwright.methods.held import tell_parameters
 from meshwright.methods.job import Job
 from meshwright.methods.law import SHARD_AXES
@@ -169,7 +170,7 @@ def check_strategy(job: Job) -> None:
 
 def apply_strategy(job: Job) -> None:
     """Applies every method of ``job.strategy``, which :func:`check_strategy` has found right, phase by phase."""
-    methods = in_phase_order(job.strategy)
+    methods, hooks = in_phase_order(job.strategy), GradientHooks(job.model)
     if job.shard_axis is None and job.size("tensor") == job.size("pipeline") == job.size("expert") == 1:
         job.model.to(job.device)  # a method that splits moves it part by part: whole, it may not fit
     for method in methods:
@@ -186,6 +187,7 @@ def apply_strategy(job: Job) -> None:
     for method in methods:
         if method.phase > Phase.REPLICATE:
             method.apply(job)
+    hooks.carry_over(job.model)
     tell_parameters(job)
     refuse_own_saving(job)
 

@@ -153,9 +153,10 @@ def trace_blocks(
         forward: ``forward(model, inputs)`` computes the loss.
 
     Raises:
-        ModelError: When the blocks do not run in order, or hand no tensor on.
+        ModelError: When the blocks do not run in order, or hand no tensor on, or one is listed several times.
         Exception: Whatever the model raises when it runs without data.
     """
+    _refuse_repeated(blocks)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def converted(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,6 +178,18 @@ def trace_blocks(
         warnings.simplefilter("ignore")
         loss = run_with(forward, model, state, given)
         return run.finish(loss)
+
+
+def _refuse_repeated(blocks: list[nn.Module]) -> None:
+    first = {block: index for index, block in reversed(list(enumerate(blocks)))}
+    repeated = [index for index, block in enumerate(blocks) if first[block] != index]
+    if repeated:
+        raise ModelError(
+            "pipeline_parallel: the list holds one block several times, and stages cannot share it",
+            expected="a block of its own at every place of the list",
+            got=f"block {first[blocks[repeated[0]]]} again as block {repeated[0]}",
+            fix="build each block anew; or shard the model without a pipeline, which keeps shared blocks as they are",
+        )
 
 
 def _accumulator(leaf: torch.Tensor) -> Any:

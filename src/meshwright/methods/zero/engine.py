@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from meshwright.cost import Wire
 from meshwright.distributed.two_level import route
 from meshwright.methods.dtypes import torch_dtype
+from meshwright.methods.gradient_hooks import share_hooks
 from meshwright.methods.job import Job
 from meshwright.methods.means import STEP_AXES
 from meshwright.methods.replicas import broadcast_states
@@ -70,6 +71,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     fully_shard(  # type: ignore[call-overload]
         job.model, reshard_after_forward=False, offload_policy=_offload(job, ""), **options
     )
+    share_hooks(job.model)
     if job.device.type == "cpu":
         reduce_by_exchange(job.model)
     if job.wire is not None and job.size(job.shard_axis) > 1:
