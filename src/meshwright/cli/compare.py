@@ -22,6 +22,7 @@ from meshwright.planner.explain import (
     plan_entry,
     read_document,
 )
+from meshwright.planner.plan import Plan
 from meshwright.strategy import Strategy
 from meshwright.utils.terminal import PlainConsole
 
@@ -111,7 +112,8 @@ def _strategy(text: str, document: Mapping[str, Any] | None) -> tuple[Strategy, 
 def _planned(
     files: Sequence[Path], strategies: Sequence[tuple[Strategy, int | None]], subjects: Subjects
 ) -> tuple[list[dict[str, Any]], list[Difference]]:
-    request, plans = subjects.request(), []
+    request = subjects.request()
+    plans: list[Plan] = []
     for path, (strategy, num_micro_batches) in zip(files, strategies, strict=True):
         with _naming(path):
             asked = dataclasses.replace(request, strategy=strategy, num_micro_batches=num_micro_batches)
