@@ -148,6 +148,37 @@ def test_a_refusal_is_one_paragraph(arguments, words):
     assert result.stderr.count("\n") == 1
 
 
+def test_compare_keeps_the_micro_batches_of_written_plans(planned, tmp_path):
+    folder, document = planned
+    first = document["plans"][0]
+    other = {**document, "plans": [{**first, "num_micro_batches": 2 * first["num_micro_batches"]}]}
+    (tmp_path / "cut.json").write_text(json.dumps(other))
+    result = run("compare", folder / "plans.json", tmp_path / "cut.json", *FOR, "--json")
+    assert result.exit_code == 0, result.stderr
+    cuts = [plan["num_micro_batches"] for plan in json.loads(result.stdout)["plans"]]
+    assert cuts == [first["num_micro_batches"], 2 * first["num_micro_batches"]]
+
+
+def test_compare_tells_other_clusters_apart_and_names_the_file_that_is_wrong(planned, tmp_path):
+    folder, document = planned
+    slower = {**document["plans"][0], "time": {**document["plans"][0]["time"], "parts_s": {"compute_s": 1e3}}}
+    cluster = {**document["cluster"], "num_devices": 4}
+    (tmp_path / "four.json").write_text(json.dumps({**document, "plans": [slower], "cluster": cluster}))
+    result = run("compare", folder / "plans.json", tmp_path / "four.json")
+    assert "~ 2 x CPU -> 4 x CPU" in result.stdout
+    assert "no difference" not in result.stdout
+    assert "computing" in result.stdout
+    for name, text, words in (
+        ("typo.json", '["fsdpp"]', "did you mean 'fsdp'"),
+        ("none.json", "", "The file is empty"),
+    ):
+        (tmp_path / name).write_text(text)
+        refused = run("compare", folder / "strategy.json", tmp_path / name, *FOR)
+        assert refused.exit_code == 1
+        assert name in refused.stderr
+        assert words in refused.stderr
+
+
 def test_compare_refuses_what_has_no_common_ground(planned, tmp_path):
     folder, document = planned
     Strategy(["fsdp"]).save(tmp_path / "a.json")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli.plan_options import Subjects
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.planner.explain import (
     Difference,
     comparison_document,
@@ -20,6 +22,7 @@ from meshwright.planner.explain import (
     plan_entry,
     read_document,
 )
+from meshwright.planner.plan import Plan
 from meshwright.strategy import Strategy
 from meshwright.utils.terminal import PlainConsole
 
@@ -46,13 +49,17 @@ def compare(options: CompareOptions) -> int:
             got=str(len(options.files)),
             fix="name another strategy, or another file of meshwright plan --json",
         )
-    texts = [_read(path) for path in options.files]
-    documents = [read_document(text, str(path)) for path, text in zip(options.files, texts, strict=True)]
+    documents: list[Mapping[str, Any] | None] = []
+    strategies = []
+    for path in options.files:
+        with _naming(path):
+            text = _read(path)
+            documents.append(read_document(text, str(path)))
+            strategies.append(_strategy(text, documents[-1]))
     if options.subjects is None:
         entries, differences = _written(options.files, documents)
     else:
-        strategies = [_strategy(text, document) for text, document in zip(texts, documents, strict=True)]
-        entries, differences = _planned(strategies, options.subjects)
+        entries, differences = _planned(options.files, strategies, options.subjects)
     if options.as_json:
         print(json.dumps(comparison_document(entries, differences), indent=2))
         return 0
@@ -75,13 +82,42 @@ def _read(path: Path) -> str:
         ) from None
 
 
-def _strategy(text: str, document: Mapping[str, Any] | None) -> Strategy:
-    return Strategy(text if document is None else json.dumps(document["plans"][0]["strategy"]))
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Says which of the files an error is about."""
+    try:
+        yield
+    except MeshwrightError as error:
+        if str(path) in str(error):
+            raise
+        what = f"{path}: {error.what}"
+        raise type(error)(what, expected=error.expected, got=error.got, fix=error.fix) from error
 
 
-def _planned(strategies: Sequence[Strategy], subjects: Subjects) -> tuple[list[dict[str, Any]], list[Difference]]:
+def _strategy(text: str, document: Mapping[str, Any] | None) -> tuple[Strategy, int | None]:
+    """With the number of micro-batches that a written plan was made for."""
+    if document is not None:
+        first = document["plans"][0]
+        return Strategy(json.dumps(first["strategy"])), first["num_micro_batches"]
+    if not text.strip():
+        raise ConfigError(
+            "The file is empty",
+            expected="a strategy as Strategy.save writes it; [] is plain data parallelism",
+            got="nothing",
+            fix="write it with meshwright plan --save",
+        )
+    return Strategy(text), None
+
+
+def _planned(
+    files: Sequence[Path], strategies: Sequence[tuple[Strategy, int | None]], subjects: Subjects
+) -> tuple[list[dict[str, Any]], list[Difference]]:
     request = subjects.request()
-    plans = request.planned(strategies).plans
+    plans: list[Plan] = []
+    for path, (strategy, num_micro_batches) in zip(files, strategies, strict=True):
+        with _naming(path):
+            asked = dataclasses.replace(request, strategy=strategy, num_micro_batches=num_micro_batches)
+            plans += asked.planned([strategy]).plans
     subject = request.subject
     return [plan_entry(plan) for plan in plans], [diff(plans[0], plan, subject) for plan in plans[1:]]
 
@@ -109,4 +145,22 @@ def _written(
             fix="plan them for the same, or compare their strategies with --model, --cluster and --global-batch",
         )
     entries = [dict(each["plans"][0]) for each in known]
-    return entries, [entries_diff(entries[0], entry) for entry in entries[1:]]
+    clusters = [each.get("cluster") for each in known]
+    differences = [entries_diff(entries[0], entry) for entry in entries[1:]]
+    return entries, [
+        _elsewhere(each, clusters[0], cluster) for each, cluster in zip(differences, clusters[1:], strict=True)
+    ]
+
+
+def _elsewhere(difference: Difference, here: Any, there: Any) -> Difference:
+    """Another cluster is a change, too."""
+    if here == there:
+        return difference
+    before, after = _where(here), _where(there)
+    change = f"~ {before} -> {after}" if before != after else f"~ {before} -> the same devices with other figures"
+    return dataclasses.replace(difference, changes=(change, *difference.changes))
+
+
+def _where(cluster: Any) -> str:
+    known = cluster if isinstance(cluster, Mapping) else {}
+    return f"{known.get('num_devices', 'unknown')} x {known.get('device', 'devices')}"
