@@ -113,6 +113,13 @@ def _dimensions(text: str) -> dict[str, Any]:
                 got=repr(part),
                 fix="correct the key or leave it out",
             )
+        if key in found:
+            raise ModelError(
+                f"The dimension {key!r} is given twice",
+                expected="every dimension once",
+                got=repr(text),
+                fix="keep one of them",
+            )
         found[key] = _flag(value) if key == "tied" else _number(key, value)
     return found
 

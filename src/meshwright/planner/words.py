@@ -67,7 +67,7 @@ def seconds(value: float) -> str:
         return f"{value:.0f} s"
     if abs(value) >= 1:
         return f"{value:.2f} s"
-    return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-4 else f"{value * 1e6:.0f} us"
+    return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-4 or value == 0 else f"{value * 1e6:.0f} us"
 
 
 def number(value: float) -> str:

@@ -26,8 +26,8 @@ def reason_of(error: BaseException, model: nn.Module) -> str:
         return f"DataDependentOutputException while tracing: {error.func} in {place}: {_READS}"
     if isinstance(error, DynamicOutputShapeException):
         return f"DynamicOutputShapeException while tracing: {error.func} in {place}: {_SHAPES}"
-    if isinstance(error, MeshwrightError):  # training will say the rest of it
-        return error.what
+    if isinstance(error, MeshwrightError):
+        return "; ".join(filter(None, (error.what, f"got {error.got}" if error.got else "", error.fix)))
     said = (str(error).splitlines() or [""])[0][:_LENGTH]
     return f"{type(error).__name__} while tracing ({said}) in {place}"
 
@@ -37,7 +37,9 @@ def _place(trace: TracebackType | None, model: nn.Module) -> str:
     names = {id(module): path for path, module in model.named_modules()}
     found = "the loss, or what calls the model"
     while trace is not None:
-        code, owner = trace.tb_frame.f_code, trace.tb_frame.f_locals.get("self")
+        code = trace.tb_frame.f_code
+        # A method's first argument is its object, whatever it is called.
+        owner = trace.tb_frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         # Calls of every module go through torch's own file; the model's code has one of its own.
         if isinstance(owner, nn.Module) and id(owner) in names and "torch/nn/modules/module.py" not in code.co_filename:
             path = names[id(owner)]

@@ -156,7 +156,7 @@ class _Search:
         looked = self._offloading(tried, looked, offload)
         for each in further:
             if each.is_worth(looked):
-                tried.append(self._beside(left(each.space).replace(precision=given.precision), looked))
+                tried.append(self._beside(left(each.beside(looked)).replace(precision=given.precision), looked))
                 looked = self._offloading(tried[-1:], tried[-1][1], offload)
         return tried, looked
 

@@ -29,3 +29,14 @@ class Further:
         if self.where == "nothing" or not looked.plans:
             return self.where == "nothing" and not looked.plans
         return self.where == "divided" and not _TELLING.isdisjoint(looked.plans[0][1].strategy.names)
+
+    def beside(self, looked: Looked) -> Space:
+        """What is tried here: where the best so far divides layers, the tokens between them are divided as often.
+
+        A real module is proved anew for every size, which takes seconds; what divides layers best does so with them.
+        """
+        if self.where != "divided" or not looked.plans:
+            return self.space
+        mesh = looked.plans[0][1].strategy.get("parallel_mode")
+        size = dict(getattr(mesh, "axes", ())).get("tensor", 1)
+        return self.space if size == 1 else self.space.replace(sizes={**self.space.sizes, "tensor": (size,)})
