@@ -43,11 +43,7 @@ def test_trace_and_strategy_are_those_of_the_first_plan(planned):
     trace = json.loads((folder / "trace.json").read_text())
     ends = [event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X"]
     assert max(ends) == pytest.approx(best["time"]["step_time_s"] * 1e6)
-    saved = Strategy(folder / "strategy.json")
-    assert saved == Strategy(json.dumps(best["strategy"]))
-    again = run(
-        "plan", *FOR, "--strategy", folder / "strategy.json", "--json", "--micro-batches", best["num_micro_batches"]
-    )
+    again = run("plan", *FOR, "--strategy", folder / "strategy.json", "--json")
     (only,) = json.loads(again.stdout)["plans"]
     assert only["time"] == best["time"]
     assert only["memory"] == best["memory"]

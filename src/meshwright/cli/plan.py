@@ -78,7 +78,7 @@ def plan(options: PlanOptions) -> int:
     if options.trace is not None:
         write("--trace", options.trace, json.dumps(trace(found.plans[0])))
     if options.save is not None:
-        write("--save", options.save, found.plans[0].strategy.to_json() + "\n")
+        write("--save", options.save, found.plans[0].complete_strategy.to_json() + "\n")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -54,6 +55,20 @@ class Plan:
     def needed_bytes(self) -> int:
         """Bytes of the memory that is limited: the device's, with the host's where they are one."""
         return self.taken_bytes if self.taken_bytes is not None else needed_bytes(self.step, self.memory)
+
+    @property
+    def complete_strategy(self) -> Strategy:
+        """The strategy with the number of micro-batches that this plan is for: what trains as it is predicted."""
+        parts, pipeline = self.step.num_micro_batches, self.strategy.get("pipeline_parallel")
+        if pipeline is not None and getattr(pipeline, "num_micro_batches", None) is None:
+            return self.strategy.with_method(pipeline.model_copy(update={"num_micro_batches": parts}))
+        if pipeline is not None or parts == 1 or "gradient_accumulation" in self.strategy:
+            return self.strategy
+        return self.strategy.with_method(("gradient_accumulation", parts))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes :attr:`complete_strategy` to a file, as :meth:`Strategy.save` does: ``accelerate(strategy=path)``."""
+        self.complete_strategy.save(path)
 
     def summary(self) -> str:
         """One line: the strategy, how a batch is cut, how fast it is and what it holds."""
