@@ -68,3 +68,19 @@ def test_ranks_that_do_not_start_alike(ranks):
     for _, said in answers[0][1]:
         assert "the weights differ between ranks: last.weight" in said
         assert "those of rank 0 are taken over" in said
+
+
+def _renormed():
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4, max_norm=1.0), torch.nn.Linear(4, 3))
+    optimizer = (torch.optim.SGD, None, lambda x, out: out.mean())
+    given = {"strategy": [], "optim_args": {"lr": 0.1}, "sample_batch": torch.ones(4, 7, dtype=torch.long)}
+    with pytest.raises(ModelError, match="0 changes its weights in forward: max_norm") as caught:
+        mw.accelerate(model, *optimizer, **given)
+    assert caught.value.agreed
+    model[0].max_norm = None
+    mw.accelerate(model, *optimizer, **given)
+
+
+def test_replicas_whose_forward_changes_weights_by_their_own_samples_are_refused(ranks):
+    """Weights of replicas would part without a word: every rank scales the rows that it looks up."""
+    ranks(2).run(_renormed)

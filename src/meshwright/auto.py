@@ -36,8 +36,9 @@ from meshwright.runtime import (
     same_on_every_rank,
     seed_replica,
     settings,
+    world_size,
 )
-from meshwright.start_checks import check_alike, told_difference, told_remainder
+from meshwright.start_checks import check_alike, check_no_renorm, told_difference, told_remainder
 from meshwright.strategy import read_size
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ def accelerate(
     with same_on_every_rank():
         request.check(world.device)
         _check_not_taken(model)
+        check_no_renorm(model, world_size())
     check_alike(request.strategy_digest(), request.model_digest(), request.parameter_lines())
     difference = difference_between_ranks(dict(model.named_parameters()))
     plan, reason = _decide(request, world, limit)
