@@ -154,7 +154,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
             result = function(*args, **kwargs)
             if torch.distributed.is_initialized():
                 torch.distributed.barrier()
+            gc.collect()  # before the answer: paused after it, ranks would begin their next call with this, unevenly
             pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-        gc.collect()

@@ -23,7 +23,7 @@ from meshwright.planner.search.bubble import bubble
 from meshwright.planner.search.candidates import Branch, Mesh, mesh_of
 from meshwright.planner.search.probe import Probe, probe_of, probing
 from meshwright.planner.search.scaled import bare_blocks, scaled
-from meshwright.planner.search.space import Choice
+from meshwright.planner.search.space import Choice, Space
 from meshwright.planner.search.state import State
 from meshwright.strategy import Strategy
 
@@ -103,18 +103,30 @@ class Bounds:
             self._divided[branch] = self.probe(branch.mesh, _probing(branch))
         return self._divided[branch]
 
-    def mesh_s(self, mesh: Mesh, samples: int, methods: Choice, *, probed: bool) -> float:
-        """Seconds of computing on one rank of a mesh, whatever else is done on it.
+    def mesh_s(self, mesh: Mesh, samples: int, space: Space, *, probed: bool) -> float:
+        """Seconds of computing on one rank of a mesh, with what computes fastest in a space.
 
         Args:
             mesh: With or without inner axes.
             samples: Of one replica in a step.
-            methods: With which ranks compute fastest.
+            space: What can be done on the mesh.
             probed: Whether the inner axes are probed; else they divide all work equally, and send nothing.
 
         Raises:
             MeshwrightError: When the subject refuses these axes.
         """
+        quickest = functools.partial(
+            probing, space.precision[0], space.recompute[0], (*space.offload[0], *space.extra)
+        )  # fmt: skip
+        if any(space.sharding) and mesh.ranks > 1:
+            try:
+                return self._mesh_s(mesh, samples, quickest(sharded=True), probed=probed)
+            except MeshwrightError:
+                if all(space.sharding):
+                    raise  # else what refuses sharding is left to do without; branches say why
+        return self._mesh_s(mesh, samples, quickest(sharded=False), probed=probed)
+
+    def _mesh_s(self, mesh: Mesh, samples: int, methods: Choice, *, probed: bool) -> float:
         if probed:
             return self._ideal_s(self.probe(mesh, methods), samples) / mesh.pipeline
         return self._ideal_s(self.probe(self._whole, methods), samples) / _shares(mesh) / mesh.pipeline

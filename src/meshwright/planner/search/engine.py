@@ -17,7 +17,6 @@ from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.candidates import Branch, Candidates, Mesh, axes_text, replicas_of
 from meshwright.planner.search.looked import Looked, Room
 from meshwright.planner.search.objective import Objective, rank_of_plan, rounded
-from meshwright.planner.search.probe import probing
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +119,8 @@ class Engine:
         item: Item = Probed(mesh) if probed else mesh
         if self.bounds is None or self.objective == "memory":
             return 0.0, int(probed), item
-        space, samples = self.candidates.space, self._samples(mesh)
-        rest, shards = (*space.offload[0], *space.extra), any(space.sharding) and mesh.ranks > 1
-        quickest = probing(space.precision[0], space.recompute[0], rest, sharded=shards)
-        seconds = self.bounds.mesh_s(mesh, samples, quickest, probed=probed)
+        samples = self._samples(mesh)
+        seconds = self.bounds.mesh_s(mesh, samples, self.candidates.space, probed=probed)
         return self._per_sample(seconds, mesh, samples), int(probed), item
 
     def _bound_mesh(self, mesh: Mesh, *, probed: bool) -> None:
