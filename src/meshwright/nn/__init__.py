@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from meshwright.nn.compiled import compile_forward, is_compiled, outside_compiled
     from meshwright.nn.exchanges import Exchanges
     from meshwright.nn.forward import class_with, without_fast_path, wrap_method, wrap_methods
-    from meshwright.nn.fresh_weights import gathered_root, reshard, reshard_at_updates
+    from meshwright.nn.fresh_weights import gathered_root, reshard, reshard_at_updates, reshard_units
     from meshwright.nn.fsdp_exchange import Comm, is_mean, reduce_by_exchange
     from meshwright.nn.fsdp_failure import abandon_units, recover_in_forward
     from meshwright.nn.fsdp_groups import parameter_groups
@@ -53,7 +53,7 @@ else:
         compiled: compile_forward is_compiled outside_compiled
         exchanges: Exchanges
         forward: class_with without_fast_path wrap_method wrap_methods
-        fresh_weights: gathered_root reshard reshard_at_updates
+        fresh_weights: gathered_root reshard reshard_at_updates reshard_units
         fsdp_exchange: Comm is_mean reduce_by_exchange
         fsdp_failure: abandon_units recover_in_forward
         fsdp_groups: parameter_groups
@@ -129,6 +129,7 @@ __all__ = [
     "require_blocks",
     "reshard",
     "reshard_at_updates",
+    "reshard_units",
     "run_with",
     "stages_of",
     "whole_model",

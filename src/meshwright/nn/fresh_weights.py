@@ -23,8 +23,13 @@ def reshard(model: nn.Module) -> None:
 
     Nothing is communicated, and nothing done where nothing is gathered.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
+    reshard_units(model.modules())
+
+
+def reshard_units(modules: Iterable[nn.Module]) -> None:
+    """The same for those of these modules that are FSDP2 units; without a walk where they are known."""
+    for module in modules:
+        if isinstance(module, FSDPModule):  # what has been taken apart is no unit any more
             module.reshard()
 
 

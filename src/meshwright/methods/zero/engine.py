@@ -30,8 +30,8 @@ from meshwright.nn import (
     gathered_root,
     recover_in_forward,
     reduce_by_exchange,
-    reshard,
     reshard_at_updates,
+    reshard_units,
     wrap_method,
 )
 
@@ -85,8 +85,9 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     _keep_whole(units.ignored, job)
     # FSDP2 leaves them different on every rank.
     average_gradients(units.ignored, job.num_averaged, job.averaging_group if units.ignored else None)
-    reshard_at_updates(module for module in job.model.modules() if isinstance(module, FSDPModule))
-    job.before_update.append(functools.partial(reshard, job.model))  # of any optimizer, over master weights too
+    sharded = [module for module in job.model.modules() if isinstance(module, FSDPModule)]
+    reshard_at_updates(sharded)
+    job.before_update.append(functools.partial(reshard_units, sharded))  # of any optimizer, over master weights too
     if job.pipeline is None:  # which clears away after itself
         recover_in_forward(job.model)
     for module in job.model.modules():
