@@ -90,6 +90,20 @@ def broken():
 
 def text():
     return "a model"
+
+def leaves():
+    raise SystemExit(0)
+
+def talks():
+    print("building")
+    model = Model(16)
+    model.register_forward_pre_hook(lambda module, inputs: print("running"))
+    return model
+
+def ends():
+    model = Model(16)
+    model.register_forward_pre_hook(lambda module, inputs: leaves())
+    return model
 """
 
 
@@ -106,6 +120,8 @@ def test_a_function_of_the_users_builds_the_model(tmp_path, monkeypatch):
     assert document["plans"][0]["memory"]["ranks"][0]["moments"]["loss"]["activations"] > 0
     for model, words in (
         ("tiny:broken", "OSError: no disk"),
+        ("tiny:leaves", "SystemExit: 0"),
+        ("tiny:ends", "SystemExit while tracing (0)"),
         ("tiny:text", "returned no model"),
         ("tiny:Modle", "did you mean 'Model'"),
         ("absent_module:f", "cannot be imported"),
@@ -113,11 +129,18 @@ def test_a_function_of_the_users_builds_the_model(tmp_path, monkeypatch):
         refused = run("plan", "--model", model, *on)
         assert refused.exit_code == 1
         assert words in refused.stderr
+    talking = run("plan", "--model", "tiny:talks", *on, "--strategy", "zero1.json", "--json")
+    assert json.loads(talking.stdout)["model"]["name"] == "tiny:talks"
+    assert talking.stderr.startswith("building\nrunning\n")
+    talking = run("compare", "zero1.json", "zero1.json", "--model", "tiny:talks", *on, "--json")
+    assert len(json.loads(talking.stdout)["plans"]) == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--cluster", "h100x8x8"), "write h100x64 for 8 x 8 devices"),
+        (("--memory-limit", "17 GiB"), "memory_limit is more than a device has"),
         (("--cluster", "h10x8"), "Unknown device 'h10' (did you mean"),
         (("--model", "gtp2"), "did you mean 'gpt2'"),
         (("--html", "/absent/page.html"), "--html names no file that can be written"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,11 +58,12 @@ def plan(options: PlanOptions) -> int:
     Raises:
         MeshwrightError: When there is no plan, saying why.
     """
-    request = options.request()
-    with _progress() as progress:
-        found = request.found(progress)
-        what_ifs = request.what_ifs(found)
-    document = request.document(found, what_ifs) if options.as_json or options.html is not None else {}
+    with redirect_stdout(sys.stderr):  # what a model prints is no part of the result
+        request = options.request()
+        with _progress() as progress:
+            found = request.found(progress)
+            what_ifs = request.what_ifs(found)
+        document = request.document(found, what_ifs) if options.as_json or options.html is not None else {}
     if options.as_json:
         print(json.dumps(document, indent=2))
     else:
