@@ -88,7 +88,7 @@ def call_reference(
         ) from error
 
 
-def _not_imported(module_name: str, where: str, error: Exception) -> ConfigError:
+def _not_imported(module_name: str, where: str, error: BaseException) -> ConfigError:
     absent = isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "?")
     return ConfigError(
         f"{where}: the module {module_name!r} cannot be imported",

@@ -286,7 +286,7 @@ def test_a_cluster_that_is_too_small_is_told_what_binds_and_how_many_would_do():
 def test_what_one_samples_logits_take_is_said_where_they_bind():
     subject = workload("h100x2", 1, Shape("llama", 2, 512, 8, 2**17, 2**19))
     with pytest.raises(
-        StrategyError, match="logits and what the loss makes of them.*module_replace with loss=True"
+        StrategyError, match=r"logits and what the loss makes of them.*module_replace with loss=True"
     ) as refused:
         quick(subject, top=1)
     assert "smaller batch" not in str(refused.value)
