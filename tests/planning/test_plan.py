@@ -134,6 +134,31 @@ def test_a_config_that_is_none_is_told(tmp_path):
         mw.plan(f"hf:{tmp_path}", "cpu*2", global_batch=4, seq=8)
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("Whisper", "the decoder alone"),
+        ("ResNet", "of pixel_values"),
+        ("CLIP", "of pixel_values"),
+        ("Wav2Vec2", "no model"),
+    ],
+)
+def test_a_config_of_neither_text_nor_images_names_the_way_by_functions(kind, words, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path)
+    with pytest.raises(mw.ModelError, match=f"{words}.*--model MODULE:FUNCTION --sample MODULE:FUNCTION"):
+        mw.plan(f"hf:{tmp_path}", "h100x2", global_batch=4, seq=8)
+
+
+def test_an_encoder_with_its_decoder_is_planned_whole(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    small = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    transformers.BartConfig(d_model=32, vocab_size=64, **small, **heads).save_pretrained(tmp_path)
+    (plan,) = mw.plan(f"hf:{tmp_path}", "h100x2", global_batch=4, seq=8, strategy=["fsdp"])
+    assert plan.step.activations is not None
+
+
 class Shared(nn.Module):
     """Layers in a list that share one weight, which sharding refuses."""
 

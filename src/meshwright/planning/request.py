@@ -168,5 +168,6 @@ def _check_traced(plan: Plan) -> None:
         "The model cannot be traced, so its memory cannot be predicted",
         expected="a forward pass and a loss that run without data",
         got=gap or "no sample to trace it with",
-        fix="give a sample that the model takes, and keep what needs values (.item(), if tensor:) out of forward",
+        fix="give a sample that the model takes (of a model of transformers: by --model MODULE:FUNCTION --sample), and "
+        "keep what needs values (.item(), if tensor:) out of forward",
     )
