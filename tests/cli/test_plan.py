@@ -151,6 +151,7 @@ def test_a_function_of_the_users_builds_the_model(tmp_path, monkeypatch):
         (("--sample", "a:b"), "--sample and --loss beside"),
         (("--strategy", "absent.json"), "absent.json"),
         (("--include", "fsdpp"), "did you mean 'fsdp'"),
+        (("--include", "checkpoint(evry=2)"), "evry"),
     ],
 )
 def test_a_refusal_is_one_paragraph(arguments, words):
@@ -165,6 +166,20 @@ def test_a_refusal_is_one_paragraph(arguments, words):
     assert result.stderr.startswith("meshwright: error: ")
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_method_is_included_with_keys():
+    result = run("plan", *FOR, "--top", 3, "--include", "checkpoint(every=2)", "--json")
+    assert result.exit_code == 0, result.stderr
+    for plan in json.loads(result.stdout)["plans"]:
+        assert Strategy(json.dumps(plan["strategy"])).get("checkpoint").every == 2
+
+
+def test_a_strategy_in_a_file_of_plans_is_told_how_to_be_written(planned):
+    refused = run("plan", *FOR, "--strategy", planned[0] / "plans.json")
+    assert refused.exit_code == 1
+    assert "plans that meshwright plan --json has printed" in refused.stderr
+    assert "meshwright plan --save" in refused.stderr
 
 
 def test_compare_keeps_the_micro_batches_of_written_plans(planned, tmp_path):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshwright.cli.files import check_writable, write
 from meshwright.cli.plan_options import Subjects
@@ -47,9 +48,14 @@ class PlanOptions:
             num_micro_batches=self.num_micro_batches,
             objective=self.objective,
             excluded=self.excluded,
-            included=self.included,
+            included=[each for text in self.included for each in _wishes(text)],
             top=self.top,
         )
+
+
+def _wishes(text: str) -> tuple[Any, ...]:
+    """A method's name, or with keys as in the text of a strategy."""
+    return Strategy(text).methods if "(" in text else (text,)
 
 
 def plan(options: PlanOptions) -> int:
