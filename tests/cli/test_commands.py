@@ -1,6 +1,7 @@
 """Commands that start no ranks."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_files_are_written_whole_or_not_at_all(monkeypatch, tmp_path):
     files.write("--save", link, "first")
     assert (file.read_text(), link.is_symlink()) == ("first", True)
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", _interrupted)
+        patched.setattr(os, "replace", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             files.write("--save", link, "second")
     assert file.read_text() == "first"

@@ -90,6 +90,20 @@ def broken():
 
 def text():
     return "a model"
+
+def leaves():
+    raise SystemExit(0)
+
+def talks():
+    print("building")
+    model = Model(16)
+    model.register_forward_pre_hook(lambda module, inputs: print("running"))
+    return model
+
+def ends():
+    model = Model(16)
+    model.register_forward_pre_hook(lambda module, inputs: leaves())
+    return model
 """
 
 
@@ -106,6 +120,8 @@ def test_a_function_of_the_users_builds_the_model(tmp_path, monkeypatch):
     assert document["plans"][0]["memory"]["ranks"][0]["moments"]["loss"]["activations"] > 0
     for model, words in (
         ("tiny:broken", "OSError: no disk"),
+        ("tiny:leaves", "SystemExit: 0"),
+        ("tiny:ends", "SystemExit while tracing (0)"),
         ("tiny:text", "returned no model"),
         ("tiny:Modle", "did you mean 'Model'"),
         ("absent_module:f", "cannot be imported"),
@@ -113,11 +129,18 @@ def test_a_function_of_the_users_builds_the_model(tmp_path, monkeypatch):
         refused = run("plan", "--model", model, *on)
         assert refused.exit_code == 1
         assert words in refused.stderr
+    talking = run("plan", "--model", "tiny:talks", *on, "--strategy", "zero1.json", "--json")
+    assert json.loads(talking.stdout)["model"]["name"] == "tiny:talks"
+    assert talking.stderr.startswith("building\nrunning\n")
+    talking = run("compare", "zero1.json", "zero1.json", "--model", "tiny:talks", *on, "--json")
+    assert len(json.loads(talking.stdout)["plans"]) == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--cluster", "h100x8x8"), "write h100x64 for 8 x 8 devices"),
+        (("--memory-limit", "17 GiB"), "memory_limit is more than a device has"),
         (("--cluster", "h10x8"), "Unknown device 'h10' (did you mean"),
         (("--model", "gtp2"), "did you mean 'gpt2'"),
         (("--html", "/absent/page.html"), "--html names no file that can be written"),
@@ -128,6 +151,7 @@ def test_a_function_of_the_users_builds_the_model(tmp_path, monkeypatch):
         (("--sample", "a:b"), "--sample and --loss beside"),
         (("--strategy", "absent.json"), "absent.json"),
         (("--include", "fsdpp"), "did you mean 'fsdp'"),
+        (("--include", "checkpoint(evry=2)"), "evry"),
     ],
 )
 def test_a_refusal_is_one_paragraph(arguments, words):
@@ -142,6 +166,20 @@ def test_a_refusal_is_one_paragraph(arguments, words):
     assert result.stderr.startswith("meshwright: error: ")
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_method_is_included_with_keys():
+    result = run("plan", *FOR, "--top", 3, "--include", "checkpoint(every=2)", "--json")
+    assert result.exit_code == 0, result.stderr
+    for plan in json.loads(result.stdout)["plans"]:
+        assert Strategy(json.dumps(plan["strategy"])).get("checkpoint").every == 2
+
+
+def test_a_strategy_in_a_file_of_plans_is_told_how_to_be_written(planned):
+    refused = run("plan", *FOR, "--strategy", planned[0] / "plans.json")
+    assert refused.exit_code == 1
+    assert "plans that meshwright plan --json has printed" in refused.stderr
+    assert "meshwright plan --save" in refused.stderr
 
 
 def test_compare_keeps_the_micro_batches_of_written_plans(planned, tmp_path):

@@ -134,6 +134,31 @@ def test_a_config_that_is_none_is_told(tmp_path):
         mw.plan(f"hf:{tmp_path}", "cpu*2", global_batch=4, seq=8)
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("Whisper", "the decoder alone"),
+        ("ResNet", "of pixel_values"),
+        ("CLIP", "of pixel_values"),
+        ("Wav2Vec2", "no model"),
+    ],
+)
+def test_a_config_of_neither_text_nor_images_names_the_way_by_functions(kind, words, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path)
+    with pytest.raises(mw.ModelError, match=f"{words}.*--model MODULE:FUNCTION --sample MODULE:FUNCTION"):
+        mw.plan(f"hf:{tmp_path}", "h100x2", global_batch=4, seq=8)
+
+
+def test_an_encoder_with_its_decoder_is_planned_whole(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    small = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    transformers.BartConfig(d_model=32, vocab_size=64, **small, **heads).save_pretrained(tmp_path)
+    (plan,) = mw.plan(f"hf:{tmp_path}", "h100x2", global_batch=4, seq=8, strategy=["fsdp"])
+    assert plan.step.activations is not None
+
+
 class Shared(nn.Module):
     """Layers in a list that share one weight, which sharding refuses."""
 
@@ -185,6 +210,48 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(batch,
     module, ids = tiny.plain(num_layers=2), torch.zeros(2, tiny.SEQ_LEN, dtype=torch.long)
     with pytest.raises(mw.StrategyError, match="does not divide"):
         mw.plan(module, "cpu*4", global_batch=6, sample_batch=ids, strategy=["fsdp"], loss_func=square)
+
+
+def test_a_model_of_which_nothing_trains_is_refused():
+    asked = {"sample_batch": torch.randn(2, 8), "loss_func": square, "global_batch": 4}
+    with pytest.raises(mw.ModelError, match=r"Nothing of the model.*2 parameters, all of them frozen"):
+        mw.plan(nn.Linear(8, 4).requires_grad_(False), "cpu*2", **asked)
+    with pytest.raises(mw.ModelError, match="a model without parameters"):
+        mw.plan(nn.Tanh(), "cpu*2", **asked)
+    silent = nn.Linear(8, 4)
+    silent.forward = torch.no_grad()(silent.forward)
+    with pytest.raises(mw.ModelError, match=r"does not depend on anything that trains.*no_grad"):
+        mw.plan(silent, "cpu*2", **asked)
+
+
+def test_a_memory_limit_is_no_more_than_a_device_has():
+    with pytest.raises(mw.ConfigError, match=r"at most 79\.65 GiB.*Got 900\.00 GiB"):
+        mw.plan("gpt2", "h100x2", global_batch=8, memory_limit="900 GiB")
+
+
+class Wide(nn.Module):
+    """Few parameters, and many logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(2**17, 16), nn.Linear(16, 2**17)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def test_a_module_whose_logits_are_too_large_for_one_device_has_a_way_out():
+    with torch.device("meta"):
+        model = Wide()
+    asked = {"global_batch": 1, "seq": 2**17}
+    with pytest.raises(mw.StrategyError, match=r"logits and what the loss makes.*module_replace with loss=True") as no:
+        mw.plan(model, "h100x1", **asked)
+    assert "smaller batch" not in str(no.value)
+    assert mw.plan(model, "h100x1", included=[("module_replace", {"loss": True})], **asked)[0].fits
 
 
 def test_a_memory_limit_is_a_size():

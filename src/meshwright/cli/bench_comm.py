@@ -14,7 +14,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from meshwright.benchmark import benchmark_table
-from meshwright.cli.files import check_writable
+from meshwright.cli.files import check_writable, write_whole
 from meshwright.distributed import Measurement, benchmark_collectives, benchmark_sizes
 from meshwright.distributed.benchmark import check_benchmark, check_num_ranks, default_max_bytes
 from meshwright.distributed.members import members_of
@@ -161,12 +161,8 @@ def _tell(options: BenchOptions, measurements: list[Measurement]) -> None:
         return
     PlainConsole().print(benchmark_table(measurements))
     if options.json is not None:
-        try:
-            Path(options.json).expanduser().write_text(text + "\n")
-        except OSError as error:
-            raise ConfigError(
-                f"{options.json} cannot be written", got=str(error), fix="name another file for --json"
-            ) from error
+        file = Path(options.json).expanduser()
+        write_whole(file, text + "\n", f"{options.json} cannot be written", "name another file for --json")
 
 
 def _document(measurements: list[Measurement]) -> dict[str, Any]:

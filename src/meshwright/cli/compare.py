@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def compare(options: CompareOptions) -> int:
     if options.subjects is None:
         entries, differences = _written(options.files, documents)
     else:
-        entries, differences = _planned(options.files, strategies, options.subjects)
+        with redirect_stdout(sys.stderr):  # what a model prints is no part of the result
+            entries, differences = _planned(options.files, strategies, options.subjects)
     if options.as_json:
         print(json.dumps(comparison_document(entries, differences), indent=2))
         return 0

@@ -7,7 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from meshwright.errors import ConfigError
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.store.file_format import write_text
 
 
 def check_writable(option: str, path: Path | None, fix: str = "name another file") -> None:
@@ -70,16 +71,11 @@ def write_whole(
         if _is_special(path):
             path.write_text(text, encoding="utf-8")
             return
-        temporary = path.resolve().with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path.resolve())
-        finally:
-            temporary.unlink(missing_ok=True)
-    except OSError as error:
+        write_text(path.resolve(), text)
+    except (OSError, CheckpointError) as error:
         raise ConfigError(
             told,
             expected="a directory in which this user may write",
-            got=error.strerror or str(error),
+            got=error.got if isinstance(error, CheckpointError) else error.strerror or str(error),
             fix=fix,
         ) from error

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from meshwright.cli.files import check_writable, write
 from meshwright.cli.plan_options import Subjects
@@ -47,9 +48,14 @@ class PlanOptions:
             num_micro_batches=self.num_micro_batches,
             objective=self.objective,
             excluded=self.excluded,
-            included=self.included,
+            included=[each for text in self.included for each in _wishes(text)],
             top=self.top,
         )
+
+
+def _wishes(text: str) -> tuple[Any, ...]:
+    """A method's name, or with keys as in the text of a strategy."""
+    return Strategy(text).methods if "(" in text else (text,)
 
 
 def plan(options: PlanOptions) -> int:
@@ -58,11 +64,12 @@ def plan(options: PlanOptions) -> int:
     Raises:
         MeshwrightError: When there is no plan, saying why.
     """
-    request = options.request()
-    with _progress() as progress:
-        found = request.found(progress)
-        what_ifs = request.what_ifs(found)
-    document = request.document(found, what_ifs) if options.as_json or options.html is not None else {}
+    with redirect_stdout(sys.stderr):  # what a model prints is no part of the result
+        request = options.request()
+        with _progress() as progress:
+            found = request.found(progress)
+            what_ifs = request.what_ifs(found)
+        document = request.document(found, what_ifs) if options.as_json or options.html is not None else {}
     if options.as_json:
         print(json.dumps(document, indent=2))
     else:

@@ -34,7 +34,9 @@ def plan_command(
     objective: Annotated[
         str, typer.Option(metavar="WHAT", help="What plans are ranked by: tokens_per_s, price or memory.")
     ] = "tokens_per_s",
-    include: Annotated[list[str] | None, typer.Option(metavar="METHOD", help="Every plan uses it; repeatable.")] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="METHOD", help="Every plan uses it; repeatable. With keys: 'fsdp(…)'.")
+    ] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="METHOD", help="No plan uses it; repeatable.")] = None,
     top: Annotated[int, typer.Option(metavar="N", min=1, help="Plans to show.")] = 10,
     sample: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_SAMPLE)] = None,

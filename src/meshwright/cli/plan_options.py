@@ -102,7 +102,7 @@ def _called(reference: str, option: str, function: Callable[[], Any]) -> Any:
         return function()
     except MeshwrightError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(
             f"{option}: the function {reference} failed",
             expected="a function that works without arguments (a model's may take seq_len)",

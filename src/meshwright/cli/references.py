@@ -31,7 +31,7 @@ def resolve_reference(reference: str, key: str) -> Callable[..., Any]:
     module_name, _, name = reference.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _not_imported(module_name, f"{key} {reference!r}", error) from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -79,7 +79,7 @@ def call_reference(
         return function(**arguments)
     except MeshwrightError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise error_cls(
             f"The {key} function {reference} failed",
             expected=expected,
@@ -88,7 +88,7 @@ def call_reference(
         ) from error
 
 
-def _not_imported(module_name: str, where: str, error: Exception) -> ConfigError:
+def _not_imported(module_name: str, where: str, error: BaseException) -> ConfigError:
     absent = isinstance(error, ModuleNotFoundError) and module_name.startswith(error.name or "?")
     return ConfigError(
         f"{where}: the module {module_name!r} cannot be imported",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cost.cluster import Cluster, Link, make_cluster
-from meshwright.cost.device import DEVICES, Device, find_device
+from meshwright.cost.device import DEVICES, Device, find_device, half_peak_flops_per_s
 from meshwright.cost.efficiency import calibration_from, calibration_tables
 from meshwright.errors import ConfigError, MeshwrightError, join_names
 
@@ -53,7 +53,21 @@ def find_cluster(name: str) -> Cluster:
             got=repr(name),
             fix="correct the name",
         )
+    _refuse_two_numbers(name, *found.groups())
     return make_cluster(found.group(1), int(found.group(2)))
+
+
+def _refuse_two_numbers(name: str, device: str, number: str) -> None:
+    """``h100x8x8`` might be read as one number or as their product."""
+    found = _PRESET.match(device)
+    if found is None or half_peak_flops_per_s(found.group(1)) is None:  # as of RTX4090
+        return
+    raise ConfigError(
+        f"{name!r} has two numbers of devices",
+        expected="DEVICExNUMBER with the number of all devices; those of a node are known, or stand in a cluster file",
+        got=repr(name),
+        fix=f"write {found.group(1)}x{int(found.group(2)) * int(number)} for {found.group(2)} x {number} devices",
+    )
 
 
 def read_cluster(path: Path, *, learned: bool = True) -> Cluster:

@@ -80,12 +80,6 @@ class MasterWeights:
         for parameter, master in self.of.items():
             parameter.copy_(master)
 
-    @torch.no_grad()
-    def read_in(self) -> None:
-        """Takes the model's parameters over into the copies, after weights were loaded into the model."""
-        for parameter, master in self.of.items():
-            take_over(master, parameter)
-
     def zero_grad(self) -> None:
         """Frees the gradients of the model and of the copies."""
         for parameter, master in self.of.items():

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from meshwright.batches import call_model, first_loss, loss_of_output, resized
 from meshwright.cost import Cluster
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, ModelError
 from meshwright.loss import next_token_loss
 from meshwright.nn import check_initialized
 from meshwright.optim import check_steps_alone
@@ -102,6 +102,7 @@ class ModuleModel:
 
     def _workload(self, cluster: Cluster, samples: int, limit_bytes: int) -> Workload:
         check_initialized(self.module)
+        self._check_trains()
         return Workload(
             model=self.module,
             device=torch.device("cpu" if cluster.device.is_host else "cuda"),
@@ -116,6 +117,16 @@ class ModuleModel:
             cluster=cluster,
         )
 
+    def _check_trains(self) -> None:
+        count = sum(1 for _ in self.module.parameters())
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise ModelError(
+                f"Nothing of the model {self.name} trains",
+                expected="at least one parameter that requires a gradient",
+                got=f"{count} parameters, all of them frozen" if count else "a model without parameters",
+                fix="call requires_grad_(True) on what shall train" if count else "give it parameters",
+            )
+
     def _optimizer(self, params: Any) -> Optimizer:
         assert self.optim_func is not None
         return check_steps_alone(self.optim_func(params))
@@ -123,7 +134,7 @@ class ModuleModel:
     def _forward(self, module: nn.Module, inputs: Any) -> torch.Tensor:
         output = call_model(module, inputs, self.model_input_format)
         loss = self.loss_func or _usual_loss
-        return first_loss(loss(inputs, output))
+        return first_loss(loss(inputs, output), trains=torch.is_grad_enabled())
 
 
 def _inputs(sample_batch: Any, samples: int) -> Any:

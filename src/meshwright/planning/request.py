@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.cost import Cluster
 from meshwright.errors import ConfigError, ModelError, StrategyError
 from meshwright.methods import SAMPLED
-from meshwright.planner import Plan, Subject, Workload
+from meshwright.planner import Plan, Subject, Workload, readable_bytes
 from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.search import Found, default_space, search, search_in_stages
 from meshwright.planning.models import PlannedModel
@@ -37,6 +37,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory_limit", read_size(self.memory_limit, "memory_limit"))
+        _check_limit(self.memory_limit, self.cluster)  # type: ignore[arg-type]
         for name, value in (("global_batch", self.global_batch), ("top", self.top)):
             _check_count(name, value)
         if self.num_micro_batches is not None:
@@ -119,6 +120,16 @@ class PlanRequest:
         return found_document(found, model=described, objective=self.objective, what_ifs=what_ifs, subject=self.subject)
 
 
+def _check_limit(limit: int | None, cluster: Cluster) -> None:
+    if limit is not None and limit > cluster.device.memory_bytes:
+        raise ConfigError(
+            "memory_limit is more than a device has",
+            expected=f"at most {readable_bytes(cluster.device.memory_bytes)}, the memory of a {cluster.device.name}",
+            got=readable_bytes(limit),
+            fix="lower it, or describe a device with more memory in a cluster file",
+        )
+
+
 def _check_count(name: str, value: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} is not a count", expected="1 or more", got=repr(value), fix="correct the number")
@@ -157,5 +168,6 @@ def _check_traced(plan: Plan) -> None:
         "The model cannot be traced, so its memory cannot be predicted",
         expected="a forward pass and a loss that run without data",
         got=gap or "no sample to trace it with",
-        fix="give a sample that the model takes, and keep what needs values (.item(), if tensor:) out of forward",
+        fix="give a sample that the model takes (of a model of transformers: by --model MODULE:FUNCTION --sample), and "
+        "keep what needs values (.item(), if tensor:) out of forward",
     )

@@ -4,6 +4,7 @@ with random values.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.planning.limits import check_counts, check_pixels, few_modules
 from meshwright.planning.models import ModuleModel, token_batch
 
+_BY_FUNCTION = "let functions make the model and a batch: --model MODULE:FUNCTION --sample MODULE:FUNCTION"
 _LONGEST = 2**24  # tokens of a sample
 _CAUSAL, _MASKED = "AutoModelForCausalLM", "AutoModelForMaskedLM"
 _AUTO = (_CAUSAL, _MASKED, "AutoModelForSeq2SeqLM", "AutoModelForImageClassification")
@@ -35,15 +37,37 @@ def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> 
         ModelError: When no model can be made of it, or it is too small for ``seq``.
     """
     config = read_model_config(path)
-    seq = None if hasattr(config, "image_size") else _checked_seq(config, seq)
-    module = model_of_config(config, path, on_meta=on_meta)
-    if seq is None:
+    has_encoder = getattr(config, "is_encoder_decoder", False)  # a decoder alone takes this from its config
+    module: Any = model_of_config(config, path, on_meta=on_meta)
+    if hasattr(config, "image_size"):
+        _check_takes(module, "pixel_values")
         with _told(path):
             images = _images(config)
         return ModuleModel(_name(config, path), module, images, model_input_format="unpack_dict")
+    _check_takes(module, "input_ids")
+    if has_encoder and not module.config.is_encoder_decoder:
+        raise _needs_sample(f"{type(module).__name__}, the decoder alone of a model with an encoder")
+    seq = _checked_seq(config, seq)
     ids = token_batch(seq)
     batch = {"input_ids": ids, "labels": ids}
     return ModuleModel(_name(config, path), module, batch, model_input_format="unpack_dict", seq=seq)
+
+
+def _check_takes(module: Any, name: str) -> None:
+    """Refuses what is not called with one kind of input and labels, such as a model of speech or of pairs."""
+    taken = inspect.signature(module.forward).parameters
+    # What a model of images calls its main input is not told by all of them.
+    if not {name, "labels"} <= taken.keys() or (name == "input_ids" and module.main_input_name != name):
+        raise _needs_sample(f"{type(module).__name__} of {', '.join(list(taken)[:3])}, …")
+
+
+def _needs_sample(got: str) -> ModelError:
+    return ModelError(
+        "No sample can be made for this model from its config alone",
+        expected="a model of text (input_ids and labels), or of images (pixel_values and labels)",
+        got=got,
+        fix=_BY_FUNCTION,
+    )
 
 
 def check_config_path(path: Path, key: str = "hf:") -> None:
@@ -157,7 +181,7 @@ def _of_config(transformers: ModuleType, config: Any) -> nn.Module:
         f"{type(config).__name__} has no model with a loss",
         expected=f"a config that one of {', '.join(_AUTO)} takes, or one that names its architectures",
         got=str(config.architectures),
-        fix='add "architectures": ["…"] to the config',
+        fix=f'add "architectures": ["…"] to the config; or {_BY_FUNCTION}',
     )
 
 

@@ -50,7 +50,7 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         CheckpointError: When the file cannot be written.
     """
-    _write(path, lambda to: to.write_text(text))
+    _write(path, lambda to: to.write_text(text, encoding="utf-8"))
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:

@@ -15,6 +15,7 @@ from meshwright.strategy.register import METHOD_CONFIGS
 
 FORMAT = "meshwright.strategy"
 SCHEMA_VERSION = 1
+_PLANS = "meshwright.plans"  # what a search prints
 
 # Methods of ATorch that have another name here, or need none.
 _ELSEWHERE = {
@@ -165,11 +166,14 @@ def _from_json(text: str, where: str) -> list[MethodConfig]:
     if isinstance(document, list):
         return [parse_method(item) for item in document]
     if not isinstance(document, dict) or document.get("format") != FORMAT:
+        plans = isinstance(document, dict) and document.get("format") == _PLANS
         raise StrategyError(
             "This JSON is not a strategy",
             expected=f'an object with "format": "{FORMAT}"',
-            got=where,
-            fix="write it with Strategy.save",
+            got=f"{where}, plans that meshwright plan --json has printed" if plans else where,
+            fix="write the first plan's strategy with meshwright plan --save"
+            if plans
+            else "write it with Strategy.save",
         )
     if document.get("schema_version") != SCHEMA_VERSION:
         raise StrategyError(

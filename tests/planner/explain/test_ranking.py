@@ -42,6 +42,16 @@ def test_what_binds_is_always_there_to_read_and_strategies_have_room(width):
     assert any(word in line for line in lines for word in bound)
 
 
+@pytest.mark.parametrize("width", [40, 50, 60, 70, 78])
+def test_a_table_narrower_than_a_terminal_keeps_what_binds(width):
+    lines = printed(ranked_table(found().plans, "Plans", width), width).splitlines()
+    header = next(line for line in lines if "strategy" in line)
+    assert "#" in header
+    assert "binds" in header
+    assert "…" not in "".join(lines)
+    assert any(word in line for line in lines for word in ("compute", "bubble", "update"))
+
+
 def test_the_table_of_one_plan_has_its_time():
     text = printed(plan_table(found().plans[0]), 120)
     assert "computing" in text

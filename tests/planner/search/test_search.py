@@ -283,6 +283,26 @@ def test_a_cluster_that_is_too_small_is_told_what_binds_and_how_many_would_do():
         quick(subject, top=1)
 
 
+def test_what_one_samples_logits_take_is_said_where_they_bind():
+    subject = workload("h100x2", 1, Shape("llama", 2, 512, 8, 2**17, 2**19))
+    with pytest.raises(
+        StrategyError, match=r"logits and what the loss makes of them.*module_replace with loss=True"
+    ) as refused:
+        quick(subject, top=1)
+    assert "smaller batch" not in str(refused.value)
+
+
+def test_bounds_of_logits_rule_out_nothing_that_fits():
+    wide = Shape("llama", 4, 512, 8, 2**17, 2**15)
+    for limit, objective in ((20 * 2**30, "tokens_per_s"), (None, "memory")):
+        subject = workload("h100x4", 4, wide, limit_bytes=limit)
+        space = few(subject).replace(sizes={"tensor": (1, 2, 4), "pipeline": (1, 2)})
+        expected = everything(subject, space, objective)
+        assert expected
+        best = search(subject, space=space, objective=objective, top=1, excluded=["offload"]).plans[0]
+        assert rank_of_plan(best, objective)[0] == expected[0][0]
+
+
 def test_a_batch_that_no_devices_share_is_told_what_batches_fit():
     # A prime number: one sample a micro-batch makes more of them than are simulated, and all at once do not fit.
     with pytest.raises(StrategyError, match="take a global_batch of 100000 or 100004, which fits"):

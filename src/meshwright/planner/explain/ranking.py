@@ -26,6 +26,7 @@ _TOLD_S = 1e-6
 _WIDE = 120
 _DISPENSABLE = ("per device", "allocated", "$/1e9 tokens", "batch")  # on narrow terminals, in this order
 _STRATEGY, _BINDING, _GAP = 34, 10, 2  # characters: a strategy in two or three lines, what binds, between columns
+_LEAST_STRATEGY, _LEAST_BINDING, _BETWEEN = 18, 7, 3  # the same where not even these leave room
 _LABELS = dict(MEMORY_CLASSES)
 
 
@@ -44,7 +45,7 @@ def entries_table(entries: Sequence[Mapping[str, Any]], title: str = "Plans", wi
     """The same of plans as ``--json`` has them."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("#", justify="right")
-    table.add_column("strategy", overflow="fold", min_width=18)
+    table.add_column("strategy", overflow="fold", min_width=_LEAST_STRATEGY)
     columns = _fitting({name: cells for name, cells in _columns(entries).items() if any(cells)}, width)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
@@ -66,11 +67,16 @@ def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
     """The columns that leave room for a strategy."""
     kept = dict(columns)
     for name in _DISPENSABLE:
-        taken = sum(max(map(len, (title, *cells))) + _GAP for title, cells in kept.items())
-        if taken + _STRATEGY + _BINDING + 4 * _GAP <= width:
-            break
+        if _taken(kept, _GAP) + _STRATEGY + _BINDING + 4 * _GAP <= width:
+            return kept
         kept.pop(name, None)
+    while kept and _taken(kept, _BETWEEN) + _LEAST_STRATEGY + _LEAST_BINDING + 4 * _BETWEEN > width:
+        kept.pop("MFU" if "MFU" in kept else [*kept][-1])
     return kept
+
+
+def _taken(columns: Mapping[str, Sequence[str]], gap: int) -> int:
+    return sum(max(map(len, (title, *cells))) + gap for title, cells in columns.items())
 
 
 def _columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:

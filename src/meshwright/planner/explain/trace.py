@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from meshwright.cost import StepEvent, step_events
@@ -32,7 +33,7 @@ def trace(plan: Plan) -> dict[str, Any]:
             fix="name a cluster",
         )
     events = step_events(every_step(plan), plan.forecast.cluster, plan.forecast.calibration)
-    path = [event for event in events if event.critical]
+    path = _end_to_end([event for event in events if event.critical])
     ranks = len(every_step(plan))
     return {
         "traceEvents": [
@@ -48,6 +49,16 @@ def trace(plan: Plan) -> dict[str, Any]:
             "simulated": "by Meshwright; nothing has run",
         },
     }
+
+
+def _end_to_end(path: list[StepEvent]) -> list[StepEvent]:
+    """Each from where the one before has ended: reductions that outlast the backward beside them are critical, too."""
+    found: list[StepEvent] = []
+    for event in sorted(path, key=lambda each: (each.start_s, each.end_s)):
+        start = max(event.start_s, found[-1].end_s if found else 0.0)
+        if event.end_s > start:
+            found.append(dataclasses.replace(event, start_s=start))
+    return found
 
 
 def _names(events: tuple[StepEvent, ...], ranks: int) -> list[dict[str, Any]]:

@@ -195,11 +195,12 @@ class Bounds:
         if probe is None:
             return state * self.undivided(branch).slack
         kept: float = probe.kept_bytes
+        at_loss = probe.behind_bytes + (probe.kept_inside_bytes if branch.schedule is None else 0)
         if branch.schedule is not None:
             ranks, per_rank = branch.shape
             each = probe.num_blocks // (ranks * per_rank) * per_rank / max(probe.num_blocks, 1)
             kept = probe.kept_inside_bytes * each * branch.schedule.in_flight(ranks, micro_batches)
-        return (state + kept * micro_batch) * probe.slack
+        return max(state + kept * micro_batch, at_loss * micro_batch) * probe.slack
 
     def _parts(self, branch: Branch) -> int:
         """Into how many parts the parameters are divided before they are sharded."""

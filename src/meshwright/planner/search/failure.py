@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
-from meshwright.cost import Memory, peak
+from meshwright.cost import Memory, Step, moments, peak
 from meshwright.errors import StrategyError, join_names
 from meshwright.planner.plan import Plan, Subject
 from meshwright.planner.sizes import readable_bytes
@@ -18,7 +18,8 @@ _MOMENTS = {
     "update": "at the update",
 }
 _REMEDIES = {
-    "activations": "shorter samples or a smaller batch",
+    "activations": "shorter samples",
+    "logits": "shorter samples, or a loss that makes no logits (module_replace with loss=True, predicted for modules)",
     "recomputation": "shorter samples",
     "gathered": "smaller blocks",
     "optimizer": "an optimizer with less state",
@@ -26,12 +27,16 @@ _REMEDIES = {
     "host": "states on disk (offload's disk)",
 }
 
+_OF_SAMPLES = ("activations", "logits")
+
 
 def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> StrategyError:
     """The error for a cluster that is too small."""
     name, said, limits = _binding(smallest)
     enough = f"take {devices} of these devices" if devices is not None else "take more devices"
     remedies = [f"{enough}, or devices with more memory", *([_REMEDIES[name]] if name in _REMEDIES else [])]
+    if name in _OF_SAMPLES and (subject.batch_size or 0) > 1:
+        remedies.append("a smaller batch")
     devices_here = "1 device" if subject.world == 1 else f"{subject.world} devices"
     return StrategyError(
         "No strategy fits into the memory of a rank",
@@ -60,7 +65,17 @@ def _binding(smallest: Plan) -> tuple[str, str, str]:
         return "host", f"offloaded, it needs {readable_bytes(smallest.host_bytes)} of host memory", limits
     most = smallest.forecast.peak if smallest.forecast is not None else peak(smallest.step)
     name, size = _largest_class(most.memory)
-    return name, f"{_MOMENTS[most.moment]} it holds {readable_bytes(size)} of {name.replace('_', ' ')}", limits
+    said = f"{_MOMENTS[most.moment]} it holds {readable_bytes(size)} of {name.replace('_', ' ')}"
+    behind = _behind_blocks(smallest.step) if (name, most.moment) == ("activations", "loss") else 0
+    if 2 * behind > size:
+        return "logits", f"{said}, {readable_bytes(behind)} of it logits and what the loss makes of them", limits
+    return name, said, limits
+
+
+def _behind_blocks(step: Step) -> int:
+    """What is free once the blocks run backward: logits, and what the loss makes of them."""
+    held = moments(step)
+    return (held["loss"].activations or 0) - (held["recomputation"].activations or 0)
 
 
 def nothing_works(world: int, refused: Mapping[str, str], included: Iterable[str]) -> StrategyError:

@@ -50,14 +50,14 @@ def _further(small: Space, whole: Space, excluded: Sequence[str], included: Sequ
     """What comes after the small space, but for what a wish names: that has been tried there, or must not be."""
     wished = read_wishes(excluded, included)
     mesh = dict(getattr(wished.get("parallel_mode"), "axes", ()))
-    if not mesh and "pipeline_parallel" not in wished and _may_be("pipeline_parallel", excluded, included):
-        sizes = tuple(size for size in whole.sizes.get("pipeline", ()) if size > 1)
+    sizes = tuple(size for size in whole.sizes.get("pipeline", ()) if size > 1)  # none on one device
+    if sizes and not mesh and "pipeline_parallel" not in wished and _may_be("pipeline_parallel", excluded, included):
         yield Further(_on(small, "pipeline", sizes, _PIPELINES))
     tensor = wished.get("tensor_parallel")
     says = tensor is not None and "sequence" in tensor.model_fields_set
     allowed = tensor is not None or _may_be("tensor_parallel", excluded, included)
-    if allowed and not says and (not mesh or mesh.get("tensor", 1) > 1):
-        sizes = tuple(size for size in whole.sizes.get("tensor", ()) if size > 1)
+    sizes = tuple(size for size in whole.sizes.get("tensor", ()) if size > 1)
+    if sizes and allowed and not says and (not mesh or mesh.get("tensor", 1) > 1):
         yield Further(_on(small, "tensor", sizes, choices(_BETWEEN_LAYERS)), "divided")
     yield Further(whole.replace(axis_methods={**whole.axis_methods, "pipeline": _PIPELINES}), "nothing")
 

@@ -35,6 +35,12 @@ class Probe:
         return max(self.kept_bytes - (known.outside_bytes if known is not None else 0), 0)
 
     @property
+    def behind_bytes(self) -> int:
+        """What whoever has the loss holds behind the last block as it runs backward: logits and their gradient."""
+        known = self.step.activations
+        return min(known.outside_bytes, self.kept_bytes) + known.loss_bytes if known is not None else 0
+
+    @property
     def hosted_bytes(self) -> int:
         """What forward sends to the host, and backward brings back."""
         return self.step.activations.hosted_bytes if self.step.activations is not None else 0
