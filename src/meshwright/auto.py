@@ -21,6 +21,7 @@ from meshwright.collector import paused_collection
 from meshwright.cost import Cluster
 from meshwright.errors import ModelError
 from meshwright.methods import Job, apply_strategy, check_strategy
+from meshwright.nn import check_no_renorm
 from meshwright.optim import Stages, clip_gradients
 from meshwright.optim.loaded import follow_loads
 from meshwright.planner import Plan
@@ -38,7 +39,7 @@ from meshwright.runtime import (
     settings,
     world_size,
 )
-from meshwright.start_checks import check_alike, check_no_renorm, told_difference, told_remainder
+from meshwright.start_checks import check_alike, told_difference, told_remainder
 from meshwright.strategy import read_size
 
 if TYPE_CHECKING:

@@ -37,18 +37,18 @@ class MeanLoss:
             ModelError: When they have run other layers that are sharded; on a GPU one step late.
         """
         epoch, layers = getattr(self._dataloader, "epoch", None), self._job.same_layers
-        beside = [epoch] if isinstance(epoch, int) else []
-        beside += [layers.number()] if layers is not None else []
+        ran = layers.numbers() if layers is not None else []
+        beside = [*([epoch] if isinstance(epoch, int) else []), *ran]
         if not beside:
             return mean_over(self._job, loss, STEP_AXES)
         own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
         numbers = torch.stack([own, *(torch.full_like(own, each) for each in beside)])
-        mean, *means = mean_over(self._job, numbers, STEP_AXES)
+        means = mean_over(self._job, numbers, STEP_AXES)
         if isinstance(epoch, int):
-            self._check_epoch(epoch, means[0])
+            self._check_epoch(epoch, means[1])
         if layers is not None:
-            layers.check(means[-1])
-        return mean.to(loss.dtype)
+            layers.check(means[-len(ran) :])
+        return means[0].to(loss.dtype)
 
     def _check_epoch(self, epoch: int, mean: torch.Tensor) -> None:
         is_read = epoch != self._agreed or mean.device.type == "cpu"  # elsewhere the host would wait in every step

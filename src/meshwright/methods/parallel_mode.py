@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.cost import AVERAGING, Step, Traffic, element_bytes, mean_traffic
 from meshwright.errors import StrategyError
+from meshwright.methods.averaged import AveragedGradients
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job, MicroBatchContext
 from meshwright.methods.replicas import GradientAverager, average_every_backward, broadcast_states, refuse_frozen
@@ -118,6 +119,8 @@ def replicate(job: Job) -> None:
         way = route(group, job.wire.neighbours(job.axes, averaging_axis(job)))
         quantise_averages(replicas, job.wire, way, job.device)
     average_every_backward(replicas)
+    averaged, finish = AveragedGradients(replicas, group), job.finish_optimizer
+    job.finish_optimizer = lambda optimizer: averaged.follow(finish(optimizer))
     job.model = replicas
     job.micro_batch = functools.partial(_accumulating, replicas, late)
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from meshwright.nn.part import Part, keep_part_of_whole, part_of_whole
     from meshwright.nn.pipeline_list import PipelineTransformerBlockList
     from meshwright.nn.rank_order import RankOrder, keep_rank_order, rank_orders
+    from meshwright.nn.renorm import check_no_renorm
     from meshwright.nn.same_buffers import SameBuffers, recompute_contexts
     from meshwright.nn.stages import stages_of, whole_model
     from meshwright.nn.vocabulary import VPEmbedding
@@ -71,6 +72,7 @@ else:
         part: Part keep_part_of_whole part_of_whole
         pipeline_list: PipelineTransformerBlockList
         rank_order: RankOrder keep_rank_order rank_orders
+        renorm: check_no_renorm
         same_buffers: SameBuffers recompute_contexts
         stages: stages_of whole_model
         vocabulary: VPEmbedding
@@ -103,6 +105,7 @@ __all__ = [
     "call_with",
     "carried",
     "check_initialized",
+    "check_no_renorm",
     "class_name",
     "class_names",
     "class_with",

@@ -11,7 +11,8 @@ from meshwright.nn.blocks import find_blocks
 from meshwright.nn.caches import without_caches
 from meshwright.nn.module import distributed_class
 from meshwright.nn.parameter import DistributedParameter
-from meshwright.runtime import print_rank, require_distributed, settings
+from meshwright.nn.renorm import check_no_renorm
+from meshwright.runtime import print_rank, require_distributed, settings, world_size
 
 
 def BMTrainModelWrapper(model: nn.Module, use_checkpoint: bool = True, zero_level: int | None = None) -> nn.Module:
@@ -34,6 +35,7 @@ def BMTrainModelWrapper(model: nn.Module, use_checkpoint: bool = True, zero_leve
         ModelError: When something in it is distributed already, or a block shares a single parameter with the rest.
     """
     require_distributed("BMTrainModelWrapper")
+    check_no_renorm(model, world_size())
     blocks = [(path, module) for path, module in find_blocks(model) if next(module.children(), None) is not None]
     inside = {id(inner) for _, module in blocks for inner in module.modules()}
     # A recurrent module keeps a list of its weights, which FSDP2 knows to keep up to date.

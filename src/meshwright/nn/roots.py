@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.errors import ModelError, join_names
 from meshwright.nn.averaging import average_gradients, is_alike_on_tensor_ranks
 from meshwright.nn.parameter import record_of, was_moved
+from meshwright.nn.renorm import check_no_renorm
 from meshwright.runtime import replica_index, seed_replica, settings, world_size, zero_mesh
 
 # In a module's __dict__: plain parameters that were frozen so far. Its presence says that the module is prepared.
@@ -25,6 +26,7 @@ def prepare_root(module: nn.Module) -> None:
     frozen = module.__dict__.get(_FROZEN)
     if frozen is None:
         _refuse_left_behind(module)
+        check_no_renorm(module, world_size())
         _refuse_adapters_of_shards(module)
         for inner in module.modules():
             inner.__dict__[_FROZEN] = []

@@ -101,6 +101,7 @@ class GuardedOptimizer(WrappedOptimizer):
                 fix="use result.loss_func, or call result.optim.scaled(loss).backward()",
             )
         if self.master is not None:
+            self.master.take_changes()
             self.master.collect_gradients()
             self.master.check_covers(self._parameters())
         if self.scaler is not None:
@@ -196,6 +197,8 @@ class GuardedOptimizer(WrappedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over what :meth:`state_dict` returned."""
+        if self.master is not None:
+            self.master.take_changes()
         self.inner.load_state_dict(state_dict["inner"])
         if self.scaler is not None and state_dict["scaler"] is not None:
             self.scaler.load_state_dict(state_dict["scaler"])

@@ -48,7 +48,10 @@ def masters_of(model: nn.Module) -> MasterWeights | None:
     """The fp32 masters that the optimizer of an accelerated model updates; None where it updates the parameters."""
     known = next((_OPTIMIZERS[module] for module in model.modules() if module in _OPTIMIZERS), None)
     guard = guard_of(known()) if known is not None else None
-    return guard.master if guard is not None else None
+    masters = guard.master if guard is not None else None
+    if masters is not None:
+        masters.take_changes()  # loading a part of the weights must not undo what was written to the others
+    return masters
 
 
 @contextlib.contextmanager

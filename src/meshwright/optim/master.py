@@ -31,6 +31,8 @@ class MasterWeights:
             if parameter.requires_grad and parameter.dtype in HALF_TYPES
         }
         """The fp32 copy of each half-precision parameter; parameters of other types have none."""
+        self._marks: dict[torch.Tensor, tuple[int, ...]] = {}
+        self._mark()
 
     def optimizer(self, optim_func: Callable[[Any], Optimizer], params: Iterable[Any]) -> Optimizer:
         """Builds ``optim_func(params)`` over the copies: takes parameters or groups of them, as torch optimizers do."""
@@ -79,11 +81,34 @@ class MasterWeights:
         """Rounds the updated copies into the model's parameters."""
         for parameter, master in self.of.items():
             parameter.copy_(master)
+        self._mark()
+
+    def take_changes(self) -> None:
+        """Takes parameters over that somebody has written to since the copies were rounded into them.
+
+        Clamped, tied or averaged in place, they would be overwritten by the next step. Values are not compared: what is
+        written through ``parameter.data`` leaves no mark, and is not seen.
+        """
+        for parameter, master in self.of.items():
+            mark = _mark_of(parameter)
+            if self._marks.get(parameter) != mark:
+                take_over(master, parameter)
+                self._marks[parameter] = mark
+
+    def _mark(self) -> None:
+        """Notes that parameters are what their copies round to."""
+        self._marks = {parameter: _mark_of(parameter) for parameter in self.of}
 
     def zero_grad(self) -> None:
         """Frees the gradients of the model and of the copies."""
         for parameter, master in self.of.items():
             parameter.grad = master.grad = None
+
+
+def _mark_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """What changes when this rank's part is written to, or replaced by another tensor."""
+    local = local_tensor(parameter)
+    return parameter._version, local._version, local.data_ptr()  # a DTensor's are not its shard's
 
 
 @torch.no_grad()

@@ -28,10 +28,11 @@ _NOT_VALUES = _JOB_CHOICES | {"params", "param_names"}
 
 
 def masters_by_name(optimizer: Optimizer | None, model: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The fp32 master weights among the parameters, by model name."""
+    """The fp32 master weights among the parameters, by model name, with what was changed in the parameters alone."""
     guard = guard_of(optimizer)
     if guard is None or guard.master is None:
         return {}
+    guard.master.take_changes()
     masters = {id(parameter): master for parameter, master in guard.master.of.items()}
     return {name: masters[id(tensor)] for name, tensor in model.items() if id(tensor) in masters}
 

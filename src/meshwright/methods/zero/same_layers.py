@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,18 +16,19 @@ from meshwright.methods.means import STEP_AXES, mean_over
 from meshwright.nn import Exchanges
 
 _EXACT = 2**24  # up to which fp32, in which numbers travel, has every integer
+_HOW_MANY = 3  # of many ranks numbers are small, and one of them would be equal by chance now and then
 
 
 class _Met(NamedTuple):
-    """What the ranks' numbers were on average, on its way from the device to the host."""
+    """What the ranks' numbers were on average, on their way from the device to the host."""
 
-    mean: torch.Tensor
+    means: torch.Tensor
     arrived: torch.cuda.Event
     order: bytes
 
 
 class SameLayers:
-    """Compares the ranks by a number that goes along with the mean of their losses.
+    """Compares the ranks by numbers that go along with the mean of their losses.
 
     They would get each other's weights and gradients, where the counts are equal, without a word. Where they are not,
     ranks wait for each other, or their collectives fail.
@@ -46,36 +48,38 @@ class SameLayers:
         """Leaves out of the comparison what has been run until now."""
         self._exchanges.take()
 
-    def number(self) -> int:
-        """Equal on ranks that have run the same layers since the last time."""
+    def numbers(self) -> list[int]:
+        """Equal on ranks that have run the same layers since the last time; always as many."""
         self._order = self._exchanges.take()
-        return self._number_of(self._order)
+        return self._numbers_of(self._order)
 
-    def check(self, mean: torch.Tensor) -> None:
-        """Looks at the mean of all ranks' numbers (0-dim); on a GPU at that of the last time, as not to wait for it.
+    def check(self, means: torch.Tensor) -> None:
+        """Looks at the means of all ranks' numbers (1-dim); on a GPU at those of last time, as not to wait for them.
 
         Raises:
             ModelError: On every rank, when they have run different layers.
         """
-        if mean.device.type != "cuda":
-            self._compare(float(mean), self._order, "in this step, which has changed no weight")
+        if means.device.type != "cuda":
+            self._compare(means.tolist(), self._order, "in this step, which has changed no weight")
             return
-        before, self._met = self._met, _sent_to_host(mean, self._order)
+        before, self._met = self._met, _sent_to_host(means, self._order)
         if before is not None:
             before.arrived.synchronize()  # the device has all of this step to do meanwhile
-            self._compare(float(before.mean), before.order, "in the last step, after which weights are wrong")
+            self._compare(before.means.tolist(), before.order, "in the last step, after which weights are wrong")
 
     def before_update(self) -> None:
         """Compares in loops written by hand, by an exchange of its own: they take no mean of the losses."""
         if self._exchanges.is_any():
-            number = torch.full((), float(self.number()), device=self._job.device)
-            self.check(mean_over(self._job, number, STEP_AXES))
+            numbers = torch.tensor(self.numbers(), dtype=torch.float32, device=self._job.device)
+            self.check(mean_over(self._job, numbers, STEP_AXES))
 
-    def _number_of(self, order: bytes) -> int:
-        return zlib.crc32(order) % (_EXACT // self._num_ranks)  # the sum of equal ones is exact, and so is their mean
+    def _numbers_of(self, order: bytes) -> list[int]:
+        digest = hashlib.blake2b(order, digest_size=4 * _HOW_MANY).digest()
+        limit = _EXACT // self._num_ranks  # the sum of equal ones is exact, and so is their mean
+        return [int.from_bytes(digest[at : at + 4]) % limit for at in range(0, len(digest), 4)]
 
-    def _compare(self, mean: float, order: bytes, when: str) -> None:
-        if mean != self._number_of(order):
+    def _compare(self, means: Sequence[float], order: bytes, when: str) -> None:
+        if list(means) != self._numbers_of(order):
             raise ModelError(
                 "The ranks have run different layers, and got each other's weights and gradients",
                 expected="the same layers in the same order on every rank: all of them exchange each one together",
@@ -102,9 +106,9 @@ class SameLayers:
         return " and ".join(told[:4]) + f" as exchange {at + 1}"
 
 
-def _sent_to_host(mean: torch.Tensor, order: bytes) -> _Met:
-    there = torch.empty_like(mean, device="cpu", pin_memory=True)
-    there.copy_(mean, non_blocking=True)
+def _sent_to_host(means: torch.Tensor, order: bytes) -> _Met:
+    there = torch.empty_like(means, device="cpu", pin_memory=True)
+    there.copy_(means, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
     return _Met(there, arrived, order)

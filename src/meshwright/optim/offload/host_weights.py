@@ -65,6 +65,7 @@ class HostWeights(MasterWeights):
         own = [p for p in parameters if p in resident]
         self.buckets += [Bucket(each, each, []) for each in _cut(own, bucket_bytes)]
         self.of.update(self.hosted)
+        self._mark()
         for parameter in in_backward:
             parameter.register_post_accumulate_grad_hook(self._leave)  # type: ignore[attr-defined]
 
@@ -168,6 +169,7 @@ class HostWeights(MasterWeights):
         self.send([parameter for parameter in self.hosted if parameter not in self._sent])
         self._sent.clear()
         self._copies.join()
+        self._mark()
 
     @torch.no_grad()
     def send(self, parameters: Sequence[torch.Tensor]) -> None:
