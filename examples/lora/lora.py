@@ -30,6 +30,8 @@ CONFIG = HERE.parent / "llama" / "config.json"
 def build_model(base: str | Path | None = None, config: str | Path = CONFIG, rank: int = 8) -> nn.Module:
     """A causal language model of transformers, frozen, with adapters of a rank around all of its linear layers.
 
+    The head is one of them where it has weights of its own.
+
     Args:
         base: Folder of a trained model, such as ``meshwright checkpoint export`` writes; None: random weights.
         config: Of the model with random weights.
@@ -38,10 +40,14 @@ def build_model(base: str | Path | None = None, config: str | Path = CONFIG, ran
     if base is not None:
         model = AutoModelForCausalLM.from_pretrained(base, local_files_only=True)
     else:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config, local_files_only=True))
+        # A head of its own: between frozen random weights nothing is learned without adapters around it.
+        untied = AutoConfig.from_pretrained(config, local_files_only=True, tie_word_embeddings=False)
+        model = AutoModelForCausalLM.from_config(untied)
     model.config.use_cache = False  # for generation; in training it only holds memory
     # peft freezes the base; only the adapters will have gradients and optimizer state.
-    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    tied = model.config.tie_word_embeddings  # adapters around such a head would part it from the embedding
+    targets = "all-linear" if tied else r".*(_proj|lm_head)"
+    lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
     return get_peft_model(model, lora)
 
 
@@ -94,7 +100,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=300, help="optimizer steps (default: 300)")
     add("--batch-size", type=int, default=16, help="sequences per step over all ranks (default: 16)")
     add("--seq-len", type=int, default=128, help="bytes per sequence (default: 128)")
-    add("--lr", type=float, default=1e-2, help="highest learning rate (default: 1e-2)")
+    add("--lr", type=float, default=3e-3, help="highest learning rate (default: 3e-3)")
     add("--strategy", help="such as \"fsdp + amp_native(dtype='bf16')\" (default: chosen)")
     add("--save", metavar="FOLDER", help="write the adapters there in the end, as peft reads them")
     return parser.parse_args(arguments)

@@ -54,7 +54,7 @@ def test_the_frozen_model_is_not_in_the_checkpoint_and_adapters_leave_as_peft_re
         before = {name: weight.clone() for name, weight in base.state_dict().items()}
         adapted = peft.PeftModel.from_pretrained(base, folder / saved)
         grown = [weight.abs().max().item() for name, weight in adapted.named_parameters() if "lora_B" in name]
-        assert len(grown) == 14
+        assert len(grown) == 15  # the head is one
         assert min(grown) > 0
         assert all(torch.equal(weight, before[name]) for name, weight in adapted.unload().state_dict().items())
 
@@ -62,7 +62,7 @@ def test_the_frozen_model_is_not_in_the_checkpoint_and_adapters_leave_as_peft_re
 def _llama(config):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config, tie_word_embeddings=False))
 
 
 def test_masks_are_those_of_the_index_and_equally_many(monkeypatch):
@@ -98,7 +98,7 @@ def _imported(monkeypatch, name):
     return importlib.import_module(name)
 
 
-GOALS = {"llama": 2.6, "bert": 3.4, "lora": 4.3, "vit": 0.7}
+GOALS = {"llama": 2.6, "bert": 3.4, "lora": 2.95, "vit": 0.7}
 
 
 @pytest.mark.long
