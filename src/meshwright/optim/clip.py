@@ -75,8 +75,8 @@ def total_norm(
     norms += [norm.to(norms[0].device) if norms else norm for norm in _norms(alike, norm_type)]
     if not norms:
         return torch.zeros((), dtype=torch.float32)
-    every = torch.stack(norms)
-    return every.max() if infinite else every.sum().pow(1.0 / norm_type)
+    whole = _combined(norms, infinite)
+    return whole if infinite else whole.pow(1.0 / norm_type)
 
 
 def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
@@ -94,10 +94,16 @@ def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> list[torch.Tens
 def _over_stages(stages: Stages, norms: list[torch.Tensor], infinite: bool) -> torch.Tensor:
     own = torch.zeros((), dtype=torch.float32, device=stages.device)  # of a rank without gradients too
     if norms:
-        every = torch.stack([norm.to(stages.device) for norm in norms])
-        own = every.max() if infinite else every.sum()
+        own = _combined([norm.to(stages.device) for norm in norms], infinite)
     dist.all_reduce(own, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=stages.group)
     return own
+
+
+def _combined(norms: list[torch.Tensor], infinite: bool) -> torch.Tensor:
+    if len(norms) == 1:
+        return norms[0]
+    every = torch.stack(norms)
+    return every.max() if infinite else every.sum()
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
@@ -133,10 +139,11 @@ def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> tor
     device, dtype = parts[0].device, _norm_type_of(parts)
     parts = [part for part in parts if part.numel() > 0]  # a shard can be empty; its maximum does not exist
     infinite = norm_type == float("inf")
-    partial = torch.zeros((), device=device, dtype=dtype)
     if parts:
         norms = torch.stack(local_norms(parts, norm_type))
         partial = norms.max() if infinite else norms.pow(norm_type).sum()
+    else:
+        partial = torch.zeros((), device=device, dtype=dtype)
     if layout is not None:
         mesh, split_dims = layout
         carried = partial.to(mesh.device_type)  # offloaded shards: NCCL's groups know no tensors of the host

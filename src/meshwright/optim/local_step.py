@@ -62,5 +62,7 @@ def _unwrap(parameters: list[Any], gradients: list[Any], states: tuple[list[Any]
 
 
 def _alike(tensor: DTensor, parameter: DTensor) -> bool:
+    if tensor._spec is parameter._spec:  # as of gradients that FSDP2 has sharded
+        return True
     same_mesh = tensor._spec.mesh is parameter._spec.mesh or tensor._spec.mesh == parameter._spec.mesh
     return same_mesh and tensor._spec.placements == parameter._spec.placements
