@@ -4,8 +4,8 @@
 backward pass one of these runs, in turn and over the same parameters: torch's ``_fused_adamw_`` on local tensors
 (``kernel``); a norm of every gradient and that kernel with a divisor, which it writes gradients back for (``least``: no
 clipping with torch's kernels can take less); the norm, clipping in the kernel and the step as ``Accelerated.step`` runs
-them (``ours``); torch's ``clip_grad_norm_`` and ``AdamW.step`` (``torch``). Figures are medians of CPU time of each rank's
-main thread, which other programs and the wait for the other rank disturb least.
+them (``ours``); torch's ``clip_grad_norm_`` and ``AdamW.step`` (``torch``). Figures are medians of CPU time of each
+rank's main thread, which other programs and the wait for the other rank disturb least.
 
     python benchmarks/clip.py [--model tiny|gpt2] [--rounds N] [--json FILE]
 """
