@@ -27,6 +27,14 @@ print([name for name in mw.__all__ if not hasattr(mw, name)])
 print(mw.plan.__module__, mw.launch.__module__, mw.booster.__name__)
 """
 
+COLLECTIONS = """
+import gc, torch
+before = sum(each["collections"] for each in gc.get_stats())
+import meshwright as mw
+mw.accelerate, torch._dynamo.config
+print(sum(each["collections"] for each in gc.get_stats()) - before)
+"""
+
 
 def test_importing_leaves_what_training_does_not_need():
     printed = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
@@ -36,3 +44,8 @@ def test_importing_leaves_what_training_does_not_need():
         "[]",
         "meshwright.planning.door meshwright.booster.launch meshwright.booster",
     ]
+
+
+def test_nothing_looks_for_garbage_while_modules_are_imported():
+    printed = subprocess.run([sys.executable, "-c", COLLECTIONS], capture_output=True, text=True, check=True).stdout
+    assert int(printed) <= 2  # before the first module, and behind

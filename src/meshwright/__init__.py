@@ -2,8 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright import methods as _methods  # noqa: F401 - it tells strategies which methods there are
+from meshwright.collector import paused_collection
 from meshwright.on_demand import on_demand
+
+with paused_collection(to_stay=True):
+    from meshwright import methods as _methods  # noqa: F401 - it tells strategies which methods there are
 
 if TYPE_CHECKING:
     from meshwright import benchmark, booster, distributed, inspect, loss, lr_scheduler, nn, optim, store, utils

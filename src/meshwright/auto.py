@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import weakref
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo  # optimizers, DDP and predictions will: here nothing looks for garbage meanwhile (see on_demand)
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
@@ -175,8 +175,6 @@ def accelerate(
 
 def _decide(request: Request, world: Settings, limit: int) -> tuple[Plan, str | None]:
     """The plan, and why it was chosen: rank 0 predicts for all; candidates run on all."""
-    # Rank 0 needs it to predict, and optimizers and DDP on all: those who wait import it now, not one after the other.
-    importlib.import_module("torch._dynamo")
     if request.chooses and request.time_limit is not None:
         from meshwright.planner.measure import measured_best
         from meshwright.trials import run_live
