@@ -29,7 +29,7 @@ class Counter(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and name in KINDS:
             tensors = args[0] if isinstance(args[0], list) else [args[1] if "scatter" in name else args[0]]
             size = sum(t.nbytes for t in tensors) * (args[1] if name == "all_gather_into_tensor" else 1)
-            if size > 12:
+            if size > 16:
                 self.bytes[KINDS[name]] = self.bytes.get(KINDS[name], 0) + size
         return func(*args, **(kwargs or {}))
 
