@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.methods.recompute.operators import operator_name
 from meshwright.nn import class_names
 from meshwright.planner.profile.operators import kernels_of
+from meshwright.planner.profile.views import view_of
 from meshwright.planner.profile.workspace import with_workspace
 
 if TYPE_CHECKING:
@@ -72,7 +73,9 @@ class OpRecorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # asked for before and after every operator
         given = kwargs or {}
-        result = with_workspace(func, args, func(*args, **given))
+        result = view_of(func, args, given)  # past the modes beneath, for which views are nothing
+        if result is None:
+            result = with_workspace(func, args, func(*args, **given))
         if func.namespace == "prim":
             return result
         node = torch._C._current_autograd_node()
