@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from meshwright.cost import Op
+from meshwright.planner.profile.recurrent import RECURRENT, recurrent_products
 
 _Dtype = Literal["fp32", "half"]
 _HALF = (torch.float16, torch.bfloat16)
@@ -46,6 +47,8 @@ def kernels_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     name = function._schema.name.split("::")[1]
     if name in _PRODUCTS:
         return _PRODUCTS[name](args)
+    if name in RECURRENT:
+        return tuple(op for dims in recurrent_products(name, args) for op in _product(*dims, args[0]))
     if name.startswith("_scaled_dot_product") or name in ("_flash_attention_forward", "_efficient_attention_forward"):
         return _attention(function, args, kwargs)
     if name in _FREE or function.is_view or function.namespace == "prim":

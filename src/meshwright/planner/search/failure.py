@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 
 from meshwright.cost import Memory, Step, moments, peak
@@ -78,10 +78,11 @@ def _behind_blocks(step: Step) -> int:
     return (held["loss"].activations or 0) - (held["recomputation"].activations or 0)
 
 
-def nothing_works(world: int, refused: Mapping[str, str], included: Iterable[str]) -> StrategyError:
-    """The error for wishes and models that leave nothing that could train."""
+def nothing_works(world: int, refused: Mapping[str, str], included: Collection[str]) -> StrategyError:
+    """The error for wishes and models that leave nothing that could train: first why what was wished cannot."""
     # That methods exclude each other is no news to one who gets nothing: what the model or the devices lack is.
     telling = [reason for reason in refused if "does not go together" not in reason] or list(refused)
+    telling.sort(key=lambda reason: not reason.startswith(tuple(included)))
     reasons = "; ".join(telling[:3]) or "no mesh was left"
     return StrategyError(
         "No strategy can train this model" + (f" with {join_names(included)}" if included else ""),
