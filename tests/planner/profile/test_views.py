@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.planner.profile.views import view_of
+from meshwright.planner.profile.views import cast_of, view_of
 
 aten = torch.ops.aten
 CALLS = [
@@ -38,6 +38,19 @@ def test_views_are_those_of_the_mode(func, args, device, dtype):
     found = view_of(func, (seen, *args), {})
     assert described(found) == described(expected)
     assert found.fake_mode is mode
+
+
+@pytest.mark.parametrize("strides", [(30, 5, 1), (1, 4, 24), (60, 10, 2), (0, 5, 1)], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+@pytest.mark.parametrize(("dtype", "to"), [(torch.float32, torch.bfloat16), (torch.int64, torch.float64)], ids=str)
+def test_casts_are_those_of_the_mode(strides, device, dtype, to):
+    with FakeTensorMode():
+        seen = torch.empty_strided((4, 6, 5), strides, dtype=dtype, device=device)
+        expected = aten._to_copy.default(seen, dtype=to)
+    found = cast_of(aten._to_copy.default, (seen,), {"dtype": to})
+    assert described(found)[:-1] == described(expected)[:-1]
+    assert found.untyped_storage().nbytes() == expected.untyped_storage().nbytes()
+    assert cast_of(aten._to_copy.default, (seen,), {"dtype": to, "device": torch.device("cpu")}) is None
 
 
 def test_transposed_weights_and_a_shape_that_is_wrong():

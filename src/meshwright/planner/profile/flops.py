@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from meshwright.planner.profile.views import cast_of
+
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
@@ -34,6 +36,9 @@ class FlopCount(TorchDispatchMode):
         if _is_composite(func):
             with self:
                 return func.decompose(*args, **given)
+        cast = cast_of(func, args, given)  # past the mode beneath alone: above, casts are looked at
+        if cast is not None:
+            return cast
         result = func(*args, **given)
         formula = flop_registry.get(func._overloadpacket)
         if formula is not None:

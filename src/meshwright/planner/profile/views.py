@@ -1,6 +1,6 @@
-"""Views of tensors without data, made by torch's kernels for ``meta`` alone: most operators of a pass are views.
+"""Views and casts of tensors without data, by torch's kernels for ``meta`` alone: most operators of a pass are such.
 
-``FakeTensorMode`` looks each up in a cache whose keys describe all arguments, which takes four times as long as the
+``FakeTensorMode`` looks each up in a cache whose keys describe all arguments, which takes four times as long as a
 view, and works out in Python what it has not met.
 """
 
@@ -37,7 +37,18 @@ def view_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fake
         sizes = each if isinstance(each, list | tuple) else (each,)
         if not all(isinstance(size, _SIZES) for size in sizes):
             return None  # of numbers that nobody knows yet
-    seen = args[0]
+    return _by_kernel(func, args, kwargs)
+
+
+def cast_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor | None:
+    """The same of a tensor that is copied into another dtype, on the device where it is."""
+    if func is not _aten._to_copy.default or kwargs.keys() != {"dtype"} or type(args[0]) is not FakeTensor:
+        return None
+    return _by_kernel(func, args, kwargs) if args[0].constant is None else None
+
+
+def _by_kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor:
+    seen: FakeTensor = args[0]
     with in_kernel_invocation_manager(seen.fake_mode):
-        view = func(*args)
-    return FakeTensor(seen.fake_mode, view, seen.fake_device)
+        made = func(*args, **kwargs)
+    return FakeTensor(seen.fake_mode, made, seen.fake_device)
