@@ -114,10 +114,8 @@ class Tracer:
     def _attempt(self, now: Conditions) -> Traced:
         try:
             return self._run(now)
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # a user's model may do anything; training does not depend on this prediction
+        # A user's model may do anything; training does not depend on this prediction.
+        except (Exception, SystemExit) as error:
             reason = reason_of(error, self._model)
             if now.split is not None and now.split.divides_batch:
                 if isinstance(error, ModelError):

@@ -166,14 +166,12 @@ def _from_json(text: str, where: str) -> list[MethodConfig]:
     if isinstance(document, list):
         return [parse_method(item) for item in document]
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        plans = isinstance(document, dict) and document.get("format") == _PLANS
+        got, fix = where, "write it with Strategy.save"
+        if isinstance(document, dict) and document.get("format") == _PLANS:
+            got = f"{where}, plans that meshwright plan --json has printed"
+            fix = "write the first plan's strategy with meshwright plan --save"
         raise StrategyError(
-            "This JSON is not a strategy",
-            expected=f'an object with "format": "{FORMAT}"',
-            got=f"{where}, plans that meshwright plan --json has printed" if plans else where,
-            fix="write the first plan's strategy with meshwright plan --save"
-            if plans
-            else "write it with Strategy.save",
+            "This JSON is not a strategy", expected=f'an object with "format": "{FORMAT}"', got=got, fix=fix
         )
     if document.get("schema_version") != SCHEMA_VERSION:
         raise StrategyError(
