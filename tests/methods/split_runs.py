@@ -88,6 +88,8 @@ def with_a_plan(name):
 
     kind, size, keys = {
         "llama": ("Llama", "ForCausalLM", {}),
+        "extended": ("Llama", "ForCausalLM", {"vocab_size": 61}),
+        "extended, tied": ("Llama", "ForCausalLM", {"vocab_size": 61, "tie_word_embeddings": True}),
         "ungrouped": ("Llama", "ForCausalLM", {"num_key_value_heads": 4}),
         "headless": ("Llama", "Model", {"pad_token_id": 3}),
         "tied": ("Llama", "ForCausalLM", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),

@@ -18,6 +18,7 @@ SEQUENCE = ("tensor_parallel", {"sequence": True})
 TWO_RANKS = [
     ("gpt2", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
     ("plain", [SEQUENCE, MESH], "sgd", 1),
+    ("extended", ["tensor_parallel", MESH], "sgd", 1),
     ("plain", ["tensor_parallel", MESH], "adamw", 1),
     ("odd", ["tensor_parallel", MESH], "sgd", 1),
     ("bert", ["tensor_parallel", MESH], "adamw", 1),
@@ -37,12 +38,15 @@ TWO_RANKS = [
     ("tied", ["tensor_parallel", MESH], "sgd", 1),
     ("phi3", ["tensor_parallel", MESH], "sgd", 1),
     ("gpt2", ["tensor_parallel", MESH, ("amp_native", "bf16")], "bf16", 1),
+    ("extended, tied", ["tensor_parallel", MESH, "checkpoint"], "sgd", 2),
+    ("extended", [SEQUENCE, MESH], "adamw", 1),
 ]
 FOUR_RANKS = [
     ("gpt2", ["tensor_parallel", BOTH, "fsdp"], "sgd", 1),
     ("llama", [SEQUENCE, BOTH, "fsdp", "checkpoint"], "sgd", 2),
     ("plain", ["tensor_parallel", BOTH], "sgd", 1),
     ("tied", ["tensor_parallel", BOTH], "sgd", 1),
+    ("extended, tied", ["tensor_parallel", BOTH, "fsdp"], "sgd", 2),
     ("llama", ["tensor_parallel", BOTH, "fsdp"], "adamw", 1),
     ("tied", ["tensor_parallel", BOTH, "fsdp", "checkpoint"], "sgd", 2),
     ("bert", ["tensor_parallel", BOTH, "zero2"], "sgd", 2),
@@ -55,8 +59,8 @@ reference = functools.cache(split_runs.reference)
 
 
 def cases():
-    """The first two on 2 ranks and the first on 4 always, the others with ``--parity=all``."""
-    for world, every, first in ((2, TWO_RANKS, 2), (4, FOUR_RANKS, 1)):
+    """The first three on 2 ranks and the first on 4 always, the others with ``--parity=all``."""
+    for world, every, first in ((2, TWO_RANKS, 3), (4, FOUR_RANKS, 1)):
         for index, (name, methods, mode, micro) in enumerate(every):
             marks = [pytest.mark.long] if index >= first else []
             label = f"{world}-{name}-{mw.Strategy(methods)}-{mode}-{micro}"

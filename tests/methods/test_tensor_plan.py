@@ -41,6 +41,15 @@ def test_what_is_tied_to_a_planned_layer_is_split_alike():
     assert styles(model)["lm_head"] == "vocabulary_head"
 
 
+@pytest.mark.parametrize("name", ["extended", "extended, tied"])
+def test_words_that_the_axis_does_not_divide_stay_whole(name):
+    split = TensorParallel().split(build(name), 2)
+    assert len(split.layers) == 2 * 7
+    assert split.remarks == ("model.embed_tokens, lm_head stay whole: 2 ranks do not divide a vocabulary of 61",)
+    with pytest.raises(mw.ModelError, match=r"does not divide \S*(lm_head|embed_tokens).*resize_token_embeddings"):
+        TensorParallel(plan={"lm_head": "colwise_gather_output"}).split(build(name), 2)
+
+
 def test_a_strategy_with_a_plan_is_a_value():
     strategy = mw.Strategy([MLP_PLAN])
     assert strategy == mw.Strategy(str(strategy)) == mw.Strategy(strategy.to_json())

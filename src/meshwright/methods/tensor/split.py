@@ -18,7 +18,7 @@ from meshwright.methods.tensor.search import FoundPlan, find_plan
 from meshwright.methods.tensor.sequence import SequenceLayout, sequence_layout
 from meshwright.methods.tensor.styles import LINEAR
 from meshwright.methods.tensor.trial import Adjustment
-from meshwright.methods.tensor.vocabulary import heads_of, vocabulary_embedding
+from meshwright.methods.tensor.vocabulary import heads_of, stay_whole, vocabulary_embedding
 
 _FOUND: weakref.WeakKeyDictionary[nn.Module, dict[int, FoundPlan]] = weakref.WeakKeyDictionary()
 _LAYOUTS: weakref.WeakKeyDictionary[nn.Module, dict[Any, SequenceLayout]] = weakref.WeakKeyDictionary()
@@ -82,6 +82,24 @@ def _with_heads(model: nn.Module, layers: list[PlannedLayer], given: Mapping[str
     return [changed(layer) for layer in layers]
 
 
+def _without_vocabulary(
+    model: nn.Module, layers: list[PlannedLayer], given: Mapping[str, str], ranks: int
+) -> tuple[list[PlannedLayer], tuple[str, ...]]:
+    """Leaves embedding and head whole where the axis does not divide the words, unless the user's entries name them.
+
+    Such as a vocabulary to which a token for padding was added.
+    """
+    path, embedding = vocabulary_embedding(model) or ("", None)
+    if embedding is None or embedding.num_embeddings % ranks == 0:
+        return layers, ()
+    tied = [at for at, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight is embedding.weight]
+    names = dict.fromkeys([path, *tied, *heads_of(model, embedding)])
+    if any(layer.path in names and matches(given, layer.path) for layer in layers):
+        return layers, ()
+    left = [layer for layer in layers if layer.path not in names]
+    return left, (stay_whole(names, embedding, ranks),) if len(left) < len(layers) else ()
+
+
 def split_of(
     model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None, *, sequence: bool = False
 ) -> Split:
@@ -118,8 +136,9 @@ def _whole_tokens(model: nn.Module, given: Mapping[str, str], ranks: int, sample
     """By the user's entries and the model's own plan, else by its data flow."""
     if own_plan(model) or given:
         layers = _with_heads(model, planned_layers(model, given), given)
+        layers, remarks = _without_vocabulary(model, layers, given, ranks)
         check_layers(model, layers, ranks, proved=False)
-        return Split(tuple(layers), "the plan that was given" if given else "the model's own plan")
+        return Split(tuple(layers), "the plan that was given" if given else "the model's own plan", remarks=remarks)
     known = _FOUND.setdefault(model, {})
     if ranks not in known:
         known[ranks] = find_plan(model, sample, ranks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -24,13 +26,17 @@ def vocabulary_entries(model: nn.Module, ranks: int) -> tuple[dict[str, str], st
         return {}, f"{path} does more than look up rows and stays whole"
     heads = heads_of(model, module)
     if module.num_embeddings % ranks:
-        names = ", ".join([path, *heads])
-        return {}, f"{names} stay whole: {ranks} ranks do not divide a vocabulary of {module.num_embeddings}"
+        return {}, stay_whole([path, *heads], module, ranks)
     tied = {p: m for p, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight is module.weight}
     odd = [p for p, m in tied.items() if not _adds_up(m, ranks)]
     if odd:
         return {}, f"{', '.join(odd)} does more than look up rows and stays whole"
     return dict.fromkeys(tied, "embedding_rowwise") | dict.fromkeys(heads, "colwise_gather_output"), ""
+
+
+def stay_whole(paths: Iterable[str], embedding: nn.Embedding, ranks: int) -> str:
+    """What is said where the axis does not divide a vocabulary."""
+    return f"{', '.join(paths)} stay whole: {ranks} ranks do not divide a vocabulary of {embedding.num_embeddings}"
 
 
 def vocabulary_embedding(model: nn.Module) -> tuple[str, nn.Embedding] | None:
