@@ -11,6 +11,7 @@ import meshwright as mw
 from meshwright import batch_mean
 from meshwright.methods.means import mean_over
 from tests import tiny
+from tests.hosts import host_memory
 
 KINDS = {
     "_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce",
@@ -54,7 +55,12 @@ class Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count(strategy, micro, several_times=False):
+def count(*args, **options):
+    with host_memory(shared=False):  # where what is handed on goes through gloo
+        return counted(*args, **options)
+
+
+def counted(strategy, micro, several_times=False):
     torch.manual_seed(0)
     model = tiny.Mlp()
     if several_times:

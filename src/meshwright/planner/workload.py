@@ -147,6 +147,8 @@ class Workload:
             shard_axis=resolved.shard_axis,
             num_micro_batches=micro_batches,
             on_cpu=self.device.type == "cpu",
+            on_one_host=self.device.type == "cpu"
+            and (self.cluster is None or self.cluster.num_devices <= self.cluster.devices_per_node),
             activations=traced.activations,
             flops=traced.flops,
             fp8_flops=traced.fp8_flops,

@@ -1,0 +1,119 @@
+"""Memory that the processes of one host have in common: what one writes there, the others need not be sent."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ALIGNMENT = 64
+"""Bytes of a line of the processor's cache: parts of the memory begin at a multiple of it."""
+
+_FOLDER = Path("/dev/shm")
+_NAME_BYTES = 16
+
+
+class SharedMemory:
+    """Zeros that every rank of a group sees and may write.
+
+    Args:
+        memory: What the operating system gave.
+        num_ranks: That have it together.
+    """
+
+    def __init__(self, memory: mmap.mmap, num_ranks: int) -> None:
+        self._memory, self.num_ranks = memoryview(memory), num_ranks
+        _held.add(self)
+
+    def part(self, start: int, num_bytes: int) -> memoryview:
+        """So many bytes from ``start``; a tensor made of it (``torch.frombuffer``) keeps it alive."""
+        return self._memory[start : start + num_bytes]
+
+    @property
+    def own_bytes(self) -> int:
+        """A rank's share of it."""
+        return len(self._memory) // self.num_ranks
+
+
+_held: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+def held_bytes() -> int:
+    """This rank's share of all memory that it has with others, which no count of tensors sees."""
+    return sum(memory.own_bytes for memory in _held)
+
+
+def shared_memory(group: dist.ProcessGroup, num_bytes: int) -> SharedMemory | None:
+    """Memory that the ranks of a group share. Collective.
+
+    The file behind it has no name any more when this returns: nothing is left behind when ranks die.
+
+    Args:
+        group: One whose CPU tensors travel.
+        num_bytes: The same on all ranks, above 0.
+
+    Returns:
+        The memory; None, on all ranks, where these are not on one host (or in containers that share no memory), or
+        where it has no room.
+    """
+    name = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
+    with contextlib.ExitStack() as made:
+        if dist.get_rank(group) == 0:
+            name = made.enter_context(_file(num_bytes))
+        dist.broadcast(name, group=group, group_src=0)
+        memory = _opened(bytes(name.tolist()).hex(), num_bytes) if name.any() else None
+        seen = torch.tensor(memory is not None)
+        dist.all_reduce(seen, op=dist.ReduceOp.MIN, group=group)
+    return SharedMemory(memory, group.size()) if memory is not None and seen else None
+
+
+@contextlib.contextmanager
+def _file(num_bytes: int) -> Iterator[torch.Tensor]:
+    """A file in memory while ranks open it; its name, zeros where there can be none."""
+    name = secrets.token_bytes(_NAME_BYTES)
+    path = _path(name.hex())
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    except OSError:
+        yield torch.zeros(_NAME_BYTES, dtype=torch.uint8)
+        return
+    try:
+        # Without its pages a full folder would end the process that writes there (SIGBUS), instead of an error here.
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except (OSError, AttributeError):
+        name = bytes(_NAME_BYTES)
+    finally:
+        os.close(descriptor)
+    try:
+        yield torch.tensor(list(name), dtype=torch.uint8)
+    finally:
+        path.unlink()
+
+
+def _opened(name: str, num_bytes: int) -> mmap.mmap | None:
+    try:
+        descriptor = os.open(_path(name), os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        return mmap.mmap(descriptor, num_bytes)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _path(name: str) -> Path:
+    return _FOLDER / f"meshwright-{name}"
+
+
+def aligned(num_bytes: int) -> int:
+    """The next multiple of ``ALIGNMENT``."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
