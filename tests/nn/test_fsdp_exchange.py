@@ -1,12 +1,15 @@
 """FSDP2's collectives through memory that ranks share: what they hand on, when it is used again."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
 
 import meshwright as mw
 from meshwright.nn.fsdp_exchange import _Gather, _Reduce, is_mean
-from meshwright.nn.host_exchange import HostGathers, HostReductions
+from meshwright.nn.host_exchange import HostExchange, HostGathers, HostReductions
 from tests.hosts import host_memory
 
 CPU = torch.device("cpu")
@@ -19,8 +22,9 @@ def reductions(dtype, shared):
 
 def reduced(dtype):
     rank, world = dist.get_rank(), dist.get_world_size()
-    through, found = HostReductions(dist.group.WORLD, refuses=True), []
-    units = [_Reduce(through, through.units.add(f"block {size}", world * size * 4)) for size in (5, 3, 40)]
+    through, found = HostReductions(dist.group.WORLD), []
+    units = [_Reduce(through) for _ in range(3)]
+    through.expect(world * 40 * 4)
     for turn in range(12):
         unit, size = units[turn % 3], (5, 3, 40)[turn % 3]
         seeds = [torch.Generator().manual_seed(100 * turn + each) for each in range(world)]
@@ -52,9 +56,11 @@ def gathers(shared, ahead):
 
 def gathered(ahead):
     rank, world = dist.get_rank(), dist.get_world_size()
-    through = HostGathers(dist.group.WORLD, refuses=True)
+    through = HostGathers(dist.group.WORLD)
     sizes = (700, 30, 30, 200)
-    units = [_Gather(through, through.units.add(f"block {size}", world * size * 4)) for size in sizes]
+    units = [_Gather(through) for _ in sizes]
+    for size in sizes:
+        through.expect(world * size * 4)
     under_way, kept, wrong, in_memory = [], [], 0, 0
 
     def finish():
@@ -92,42 +98,17 @@ def test_gathers_bring_every_rank_s_part_however_long_each_is_kept(ranks, shared
             assert in_memory > 20 if shared else in_memory == 0
 
 
-def of_different_layers(reduces):
-    rank, world = dist.get_rank(), dist.get_world_size()
-    through = (HostReductions if reduces else HostGathers)(dist.group.WORLD, refuses=True)
-    first, second = ((_Reduce if reduces else _Gather)(through, through.units.add(n, 80)) for n in ("blocks.0", "head"))
-    unit = first if rank == 0 else second
-    packed = unit.allocate((world * 5,), dtype=torch.float32, device=CPU)
-    own = unit.allocate((5,), dtype=torch.float32, device=CPU) if reduces else packed.narrow(0, rank * 5, 5)
-    try:
-        unit(own, packed, dist.group.WORLD, dist.ReduceOp.SUM) if reduces else unit(packed, own, dist.group.WORLD)
-    except mw.ModelError as error:
-        return str(error)
+def after_its_group():
+    group = dist.new_group(list(range(dist.get_world_size())))
+    known = weakref.WeakKeyDictionary({group: HostExchange(group)})
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    return len(known)
 
 
-@pytest.mark.parametrize("reduces", [True, False])
-def test_ranks_at_different_layers_are_told(ranks, reduces):
-    for told in ranks(2).run(of_different_layers, reduces):
-        assert "The ranks have run different layers" in told
-        assert "blocks.0 on rank 0 and head on rank 1, in one exchange" in told
-
-
-def of_different_parameters():
-    rank, world = dist.get_rank(), dist.get_world_size()
-    through = HostReductions(dist.group.WORLD, refuses=True)
-    unit, size = _Reduce(through, through.units.add("blocks.0", 80)), 5 - rank
-    packed = unit.allocate((world * size,), dtype=torch.float32, device=CPU)
-    try:
-        own = unit.allocate((size,), dtype=torch.float32, device=CPU)
-        unit(own, packed, dist.group.WORLD, dist.ReduceOp.SUM)
-    except mw.ModelError as error:
-        return str(error)
-
-
-def test_ranks_with_gradients_of_different_parameters_are_told(ranks):
-    for told in ranks(2).run(of_different_parameters):
-        assert "gradients of different parameters of blocks.0" in told
-        assert "32 to 40 bytes" in told
+def test_what_is_remembered_by_ranks_ends_with_them(ranks):
+    assert ranks(2).run(after_its_group) == [0, 0]
 
 
 def test_other_reductions_are_refused():

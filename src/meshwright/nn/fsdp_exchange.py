@@ -48,32 +48,29 @@ def exchange_on_host(model: nn.Module, *, is_block: bool = False) -> None:
 
     Args:
         model: Sharded with ``fully_shard``.
-        is_block: Whether it is a part of a model. Then it shares its memory with other parts, and ranks that exchange
-            different ones get an error; in a whole model they are told at the end of a step.
+        is_block: Whether it is a part of a model, which shares its memory with the other parts.
     """
     known: _Exchanges = _of_blocks if is_block else {}
-    for name, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in parameter_groups(module):
                 gathering, reducing = (
-                    known.setdefault(ranks, HostExchange(ranks, refuses=is_block))
+                    known.setdefault(ranks, HostExchange(ranks))
                     for ranks in (group._all_gather_process_group, group._reduce_scatter_process_group)
                 )
-                _exchange(module, group, name or type(module).__name__, gathering.gathers, reducing.reductions)
+                _exchange(module, group, gathering.gathers, reducing.reductions)
 
 
-def _exchange(module: FSDPModule, group: Any, name: str, gathers: HostGathers, reductions: HostReductions) -> None:
+def _exchange(module: FSDPModule, group: Any, gathers: HostGathers, reductions: HostReductions) -> None:
     """Of one unit; ``group`` is what FSDP2 keeps of its parameters."""
     policy = group.mp_policy
     parameters = [(each.sharded_param, each.padded_sharded_param_size.numel()) for each in group.fsdp_params]
     if not group._use_post_forward_mesh:  # which gathers part of the time over fewer ranks
-        shard = sum(numel * _itemsize(p, policy.param_dtype) for p, numel in parameters)
-        unit = gathers.units.add(name, shard * gathers.num_ranks)
-        module.set_custom_all_gather(_Gather(gathers, unit))  # type: ignore[arg-type]
-    dtype = policy.reduce_dtype or policy.param_dtype
-    row = sum(numel * _itemsize(p, dtype) for p, numel in parameters if p.requires_grad)
-    unit = reductions.units.add(name, row * reductions.num_ranks)
-    module.set_custom_reduce_scatter(_Reduce(reductions, unit))  # type: ignore[arg-type]
+        gathers.expect(gathers.num_ranks * sum(numel * _itemsize(p, policy.param_dtype) for p, numel in parameters))
+        module.set_custom_all_gather(_Gather(gathers))  # type: ignore[arg-type]
+    dtype, trained = policy.reduce_dtype or policy.param_dtype, [each for each in parameters if each[0].requires_grad]
+    reductions.expect(reductions.num_ranks * sum(numel * _itemsize(p, dtype) for p, numel in trained))
+    module.set_custom_reduce_scatter(_Reduce(reductions))  # type: ignore[arg-type]
 
 
 def _itemsize(parameter: torch.Tensor, dtype: torch.dtype | None) -> int:
@@ -91,8 +88,8 @@ class Comm:
 class _Gather(Comm):
     """In the place of FSDP2's all-gather of one unit."""
 
-    def __init__(self, gathers: HostGathers, unit: int) -> None:
-        self._gathers, self._unit = gathers, unit
+    def __init__(self, gathers: HostGathers) -> None:
+        self._gathers = gathers
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """What all ranks pack into, and unpack from."""
@@ -107,7 +104,7 @@ class _Gather(Comm):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fills ``output_tensor`` (ranks · elements) with every rank's ``input_tensor``."""
-        return self._gathers.gather(self._unit, output_tensor, input_tensor, async_op=async_op)
+        return self._gathers.gather(output_tensor, input_tensor, async_op=async_op)
 
 
 class _Reduce(Comm):
@@ -117,8 +114,8 @@ class _Reduce(Comm):
     added in the order of ranks, and half precision in fp32.
     """
 
-    def __init__(self, reductions: HostReductions, unit: int) -> None:
-        self._reductions, self._unit = reductions, unit
+    def __init__(self, reductions: HostReductions) -> None:
+        self._reductions = reductions
         self._size: int | None = None  # packed, until FSDP2 asks for a place for the sum
         self._shared = False
 
@@ -144,7 +141,7 @@ class _Reduce(Comm):
         """Fills ``output_tensor`` (elements) with the sum or mean of the ranks' rows for this one."""
         mean = is_mean(op)
         if self._shared:
-            self._reductions.reduce(self._unit, output_tensor, input_tensor)
+            self._reductions.reduce(output_tensor)
         else:
             arrived = torch.empty_like(input_tensor)
             dist.all_to_all_single(arrived, input_tensor, group=group)
