@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import secrets
@@ -18,6 +19,7 @@ ALIGNMENT = 64
 
 _FOLDER = Path("/dev/shm")
 _NAME_BYTES = 16
+_SHARE = 2  # of what is free at most one part in so many is taken: workers of data loaders need the folder, too
 
 
 class SharedMemory:
@@ -80,21 +82,25 @@ def _file(num_bytes: int) -> Iterator[torch.Tensor]:
     name = secrets.token_bytes(_NAME_BYTES)
     path = _path(name.hex())
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    except OSError:
-        yield torch.zeros(_NAME_BYTES, dtype=torch.uint8)
-        return
-    try:
-        # Without its pages a full folder would end the process that writes there (SIGBUS), instead of an error here.
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except (OSError, AttributeError):
-        name = bytes(_NAME_BYTES)
-    finally:
-        os.close(descriptor)
-    try:
+        try:
+            _fill(path, num_bytes)
+        except (OSError, AttributeError):  # a system may have no such folder, or no such call
+            name = bytes(_NAME_BYTES)
         yield torch.tensor(list(name), dtype=torch.uint8)
     finally:
-        path.unlink()
+        path.unlink(missing_ok=True)
+
+
+def _fill(path: Path, num_bytes: int) -> None:
+    """Takes all pages at once: a process that writes where there are none left is ended (SIGBUS), without an error."""
+    room = os.statvfs(path.parent)
+    if num_bytes * _SHARE > room.f_bavail * room.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def _opened(name: str, num_bytes: int) -> mmap.mmap | None:
