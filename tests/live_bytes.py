@@ -1,7 +1,11 @@
-"""How many bytes of tensors a piece of code holds at most, counted after every operation of torch."""
+"""How many bytes of tensors a piece of code holds at most, counted after every operation of torch.
+
+What ranks of a host share counts by a rank's part of it.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from meshwright.distributed.shared_memory import held_bytes
 
 
 class LiveBytes(TorchDispatchMode):
@@ -26,6 +32,8 @@ class LiveBytes(TorchDispatchMode):
         self.known: dict[
             int, StorageWeakRef
         ] = {}  # of the caller; as long as they are referred to, no other takes their place
+        gc.collect()  # what is over lets go of memory that it shared
+        self._shared_before = held_bytes()
         self.peak = 0
         self.phase = ""  # whatever the caller calls what runs now
         self.moment = ""  # the operator that ran at the peak
@@ -65,7 +73,7 @@ class LiveBytes(TorchDispatchMode):
             self.at_peak[origin] = self.at_peak.get(origin, 0) + storage.nbytes()
 
     def _held(self) -> int:
-        held = 0
+        held = held_bytes() - self._shared_before
         for key, reference in list(self.storages.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:

@@ -8,6 +8,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.methods.zero import same_layers
+from tests.hosts import host_memory
 
 ALL = (0, 1, 2, 3)
 
@@ -87,12 +88,14 @@ APART = [
 ]
 
 
-def told_each(cases):
-    return [told(strategy, runs, len(runs[0])) for strategy, runs in cases]
+def told_each(cases, shared):
+    with host_memory(shared):
+        return [told(strategy, runs, len(runs[0])) for strategy, runs in cases]
 
 
-def test_other_layers_are_told_on_every_rank_before_weights_change(ranks):
-    for every in ranks(2).run(told_each, [case[:2] for case in APART]):
+@pytest.mark.parametrize("shared", [True, False])
+def test_other_layers_are_told_on_every_rank_before_weights_change(ranks, shared):
+    for every in ranks(2).run(told_each, [case[:2] for case in APART], shared):
         for found, (*case, expected) in zip(every, APART, strict=True):
             assert "The ranks have run different layers" in found, case
             assert expected in found, case
@@ -100,8 +103,10 @@ def test_other_layers_are_told_on_every_rank_before_weights_change(ranks):
 
 
 def test_of_four_ranks_one_has_run_others(ranks):
-    for found in ranks(4).run(told, ["zero2", ("parallel_mode", {"zero": 2, "data": 2})], ONE_LEFT_OUT, 1):
-        assert "layers.1 on rank 0 and layers.2 on rank 3 as exchange 3," in found
+    case = ["zero2", ("parallel_mode", {"zero": 2, "data": 2})], ONE_LEFT_OUT
+    for shared in (True, False):
+        for (found,) in ranks(4).run(told_each, [case], shared):
+            assert "layers.1 on rank 0 and layers.2 on rank 3 as exchange 3," in found
 
 
 def test_a_loop_written_by_hand_is_told_before_its_update(ranks):

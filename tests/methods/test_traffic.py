@@ -1,5 +1,6 @@
 """The twins in communication: what ``cost`` predicts is what ``apply`` sends, counted in the running step."""
 
+import functools
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
 from meshwright import batch_mean
-from meshwright.methods.means import mean_over
+from meshwright.nn.host_exchange import HostGathers, HostReductions
 from tests import tiny
 
 KINDS = {
@@ -20,27 +21,53 @@ KINDS = {
 
 
 class Counter(TorchDispatchMode):
-    """Adds up the whole tensor's bytes of collectives, but for numbers: the norm, the loss and what goes with it."""
+    """Adds up the whole tensor's bytes of collectives, but for numbers: the norm, the loss and what goes with it.
+
+    What ranks hand on through memory that they share counts as what it stands for.
+    """
 
     def __init__(self):
         super().__init__()
-        self.bytes, self._of_loss = {}, False
+        self.bytes, self._silent = {}, False
 
     def __enter__(self):
-        self._patch = mock.patch.object(batch_mean, "mean_over", self._mean_over)
-        self._patch.start()
+        mean_over, tell, ask, reduce = (
+            batch_mean.mean_over, HostGathers._tell, HostGathers._ask, HostReductions.reduce
+        )  # fmt: skip
+
+        def tell_of(gathers, num_bytes):
+            if gathers._places and gathers._places[-1].number == gathers._number:  # there is room: no other gather
+                self._add("all_gather", num_bytes)
+            return self._silently(tell, gathers, num_bytes)
+
+        def reduce_all(reductions, output):
+            self._add("all_to_all", output.nbytes * reductions.num_ranks)
+            return self._silently(reduce, reductions, output)
+
+        self._patches = [
+            mock.patch.object(batch_mean, "mean_over", functools.partial(self._silently, mean_over)),
+            mock.patch.object(HostGathers, "_tell", tell_of),
+            mock.patch.object(HostGathers, "_ask", lambda gathers: self._silently(ask, gathers)),
+            mock.patch.object(HostReductions, "reduce", reduce_all),
+        ]
+        for patch in self._patches:
+            patch.start()
         return super().__enter__()
 
     def __exit__(self, *error):
-        self._patch.stop()
+        for patch in self._patches:
+            patch.stop()
         return super().__exit__(*error)
 
-    def _mean_over(self, *args):
-        self._of_loss = True
+    def _silently(self, function, *args):
+        self._silent = True
         try:
-            return mean_over(*args)
+            return function(*args)
         finally:
-            self._of_loss = False
+            self._silent = False
+
+    def _add(self, kind, size):
+        self.bytes[kind] = self.bytes.get(kind, 0) + size
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
@@ -49,8 +76,8 @@ class Counter(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional") and name in KINDS:
             tensors = args[0] if isinstance(args[0], list) else [args[1] if "scatter" in name else args[0]]
             size = sum(t.nbytes for t in tensors) * (args[1] if name == "all_gather_into_tensor" else 1)
-            if size > 8 and not self._of_loss:
-                self.bytes[KINDS[name]] = self.bytes.get(KINDS[name], 0) + size
+            if size > 8 and not self._silent:
+                self._add(KINDS[name], size)
         return func(*args, **(kwargs or {}))
 
 

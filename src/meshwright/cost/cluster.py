@@ -62,6 +62,11 @@ class Cluster:
         return dataclasses.replace(self.host_link, bytes_per_s=self.host_link.bytes_per_s / sharing)
 
     @property
+    def is_one_node(self) -> bool:
+        """Whether all devices are in one node."""
+        return self.num_devices <= self.devices_per_node
+
+    @property
     def price_per_hour(self) -> float | None:
         """Of all devices, in US dollars; None: unknown."""
         price = self.device.price_per_hour

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from meshwright.cost.memory import element_bytes, whole_weights
+from meshwright.cost.memory import element_bytes, whole_gradients, whole_weights
 from meshwright.cost.step import Step
 
 AVERAGING = ("data", "sequence", "context")
@@ -29,13 +29,29 @@ def copied_out(step: Step) -> list[tuple[int, int]]:
     blocks = sorted(
         (size for block, size in every if block.name != "outside" for _ in range(block.count)), reverse=True
     )
+    arrives = 0 if exchanged_in_memory(step) else 1  # where ranks share memory, weights are flat there
     if not blocks:
-        return [(2 * outside, 0 if is_freed_at_once(step) else _saved_bytes(step))]
-    first = 2 * outside + (0 if is_freed_at_once(step) else blocks[0])
+        return [((1 + arrives) * outside, 0 if is_freed_at_once(step) else _saved_bytes(step))]
+    first = (1 + arrives) * outside + (0 if is_freed_at_once(step) else blocks[0])
+    flat = arrives * blocks[0]
     if step.gathered == "model":
-        return [(first, 0), (outside + sum(blocks) + blocks[0], _saved_before_the_last_block(step))]
+        return [(first, 0), (outside + sum(blocks) + flat, _saved_before_the_last_block(step))]
     ahead = 1 if is_freed_at_once(step) else 2
-    return [(first, 0), (outside + blocks[0] + sum(blocks[:ahead]), _saved_before_the_last_block(step))]
+    return [(first, 0), (outside + flat + sum(blocks[:ahead]), _saved_before_the_last_block(step))]
+
+
+def exchanged_in_memory(step: Step) -> int:
+    """A rank's share of the memory through which ranks of one host hand on weights and gradients of shards.
+
+    There is room for three units of gathered weights, which all ranks share, and for one of each rank's gradients.
+    """
+    if not step.on_one_host or step.wire is not None or step.size(step.shard_axis) == 1:
+        return 0
+    gathered = sorted(
+        size for block, size in whole_weights(step) for _ in range(1 if block.name == "outside" else block.count)
+    )
+    reduced = max((size for _, size in whole_gradients(step)), default=0)
+    return sum(gathered[-3:]) // step.size(step.shard_axis) + reduced
 
 
 def averages_in_buckets(step: Step) -> bool:

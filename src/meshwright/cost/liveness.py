@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.cost.by_place import backward_by_place
-from meshwright.cost.gathering import averages_in_buckets, broadcast_bytes, copied_out
+from meshwright.cost.gathering import averages_in_buckets, broadcast_bytes, copied_out, exchanged_in_memory
 from meshwright.cost.memory import Memory, held_bytes, memory, whole_gradients, whole_weights_bytes
 from meshwright.cost.step import Step
 
@@ -72,13 +72,15 @@ def moments(step: Step) -> dict[Moment, Memory]:
     before = (0, 0) if step.gathered == "model" else (lasting, accumulated)
     copied = [at(before[0], before[1] + size, kept) for size, kept in copied_out(step)]
     copied += [at(whole.gradients, size, 0) for size in [broadcast_bytes(step)] if size]
-    return {
+    found_at: dict[Moment, Memory] = {
         **({"gather": max(copied, key=lambda each: each.total)} if copied else {}),
         "loss": loss,
         "recomputation": recomputed,
         "reduction": at(whole.gradients, weights + accumulated + of_outside, 0),
         "update": _at_update(step, most),
     }
+    shared = exchanged_in_memory(step)
+    return {moment: dataclasses.replace(held, gathered=held.gathered + shared) for moment, held in found_at.items()}
 
 
 def _at_update(step: Step, most: Memory) -> Memory:

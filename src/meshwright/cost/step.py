@@ -247,6 +247,7 @@ class Step:
     average: Average | None = None
     hosted: Hosted | None = None
     on_cpu: bool = False  # the device's memory is host memory
+    on_one_host: bool = False  # so is that of all ranks, and one host's: they hand on through memory that they share
     compute_itemsize: int | None = None  # bytes per element of gathered parameters; None: as given
     whole_itemsize: int | None = None  # of floating ones left whole beside shards, with fp32 masters; None: as shards
     reduce_itemsize: int | None = None  # bytes per element of gradients on the wire; None: as the gradient

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from meshwright.nn.exchanges import Exchanges
     from meshwright.nn.forward import class_with, without_fast_path, wrap_method, wrap_methods
     from meshwright.nn.fresh_weights import gathered_root, reshard, reshard_at_updates, reshard_units
-    from meshwright.nn.fsdp_exchange import Comm, is_mean, reduce_by_exchange
+    from meshwright.nn.fsdp_exchange import Comm, exchange_on_host, is_mean
     from meshwright.nn.fsdp_failure import abandon_units, recover_in_forward
     from meshwright.nn.fsdp_groups import parameter_groups
     from meshwright.nn.half_attention import carried
@@ -55,7 +55,7 @@ else:
         exchanges: Exchanges
         forward: class_with without_fast_path wrap_method wrap_methods
         fresh_weights: gathered_root reshard reshard_at_updates reshard_units
-        fsdp_exchange: Comm is_mean reduce_by_exchange
+        fsdp_exchange: Comm is_mean exchange_on_host
         fsdp_failure: abandon_units recover_in_forward
         fsdp_groups: parameter_groups
         half_attention: carried
@@ -110,6 +110,7 @@ __all__ = [
     "class_names",
     "class_with",
     "compile_forward",
+    "exchange_on_host",
     "find_blocks",
     "gathered_root",
     "grouped_parameters",
@@ -128,7 +129,6 @@ __all__ = [
     "rank_orders",
     "recompute_contexts",
     "recover_in_forward",
-    "reduce_by_exchange",
     "require_blocks",
     "reshard",
     "reshard_at_updates",

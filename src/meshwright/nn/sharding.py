@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ModelError, join_names
 from meshwright.nn.fresh_weights import reshard_at_updates
-from meshwright.nn.fsdp_exchange import reduce_by_exchange
+from meshwright.nn.fsdp_exchange import exchange_on_host
 from meshwright.nn.fsdp_failure import recover_in_forward
 from meshwright.nn.layout import laid_out_like, sharded, tensor_dim, without_memory
 from meshwright.nn.parameter import ParameterRecord, mark_moved, record_of, recorded_parameter, was_moved
@@ -55,7 +55,7 @@ def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool, axes: Shard
         recover_in_forward(unit)
     reshard_at_updates((*small_units, module))
     if axes.zero.device_type == "cpu":
-        reduce_by_exchange(module)
+        exchange_on_host(module, is_block=True)
     _assign(places, functools.partial(_inside_unit, axes=axes))
     for _, _, _, parameter in places:
         mark_moved(parameter)

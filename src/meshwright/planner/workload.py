@@ -103,9 +103,8 @@ class Workload:
         resolved = resolve(strategy, self.world, self.zero_level, self.device)
         replacement = replacement_of(resolved.strategy, self.model, resolved.axes, self.device)
         with replacement.tried(self.model):
-            return self._with(resolved.strategy.get("module_replace"))._plan(
-                resolved, num_micro_batches or self.num_micro_batches
-            )
+            known = self._with(resolved.strategy.get("module_replace"))
+            return known._plan(resolved, num_micro_batches or self.num_micro_batches)
 
     def on(self, num_devices: int) -> Workload:
         """The same on more of the same devices, or fewer; of a known cluster."""
@@ -147,6 +146,7 @@ class Workload:
             shard_axis=resolved.shard_axis,
             num_micro_batches=micro_batches,
             on_cpu=self.device.type == "cpu",
+            on_one_host=self.device.type == "cpu" and (self.cluster is None or self.cluster.is_one_node),
             activations=traced.activations,
             flops=traced.flops,
             fp8_flops=traced.fp8_flops,

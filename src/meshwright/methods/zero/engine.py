@@ -26,10 +26,10 @@ from meshwright.methods.zero.units import Units, unit_of, units_of
 from meshwright.nn import (
     Exchanges,
     average_gradients,
+    exchange_on_host,
     find_blocks,
     gathered_root,
     recover_in_forward,
-    reduce_by_exchange,
     reshard_at_updates,
     reshard_units,
     wrap_method,
@@ -73,7 +73,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     )
     share_hooks(job.model)
     if job.device.type == "cpu":
-        reduce_by_exchange(job.model)
+        exchange_on_host(job.model)
     if job.wire is not None and job.size(job.shard_axis) > 1:
         _quantise(job, job.wire)
     elif job.device.type == "cpu":

@@ -20,7 +20,7 @@ from meshwright.runtime import Settings, gather_objects, world_size
 from meshwright.strategy import Strategy
 
 _TURNS, _STEPS_OF_TURN = 5, 2  # timed
-_FACTOR, _SECONDS = (0.2, 8.0), (0.0, 1.0)  # bounds of what is looked for
+_FACTOR, _SECONDS = (0.02, 8.0), (0.0, 1.0)  # bounds of what is looked for
 _HALVINGS = 30
 _ROUNDS = 8  # of two constants that are found in turns
 _LARGEST_TENSOR_GROUP = 8

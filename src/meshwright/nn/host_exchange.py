@@ -1,0 +1,233 @@
+"""What ranks of one host hand each other through memory that they share: gathered weights, sums of gradients.
+
+A collective of gloo copies what it sends into the kernel and out of it again. Here FSDP2 packs into memory that all
+ranks see, and unpacks from it; a few numbers that all ranks reduce tell that everybody has packed. As everywhere, ranks
+pair what they exchange by order alone: who has run other layers than the rest learns it before weights change.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.distributed.shared_memory import SharedMemory, aligned, shared_memory
+from meshwright.distributed.transport import all_gather_flat
+
+_UNDER_WAY = 2  # gathers that FSDP2 has at once: the one that is waited for, and the next
+_GATHERS = 3  # whose memory is in use, or not known to be free: one that is unpacked, and those before and behind it
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Memory of a gather: its number, where it lies, and what lives as long as tensors in it."""
+
+    number: int
+    start: int
+    end: int
+    part: weakref.ref[memoryview]
+
+
+class _Arrival(dist.Work):
+    """All ranks have packed for a gather; what they tell each other of it."""
+
+    def __init__(self, work: dist.Work, told: torch.Tensor) -> None:
+        super().__init__()
+        self._work, self._told = work, told
+
+    def wait(self, *args: Any) -> bool:
+        """Until then."""
+        return self._work.wait()
+
+    def unpacked(self) -> int | None:
+        """The first gather that some rank still unpacked when it began this one; None where sizes were not the same."""
+        self._work.wait()
+        number, least, most = self._told.tolist()
+        return int(number) if least == -most else None
+
+
+class HostGathers:
+    """All-gathers of one group of ranks, one after the other through a ring of shared memory.
+
+    A part is used again when all ranks have unpacked it, which they tell each other with a later gather. As all ranks
+    gather in one order, they find the same room, or none: then gloo carries the gather.
+
+    Args:
+        group: The ranks, of one host or not.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._ranks, self._sizes = weakref.ref(group), list[int]()
+        self._memory: SharedMemory | None = None
+        self._capacity = 0
+        self._places: deque[_Place] = deque()
+        self._under_way: deque[_Arrival] = deque(maxlen=_UNDER_WAY)
+        self._number = 0
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._ranks()  # weak: what is remembered by groups ends with them
+        assert group is not None
+        return group
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the group."""
+        return self._group.size()
+
+    def expect(self, num_bytes: int) -> None:
+        """So many bytes of one unit will be gathered; all ranks say so before they gather it."""
+        self._sizes.append(aligned(num_bytes))
+
+    def allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor to pack a shard into and to unpack all from: in shared memory, where that has room."""
+        unpacked = self._under_way[0].unpacked() if len(self._under_way) == _UNDER_WAY else 0
+        self._forget(unpacked or 0)
+        needed = sum(sorted(self._sizes)[-_GATHERS:])
+        # At first, where blocks were added since, and where ranks found room for different layers.
+        if unpacked is None or self._capacity < needed:
+            self._capacity = needed
+            self._memory = shared_memory(self._group, self._capacity)
+            self._places.clear()  # tensors that are left keep what they lie in
+        num_bytes = size * dtype.itemsize
+        if self._memory is None or num_bytes > self._capacity:
+            return torch.empty(size, dtype=dtype)
+        start = self._room(num_bytes)
+        if start is None:
+            self._forget(self._ask())
+            start = self._room(num_bytes)
+        if start is None:
+            return torch.empty(size, dtype=dtype)
+        part = self._memory.part(start, num_bytes)
+        self._places.append(_Place(self._number, start, start + aligned(len(part)), weakref.ref(part)))
+        return torch.frombuffer(part, dtype=dtype)
+
+    def _forget(self, unpacked: int) -> None:
+        """Lets go of the places of gathers before the first that some rank still unpacks."""
+        while self._places and self._places[0].number < unpacked:
+            self._places.popleft()
+
+    def _in_use(self) -> int:
+        """This rank's first gather that it has not unpacked."""
+        return next((place.number for place in self._places if place.part() is not None), self._number)
+
+    def _ask(self) -> int:
+        """The same of all ranks."""
+        first = torch.tensor(self._in_use())
+        dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._group)
+        return int(first)
+
+    def _room(self, num_bytes: int) -> int | None:
+        """Where so many bytes are free on all ranks, behind the last place or at the beginning."""
+        if not self._places:
+            return 0
+        first, last = self._places[0].start, self._places[-1].end
+        if last > first:  # free: behind the last, and before the first
+            if last + num_bytes <= self._capacity:
+                return last
+            return 0 if num_bytes <= first else None
+        return last if last + num_bytes <= first else None
+
+    def gather(self, output: torch.Tensor, own: torch.Tensor, *, async_op: bool) -> dist.Work | None:
+        """Fills ``output`` (ranks · elements), from :meth:`allocate`, with every rank's ``own``, its rank-th part."""
+        shared = bool(self._places) and self._places[-1].number == self._number
+        arrival = self._tell(output.nbytes) if self._memory is not None else None
+        if shared and arrival is not None:
+            if async_op:
+                return arrival
+            arrival.wait()
+            return None
+        work: dist.Work | None = all_gather_flat(output, own, group=self._group, async_op=async_op)
+        return work
+
+    def _tell(self, num_bytes: int) -> _Arrival:
+        told = torch.tensor([self._in_use(), num_bytes, -num_bytes])
+        work: Any = dist.all_reduce(told, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        self._under_way.append(_Arrival(work, told))
+        self._number += 1
+        return self._under_way[-1]
+
+
+class HostReductions:
+    """Reduce-scatters of one group of ranks: each packs its gradients into shared memory, and adds up its row of all.
+
+    Args:
+        group: The ranks, of one host or not.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._ranks, self._sizes = weakref.ref(group), list[int]()
+        self._memory: SharedMemory | None = None
+        self._capacity = 0  # of each rank
+        self._added: Any = None  # of the last time: all ranks have
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._ranks()  # weak: what is remembered by groups ends with them
+        assert group is not None
+        return group
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the group."""
+        return self._group.size()
+
+    def expect(self, num_bytes: int) -> None:
+        """So many bytes of one unit's gradients will be reduced; all ranks say so before they reduce them."""
+        self._sizes.append(aligned(num_bytes))
+
+    def allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """A tensor to pack a row for every rank into; None where that has no room."""
+        if self._capacity < max(self._sizes):
+            self._capacity = max(self._sizes)
+            self._memory = shared_memory(self._group, self._capacity * self.num_ranks)
+        if self._memory is None or size * dtype.itemsize > self._capacity:
+            return None
+        if self._added is not None:
+            self._added.wait()
+        return self._part(self._group.rank(), 0, size, dtype)
+
+    def reduce(self, output: torch.Tensor) -> None:
+        """Fills ``output`` (elements) with the sum of the ranks' rows for this one; all were allocated last."""
+        arrived = torch.zeros(1)
+        dist.all_reduce(arrived, group=self._group)
+        row = self._group.rank() * output.nbytes
+        _add([self._part(rank, row, output.numel(), output.dtype) for rank in range(self.num_ranks)], output)
+        self._added = dist.all_reduce(arrived, group=self._group, async_op=True)
+
+    def _part(self, rank: int, start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        assert self._memory is not None
+        return torch.frombuffer(
+            self._memory.part(rank * self._capacity + start, size * dtype.itemsize), dtype=dtype, count=size
+        )
+
+
+def _add(rows: Sequence[torch.Tensor], total: torch.Tensor) -> None:
+    """Adds rows up in their order, half precision in fp32."""
+    first, second, *others = rows
+    if not others:
+        torch.add(first, second, out=total)
+        return
+    wide = total if total.dtype.itemsize > 2 else torch.empty_like(total, dtype=torch.float32)
+    torch.add(first, second, out=wide)
+    for other in others:
+        wide += other
+    if wide is not total:
+        total.copy_(wide)
+
+
+class HostExchange:
+    """What the units that one group of ranks shards exchange through.
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.gathers = HostGathers(group)
+        self.reductions = HostReductions(group)

@@ -1,0 +1,71 @@
+"""Memory that ranks of one host share: all of them or none, and no file is left behind."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.distributed import shared_memory as module
+from meshwright.distributed.shared_memory import aligned, held_bytes, shared_memory
+
+pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
+
+
+def written_and_read():
+    before, memory = held_bytes(), shared_memory(dist.group.WORLD, 3 * 4096)
+    memory.part(dist.get_rank() * 10, 1)[0] = dist.get_rank() + 1
+    dist.barrier()
+    seen = bytes(memory.part(0, 3 * 4096))
+    held = held_bytes() - before
+    del memory
+    return [seen[rank * 10] for rank in range(dist.get_world_size())], sum(seen), held, held_bytes() - before
+
+
+def files():
+    return [name for name in os.listdir("/dev/shm") if name.startswith("meshwright-")]
+
+
+def test_what_one_writes_all_read(ranks):
+    assert ranks(3).run(written_and_read) == [([1, 2, 3], 6, 4096, 0)] * 3
+    assert not files()
+
+
+def on_other_hosts():
+    """The last rank looks elsewhere, as one of another host or container would."""
+    before = module._FOLDER
+    if dist.get_rank() == dist.get_world_size() - 1:
+        module._FOLDER = Path("/nowhere")
+    try:
+        return shared_memory(dist.group.WORLD, 4096)
+    finally:
+        module._FOLDER = before
+
+
+def too_much():
+    return shared_memory(dist.group.WORLD, 2**60)
+
+
+def more_than_half():
+    room = os.statvfs("/dev/shm")
+    return shared_memory(dist.group.WORLD, room.f_bavail * room.f_frsize // 2 + 1)
+
+
+def without_folder():
+    before, module._FOLDER = module._FOLDER, Path("/nowhere")
+    try:
+        return shared_memory(dist.group.WORLD, 4096)
+    finally:
+        module._FOLDER = before
+
+
+@pytest.mark.parametrize("run", [on_other_hosts, too_much, more_than_half, without_folder])
+def test_without_it_all_ranks_have_none(ranks, run):
+    assert ranks(3).run(run) == [None] * 3
+    assert not files()
+
+
+def test_parts_begin_at_lines_of_the_cache():
+    assert [aligned(size) for size in (0, 1, 64, 65)] == [0, 64, 64, 128]
+    assert torch.tensor(aligned(1000)) % module.ALIGNMENT == 0
