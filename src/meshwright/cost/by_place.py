@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from meshwright.cost.activations import Activations, BackwardAt
-from meshwright.cost.gathering import averages_in_buckets, exchanged_in_memory, last_gathered_bytes
+from meshwright.cost.gathering import averages_in_buckets, last_gathered_bytes
 from meshwright.cost.memory import Memory, whole_gradients, whole_weights, whole_weights_bytes
 from meshwright.cost.step import Step
 from meshwright.cost.transient import Transient
@@ -129,7 +129,7 @@ class _Gradients:
         total = sum(each.gradients for each in self.known.transients)
         behind = self.known.transients[-1]
         waiting = behind.gradients if place.place < behind.place else 0
-        if exchanged_in_memory(self.step):  # where those lie that have been packed
+        if self.step.shards_in_memory:  # where those lie that have been packed
             every = []
         reduced = max((size for block, size in every if block.name != "outside"), default=0)
         on_way = waiting + (reduced if later > waiting else 0)
@@ -147,7 +147,7 @@ def _exchanged_bytes(step: Step) -> int:
     if not step.on_cpu or step.whole_gradients or step.size(step.shard_axis) == 1:
         return 0
     largest = max((size for block, size in whole_gradients(step) if block.name != "outside"), default=0)
-    return (0 if exchanged_in_memory(step) else 2 * largest) + largest // step.size(step.shard_axis)
+    return (0 if step.shards_in_memory else 2 * largest) + largest // step.size(step.shard_axis)
 
 
 def _largest_block(step: Step) -> int:
@@ -169,5 +169,5 @@ def _weights(step: Step, place: int, behind: int) -> int:
         return whole if step.num_micro_batches > 1 else outside + blocks * min(place + 1, behind) // max(behind, 1)
     largest = _largest_block(step)
     # What is gathered ahead is flat as yet, in memory that counts already where ranks share it.
-    ahead = 1 if step.gathers_ahead and place > 0 and not exchanged_in_memory(step) else 0
+    ahead = 1 if step.gathers_ahead and place > 0 and not step.shards_in_memory else 0
     return outside + (largest * (1 + ahead) if 0 <= place < behind else 0)

@@ -29,7 +29,7 @@ def copied_out(step: Step) -> list[tuple[int, int]]:
     blocks = sorted(
         (size for block, size in every if block.name != "outside" for _ in range(block.count)), reverse=True
     )
-    arrives = 0 if exchanged_in_memory(step) else 1  # where ranks share memory, weights are flat there
+    arrives = 0 if step.shards_in_memory else 1  # where ranks share memory, weights are flat there
     if not blocks:
         return [((1 + arrives) * outside, 0 if is_freed_at_once(step) else _saved_bytes(step))]
     first = (1 + arrives) * outside + (0 if is_freed_at_once(step) else blocks[0])
@@ -45,7 +45,7 @@ def exchanged_in_memory(step: Step) -> int:
 
     There is room for three units of gathered weights, which all ranks share, and for one of each rank's gradients.
     """
-    if not step.on_one_host or step.wire is not None or step.size(step.shard_axis) == 1:
+    if not step.shards_in_memory:
         return 0
     gathered = sorted(
         size for block, size in whole_weights(step) for _ in range(1 if block.name == "outside" else block.count)

@@ -265,7 +265,8 @@ def whole_weights_bytes(step: Step) -> int:
     if step.gathered == "model":
         return sum(block.count * size for block, size in weights)
     inside = [size for block, size in weights if block.name != "outside"]
-    return sum(size for block, size in weights if block.name == "outside") + 2 * max(inside, default=0)
+    at_once = 1 if step.shards_in_memory else 2  # the next block's, gathered ahead, are in that memory
+    return sum(size for block, size in weights if block.name == "outside") + at_once * max(inside, default=0)
 
 
 def whole_weights(step: Step) -> list[tuple[Block, int]]:

@@ -259,6 +259,11 @@ class Step:
     traffic: tuple[Traffic, ...] = ()
     counted_again: tuple[str, ...] = ()  # axes whose ranks those behind them have, too: of others' runs alone
 
+    @property
+    def shards_in_memory(self) -> bool:
+        """Whether ranks hand on what they gather and reduce of shards through memory of their host."""
+        return self.on_one_host and self.wire is None and self.size(self.shard_axis) > 1
+
     def size(self, axis: str | None) -> int:
         """Ranks along an axis; 1 where the mesh has none of that name."""
         return dict(self.axes).get(axis, 1) if axis is not None else 1
