@@ -47,9 +47,12 @@ def too_much():
     return shared_memory(dist.group.WORLD, 2**60)
 
 
-def more_than_half():
-    room = os.statvfs("/dev/shm")
-    return shared_memory(dist.group.WORLD, room.f_bavail * room.f_frsize // 2 + 1)
+def more_than_its_share():
+    before, module._SHARE = module._SHARE, 2**50
+    try:
+        return shared_memory(dist.group.WORLD, 4096)
+    finally:
+        module._SHARE = before
 
 
 def without_folder():
@@ -60,7 +63,7 @@ def without_folder():
         module._FOLDER = before
 
 
-@pytest.mark.parametrize("run", [on_other_hosts, too_much, more_than_half, without_folder])
+@pytest.mark.parametrize("run", [on_other_hosts, too_much, more_than_its_share, without_folder])
 def test_without_it_all_ranks_have_none(ranks, run):
     assert ranks(3).run(run) == [None] * 3
     assert not files()

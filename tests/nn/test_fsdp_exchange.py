@@ -98,6 +98,28 @@ def test_gathers_bring_every_rank_s_part_however_long_each_is_kept(ranks, shared
             assert in_memory > 20 if shared else in_memory == 0
 
 
+def after_other_sizes():
+    """Gathers behind one of which ranks had different sizes, for which they found other places."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    through, right = HostGathers(dist.group.WORLD), []
+    through.expect(world * 50 * 4)
+    for turn in range(12):
+        size = 50 - 20 * rank if turn == 4 else 50
+        output = through.allocate(world * size, torch.float32)
+        own = output.narrow(0, rank * size, size).fill_(turn + rank / 10)
+        through.gather(output, own, async_op=False)
+        right.append(output.equal(torch.cat([torch.full((size,), turn + each / 10) for each in range(world)])))
+        del output, own
+    return right, through._memory is not None
+
+
+def test_gathers_of_different_sizes_do_not_spoil_later_ones(ranks):
+    for right, in_memory in ranks(2).run(after_other_sizes):
+        assert all(right[:4])
+        assert all(right[7:])
+        assert in_memory
+
+
 def after_its_group():
     group = dist.new_group(list(range(dist.get_world_size())))
     known = weakref.WeakKeyDictionary({group: HostExchange(group)})

@@ -51,11 +51,8 @@ class _Arrival(dist.Work):
         return int(number) if least == -most else None
 
 
-class HostGathers:
-    """All-gathers of one group of ranks, one after the other through a ring of shared memory.
-
-    A part is used again when all ranks have unpacked it, which they tell each other with a later gather. As all ranks
-    gather in one order, they find the same room, or none: then gloo carries the gather.
+class _Ranks:
+    """A group of ranks, what they will exchange, and the memory that they have for it once they do.
 
     Args:
         group: The ranks, of one host or not.
@@ -65,9 +62,6 @@ class HostGathers:
         self._ranks, self._sizes = weakref.ref(group), list[int]()
         self._memory: SharedMemory | None = None
         self._capacity = 0
-        self._places: deque[_Place] = deque()
-        self._under_way: deque[_Arrival] = deque(maxlen=_UNDER_WAY)
-        self._number = 0
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -81,8 +75,25 @@ class HostGathers:
         return self._group.size()
 
     def expect(self, num_bytes: int) -> None:
-        """So many bytes of one unit will be gathered; all ranks say so before they gather it."""
+        """So many bytes of one unit will be exchanged at once; all ranks say so before they are."""
         self._sizes.append(aligned(num_bytes))
+
+
+class HostGathers(_Ranks):
+    """All-gathers of one group of ranks, one after the other through a ring of shared memory.
+
+    A part is used again when all ranks have unpacked it, which they tell each other with a later gather. As all ranks
+    gather in one order, they find the same room, or none: then gloo carries the gather.
+
+    Args:
+        group: The ranks, of one host or not.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._places: deque[_Place] = deque()
+        self._under_way: deque[_Arrival] = deque(maxlen=_UNDER_WAY)
+        self._number = 0
 
     def allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """A tensor to pack a shard into and to unpack all from: in shared memory, where that has room."""
@@ -153,33 +164,18 @@ class HostGathers:
         return self._under_way[-1]
 
 
-class HostReductions:
+class HostReductions(_Ranks):
     """Reduce-scatters of one group of ranks: each packs its gradients into shared memory, and adds up its row of all.
+
+    The capacity is that of one rank.
 
     Args:
         group: The ranks, of one host or not.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._ranks, self._sizes = weakref.ref(group), list[int]()
-        self._memory: SharedMemory | None = None
-        self._capacity = 0  # of each rank
+        super().__init__(group)
         self._added: Any = None  # of the last time: all ranks have
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        group = self._ranks()  # weak: what is remembered by groups ends with them
-        assert group is not None
-        return group
-
-    @property
-    def num_ranks(self) -> int:
-        """Of the group."""
-        return self._group.size()
-
-    def expect(self, num_bytes: int) -> None:
-        """So many bytes of one unit's gradients will be reduced; all ranks say so before they reduce them."""
-        self._sizes.append(aligned(num_bytes))
 
     def allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor | None:
         """A tensor to pack a row for every rank into; None where that has no room."""
@@ -202,9 +198,7 @@ class HostReductions:
 
     def _part(self, rank: int, start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         assert self._memory is not None
-        return torch.frombuffer(
-            self._memory.part(rank * self._capacity + start, size * dtype.itemsize), dtype=dtype, count=size
-        )
+        return torch.frombuffer(self._memory.part(rank * self._capacity + start, size * dtype.itemsize), dtype=dtype)
 
 
 def _add(rows: Sequence[torch.Tensor], total: torch.Tensor) -> None:
