@@ -102,7 +102,8 @@ def after_other_sizes():
     """Gathers behind one of which ranks had different sizes, for which they found other places."""
     rank, world = dist.get_rank(), dist.get_world_size()
     through, right = HostGathers(dist.group.WORLD), []
-    through.expect(world * 50 * 4)
+    for _ in range(3):  # a ring of several places: what lies apart in it stays apart
+        through.expect(world * 50 * 4)
     for turn in range(12):
         size = 50 - 20 * rank if turn == 4 else 50
         output = through.allocate(world * size, torch.float32)
