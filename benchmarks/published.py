@@ -3,9 +3,10 @@
     python benchmarks/published.py [FILE.csv] [--json] [--cross-validate] [--rows] [--picture FILE.svg]
 
 The columns are those of ``benchmarks/data/published_runs.csv``; unknown cells are empty. Per source and in total: rows
-covered, error of tokens per second (from MFU or TFLOPS where only they are printed) and of peak memory, out-of-memory
-verdicts, and the rank correlation of strategies within one model and cluster. Rows that cannot be predicted are listed
-with the reason. ``--cross-validate`` fits the efficiencies anew for every source of the table, without its rows.
+covered, error of tokens per second (from MFU or TFLOPS where only they are printed), of the step time and of peak
+memory, out-of-memory verdicts, and the rank correlation of strategies within one model and cluster. Rows that cannot be
+predicted are listed with the reason. ``--cross-validate`` fits the efficiencies anew for every source of the table,
+without its rows.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def _show(scores: Scores, *, every_row: bool) -> None:
 
 def _sources_table(figures: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("source", max_width=70)
-    for name in ("rows", "covered", "time MAPE", "median", "memory MAPE", "median"):
+    table.add_column("source", max_width=50)
+    for name in ("rows", "covered", "tokens/s MAPE", "median", "step time MAPE", "median", "memory MAPE", "median"):
         table.add_column(name, justify="right")
     for source, own in figures["per_source"].items():
         table.add_row(source, *_cells(own))
@@ -93,7 +94,7 @@ def _sources_table(figures: dict[str, Any]) -> Table:
 
 
 def _cells(own: dict[str, Any]) -> list[str]:
-    errors = [own[name] for name in ("time_mape", "time_median", "memory_mape", "memory_median")]
+    errors = [own[f"{of}_{name}"] for of in ("time", "step_time", "memory") for name in ("mape", "median")]
     return [str(own["rows"]), str(own["covered"]), *("" if each is None else f"{each:.2%}" for each in errors)]
 
 

@@ -1,7 +1,9 @@
 import copy
+import dataclasses
 import gc
 import pickle
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 import meshwright as mw
 from meshwright import Strategy
 from meshwright.optim import Adafactor
+from meshwright.runtime import processes
 from meshwright.strategy import METHOD_CONFIGS
 from tests import tiny
 
@@ -335,6 +338,20 @@ def test_schedules_parameter_groups_and_evaluation(ranks, strategy):
     for same_before, same_after in ranks(2).run(schedules_groups_and_evaluation, strategy):
         assert same_before
         assert same_after
+
+
+def planned_on_hosts_of(ranks_of_a_host):
+    """Whether a plan takes ranks to share memory."""
+    mw.init_distributed()
+    told = dataclasses.replace(processes.settings(), local_world_size=ranks_of_a_host)
+    with mock.patch.object(processes, "_settings", told):
+        return accelerate(["fsdp"]).plan.step.shards_in_memory
+
+
+def test_ranks_of_several_hosts_are_not_planned_as_those_of_one(ranks):
+    for on_one, on_two in zip(*(ranks(2).run(planned_on_hosts_of, number) for number in (2, 1)), strict=True):
+        assert on_one
+        assert not on_two
 
 
 def freed():

@@ -212,6 +212,7 @@ class Request:
             zero_level=settings.zero_level,
             limit_bytes=limit_bytes,
             cluster=self._cluster(settings)[0],
+            one_host=settings.local_world_size >= world_size(),
         )
 
     def _forward(self, model: nn.Module, inputs: Any) -> torch.Tensor:

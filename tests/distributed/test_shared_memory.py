@@ -1,6 +1,7 @@
 """Memory that ranks of one host share: all of them or none, and no file is left behind."""
 
 import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,27 @@ def more_than_its_share():
         module._SHARE = before
 
 
+def said(run):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(each.message) for each in caught]
+
+
+def taken_for_an_error():
+    """Whether ranks go on together where warnings are errors."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            more_than_its_share()
+        except UserWarning:
+            failed = True
+        else:
+            failed = False
+    dist.barrier()
+    return failed
+
+
 def without_folder():
     before, module._FOLDER = module._FOLDER, Path("/nowhere")
     try:
@@ -67,6 +89,22 @@ def without_folder():
 def test_without_it_all_ranks_have_none(ranks, run):
     assert ranks(3).run(run) == [None] * 3
     assert not files()
+
+
+@pytest.mark.parametrize("run", [too_much, more_than_its_share])
+def test_where_it_has_no_room_one_rank_says_so(ranks, run):
+    (first,), *others = ranks(3).run(said, run)
+    assert "MiB free" in first
+    assert "What to do" in first
+    assert others == [[], []]
+
+
+def test_ranks_of_several_hosts_are_told_nothing(ranks):
+    assert ranks(3).run(said, on_other_hosts) == [[], [], []]
+
+
+def test_no_rank_waits_for_one_whose_warnings_are_errors(ranks):
+    assert ranks(3).run(taken_for_an_error) == [True, False, False]
 
 
 def test_parts_begin_at_lines_of_the_cache():

@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import secrets
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ ALIGNMENT = 64
 
 _FOLDER = Path("/dev/shm")
 _NAME_BYTES = 16
+_MIB = 2**20
 _SHARE = 2  # of what is free at most one part in so many is taken: workers of data loaders need the folder, too
 
 
@@ -63,7 +65,7 @@ def shared_memory(group: dist.ProcessGroup, num_bytes: int) -> SharedMemory | No
 
     Returns:
         The memory; None, on all ranks, where these are not on one host (or in containers that share no memory), or
-        where it has no room.
+        where it has no room, which a warning says.
     """
     name = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
     with contextlib.ExitStack() as made:
@@ -73,6 +75,8 @@ def shared_memory(group: dist.ProcessGroup, num_bytes: int) -> SharedMemory | No
         memory = _opened(bytes(name.tolist()).hex(), num_bytes) if name.any() else None
         seen = torch.tensor(memory is not None)
         dist.all_reduce(seen, op=dist.ReduceOp.MIN, group=group)
+    if memory is None and dist.get_rank(group) == 0:
+        _warn_if_full(num_bytes)  # now that nobody waits: warnings may be errors
     return SharedMemory(memory, group.size()) if memory is not None and seen else None
 
 
@@ -93,14 +97,31 @@ def _file(num_bytes: int) -> Iterator[torch.Tensor]:
 
 def _fill(path: Path, num_bytes: int) -> None:
     """Takes all pages at once: a process that writes where there are none left is ended (SIGBUS), without an error."""
-    room = os.statvfs(path.parent)
-    if num_bytes * _SHARE > room.f_bavail * room.f_frsize:
+    if num_bytes * _SHARE > _free_bytes():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
     finally:
         os.close(descriptor)
+
+
+def _free_bytes() -> int:
+    room = os.statvfs(_FOLDER)
+    return room.f_bavail * room.f_frsize
+
+
+def _warn_if_full(num_bytes: int) -> None:
+    """Other reasons are the rule, as of ranks on several hosts; this one somebody can change."""
+    with contextlib.suppress(OSError, AttributeError):
+        needed, free = num_bytes * _SHARE, _free_bytes()
+        if needed > free:
+            warnings.warn(
+                f"{_FOLDER} has {free / _MIB:.1f} MiB free; with {needed / _MIB:.1f} (half of which is taken) ranks of "
+                "this host would exchange through it. They go on by gloo, whose steps take longer. What to do: give it "
+                "more room (docker run --shm-size=4g; in Kubernetes an emptyDir of medium Memory)",
+                stacklevel=4,
+            )
 
 
 def _opened(name: str, num_bytes: int) -> mmap.mmap | None:

@@ -13,15 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.cost import Block, Calibration, Cluster, Step, memory
-from meshwright.methods import (
-    SAMPLED,
-    Resolved,
-    SampleRun,
-    check_units,
-    cost_of,
-    replacement_of,
-    resolve,
-)
+from meshwright.methods import SAMPLED, Resolved, SampleRun, check_units, cost_of, replacement_of, resolve
 from meshwright.methods.dtypes import half_dtype
 from meshwright.planner.allocator import taken_bytes, usable_host_bytes
 from meshwright.planner.parameters import Described, Marks, describe_buffers, describe_each, group_blocks
@@ -69,6 +61,7 @@ class Workload:
         limit_bytes: What one rank may hold.
         cluster: What it runs on; None: seconds are not predicted.
         calibration: What kernels and links of the cluster reach; None: those of the cluster.
+        one_host: Whether all ranks are on one, where no cluster says so.
     """
 
     model: nn.Module
@@ -84,6 +77,7 @@ class Workload:
     optim_param_func: Callable[[nn.Module], Any] | None = None
     cluster: Cluster | None = None
     calibration: Calibration | None = None
+    one_host: bool = True
 
     @property
     def half_dtype(self) -> str:
@@ -137,7 +131,7 @@ class Workload:
         flow = self._flow(pipeline) if pipeline is not None else None
         split, fp8 = self._split(resolved), self._fp8(resolved)
         samples = math.ceil((self.batch_size or 1) / (_replicas(resolved) * micro_batches))
-        precision = _precision_of(resolved)
+        precision, on_cpu = _precision_of(resolved), self.device.type == "cpu"
         blocks = pipeline.blocks if pipeline is not None else ()
         traced = self._tracer.of(Conditions(*precision, samples, split, blocks, fp8, _widens(resolved)))
         step = Step(
@@ -145,8 +139,8 @@ class Workload:
             axes=resolved.axes,
             shard_axis=resolved.shard_axis,
             num_micro_batches=micro_batches,
-            on_cpu=self.device.type == "cpu",
-            on_one_host=self.device.type == "cpu" and (self.cluster is None or self.cluster.is_one_node),
+            on_cpu=on_cpu,
+            on_one_host=on_cpu and (self.one_host if self.cluster is None else self.cluster.is_one_node),
             activations=traced.activations,
             flops=traced.flops,
             fp8_flops=traced.fp8_flops,
