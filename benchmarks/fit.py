@@ -60,7 +60,7 @@ OUTLIER = 0.3  # and beyond this less and less: such a row has a cause of its ow
 KNOWN = {
     "A100": Efficiency(matmul=0.84, attention=0.5, memory=0.85),
     "H100": Efficiency(matmul=0.73, fp8=0.71, attention=0.33, memory=0.85),
-    "B200": Efficiency(matmul=0.73, fp8=0.716, fp4=0.457, attention=0.14, memory=0.85),
+    "B200": Efficiency(matmul=0.70, fp8=0.69, fp4=0.44, attention=0.14, memory=0.85),
     "MI300X": Efficiency(matmul=0.47, fp8=0.38, attention=0.2, memory=0.85),
 }
 DEFAULT = Calibration({"default": Efficiency(memory=0.85), **KNOWN}, Constants(spread=SPREAD))

@@ -25,7 +25,8 @@ class Device:
         fp4_flops_per_s: Peak of dense 4-bit products; None where the device has none.
         bandwidth_bytes_per_s: Of its memory.
         efficiency: Whose fitted efficiencies it takes (a key of ``efficiencies.json``).
-        power_fraction: Sustained power over the power the peak is stated for.
+        power_fraction: Sustained power for each FLOP/s of the peak, over that of the device which its family's
+            efficiencies are stated for: boards of one chip that may draw less keep lower clocks.
         cache_bytes: Of its cache, so much of a kernel's bytes as moves at ``Efficiency.cached``; 0: not told apart.
         price_per_hour: In US dollars; None: unknown. Prices differ by vendor and month: set your own.
         bf16: Whether it multiplies in bf16; without, half precision is fp16.
@@ -129,7 +130,25 @@ _PRICES = {
     "MI300X": 2.49, "A10G": 1.01, "A10": 0.75, "L40S": 0.79, "L40": 0.69, "L4": 0.44, "V100-32": 3.90, "V100-16": 0.55,
     "RTX-3090": 0.22, "RTX-4090": 0.34, "RTX-5090": 0.69, "CPU": 0.05,
 }  # fmt: skip
-_TABLE = tuple(dataclasses.replace(device, price_per_hour=_PRICES.get(device.name)) for device in _BARE)
+# What boards of one chip may draw (datasheets), and the board whose power its family's efficiencies are stated for.
+_TDP_WATTS = {
+    "B200": 1000, "GB200": 1200, "B300": 1100, "GB300": 1400, "H100-SXM": 700, "H200": 700, "GH200": 700, "H800": 700,
+    "H100-NVL": 400, "H100-PCIe": 350, "H800-PCIe": 350, "A100-80": 400, "A100-40": 400, "A800": 400,
+}  # fmt: skip
+_STATED_FOR = {"B200": "B200", "H100": "H100-SXM", "A100": "A100-80"}
+
+
+def _preset(device: Device) -> Device:
+    """A datasheet's device with its price, and the power it has for each FLOP/s of its peak."""
+    peaks = {each.name: each.half_flops_per_s for each in _BARE}
+    fraction = device.power_fraction
+    if device.name in _TDP_WATTS:
+        stated = _STATED_FOR[device.efficiency]
+        fraction = _TDP_WATTS[device.name] / device.half_flops_per_s / (_TDP_WATTS[stated] / peaks[stated])
+    return dataclasses.replace(device, price_per_hour=_PRICES.get(device.name), power_fraction=fraction)
+
+
+_TABLE = tuple(_preset(device) for device in _BARE)
 DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 """Presets by name."""
 
@@ -137,21 +156,6 @@ _MEMORY = re.compile(r"(\d+)\s*G(?:i?B)?(?![a-z])", re.IGNORECASE)
 _WATTS = re.compile(r"(?<!\d)([1-9]\d{2,3})\s*W(?![a-z])", re.IGNORECASE)
 # "MIG 1c.3g.40gb": one of the three compute slices of an instance with 40 GB. A device has 7 of compute, 8 of memory.
 _INSTANCE = re.compile(r"\s+MIG\s+(?:(\d)c\.)?(\d)g\.(\d+)gb.*$", re.IGNORECASE)
-_TDP_WATTS = {
-    "B200": 1000,
-    "GB200": 1200,
-    "GB300": 1400,
-    "B300": 1100,
-    "GH200": 700,
-    "H200": 700,
-    "H100-SXM": 700,
-    "H100-PCIe": 350,
-    "H800-PCIe": 350,
-    "H800": 700,
-    "A100-80": 400,
-    "A800": 400,
-    "A100-40": 400,
-}
 # A vendor's own words for a board that runs below its power, without saying how far: TorchAO's B200 run at 750 W.
 _LIMITED_POWER = 0.75
 # HBM2e boards of H100 (PCIe and the 96 GB variant) have 6 stacks at 2.4 TB/s at most; PCIe's datasheet: 5 at 2.0.
@@ -234,7 +238,7 @@ def _as_named(device: Device, name: str) -> Device:
         changes["bandwidth_bytes_per_s"] = min(device.bandwidth_bytes_per_s, _HBM2E_BANDWIDTH)
     watts, tdp = _WATTS.search(name), _TDP_WATTS.get(device.name)
     if watts and tdp:
-        changes["power_fraction"] = min(int(watts.group(1)) / tdp, 1.0)
+        changes["power_fraction"] = device.power_fraction * min(int(watts.group(1)) / tdp, 1.0)
     elif "LIMITED" in name.upper():
-        changes["power_fraction"] = _LIMITED_POWER
+        changes["power_fraction"] = device.power_fraction * _LIMITED_POWER
     return dataclasses.replace(device, **changes) if changes else device  # type: ignore[arg-type]

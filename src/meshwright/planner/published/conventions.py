@@ -178,6 +178,7 @@ _KNOWN = (
     ),
     Convention(
         words=("torchtitan", "torchao"),
+        early_on=("B200",),  # torch and cuBLAS of 2025
         expandable=True,
         plain_norms=True,
         gathers_fp8=True,  # ``enable_fsdp_float8_all_gather``, ``Float8ColwiseParallel``

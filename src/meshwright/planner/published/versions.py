@@ -10,6 +10,7 @@ from meshwright.planner.published.conventions import convention_of
 from meshwright.planner.published.rows import Row
 
 _FUSED_SINCE = 2301  # as arXiv counts: what was written in 2022 trained before FlashAttention (May 2022) was common
+_OF_2025 = re.compile(r"(?<![\d.])v?25\.(?:0[1-9]|1[0-2])(?!\d)")
 # "recomputation counted" beside TFLOPS; a source that prints both figures says so otherwise (``HFU=``).
 _COUNTED = re.compile(
     r"recomput\w* (?:is |are )?counted|(?:count|includ)\w* (?:full )?recomput|with recomputation\b", re.I
@@ -22,7 +23,7 @@ def convention_of_row(row: Row) -> Convention:
     # BMTrain's table compares with DeepSpeed and Megatron-LM, whose rows have a ZeRO stage.
     if "bmtrain" in source and row.text("zero_stage"):
         return dataclasses.replace(convention_of("deepspeed"), batch_of_device=True)
-    convention = _dated(row, convention_of(row.source))
+    convention = _of_its_year(row, _dated(row, convention_of(row.source)))
     if any(word in source for word in ("llm-foundry", "llmfoundry")):
         return _llm_foundry(row, convention)
     if any(word in source for word in ("bench_cluster", "old_bench")):  # nanotron of July 2024 (``build_model``)
@@ -38,6 +39,13 @@ def _dated(row: Row, convention: Convention) -> Convention:
     early = found is not None and int(found.group(1)) < _FUSED_SINCE
     if not convention.words and (early or "mingpt" in row.text("source").lower()):
         return dataclasses.replace(convention, fused_attention=False)
+    return convention
+
+
+def _of_its_year(row: Row, convention: Convention) -> Convention:
+    """NVIDIA's containers are numbered by year and month; Blackwell's first devices came in February 2025."""
+    if convention.vendor_attention and _OF_2025.search(row.source):
+        return dataclasses.replace(convention, early_on=(*convention.early_on, "B200"))
     return convention
 
 
