@@ -54,14 +54,18 @@ OUTLIER = 0.3  # and beyond this less and less: such a row has a cause of its ow
 # bf16 on H100, 620 and 990 in bf16 and fp8 on MI300X; cuBLAS reaches 250 to 270 on A100 (from memory). Transformer
 # Engine's documentation (gemm_profiling) times the same products in all precisions on B300 and H200: without what
 # their bytes take, bf16 reaches 0.73 of the peak of a B300, fp8 0.716 and 4 bits 0.457, and fp8 0.97 of the fraction
-# that bf16 reaches on H200. Attention: Dao 2023 measured FlashAttention-2 at half of A100's peak and a third of H100's
-# (forward and backward, causal); it does not use the matrix instructions that are new in Blackwell and gains little on
-# it. Memory: elementwise kernels reach 0.8 to 0.9 of what datasheets state (both from memory).
+# that bf16 reaches on H200. A B300 may draw a tenth more than a B200, which takes 4 % from these
+# (``Device.power_fraction``, with the exponent that constants start from). Attention: Dao 2023 measured
+# FlashAttention-2 at half of A100's peak and a third of H100's (forward and backward, causal); it does not use the
+# matrix instructions that are new in Blackwell and gains little on it (333 TFLOP/s on B200: flash-attention, issue
+# 1589). torch's backward with grouped heads reaches 259 TFLOP/s, 0.104 of the peak, on MI355X (HipKittens, Hu et al.
+# 2025), forward some 0.25 (from memory): 0.13 together. Memory: elementwise kernels reach 0.8 to 0.9 of what datasheets
+# state (both from memory).
 KNOWN = {
     "A100": Efficiency(matmul=0.84, attention=0.5, memory=0.85),
     "H100": Efficiency(matmul=0.73, fp8=0.71, attention=0.33, memory=0.85),
     "B200": Efficiency(matmul=0.70, fp8=0.69, fp4=0.44, attention=0.14, memory=0.85),
-    "MI300X": Efficiency(matmul=0.47, fp8=0.38, attention=0.2, memory=0.85),
+    "MI300X": Efficiency(matmul=0.47, fp8=0.38, attention=0.13, memory=0.85),
 }
 DEFAULT = Calibration({"default": Efficiency(memory=0.85), **KNOWN}, Constants(spread=SPREAD))
 
