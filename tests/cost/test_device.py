@@ -60,6 +60,18 @@ def test_memory_power_and_bandwidth_in_a_name_count():
     assert find_device("B200-power-limited").power_fraction < 1
 
 
+@pytest.mark.parametrize(
+    ("name", "fraction"),
+    [
+        ("H100-SXM", 1.0), ("H200", 1.0), ("A100-40", 1.0), ("A100-PCIe-80", 0.75), ("H100-PCIe", 0.5 * 989.4 / 756),
+        ("B200", 1.0), ("GB200", 1.2 * 2.25 / 2.5), ("GB300", 1.4 * 2.25 / 2.5), ("L40S", 1.0),
+        ("H100 PCIe 175W", 0.25 * 989.4 / 756), ("GB200 900W", 0.9 * 2.25 / 2.5),
+    ],
+)  # fmt: skip
+def test_boards_of_one_chip_have_the_power_of_their_own(name, fraction):
+    assert find_device(name).power_fraction == pytest.approx(fraction)
+
+
 def test_the_nominal_size_is_not_taken_for_another_device():
     assert find_device("H100-80GB") == DEVICES["H100-SXM"]
     assert find_device("NVIDIA GH200 480GB") == DEVICES["GH200"]  # 480 GB are the host's

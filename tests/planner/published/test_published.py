@@ -248,3 +248,15 @@ def test_as_many_stages_as_blocks_and_two_more_stay_interleaved():
     cells = {"layers": "126", "hidden": "16384", "heads": "128", "n_gpus": "256", "tp": "4", "pp": "16", "dp": "4"}
     case = case_of(row(source="Megatron-Bridge [VP=8]", **cells, micro_batch="1", global_batch="1536", gpu="GB200"))
     assert case.strategy.get("pipeline_parallel").num_stages_per_rank == 7
+
+
+@pytest.mark.parametrize(
+    ("source", "early"),
+    [
+        ("Megatron-Bridge performance summary 25.09", True), ("dgxc-benchmarking v25.05.05 NeMo", True),
+        ("Megatron-Bridge performance summary 26.02", False), ("dgxc-benchmarking v24.11.1 NeMo", False),
+        ("Megatron-Bridge of 125.09 runs", False), ("torchtitan 25.09", True), ("nanotron 25.09", False),
+    ],
+)  # fmt: skip
+def test_nvidias_containers_of_2025_did_not_know_blackwell_well(source, early):
+    assert ("B200" in convention_of_row(row(source=source)).early_on) == early
