@@ -5,9 +5,11 @@ import copy
 import pytest
 import torch
 
+import meshwright as mw
 from meshwright import runtime
 from meshwright.errors import CheckpointError
 from meshwright.optim import BMUF, DiLoCo, GuardedOptimizer, LossScaler, MasterWeights, SlowMo, StreamingDiLoCo
+from meshwright.optim.clip import local_tensor
 from meshwright.store import CheckpointStore, TrainingState, load_optimizer, save_optimizer
 from tests.optim.outer import simulation as sim
 
@@ -177,6 +179,47 @@ def other_fragments(directory):
     with pytest.raises(CheckpointError, match="not one of this outer optimizer"):
         same.load_state_dict(torch.optim.SGD(net.parameters()).state_dict())
     return equal
+
+
+RULES = {
+    "split": {"rule": "diloco", "sync_every": 4, "split": True},
+    "in warm-up": {"rule": "bmuf", "sync_every": 4, "warmup_steps": 9, "warmup": "broadcast"},
+}
+
+
+def resumed_under_a_strategy(directory, rule, **axes):
+    """Through ``accelerate``, in mid-block: whether all weights are those of the run that was not interrupted."""
+
+    def built_job(seed):
+        torch.manual_seed(seed)
+        net = torch.nn.Sequential(*(torch.nn.Linear(*sizes) for sizes in ((3, 33), (33, 20), (20, 5), (5, 3))))
+        strategy = [("parallel_mode", axes), *(["fsdp"] if "zero" in axes else []), ("outer", RULES[rule])]
+        return mw.accelerate(net, torch.optim.AdamW, None, spread, strategy=strategy, optim_args={"lr": 0.01})
+
+    def train(job, steps):
+        for number in steps:
+            generator = torch.Generator().manual_seed(100 * number + runtime.rank())
+            job.step(torch.randn(4, 3, generator=generator))
+
+    first, second = built_job(0), built_job(1)
+    train(first, range(STOP))
+    CheckpointStore(directory).save(TrainingState(first.model, first.optim, step=STOP))
+    CheckpointStore(directory).load(TrainingState(second.model, second.optim))
+    train(first, range(STOP, END))
+    train(second, range(STOP, END))
+    pairs = zip(first.model.parameters(), second.model.parameters(), strict=True)
+    return all(torch.equal(local_tensor(a), local_tensor(b)) for a, b in pairs)
+
+
+def spread(inputs, output):
+    return (output - inputs.roll(1, 1)).square().mean()
+
+
+@pytest.mark.parametrize("axes", [{"replica": 2}, {"replica": 2, "zero": 2}], ids=len)
+@pytest.mark.parametrize("rule", RULES)
+def test_global_weights_are_nobodys_own_ones(ranks, tmp_path, rule, axes):
+    found = ranks(2 ** len(axes)).run(resumed_under_a_strategy, tmp_path, rule, **axes)
+    assert all(found), found
 
 
 def test_fragments_under_way_and_state_dicts(ranks, tmp_path):

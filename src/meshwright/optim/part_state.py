@@ -183,6 +183,7 @@ def _laid_out(optimizer: Optimizer, whole: Whole, state_dict: dict[str, Any], is
     if wrong:
         raise agreed(whole_state.of_others(whole.groups, wrong))
     parameters = {whole.keys[position]: both for position, both in whole.parameters.items()}
+    groups = whole_state.groups_by_key(shapes)
     with same_on_every_rank():
         for key in outline.keys() & parameters.keys():
             for name, value in outline[key].items():
@@ -191,7 +192,7 @@ def _laid_out(optimizer: Optimizer, whole: Whole, state_dict: dict[str, Any], is
     result: dict[int, dict[str, Any]] = {}
     for key, state in outline.items():
         parameter, held = parameters.get(key, (elsewhere, None))
-        template = whole_state.template_of(optimizer, parameter) if held is not None else {}
+        template = whole_state.template_of(optimizer, parameter, groups[places[key]]) if held is not None else {}
         for name, value in state.items():
             given = value if received is None else received.tensor(key, name, value, parameter)
             if held is None:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
 from meshwright.optim.part_state import gathered_state_dict, laid_out_like
 from meshwright.optim.whole_state import parameters_by_key
+from meshwright.runtime import same_on_every_rank
 
 
 class ShardedStateDict(Optimizer):
     """Base of optimizers whose states follow their parameters' layout when they are saved and loaded."""
+
+    def check_saved(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuses a state dict that this optimizer could not go on with; of the states only names and shapes count.
+
+        Raises:
+            CheckpointError: Naming the states.
+        """
 
     @abstractmethod
     def forget(self) -> None:
@@ -31,7 +40,7 @@ class ShardedStateDict(Optimizer):
         """Takes over a state dict of any world size, whole or sharded. Collective.
 
         Raises:
-            CheckpointError: On every rank, when it is of other parameters.
+            CheckpointError: On every rank, when it is of other parameters or of another kind of optimizer.
         """
         self.take_laid_out(laid_out_like(self, state_dict))
 
@@ -39,7 +48,12 @@ class ShardedStateDict(Optimizer):
         """Takes over a state dict with states laid out like the parameters; they belong to the optimizer from then on.
 
         Torch's own way would round the fp32 states of half parameters to half.
+
+        Raises:
+            CheckpointError: On every rank, when :meth:`check_saved` refuses it on one; nothing is changed then.
         """
+        with same_on_every_rank():
+            self.check_saved(state_dict)
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         self.forget()
         parameters = parameters_by_key(self, state_dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,8 @@ def laid_out_like(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     """A state dict whose states are sharded like the optimizer's parameters; collective.
 
     Args:
-        optimizer: Any torch optimizer; its states are not touched. One with ``empty_state(parameter)`` is asked for the
+        optimizer: Any torch optimizer; its states are not touched. One with ``empty_state(parameter)``, or
+            ``empty_state_under(parameter, group)`` where hyperparameters decide what is kept, is asked for the
             layout of states that are not like their parameter; one with ``laid_out(state_dict)`` does it itself.
         state_dict: Local (DTensors, of this or another layout), or whole: on every rank, or on rank 0 alone, which then
             sends it to the others tensor by tensor.
@@ -91,14 +92,14 @@ def laid_out_like(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
         laid_out: dict[str, Any] = own(state_dict)
         return laid_out
     received = _agreed_source(optimizer, state_dict)
-    parameters = parameters_by_key(optimizer, state_dict)
+    parameters, groups = parameters_by_key(optimizer, state_dict), groups_by_key(state_dict)
     result: dict[Any, Any] = {}
     for name, state in (state_dict["state"] if received is None else received.outline).items():
         parameter = parameters.get(name)
         if parameter is None:  # torch keeps what belongs to no parameter as it is
             result[name] = state
             continue
-        template = template_of(optimizer, parameter)
+        template = template_of(optimizer, parameter, groups[name])
         result[name] = {}
         for key, value in state.items():
             whole = value if received is None else received.tensor(name, key, value, parameter)
@@ -110,6 +111,11 @@ def parameters_by_key(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
     """The optimizer's parameters by what a state dict calls them: positions, or names in torch's distributed ones."""
     saved = [name for group in state_dict["param_groups"] for name in group["params"]]
     return dict(zip(saved, _parameters(optimizer), strict=False))
+
+
+def groups_by_key(state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+    """The saved group of every parameter, by what a state dict calls it."""
+    return {name: group for group in state_dict["param_groups"] for name in group["params"]}
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -153,9 +159,10 @@ def misfit(optimizer: Optimizer, state_dict: dict[str, Any]) -> str:
     groups = [len(group["params"]) for group in state_dict["param_groups"]]
     if groups != [len(group["params"]) for group in optimizer.param_groups]:
         return f"groups of {groups} parameters"
+    saved = groups_by_key(state_dict)
     for name, parameter in parameters_by_key(optimizer, state_dict).items():
         state = state_dict["state"].get(name) or {}
-        template = template_of(optimizer, parameter) if state else {}
+        template = template_of(optimizer, parameter, saved[name]) if state else {}
         like = template or dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer", "master"), parameter)
         for key, wanted in like.items():
             value = state.get(key)
@@ -166,8 +173,17 @@ def misfit(optimizer: Optimizer, state_dict: dict[str, Any]) -> str:
     return ""
 
 
-def template_of(optimizer: Optimizer, parameter: torch.Tensor) -> dict[str, Any]:
-    """Fresh states of a parameter, of optimizers that know their layout without a step."""
+def template_of(optimizer: Optimizer, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Fresh states of a parameter, of optimizers that know their layout without a step.
+
+    Args:
+        optimizer: As for :func:`laid_out_like`.
+        parameter: One of its own.
+        group: The hyperparameters that come with the states: precision and rank of states may hang on them.
+    """
+    under = getattr(optimizer, "empty_state_under", None)
+    if under is not None:
+        return dict(under(parameter, group))
     own = getattr(optimizer, "empty_state", None)
     return own(parameter) if own is not None else {}
 

@@ -4,21 +4,25 @@ Why not ``get_optimizer_state_dict`` of torch: it fills a fresh optimizer by a s
 weights when the update ignores the learning rate, leaves a momentum where there was none, and knows no master weights.
 Here the saved list of tensors says which states exist, so they are made without any step.
 
-Two attributes let an optimizer of one's own help: ``empty_state(parameter)`` returns the tensors of a fresh state,
-needed when they are sharded otherwise than the parameter; ``state_kind`` names the kind whose checkpoints it takes.
+Attributes let an optimizer of one's own help: ``empty_state(parameter)`` returns the tensors of a fresh state, needed
+when they are sharded otherwise than the parameter (``empty_state_under(parameter, group)`` where hyperparameters decide
+what is kept); ``check_saved(state_dict)`` refuses states that it could not go on with; ``state_kind`` names the kind
+whose checkpoints it takes.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.optim import guard_of
+from meshwright.optim.whole_state import template_of
 from meshwright.store.plain import dtype_named, from_plain, to_plain
 from meshwright.store.record import GroupRecord, OptimizerRecord, TensorRecord
 
@@ -161,24 +165,45 @@ def plan_optimizer(
         role: What it is called in errors.
 
     Raises:
-        CheckpointError: When kinds or parameters differ, or a group would mix hyperparameters of several.
+        CheckpointError: When kinds, parameters or states differ, or a group would mix hyperparameters of several.
     """
     names = _names(optimizer, weights)
     stored = {name: group.values for group in record.groups for name in group.parameters}
     updated = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
     _check_fits(optimizer, record, set(stored) - elsewhere, updated, role)
-    plan = OptimizerPlan(optimizer, {}, [], [])
-    for group in optimizer.param_groups:
-        plan.values.append(_common_values([names[id(p)] for p in group["params"]], stored))
+    grouped = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    plan = OptimizerPlan(optimizer, {}, [], [_common_values(group, stored) for group in grouped])
+    groups = [group | values for group, values in zip(optimizer.param_groups, plan.values, strict=True)]
+    _check_states(optimizer, groups, grouped, record, tensors)
+    for group in groups:  # as they will be: what is kept may hang on hyperparameters
         for parameter in group["params"]:
             name = names[id(parameter)]
             state = {key: from_plain(value) for key, value in record.values[name].items()}
+            rooms = _Rooms(optimizer, group, parameter, tensors[f"model.{name}"])
             for key in record.tensor_keys[name]:
-                told = tensors[state_name(name, key)]
-                state[key] = _state_tensor(optimizer, group, parameter, key, told, tensors[f"model.{name}"])
+                state[key] = rooms.made_for(key, tensors[state_name(name, key)])
                 plan.targets[state_name(name, key)] = state[key]
             plan.states.append((parameter, state))
     return plan
+
+
+def _check_states(
+    optimizer: Optimizer,
+    groups: list[dict[str, Any]],
+    names: list[list[str]],
+    record: OptimizerRecord,
+    tensors: Mapping[str, TensorRecord],
+) -> None:
+    """Asks an optimizer that can tell whether it could go on with the stored states."""
+    check = getattr(optimizer, "check_saved", None)
+    if check is None:
+        return
+    states = {
+        name: record.values[name] | {key: tensors[state_name(name, key)] for key in record.tensor_keys[name]}
+        for group in names
+        for name in group
+    }
+    check({"state": states, "param_groups": [g | {"params": own} for g, own in zip(groups, names, strict=True)]})
 
 
 def _check_fits(optimizer: Optimizer, record: OptimizerRecord, stored: set[str], present: set[str], role: str) -> None:
@@ -210,27 +235,46 @@ def _common_values(names: list[str], stored: Mapping[str, dict[str, Any]]) -> di
     return {key: from_plain(value) for key, value in stored[names[0]].items()} if names else {}
 
 
-def _state_tensor(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    parameter: torch.Tensor,
-    key: str,
-    told: TensorRecord,
-    weight: TensorRecord,
-) -> torch.Tensor:
-    """The tensor to read one state into: the present one if it fits, else a new one laid out as torch would."""
-    like_parameter = told.shape == tuple(parameter.shape) and key != "step"
-    # A state in its parameter's type follows it from half to fp32 and back; one in a type of its own keeps that.
-    follows = like_parameter and told.dtype == weight.dtype
-    dtype = parameter.dtype if follows else dtype_named(told.dtype)
-    present = optimizer.state.get(parameter, {}).get(key)
-    if present is None and hasattr(optimizer, "empty_state"):
+class _Rooms:
+    """The tensors to read one parameter's states into: the present ones that fit, else new ones.
+
+    Args:
+        optimizer: That will hold them.
+        group: The parameter's, with the hyperparameters that are loaded.
+        parameter: As it is laid out now.
+        weight: What is stored of it.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, weight: TensorRecord
+    ) -> None:
+        self._optimizer, self._group, self._parameter, self._weight = optimizer, group, parameter, weight
+        self._present = optimizer.state.get(parameter, {})
+
+    @functools.cached_property
+    def _fresh(self) -> dict[str, Any]:
         # States that are neither like the parameter nor whole on every rank: only the optimizer knows their shards.
-        present = optimizer.empty_state(parameter).get(key)
-    if isinstance(present, torch.Tensor) and tuple(present.shape) == told.shape and present.dtype == dtype:
-        return present
-    if like_parameter:
-        make = getattr(optimizer, "state_like", None)  # offload knows a place for it on disk
-        return torch.empty_like(parameter.detach(), dtype=dtype) if make is None else make(parameter, key, dtype)
-    on_device = key != "step" or group.get("fused") or group.get("capturable")
-    return torch.zeros(told.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+        return template_of(self._optimizer, self._parameter, self._group)
+
+    def made_for(self, key: str, told: TensorRecord) -> torch.Tensor:
+        """Room for one stored state; where nothing that fits is at hand, laid out as torch would."""
+        parameter = self._parameter
+        like_parameter = told.shape == tuple(parameter.shape) and key != "step"
+        # A state in its parameter's type follows it from half to fp32 and back; one in a type of its own keeps that.
+        follows = like_parameter and told.dtype == self._weight.dtype
+        dtype = parameter.dtype if follows else dtype_named(told.dtype)
+        present = self._present.get(key)
+        if _has_form(present, told, dtype):
+            return present
+        fresh = self._fresh.get(key)
+        if _has_form(fresh, told, dtype):
+            return fresh
+        if like_parameter:
+            make = getattr(self._optimizer, "state_like", None)  # offload knows a place for it on disk
+            return torch.empty_like(parameter.detach(), dtype=dtype) if make is None else make(parameter, key, dtype)
+        on_device = key != "step" or self._group.get("fused") or self._group.get("capturable")
+        return torch.zeros(told.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+def _has_form(value: Any, told: TensorRecord, dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and tuple(value.shape) == told.shape and value.dtype == dtype

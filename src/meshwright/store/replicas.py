@@ -82,11 +82,11 @@ def capture_replicas(
         or (name in weight_names and not shared.replicas_are_equal)
         or (name.startswith("model.") and not isinstance(tensor, nn.Parameter) and name not in weight_names)
     }
-    everywhere = {name: tensor for name, tensor in tensors.items() if not name.startswith(_STATE) and number == 0}
     copies, outer = _outer_tensors(optimizer, names)
-    if optimizer.in_warmup:  # global weights are made when it ends
-        copies = {name: tensor for name, tensor in copies.items() if not name.startswith("model.")}
-    everywhere |= copies
+    # Global weights may be another replica's to write; none may be written for them beside, but in warm-up replica 0's.
+    apart = set() if optimizer.in_warmup else weight_names
+    firsts = [name for name in tensors if number == 0 and not name.startswith(_STATE) and name not in apart]
+    everywhere = {name: tensors[name] for name in firsts} | copies
     parts = ReplicaParts(
         number,
         ReplicaRecord(record, scaler, own_flags_of(shared), tensor_records(own)),
@@ -105,8 +105,9 @@ def _outer_tensors(
     states, record = capture_optimizer(optimizer.outer, copies)
     if optimizer.replicas.rank != 0 and not optimizer.policy.split:
         return {}, record
-    tensors: dict[str, torch.Tensor] = {f"model.{name}": copy for name, copy in copies.items()}
-    tensors |= {_OUTER_STATE + name.removeprefix(_STATE): tensor for name, tensor in states.items()}
+    tensors = {_OUTER_STATE + name.removeprefix(_STATE): tensor for name, tensor in states.items()}
+    if not optimizer.in_warmup:  # global weights are made when it ends
+        tensors |= {f"model.{name}": copy for name, copy in copies.items()}
     for fragment, (views, *_) in shared.settle().items():
         for parameter, view in zip(shared.parameters_of(fragment), views, strict=True):
             if parameter in shared.copy.of:
@@ -292,9 +293,5 @@ def _restricted(record: OptimizerRecord, copies: Mapping[str, object]) -> Optimi
     """The part of a record that concerns the parameters whose global weights this rank keeps."""
     groups = [group.of(copies) for group in record.groups]
     keys = {name: keys for name, keys in record.tensor_keys.items() if name in copies}
-    return OptimizerRecord(
-        record.kind,
-        [group for group in groups if group.parameters],
-        keys,
-        {name: values for name, values in record.values.items() if name in copies},
-    )
+    values = {name: values for name, values in record.values.items() if name in copies}
+    return OptimizerRecord(record.kind, [group for group in groups if group.parameters], keys, values)

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError
+from meshwright.optim.clip import local_tensor
 from meshwright.runtime.background import agreement_group
 
 
@@ -81,10 +81,8 @@ def writable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     writable: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach().contiguous()
-        if not isinstance(tensor, DTensor):
-            address = tensor.untyped_storage().data_ptr()
-            # Two parameters over one memory are stored twice, and both names load.
-            tensor = tensor.clone() if address in seen else tensor
-            seen.add(address)
-        writable[name] = tensor
+        address = local_tensor(tensor).untyped_storage().data_ptr()
+        # Two parameters over one memory are stored twice, and both names load.
+        writable[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
     return writable

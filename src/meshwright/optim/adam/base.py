@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from meshwright.optim.adam.buckets import cut
 from meshwright.optim.adam.delta import DeltaMoments
 from meshwright.optim.adam.links import DirectLink, Link
 from meshwright.optim.adam.rule import WEIGHT_DECAY_RULES, AdamRule, WeightDecayRule
-from meshwright.optim.adam.states import AdamStates
+from meshwright.optim.adam.states import AdamStates, check_saved_states
 from meshwright.optim.adam.update import BucketUpdate
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.layouts import HALF_TYPES
@@ -164,6 +164,10 @@ class AdamBase(ShardedStateDict):
     def empty_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """States as before a parameter's first step: ``step``, ``exp_avg``, ``exp_avg_sq`` and perhaps ``master``."""
         return self._states.made_for(parameter)
+
+    def check_saved(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuses states that are not those of an Adam."""
+        check_saved_states(state_dict)
 
     @torch.no_grad()
     def refresh_master(self) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import ModelError, join_names
+from meshwright.errors import CheckpointError, MeshwrightError, ModelError, join_names
 from meshwright.optim.clip import local_tensor
 from meshwright.optim.layouts import is_dense, wrapped_like
 
@@ -80,13 +80,8 @@ class AdamStates:
         home, _ = self._home(parameter)
         if not state:
             state.update(self.made_for(parameter))
-        if not state.keys() >= {"step", *_MOMENTS}:
-            raise ModelError(
-                "The states of a parameter are not those of an Adam: they were loaded from another optimizer",
-                expected=f"step, {join_names(_MOMENTS)}",
-                got=join_names(state),
-                fix="load them into the kind of optimizer that saved them, or leave them out",
-            )
+        if not _are_adams(state):
+            raise _of_another(ModelError, state)
         if not isinstance(state["step"], torch.Tensor) or not _counts_on_host(state["step"]):
             state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device="cpu")
         if not self.needs_master(parameter):
@@ -99,6 +94,30 @@ class AdamStates:
         exp_avg, exp_avg_sq = (local_tensor(state[name]) for name in _MOMENTS)
         master = local_tensor(state["master"]) if "master" in state else None
         return Shards(weight, exp_avg, exp_avg_sq, master, state["step"], _kept(state))
+
+
+def check_saved_states(state_dict: Mapping[str, Any]) -> None:
+    """Refuses what another kind of optimizer has saved.
+
+    Raises:
+        CheckpointError: Naming the states of the first parameter that has others.
+    """
+    for state in state_dict["state"].values():
+        if state and not _are_adams(state):
+            raise _of_another(CheckpointError, state)
+
+
+def _are_adams(state: Mapping[str, Any]) -> bool:
+    return state.keys() >= {"step", *_MOMENTS}
+
+
+def _of_another(kind: type[MeshwrightError], state: Mapping[str, Any]) -> MeshwrightError:
+    return kind(
+        "The states of a parameter are not those of an Adam: they were saved by another optimizer",
+        expected=f"step, {join_names(_MOMENTS)}",
+        got=join_names(map(str, state)),
+        fix="load them into the kind of optimizer that saved them, or leave them out",
+    )
 
 
 def _counts_on_host(step: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -140,18 +140,17 @@ class ShardedOptimizer(ShardedStateDict):
 
     def empty_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Fresh states of a parameter, on the layout in which this optimizer keeps them."""
-        group = self._group_of(parameter)
+        return self.empty_state_under(parameter, self._group_of(parameter))
+
+    def empty_state_under(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The same under the hyperparameters of another group, such as one that is about to be loaded."""
+        group = {**self.defaults, **group}
         place = Place(local_tensor(parameter).device, self.lives_on_host(group))
         return fresh_states(Layout.of(parameter), group, parameter, self.kept_states, place)
 
-    def take_laid_out(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict whose states are laid out like the parameters.
-
-        Raises:
-            CheckpointError: When it lacks states that this optimizer keeps; nothing is changed then.
-        """
+    def check_saved(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuses states of another kind than would be kept under the hyperparameters that come with them."""
         check_states(self.param_groups, self.defaults, state_dict, self.kept_states)
-        super().take_laid_out(state_dict)
 
     def forget(self) -> None:
         """Lets go of states that are about to be replaced."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,9 +119,15 @@ def made_slot(
 
 
 def check_states(
-    groups: Sequence[dict[str, Any]], defaults: dict[str, Any], state_dict: dict[str, Any], kept_states: KeptStates
+    groups: Sequence[dict[str, Any]], defaults: dict[str, Any], state_dict: Mapping[str, Any], kept_states: KeptStates
 ) -> None:
     """Refuses a state dict that lacks what would be kept under the hyperparameters it brings, before it is loaded.
+
+    Args:
+        groups: The optimizer's.
+        defaults: What a saved group that does not say it has.
+        state_dict: With anything that has a shape in place of its tensors.
+        kept_states: By layout and group.
 
     Raises:
         CheckpointError: Naming the states.
@@ -130,15 +136,21 @@ def check_states(
         group = {**defaults, **saved}
         for parameter, key in zip(own["params"], saved["params"], strict=False):
             state = state_dict["state"].get(key)
-            needed = forms(Layout.of(parameter), group, parameter, kept_states).keys() - {MASTER} if state else ()
-            if any(name not in state for name in needed):
+            needed = forms(Layout.of(parameter), group, parameter, kept_states) if state else {}
+            needed.pop(MASTER, None)
+            shapes = {name: tuple(getattr(value, "shape", ())) for name, value in (state or {}).items()}
+            if any(shapes.get(name) != form.shape for name, form in needed.items()):
                 raise CheckpointError(
-                    "The state dict is of another kind of optimizer: it lacks states",
-                    expected=join_names(sorted(needed)),
-                    got=f"{join_names(map(str, state))} for a parameter of shape {tuple(parameter.shape)}",
+                    "The saved states are of another kind of optimizer: it lacks states, or has them in other shapes",
+                    expected=_described({name: form.shape for name, form in needed.items()}),
+                    got=f"{_described(shapes)} for a parameter of shape {tuple(parameter.shape)}",
                     fix="load it into an optimizer of the class and options that saved it (nbits=32 for moments in "
                     "fp32), or begin with fresh states",
                 )
+
+
+def _described(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    return join_names(f"{name}{list(shape) if shape else ''}" for name, shape in sorted(shapes.items()))
 
 
 def absent_slot(parameter: torch.Tensor, group: dict[str, Any], kept_states: KeptStates) -> Slot:
