@@ -13,15 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.cost import Block, Calibration, Cluster, Step, memory
-from meshwright.methods import (
-    SAMPLED,
-    Resolved,
-    SampleRun,
-    check_units,
-    cost_of,
-    replacement_of,
-    resolve,
-)
+from meshwright.methods import SAMPLED, Resolved, SampleRun, check_units, cost_of, replacement_of, resolve
 from meshwright.methods.dtypes import half_dtype
 from meshwright.planner.allocator import taken_bytes, usable_host_bytes
 from meshwright.planner.parameters import Described, Marks, describe_buffers, describe_each, group_blocks
