@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.errors import ConfigError, DataError, MeshwrightError, ModelError, join_names
+from meshwright.errors import NOTE, ConfigError, DataError, MeshwrightError, ModelError, join_names
 from meshwright.loss.kinds import is_distance
 from meshwright.utils.trees import leaves_of, map_tree
 
@@ -68,7 +68,8 @@ def call_model(model: nn.Module, inputs: Any, model_input_format: str | None) ->
     Raises:
         DataError: When the input is not of the kind the format unpacks.
     """
-    with _told_how(_CALLS.get(model_input_format, ""), _MISUNDERSTOOD):
+    packed = model_input_format is not None or not isinstance(inputs, torch.Tensor)  # a tensor is called in one way
+    with _told_how(_CALLS.get(model_input_format, "") if packed else "", _MISUNDERSTOOD):
         if model_input_format is None:
             return model(inputs)
         if model_input_format == "unpack_sequence" and isinstance(inputs, Sequence):
@@ -108,9 +109,9 @@ def _told_how(call: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        is_clear = isinstance(error, (MeshwrightError, torch.OutOfMemoryError))
+        is_clear = not call or isinstance(error, (MeshwrightError, torch.OutOfMemoryError))
         if not is_clear and not getattr(error, "__notes__", ()):  # a loss within a model, or a model within a model
-            error.add_note(f"meshwright: {call}")
+            error.add_note(f"{NOTE}{call}")
         raise
 
 

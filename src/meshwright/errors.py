@@ -11,6 +11,9 @@ _UNPRINTABLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
 
+NOTE = "meshwright: "
+"""Begins what is added below an error of the user's own code."""
+
 
 class MeshwrightError(Exception):
     """Base of every error Meshwright raises on purpose.

@@ -127,6 +127,30 @@ def test_a_model_that_cannot_be_traced_is_an_error_that_says_where():
     assert "item" in str(refused.value)
 
 
+class ByName(nn.Module):
+    """Takes arguments by name, as transformers' models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+
+    def forward(self, input_ids=None, labels=None):
+        logits = self.head(self.table(input_ids))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_a_dictionary_for_a_model_that_takes_names_is_told_the_input_format():
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    asked = {"global_batch": 4, "sample_batch": {"input_ids": ids, "labels": ids}}
+    for more in ({}, {"strategy": ["zero1"]}):
+        with pytest.raises(mw.ModelError, match=r"must be Tensor, not dict.*'unpack_dict' model\(\*\*batch\)"):
+            mw.plan(ByName(), "cpu*2", **asked, **more)
+    assert mw.plan(ByName(), "cpu*2", model_input_format="unpack_dict", strategy=["zero1"], **asked)
+    with pytest.raises(mw.ModelError, match="cannot be traced") as plain:
+        mw.plan(ByName(), "cpu*2", global_batch=4, seq=8, strategy=["zero1"])
+    assert "model(**batch)" not in str(plain.value)
+
+
 def test_a_config_that_is_none_is_told(tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))

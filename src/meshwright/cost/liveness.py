@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,9 +33,14 @@ class Peak:
     reserved_bytes: int
 
 
-def peak(step: Step) -> Peak:
-    """The moment at which a rank holds most, and how much."""
-    every = moments(step)
+def peak(step: Step, but_for: Collection[Moment] = ()) -> Peak:
+    """The moment at which a rank holds most, and how much.
+
+    Args:
+        step: What it computes.
+        but_for: Moments that are not looked at; never the update.
+    """
+    every = {moment: held for moment, held in moments(step).items() if moment not in but_for}
     moment = max(every, key=lambda each: every[each].total)
     return Peak(moment, every[moment], every[moment].total, _reserved(every, whole_weights_bytes(step)))
 

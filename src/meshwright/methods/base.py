@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from meshwright.cost import Step
+from meshwright.cost import Device, Step
 from meshwright.methods.job import Job
 from meshwright.methods.law import Conflict, Need
 from meshwright.strategy import MethodConfig
@@ -63,7 +63,7 @@ class Method(MethodConfig):
             MeshwrightError: Saying what, expected, got, and what to do.
         """
 
-    def left_out_on(self, device: torch.device) -> str | None:
+    def left_out_on(self, device: torch.device | Device) -> str | None:
         """Why a strategy is applied without it on such a device, as a sentence for the user; None where it works."""
         return None
 

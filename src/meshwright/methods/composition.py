@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
-from meshwright.cost import Step
+from meshwright.cost import Device, Step
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.compatibility import check_axes, check_law, check_shard_axis
 from meshwright.methods.gradient_hooks import GradientHooks
@@ -41,14 +41,17 @@ class Resolved:
     notices: tuple[str, ...]
 
 
-def resolve(strategy: Strategy, world: int, zero_level: int = 3, device: torch.device | None = None) -> Resolved:
+def resolve(
+    strategy: Strategy, world: int, zero_level: int = 3, device: torch.device | Device | None = None
+) -> Resolved:
     """Completes a strategy for a number of ranks, and refuses one whose methods do not fit together.
 
     Args:
         strategy: As the user wrote it.
         world: Number of ranks.
         zero_level: Which method a ``zero`` axis means when none is named.
-        device: Where it will run; methods that it cannot run are left out, with a notice. None leaves none out.
+        device: Where it will run, which need not be here; methods that it cannot run are left out, with a notice.
+            None leaves none out.
 
     Raises:
         StrategyError: Naming the methods.
@@ -70,7 +73,7 @@ def resolve(strategy: Strategy, world: int, zero_level: int = 3, device: torch.d
     return Resolved(strategy, axes, shard_axis, tuple(notices))
 
 
-def _without_unusable(strategy: Strategy, device: torch.device | None, notices: list[str]) -> Strategy:
+def _without_unusable(strategy: Strategy, device: torch.device | Device | None, notices: list[str]) -> Strategy:
     for method in strategy.methods if device is not None else ():
         reason = method.left_out_on(device) if isinstance(method, Method) and device is not None else None
         if reason is not None:

@@ -10,7 +10,7 @@ import torch
 from pydantic import BeforeValidator, NonNegativeInt, PositiveInt
 from torch import nn
 
-from meshwright.cost import Step
+from meshwright.cost import Device, Step
 from meshwright.errors import StrategyError, join_names
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.float8.choice import Choice, choose_layers, heads, require_layers, said, unusable_on
@@ -129,7 +129,7 @@ class Fp8(Method):
             )
         return keys
 
-    def left_out_on(self, device: torch.device) -> str | None:
+    def left_out_on(self, device: torch.device | Device) -> str | None:
         """Why it is ignored on a device without 8-bit products, unless it is emulated."""
         reason = None if self.emulate else unusable_on(device, (10, 0) if self.recipe == "mxfp8" else (8, 9))
         return reason and f"fp8 is ignored: {reason}; the layers multiply as they would without"

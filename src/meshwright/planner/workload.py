@@ -94,7 +94,8 @@ class Workload:
         Raises:
             StrategyError: When its methods do not fit together or do not fit the world.
         """
-        resolved = resolve(strategy, self.world, self.zero_level, self.device)
+        where = self.device if self.cluster is None else self.cluster.device
+        resolved = resolve(strategy, self.world, self.zero_level, where)
         replacement = replacement_of(resolved.strategy, self.model, resolved.axes, self.device)
         with replacement.tried(self.model):
             known = self._with(resolved.strategy.get("module_replace"))
@@ -105,11 +106,14 @@ class Workload:
         assert self.cluster is not None
         return self.elsewhere(self.cluster.resized(num_devices), self.batch_size, self.limit_bytes)
 
-    def elsewhere(self, cluster: Cluster, batch_size: int | None, limit_bytes: int | None) -> Workload:
+    def of_batch(self, samples: int) -> Workload:
+        """The same with so many samples per step."""
+        return self.elsewhere(self.cluster, samples, self.limit_bytes)
+
+    def elsewhere(self, cluster: Cluster | None, batch_size: int | None, limit_bytes: int | None) -> Workload:
         """The same model on another cluster of the same kind of device; what was traced of it is taken over."""
-        other = replace(
-            self, cluster=cluster, world=cluster.num_devices, batch_size=batch_size, limit_bytes=limit_bytes
-        )
+        world = self.world if cluster is None else cluster.num_devices
+        other = replace(self, cluster=cluster, world=world, batch_size=batch_size, limit_bytes=limit_bytes)
         own = {field.name for field in fields(self)} | {"_replaced"}
         vars(other).update({name: value for name, value in vars(self).items() if name not in own})
         return other

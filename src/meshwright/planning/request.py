@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from meshwright.errors import ConfigError, ModelError, StrategyError
 from meshwright.methods import SAMPLED
 from meshwright.planner import Plan, Subject, Workload, readable_bytes
 from meshwright.planner.explain import WhatIf, found_document, what_if
-from meshwright.planner.search import Found, default_space, search, search_in_stages
+from meshwright.planner.search import Found, default_space, read_wishes, search, search_in_stages
 from meshwright.planning.models import PlannedModel
 from meshwright.strategy import Strategy, read_size
 
@@ -89,6 +89,7 @@ class PlanRequest:
             found = self.planned([Strategy(self.strategy)])
         for plan in found.plans[:1]:
             _check_traced(plan)
+            _check_included(plan, read_wishes(self.excluded, self.included))
         return found
 
     def _in_full(self, plan: Plan) -> Plan:
@@ -151,6 +152,19 @@ def _check_divides(plan: Plan, samples: int) -> None:
         got=f"global_batch={samples} for {plan.strategy}",
         fix=f"use {nearest}{helps}",
     )
+
+
+def _check_included(plan: Plan, wished: Iterable[str]) -> None:
+    """What training leaves out of a strategy on such devices is no plan with it."""
+    for name in wished:
+        reason = next((each for each in plan.notices if each.startswith(f"{name} is ignored")), None)
+        if reason is not None and name not in plan.strategy:
+            raise StrategyError(
+                f"No plan can have {name}, which is included",
+                expected="methods that the devices can run",
+                got=reason,
+                fix=f"leave {name} out, or take other devices",
+            )
 
 
 def _contradiction(what: str, why: str) -> ConfigError:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from meshwright.cost import Device
 from meshwright.errors import ModelError, join_names
 from meshwright.nn import find_blocks
 
@@ -102,8 +103,10 @@ def said(choice: Choice, recipe: str, multiple: int, *, verbose: bool) -> list[s
     return lines
 
 
-def unusable_on(device: torch.device, least: tuple[int, int]) -> str | None:
-    """Why a device cannot multiply in 8 bits; None when it can."""
+def unusable_on(device: torch.device | Device, least: tuple[int, int]) -> str | None:
+    """Why a device cannot multiply in 8 bits; None when it can. One that is planned for need not be here."""
+    if isinstance(device, Device):
+        return None if device.fp8_flops_per_s is not None else f"a {device.name} has no 8-bit matrix products"
     if device.type != "cuda":
         return f"a {device.type.upper()} has no 8-bit matrix products"
     found = torch.cuda.get_device_capability(device)

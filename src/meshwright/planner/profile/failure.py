@@ -7,7 +7,7 @@ from types import TracebackType
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import NOTE, MeshwrightError
 
 _READS = "it reads the values of a tensor; keep such a branch, .item() or print out of forward, or use torch.where"
 _SHAPES = "the size of its result depends on values; use a form of fixed size, such as torch.where or a mask"
@@ -29,7 +29,8 @@ def reason_of(error: BaseException, model: nn.Module) -> str:
     if isinstance(error, MeshwrightError):
         return "; ".join(filter(None, (error.what, f"got {error.got}" if error.got else "", error.fix)))
     said = (str(error).splitlines() or [""])[0][:_LENGTH]
-    return f"{type(error).__name__} while tracing ({said}) in {place}"
+    told = " ".join(note.removeprefix(NOTE) for note in getattr(error, "__notes__", ()) if note.startswith(NOTE))
+    return f"{type(error).__name__} while tracing ({said}) in {place}" + (f". {told.removesuffix('.')}" if told else "")
 
 
 def _place(trace: TracebackType | None, model: nn.Module) -> str:

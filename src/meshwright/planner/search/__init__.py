@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from meshwright.planner.search.in_stages import search_in_stages
     from meshwright.planner.search.objective import Objective
     from meshwright.planner.search.space import Space, choices, default_space
+    from meshwright.planner.search.wishes import read_wishes
 else:
     on_demand(
         __name__,
@@ -19,7 +20,8 @@ else:
         in_stages: search_in_stages
         objective: Objective
         space: Space choices default_space
+        wishes: read_wishes
         """,
     )
 
-__all__ = ["Found", "Objective", "Space", "choices", "default_space", "search", "search_in_stages"]
+__all__ = ["Found", "Objective", "Space", "choices", "default_space", "read_wishes", "search", "search_in_stages"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 from meshwright.cost import Block, Cluster, Link, Stages, Step, fitted
 from meshwright.cost.collectives import Network
@@ -20,8 +21,8 @@ from meshwright.methods import cost_of
 from meshwright.methods.law import SHARD_AXES
 from meshwright.planner.plan import Subject
 from meshwright.planner.search.bubble import bubble
-from meshwright.planner.search.candidates import Branch, Mesh, mesh_of
-from meshwright.planner.search.probe import Probe, probe_of, probing
+from meshwright.planner.search.candidates import Branch, Mesh, mesh_of, shards_alone
+from meshwright.planner.search.probe import Kept, Probe, kept_of, probe_of, probing
 from meshwright.planner.search.scaled import bare_blocks, scaled
 from meshwright.planner.search.space import Choice, Space
 from meshwright.planner.search.state import State
@@ -83,7 +84,15 @@ class Bounds:
         self.num_probes += 1
         plan = self.subject.plan(strategy, math.ceil((self.subject.batch_size or 1) / replicas))
         self.limit_bytes = plan.limit_bytes
-        return probe_of(plan)
+        of_batch: Callable[[int], Subject] | None = getattr(self.subject, "of_batch", None)
+        if of_batch is None:
+            return probe_of(plan)
+
+        def again(samples: int) -> Kept:
+            self.num_probes += 1
+            return kept_of(of_batch(samples * replicas).plan(strategy, 1))
+
+        return probe_of(plan, again)
 
     def known_probe(self, branch: Branch) -> bool:
         """Whether the probe of a branch has been made."""
@@ -118,7 +127,7 @@ class Bounds:
         quickest = functools.partial(
             probing, space.precision[0], space.recompute[0], (*space.offload[0], *space.extra)
         )  # fmt: skip
-        if any(space.sharding) and mesh.ranks > 1:
+        if any(space.sharding) and (mesh.ranks > 1 or shards_alone(mesh, space)):
             try:
                 return self._mesh_s(mesh, samples, quickest(sharded=True), probed=probed)
             except MeshwrightError:
@@ -188,19 +197,29 @@ class Bounds:
             self._computed[key] = sum(blocks), outside, min(blocks, default=0.0)
         return self._computed[key]
 
-    def held_bytes(self, branch: Branch, micro_batch: int, micro_batches: int) -> float:
-        """Bytes taken of a rank's limit, from the probe of its inner axes where known; of no samples the state's."""
-        state = self.state(branch).held_bytes(micro_batches) / self._parts(branch)
+    def held_bytes(self, branch: Branch, micro_batch: int, micro_batches: int, *, roughly: bool = False) -> float:
+        """Bytes taken of a rank's limit, from the probe of its inner axes where known; of no samples the state's.
+
+        Args:
+            branch: What is bounded.
+            micro_batch: Samples of a micro-batch.
+            micro_batches: Of a step.
+            roughly: Whether each sample counts for as much as one alone, which can be too much; else what several
+                share counts once, which takes a probe of two.
+        """
+        state, parts = self.state(branch), self._parts(branch)
+        alone = state.held_bytes(micro_batches) / parts
         probe = self.divided(branch) if micro_batch and self.known_probe(branch) else None
         if probe is None:
-            return state * self.undivided(branch).slack
-        kept: float = probe.kept_bytes
-        at_loss = probe.behind_bytes + (probe.kept_inside_bytes if branch.schedule is None else 0)
-        if branch.schedule is not None:
+            return alone * self.undivided(branch).slack
+        kept = probe.kept.of_samples(micro_batch, None if roughly or micro_batch == 1 else probe.kept_by_two)
+        if branch.schedule is None:
+            at_loss: float = kept.total
+        else:
             ranks, per_rank = branch.shape
             each = probe.num_blocks // (ranks * per_rank) * per_rank / max(probe.num_blocks, 1)
-            kept = probe.kept_inside_bytes * each * branch.schedule.in_flight(ranks, micro_batches)
-        return max(state + kept * micro_batch, at_loss * micro_batch) * probe.slack
+            at_loss = max(kept.inside * each * branch.schedule.in_flight(ranks, micro_batches), kept.behind + kept.loss)
+        return max(alone, state.at_loss_bytes(micro_batches) / parts + at_loss) * probe.slack
 
     def _parts(self, branch: Branch) -> int:
         """Into how many parts the parameters are divided before they are sharded."""
@@ -222,7 +241,7 @@ class Bounds:
         # What leaves the device is chosen parameter by parameter.
         merged = self._bare(branch, axes, 1, merged=True).hosted is None
         bare = functools.partial(self._bare, branch, axes, merged=merged)
-        return State(bare, self._wires, self._machine, self._network)
+        return State(bare, self._wires, self._machine, self._network, self.undivided(branch).taken)
 
     def twin(self, branch: Branch) -> int:
         """Equal numbers cost the very same."""
@@ -233,13 +252,15 @@ class Bounds:
 
     def _bare(self, branch: Branch, axes: tuple[tuple[str, int], ...], micro_batches: int, *, merged: bool) -> Step:
         first = next((axis for axis in SHARD_AXES if dict(axes).get(axis, 1) > 1), "data")
+        probe = self.undivided(branch)
         step = Step(
-            blocks=self._bare_blocks(self.undivided(branch), merged),
+            blocks=self._bare_blocks(probe, merged),
             axes=axes,
             shard_axis=first if branch.sharding else None,
             num_micro_batches=micro_batches,
             stages=Stages((0,), ((0, 1),), 1, 0) if branch.mesh.pipeline > 1 else None,
-            on_cpu=self.cluster.device.is_host,
+            on_cpu=probe.step.on_cpu,
+            on_one_host=probe.step.on_one_host,
         )
         return cost_of(Strategy([*branch.sharding, *branch.precision, *branch.rest]), step)
 
@@ -251,9 +272,7 @@ class Bounds:
 
 
 def _probing(branch: Branch) -> Choice:
-    return probing(
-        branch.precision, branch.recompute, branch.rest, sharded=bool(branch.sharding) and branch.mesh.ranks > 1
-    )
+    return probing(branch.precision, branch.recompute, branch.rest, sharded=bool(branch.sharding))
 
 
 def _shares(mesh: Mesh) -> int:

@@ -95,8 +95,6 @@ class Candidates:
     def __init__(self, space: Space, world: int, node: int, batch_size: int | None) -> None:
         self.space, self.world, self.node, self.batch_size = space, world, node, batch_size
         self.refused: Refusals = {}
-        offloads = itertools.chain.from_iterable(space.offload)
-        self._leaves = any(isinstance(method, Offload) and method.parameters for method in offloads)
         self._lawful: dict[tuple[tuple[int, ...], frozenset[str]], bool] = {}
 
     def refuse(self, reason: str, strategy: Strategy | str) -> None:
@@ -175,10 +173,8 @@ class Candidates:
             groups = zero_sizes(mesh.ranks, closer, self.node) if self.space.hybrid else (mesh.ranks,)
             for group in groups if mesh.ranks > 1 else ():
                 yield choice, _without_ones(*mesh.inner, ("zero", group), ("data", mesh.ranks // group), *around)
-            # Ranks that divide a sample or hold other experts hold equal weights: they can be sharded over, too.
-            alone = {"sequence", "context", "expert"} & set(dict(mesh.inner))
-            # Parameters that leave a device come back as FSDP2 gathers them, on one rank, too.
-            if mesh.ranks == 1 and (alone or self._leaves or () not in self.space.sharding):
+            if mesh.ranks == 1 and shards_alone(mesh, self.space):
+                alone = _hold_equal(mesh)
                 yield choice, _without_ones(*mesh.inner, *around) if alone else (*mesh.inner, ("data", 1), *around)
 
     def _allowed(self, branch: Branch, sizes: dict[str, int], divided: frozenset[str]) -> bool:
@@ -213,6 +209,21 @@ class Candidates:
 def replicas_of(mesh: Mesh) -> int:
     """How many different micro-batches are computed at once."""
     return mesh.ranks * mesh.replica * dict(mesh.inner).get("expert", 1)
+
+
+def shards_alone(mesh: Mesh, space: Space) -> bool:
+    """Whether a space shards on a mesh with one data-parallel rank.
+
+    Ranks that divide a sample or hold other experts hold equal weights: they can be sharded over, too. Parameters that
+    leave a device come back as FSDP2 gathers them, on one rank, too.
+    """
+    offloads = itertools.chain.from_iterable(space.offload)
+    leaves = any(isinstance(method, Offload) and method.parameters for method in offloads)
+    return leaves or () not in space.sharding or _hold_equal(mesh)
+
+
+def _hold_equal(mesh: Mesh) -> bool:
+    return not {"sequence", "context", "expert"}.isdisjoint(dict(mesh.inner))
 
 
 def _without_ones(*axes: tuple[str, int]) -> tuple[tuple[str, int], ...]:

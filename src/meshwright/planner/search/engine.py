@@ -245,8 +245,8 @@ class Engine:
     def _cannot_fit(self, branch: Branch, micro_batch: int, micro_batches: int) -> bool:
         if not self.limited or self.bounds is None:
             return False
-        held, limit = self.bounds.held_bytes(branch, micro_batch, micro_batches), self.bounds.limit_bytes
-        if limit is None or held <= limit:
+        held, limit = self.bounds.held_bytes(branch, micro_batch, micro_batches, roughly=True), self.bounds.limit_bytes
+        if limit is None or held <= limit or self.bounds.held_bytes(branch, micro_batch, micro_batches) <= limit:
             return False
         self._room(branch).squeezed = True
         return True

@@ -3,15 +3,42 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from meshwright.cost import Step, memory, peak
 from meshwright.methods import Method
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import Plan, needed_bytes
 from meshwright.planner.search.space import Choice, choices
 from meshwright.strategy import MethodConfig
 
 _SHARDING = choices("zero1")[0]
+
+
+class Kept(NamedTuple):
+    """What a rank keeps of a micro-batch from forward to backward, in bytes."""
+
+    inside: int  # by the blocks
+    behind: int  # behind the last of them
+    loss: int  # beside these, as the loss runs backward
+
+    @property
+    def total(self) -> int:
+        """All that is there as the loss runs backward."""
+        return self.inside + self.behind + self.loss
+
+    def of_samples(self, samples: int, two: Kept | None) -> Kept:
+        """Of a micro-batch of more samples than one.
+
+        Args:
+            samples: Their number.
+            two: What a micro-batch of two keeps: casts of weights, masks and tables it keeps once. None: this as often
+                as there are samples, which can be too much.
+        """
+        if two is None or samples < 1:
+            return Kept(*(samples * each for each in self))
+        return Kept(*(one + max(both - one, 0) * (samples - 1) for one, both in zip(self, two, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -20,25 +47,22 @@ class Probe:
 
     Args:
         step: After the twins of its axes, precision and recomputation.
-        kept_bytes: From forward to backward.
+        kept: From forward to backward.
         slack: By how much more is taken of the limit than tensors need.
+        taken: What a step's tensors take of the limit, but for slack, at least.
+        again: The same of a micro-batch of so many samples; None where that is not known.
     """
 
     step: Step
-    kept_bytes: int
+    kept: Kept
     slack: float
+    taken: Callable[[Step], int]
+    again: Callable[[int], Kept] | None = None
 
-    @property
-    def kept_inside_bytes(self) -> int:
-        """Of ``kept_bytes``, what does not lie behind the last block."""
-        known = self.step.activations
-        return max(self.kept_bytes - (known.outside_bytes if known is not None else 0), 0)
-
-    @property
-    def behind_bytes(self) -> int:
-        """What whoever has the loss holds behind the last block as it runs backward: logits and their gradient."""
-        known = self.step.activations
-        return min(known.outside_bytes, self.kept_bytes) + known.loss_bytes if known is not None else 0
+    @functools.cached_property
+    def kept_by_two(self) -> Kept | None:
+        """Of a micro-batch of two samples."""
+        return None if self.again is None else self.again(2)
 
     @property
     def hosted_bytes(self) -> int:
@@ -51,9 +75,27 @@ class Probe:
         return sum(block.count for block in self.step.blocks if block.name != "outside")
 
 
-def probe_of(plan: Plan) -> Probe:
+def probe_of(plan: Plan, again: Callable[[int], Kept] | None = None) -> Probe:
     """What a plan says of its rank's work."""
-    return Probe(plan.step, plan.memory.activations or 0, _slack(plan))
+    if plan.taken_bytes is None:
+        return Probe(plan.step, kept_of(plan), 1.0, lambda step: needed_bytes(step, memory(step)), again)
+    slack = plan.taken_bytes / max(_at_peak(plan.step), 1)
+    # Of a real module it is known block by block when gradients are there: parameters alone do not tell.
+    known = plan.step.activations
+    but_for: tuple[Literal["recomputation"], ...] = ("recomputation",) if known is not None and known.transients else ()
+    return Probe(plan.step, kept_of(plan), slack, functools.partial(_at_peak, but_for=but_for), again)
+
+
+def kept_of(plan: Plan) -> Kept:
+    """What a plan says of its micro-batch."""
+    known, kept = plan.step.activations, plan.memory.activations or 0
+    behind = min(known.outside_bytes, kept) if known is not None else 0
+    # Where classes are summed, what only the loss's backward makes is none of them.
+    return Kept(kept - behind, behind, known.loss_bytes if known is not None and plan.taken_bytes is not None else 0)
+
+
+def _at_peak(step: Step, but_for: tuple[Literal["recomputation"], ...] = ()) -> int:
+    return peak(step, but_for).reserved_bytes + (memory(step).host_total if step.on_cpu else 0)
 
 
 def probing(precision: Choice, recompute: Choice, rest: Choice, *, sharded: bool) -> Choice:
@@ -74,10 +116,3 @@ def _no_probes(method: MethodConfig) -> bool:
 def _lacks(method: MethodConfig) -> bool:
     """Whether it needs another method beside it."""
     return isinstance(method, Method) and any(need.when(method) for need in method.needs)
-
-
-def _slack(plan: Plan) -> float:
-    if plan.taken_bytes is None:
-        return 1.0
-    on_host = memory(plan.step).host_total if plan.step.on_cpu else 0
-    return plan.taken_bytes / max(peak(plan.step).reserved_bytes + on_host, 1)

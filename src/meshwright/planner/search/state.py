@@ -6,11 +6,13 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshwright.cost import Cluster, Step, memory, peak
+from meshwright.cost import Activations, Cluster, Step
 from meshwright.cost.collectives import Network
 from meshwright.cost.copying import copying
 from meshwright.cost.kernels import Machine
 from meshwright.cost.rank import one_s, updated_s
+
+_VERY_MUCH = 2**60  # bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,12 +24,14 @@ class State:
         wires: Links at their full bandwidth.
         machine: Kernels at their best.
         network: Collectives at their best.
+        taken: What a step takes of a rank's limit.
     """
 
     bare: Callable[[int], Step]
     wires: Cluster
     machine: Machine
     network: Network
+    taken: Callable[[Step], int]
 
     @functools.cached_property
     def once(self) -> Step:
@@ -43,13 +47,30 @@ class State:
         """Parameters, gradients, the optimizer's state and what is gathered."""
         return self._held_once if micro_batches == 1 else self._held_twice
 
+    def at_loss_bytes(self, micro_batches: int) -> int:
+        """The same as the loss runs backward, beside all that forward saved: what only forward gathers is free then."""
+        return self._at_loss_once if micro_batches == 1 else self._at_loss_twice
+
+    @functools.cached_property
+    def _at_loss_once(self) -> int:
+        return self._at_loss(self.once)
+
+    @functools.cached_property
+    def _at_loss_twice(self) -> int:
+        return self._at_loss(self.twice)
+
+    def _at_loss(self, step: Step) -> int:
+        # What saves so much behind the blocks holds most as the loss runs backward, whatever else the step does.
+        much = Activations(_VERY_MUCH, outside_bytes=_VERY_MUCH)
+        return self.taken(step.replace(activations=much)) - _VERY_MUCH
+
     @functools.cached_property
     def _held_once(self) -> int:
-        return _held(self.once)
+        return self.taken(self.once)
 
     @functools.cached_property
     def _held_twice(self) -> int:
-        return _held(self.twice)
+        return self.taken(self.twice)
 
     @functools.cached_property
     def update_s(self) -> float:
@@ -65,7 +86,3 @@ class State:
     def _link_s(self, step: Step) -> float:
         hidden = (each for each in step.traffic if each.hidden and each.moment != "update" and each.kind != "send")
         return sum(one_s(step, each, self.network) for each in hidden)
-
-
-def _held(step: Step) -> int:
-    return peak(step).reserved_bytes + (memory(step).host_total if step.on_cpu else 0)

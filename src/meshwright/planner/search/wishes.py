@@ -35,7 +35,7 @@ def read_wishes(excluded: Sequence[str], included: Sequence[Any]) -> Wishes:
                     got=repr(name),
                     fix="correct the name; meshwright methods lists them",
                 )
-    wished = without_mixed(Strategy(list(dict.fromkeys(map(parse_method, included)))))
+    wished = without_mixed(Strategy(list(dict.fromkeys(map(_wish, included)))))
     both = sorted(set(excluded) & set(wished.names))
     if both:
         raise StrategyError(
@@ -46,6 +46,12 @@ def read_wishes(excluded: Sequence[str], included: Sequence[Any]) -> Wishes:
         )
     _check_together(wished)
     return dict(wished)
+
+
+def _wish(item: Any) -> MethodConfig:
+    """What one item asks for. A name alone sets no keys, not those either that stand for it in a strategy."""
+    config = parse_method(item)
+    return type(config).model_construct(_fields_set=set(), **dict(config)) if isinstance(item, str) else config
 
 
 def as_devices_have(config: MethodConfig, half_dtype: str) -> MethodConfig:
