@@ -13,10 +13,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from meshwright.errors import LaunchError
 from meshwright.runtime import loopback
+from meshwright.runtime.device import host_share_bytes
 from meshwright.runtime.tasks import told_separate_tasks
 
 _MONITOR_INTERVAL_S = 0.1
+_RANK_BYTES = 2**28  # of memory: an interpreter with torch, before it holds anything
 
 
 def inside_launcher() -> bool:
@@ -61,7 +64,11 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
 
     Returns:
         0, or the exit status of the rank that failed first (1 where a signal ended it, 130 on Ctrl-C).
+
+    Raises:
+        LaunchError: Where so many interpreters would not fit into this machine's memory.
     """
+    _check_room(nproc)
     if told := told_separate_tasks(os.environ):
         print(f"meshwright: {told}", file=sys.stderr, flush=True)
     # Without a limit every rank starts a thread per core and they fight over the cores.
@@ -90,3 +97,15 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
     except SignalException as stopped:
         return 130 if stopped.sigval == signal.SIGINT else 128 + stopped.sigval
     return 0
+
+
+def _check_room(nproc: int) -> None:
+    """Refuses before anything is started what would only take the machine down."""
+    most = host_share_bytes(1) // _RANK_BYTES
+    if nproc > max(most, 1):
+        raise LaunchError(
+            "There are more processes than this machine has memory for",
+            expected=f"at most {most}: each takes {_RANK_BYTES // 2**20} MiB before it trains anything",
+            got=str(nproc),
+            fix="start fewer processes",
+        )
