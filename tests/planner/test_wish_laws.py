@@ -28,7 +28,7 @@ METHODS = (
     "pipeline_parallel", "sequence_parallel", "skip_nonfinite", "tensor_parallel", "zero1", "zero2",
 )  # fmt: skip
 TIES = 2e-3  # predictions that differ by less than four digits are ties
-QUICK = settings(max_examples=3, deadline=None)
+QUICK = settings(max_examples=3, deadline=None, derandomize=True)
 SOME = st.lists(st.sampled_from(METHODS), max_size=3, unique=True)
 
 
