@@ -179,10 +179,10 @@ def plan_optimizer(
         for parameter in group["params"]:
             name = names[id(parameter)]
             state = {key: from_plain(value) for key, value in record.values[name].items()}
-            rooms = _Rooms(optimizer, group, parameter, tensors[f"model.{name}"])
-            for key in record.tensor_keys[name]:
-                state[key] = rooms.made_for(key, tensors[state_name(name, key)])
-                plan.targets[state_name(name, key)] = state[key]
+            if keys := record.tensor_keys[name]:  # of one that never trains its weight may not be stored either
+                rooms = _Rooms(optimizer, group, parameter, tensors[f"model.{name}"])
+                state |= {key: rooms.made_for(key, tensors[state_name(name, key)]) for key in keys}
+                plan.targets |= {state_name(name, key): state[key] for key in keys}
             plan.states.append((parameter, state))
     return plan
 
