@@ -182,7 +182,7 @@ def plan_optimizer(
             if keys := record.tensor_keys[name]:  # of one that never trains its weight may not be stored either
                 rooms = _Rooms(optimizer, group, parameter, tensors[f"model.{name}"])
                 state |= {key: rooms.made_for(key, tensors[state_name(name, key)]) for key in keys}
-                plan.targets |= {state_name(name, key): state[key] for key in keys}
+                plan.targets.update({state_name(name, key): state[key] for key in keys})
             plan.states.append((parameter, state))
     return plan
 
