@@ -42,11 +42,11 @@ FAMILIES = ("default", "A100", "H100", "B200", "MI300X", "V100")
 # of e in a number. Rows are off by some 3 % that no number explains, so 0.5 is to be known to 6 %. First of what all
 # families have in common, then of what each has of its own.
 STRENGTH = {"matmul": (0.6, 0.4), "fp8": (0.6, 0.4), "attention": (0.6, 0.15), "memory": (0.5, 0.3)}
-STRENGTH |= {"intra": (0.4, 0.5), "inter": (0.7, 0.7)}
+STRENGTH |= {"intra": (0.4, 0.5), "inter": (0.4, 0.5)}
 SHARED_STRENGTH = 0.2  # of other constants
 # What a table of whole steps can hardly tell from other terms keeps close to what others have measured. ``early`` keeps
 # close to an assumption: only one project has it, and it trades against what its devices reach later.
-KNOWN_NAMES, KNOWN_STRENGTH = ("interference", "vendor", "host_s", "early"), 0.7
+KNOWN_NAMES, KNOWN_STRENGTH = ("vendor", "host_s", "early"), 0.7
 SPREAD = 0.01
 HUBER = 0.03  # residuals beyond count linearly,
 OUTLIER = 0.3  # and beyond this less and less: such a row has a cause of its own

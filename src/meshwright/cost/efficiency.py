@@ -88,7 +88,7 @@ class Constants:
         hop: By how much a hop between nodes takes longer than the link's latency.
         p2p_s: What handing on to the next stage of a pipeline costs beside its bytes: ranks wait for each other.
         narrow: Exponent by which attention slows down with heads narrower than 128.
-        flash1: Speed of the first generation of fused attention beside the second.
+        flash1: Speed of the first generation of fused attention (Triton's) beside the second, in forward.
         vendor: Of the half-precision peak, what fused attention reaches that is written for its generation of devices
             (cuDNN's; FlashAttention-3 on Hopper: Shah et al. 2024, Fig. 5 and 6).
         early: Speed of products beside today's in the first year of a generation of devices, before libraries knew it.
@@ -126,7 +126,7 @@ class Constants:
     hop: float = 1.0
     p2p_s: float = 2e-4
     narrow: float = 0.2
-    flash1: float = 0.6
+    flash1: float = 0.71
     vendor: float = 0.53
     host_s: float = 5e-5
     operator_s: float = 1.5e-5

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 _HEAD_WIDTH = 128  # that ``Efficiency.attention`` is stated for
 # FlashAttention-2 (Dao 2023, §3.1) recomputes the scores: backward does five products where forward does two.
 _ATTENTION_BACKWARD = 2.5
+# The first generation's, in Triton, is 1.3 to 1.5 times slower than the second in forward and twice in backward (Dao
+# 2023, §4.1), and gains nothing from wide heads, whose tiles are smaller (Dao et al. 2022).
+_FLASH1_BACKWARD = 0.7
 _BLOCKS = ("blocks", "mxfp8")  # a scale for each 32 elements
 _ITEMSIZE = {"fp32": (4, 4), "half": (2, 2), "fp8": (1, 2), "fp4": (0.5, 2)}  # of inputs and outputs in memory
 
@@ -62,7 +65,7 @@ class Machine:
         """What fused attention reaches with heads of a width."""
         slower = self.constants.flash1 if variant == "flash1" else 1.0
         fraction = self.constants.vendor if variant == "vendor" else self.efficiency.of_attention(dtype)[0] * slower
-        narrow = min(1.0, width / _HEAD_WIDTH) ** self.constants.narrow
+        narrow = 1.0 if variant == "flash1" else min(1.0, width / _HEAD_WIDTH) ** self.constants.narrow
         peak = self.device.peak_flops_per_s("half" if dtype in ("fp8", "fp4") else dtype)
         return peak * fraction * narrow * self.sustained
 
@@ -96,7 +99,8 @@ def backward_s(op: Op, machine: Machine) -> float:
         moved = 2 * op.num_bytes if op.backward_bytes is None else op.backward_bytes
         return again + op.count * (machine.move_s(moved) + _functions_s(op, machine) + gap)
     if op.kind == "attention":
-        slower = _ATTENTION_BACKWARD / machine.efficiency.of_attention(op.dtype)[1]
+        speed = machine.efficiency.of_attention(op.dtype)[1] * (_FLASH1_BACKWARD if op.variant == "flash1" else 1.0)
+        slower = _ATTENTION_BACKWARD / speed
         return again + _attention_s(op, machine) * slower + op.count * gap
     casts = casts_of(op, machine.constants.rowwise_bytes)
     cast = casts.gradient * op.m * op.n + casts.weight_again * op.k * op.n
