@@ -41,8 +41,9 @@ FAMILIES = ("default", "A100", "H100", "B200", "MI300X", "V100")
 # How closely numbers are held to what was known before: a residual of this size in one row weighs as much as a factor
 # of e in a number. Rows are off by some 3 % that no number explains, so 0.5 is to be known to 6 %. First of what all
 # families have in common, then of what each has of its own.
-STRENGTH = {"matmul": (0.6, 0.4), "fp8": (0.6, 0.4), "attention": (0.6, 0.15), "memory": (0.5, 0.3)}
+STRENGTH = {"matmul": (0.6, 0.4), "fp8": (0.6, 0.4), "attention": (0.6, 0.3), "memory": (0.5, 0.15)}
 STRENGTH |= {"intra": (0.4, 0.5), "inter": (0.4, 0.5)}
+GUESSED = {("B200", "attention"): 0.15, ("MI300X", "attention"): 0.15}  # from other kernels, or another device
 SHARED_STRENGTH = 0.2  # of other constants
 # What a table of whole steps can hardly tell from other terms keeps close to what others have measured. ``early`` keeps
 # close to an assumption: only one project has it, and it trades against what its devices reach later.
@@ -145,7 +146,7 @@ def penalty(keys: Sequence[Key], prior: np.ndarray) -> tuple[np.ndarray, np.ndar
         if family == "constants":
             strength = KNOWN_STRENGTH if name in KNOWN_NAMES else SHARED_STRENGTH
         else:
-            strength = STRENGTH[name][family != "default"]
+            strength = GUESSED.get((family, name), STRENGTH[name][family != "default"])
         if family in ("default", "constants"):
             row[index] = strength
             wanted.append(strength * prior[index])
