@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from benchmarks.fit import cross_validated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,14 +26,22 @@ def scores():
 def test_figures_hold(scores):
     figures = scores.as_json()
     assert figures["covered"] == figures["rows"] == 173
-    assert figures["time_mape"] < 0.056
-    assert figures["step_time_mape"] < 0.043
-    assert figures["time_median"] < 0.03
+    assert figures["time_mape"] < 0.05
+    assert figures["step_time_mape"] < 0.038
+    assert figures["time_median"] < 0.02
     assert figures["memory_mape"] < 0.05
     assert figures["oom"]["fn"] == 0  # no false "fits"
     assert figures["kendall_tau"] > 0.8
     bmtrain = figures["per_source"]["BMTrain README project README"]["oom"]
     assert bmtrain == {"tp": 17, "fp": 0, "fn": 0, "tn": 11}
+
+
+def test_a_source_is_predicted_within_five_percent_by_a_fit_without_it():
+    figures = cross_validated(read_rows(TABLE)).as_json()
+    assert figures["covered"] == figures["rows"] == 173
+    assert figures["step_time_mape"] <= 0.05
+    assert figures["step_time_median"] < 0.03
+    assert figures["oom"]["fn"] == 0
 
 
 def test_tables_that_were_not_fitted_are_covered_and_none_falsely_fits():
