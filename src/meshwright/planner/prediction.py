@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from meshwright.collector import paused_collection
 from meshwright.methods.traced_transformers import one_sequence_per_sample, without_grouped_kernels
 from meshwright.nn import find_blocks, run_with
 from meshwright.planner.profile.continued import (
@@ -136,6 +137,7 @@ class Pass:
         named = model_ops(self.model, recorded.ops)
         return Predicted(activations, named.flops, recorded.boundaries, named, recorded.idle)
 
+    @paused_collection()  # references that form a circle would end at one operator or another, or not at all
     def _record(self) -> _Recorded:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         device = device_of_pass(self.model, self.device)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 
 import pytest
 import torch
@@ -68,6 +69,22 @@ def test_operations_are_those_torch_counts_and_a_few_blocks_stand_for_all(name):
     assert few.agrees(whole)
     assert few.activations.saved_bytes == whole.activations.saved_bytes > 0
     assert len(list(repeated.holder)) == BLOCKS  # the list is whole again
+
+
+def test_the_garbage_collector_changes_no_prediction():
+    _, one = profiled("mixtral")  # whose backward leaves circles of references behind
+    thresholds = gc.get_threshold()
+    seldom = one.predict()
+    for often in ((1, 1, 1), (3, 2, 2), (200, 1, 1)):
+        gc.collect()
+        gc.freeze()
+        try:
+            gc.collect()  # next to nothing is old beside what is frozen: whole collections come as often as asked for
+            gc.set_threshold(*often)
+            assert one.predict() == seldom
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.unfreeze()
 
 
 def test_attention_with_fewer_keys_than_queries_is_counted_by_its_queries():
