@@ -190,6 +190,27 @@ def test_stages_take_equal_time_not_equal_parameters():
     assert planned(frozen, four()).cut.sizes == (1, 2, 3, 2)
 
 
+class Attends(torch.nn.Module):
+    """A block of attention alone: no product that torch's own counter knows on a CPU."""
+
+    def forward(self, x):
+        heads = x.unsqueeze(1)
+        return x + torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).squeeze(1)
+
+
+def test_attention_counts_where_stages_are_cut_and_stages_add_up_to_the_model():
+    model = Uneven(times=(1,) * 8)
+    for index in range(4):
+        model.layers[index] = torch.nn.Sequential(Attends(), Attends(), Slow(1))
+    plan, whole = planned(model, four()), planned(model, [], world=1)
+    # Scores and their sums over values, 2 products of 2 * 5 * 5 * 16 in forward; backward computes scores anew: 5.
+    attention, one = 2 * 7 * 2 * 5 * 5 * 16, 3 * 2 * 5 * 16 * 16
+    costs = [one + attention] * 4 + [one] * 3 + [7 * one]  # the head's six with the last
+    assert plan.cut.bounds == balanced_bounds(costs, 4)
+    assert plan.cut.bounds != balanced_bounds([one] * 7 + [7 * one], 4)
+    assert sum(step.flops for step in plan.steps) == pytest.approx(whole.step.flops, abs=4)
+
+
 def test_the_least_time_that_memory_allows():
     """Against every cut given by hand: early stages of 1f1b keep more micro-batches, and get fewer blocks."""
     work = workload(Uneven(times=(2,) * 8, head=1, words=4), samples=64)

@@ -94,6 +94,16 @@ def test_attention_with_fewer_keys_than_queries_is_counted_by_its_queries():
     assert counter.total == 2 * (2 * 2 * 6 * 16 * 16 * 8)
 
 
+def test_attention_of_cpus_is_counted_as_that_of_gpus():
+    query, key, value = (torch.randn(2, heads, 16, 8, requires_grad=True) for heads in (6, 2, 2))
+    with FlopCount() as counter:
+        out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        product = 2 * 2 * 6 * 16 * 16 * 8
+        assert counter.total == 2 * product
+        out.sum().backward()
+    assert counter.total == (2 + 5) * product  # scores anew, and two gradients of each product
+
+
 class Named(nn.Module):
     """Blocks with a setting each, and a sum that goes through what the first has made."""
 

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 
-from meshwright.cost import Activations, Block, Buffer, Parameter, Placed, Stages, Step, Traffic, local_shape
+from meshwright.cost import Activations, Block, Buffer, Parameter, Stages, Step, Traffic, local_shape
 from meshwright.methods.pipeline.schedules import backward_moments, held_at_most
 
 
@@ -21,8 +21,8 @@ def stage_cost(schedule: str, step: Step) -> Step:
         blocks=tuple(block for block in blocks if block is not None),
         buffers=(*(b for b in step.buffers if b.on_rank in (None, stages.here)), *lent),
         activations=_kept(schedule, step, stages) if step.activations is not None else None,
-        flops=_sum_here(stages, step.activations.flops_at) if step.activations is not None else None,
-        fp8_flops=_share(step.fp8_flops, stages, step.activations.flops_at) if step.activations is not None else 0,
+        flops=None if step.flops is None else _share(step, step.flops, stages),
+        fp8_flops=_share(step, step.fp8_flops, stages) or 0,
         boundaries=tuple(b for b in step.boundaries if b.on_ranks is None or stages.here in b.on_ranks),
     )
     return step.send(
@@ -32,13 +32,13 @@ def stage_cost(schedule: str, step: Step) -> Step:
     )
 
 
-def _sum_here(stages: Stages, amounts: Placed) -> int:
-    return sum(size for stage in stages.own for places, size in amounts if stages.has(stage, places))
-
-
-def _share(total: int, stages: Stages, amounts: Placed) -> int:
-    """This rank's part of what is done where all else is."""
-    return round(total * _sum_here(stages, amounts) / max(sum(stages.sums(amounts)), 1)) if total else 0
+def _share(step: Step, total: int, stages: Stages) -> int | None:
+    """This rank's part of operations, by where those of products lie; None where that is not known."""
+    if step.activations is None:
+        return None if total else 0
+    amounts = step.activations.flops_at
+    here = sum(size for stage in stages.own for places, size in amounts if stages.has(stage, places))
+    return round(total * here / max(sum(size for _, size in amounts), 1))
 
 
 def _held(block: Block, rank: int) -> Block | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from meshwright.planner.profile.views import cast_of
 
@@ -40,7 +40,7 @@ class FlopCount(TorchDispatchMode):
         if cast is not None:
             return cast
         result = func(*args, **given)
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(func._overloadpacket) or _of_cpu(func._overloadpacket)
         if formula is not None:
             self.total += formula(*_with_all_heads(func, args), **given, out_val=result)
         return result
@@ -54,6 +54,15 @@ def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     heads = max((each.shape[1] for each in sized), default=0)
     grouped = {id(each) for each in sized if each.shape[1] != heads}
     return tuple(each[:, :1].expand(-1, heads, -1, -1) if id(each) in grouped else each for each in args)
+
+
+def _of_cpu(operator: Any) -> Callable[..., int] | None:
+    """Attention as CPUs run it, which torch's table lacks: counted as that of GPUs, with all scores."""
+    if operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        return lambda query, key, value, *_, **__: sdpa_flop_count(query.shape, key.shape, value.shape)
+    if operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return lambda gradient, *qkv, **__: sdpa_backward_flop_count(gradient.shape, *(each.shape for each in qkv[:3]))
+    return None
 
 
 @functools.cache
