@@ -102,6 +102,10 @@ def _number(value: float | None) -> str:
     return "no pairs" if value is None else f"{value:.2f}"
 
 
+def _known(value: float | None, unit: float, form: str) -> str:
+    return "" if value is None else f"{value / unit:{form}}"
+
+
 def _draw(scores: Scores, path: Path) -> None:
     from matplotlib import pyplot as plt  # of the extra "bench"
 
@@ -129,8 +133,8 @@ def _rows_table(scores: Scores) -> Table:
     for p in scores.predictions:
         table.add_row(
             str(p.row.index), p.row.text("model"), p.row.text("gpu"), str(p.case.cluster.num_devices),
-            f"{p.tokens_per_s_per_gpu:.5g}", f"{p.published_tokens_per_s_per_gpu or 0:.5g}",
-            f"{p.held.counted_bytes / 2**30:.1f}", f"{(p.published_peak_bytes or 0) / 2**30:.1f}",
+            f"{p.tokens_per_s_per_gpu:.5g}", _known(p.published_tokens_per_s_per_gpu, 1, ".5g"),
+            f"{p.held.counted_bytes / 2**30:.1f}", _known(p.published_peak_bytes, 2**30, ".1f"),
             "no" if p.out_of_memory else "yes", "; ".join(p.case.assumed),
         )  # fmt: skip
     return table
