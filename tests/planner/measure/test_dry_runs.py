@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -224,7 +225,10 @@ def test_a_rank_that_fails_alone_says_so_and_ends_the_program(tmp_path):
     """The others wait for it in a collective of training: it must not meet them in another one, nor stay."""
     (tmp_path / "alone.py").write_text(ALONE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run([*command, str(tmp_path / "alone.py")], capture_output=True, text=True, timeout=300)
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}  # of the tests: the script lies elsewhere
+    ended = subprocess.run(
+        [*command, str(tmp_path / "alone.py")], capture_output=True, text=True, timeout=300, env=here
+    )
     assert ended.returncode == 1
     assert "failed on some ranks while others wait for them" in ended.stderr
     assert "parallel_mode(data=2): MemoryError: no room here" in ended.stderr
