@@ -22,7 +22,7 @@ _HEAD_WIDTH = 128  # that ``Efficiency.attention`` is stated for
 # FlashAttention-2 (Dao 2023, §3.1) recomputes the scores: backward does five products where forward does two.
 _ATTENTION_BACKWARD = 2.5
 # The first generation's, in Triton, is 1.3 to 1.5 times slower than the second in forward and twice in backward (Dao
-# 2023, §4.1), and gains nothing from wide heads, whose tiles are smaller (Dao et al. 2022).
+# 2023, §4.1, from memory). That it gains nothing from wide heads is what llm-foundry's runs show.
 _FLASH1_BACKWARD = 0.7
 _BLOCKS = ("blocks", "mxfp8")  # a scale for each 32 elements
 _ITEMSIZE = {"fp32": (4, 4), "half": (2, 2), "fp8": (1, 2), "fp4": (0.5, 2)}  # of inputs and outputs in memory
