@@ -22,10 +22,10 @@ from rich.console import Console
 from rich.table import Table
 
 import meshwright as mw
-from meshwright.accelerated import Accelerated
 from meshwright.cost import Memory, copies
-from meshwright.planner.table import readable_bytes
+from meshwright.errors import readable_bytes
 from meshwright.runtime import settings
+from meshwright.training.accelerated import Accelerated
 
 VOCAB, SEQ_LEN, BATCH = 512, 128, 4
 CLASSES = ("parameters", "master", "gradients", "optimizer", "activations")

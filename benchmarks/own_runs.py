@@ -34,13 +34,13 @@ from rich.console import Console
 from rich.table import Table
 
 import meshwright as mw
-from meshwright.accelerated import Accelerated
 from meshwright.cost import memory, peak
 from meshwright.errors import MeshwrightError
 from meshwright.planner import Forecast, forecast, measured_state
 from meshwright.planner.measure import Calibrated, calibrate
 from meshwright.runtime import gather_objects, rank
 from meshwright.runtime.launch import inside_launcher, launch
+from meshwright.training.accelerated import Accelerated
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "gpt2"))

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from meshwright.cost import find_cluster
 from meshwright.errors import StrategyError
-from meshwright.planner import FamilyWorkload, Plan, default_space, parse_family, search
-from meshwright.planner.search import search_in_stages
+from meshwright.planner import FamilyWorkload, Plan, default_space, parse_family
+from meshwright.planner.search import search, search_in_stages
 
 MODELS = (
     "llama-3-8b", "llama-2-7b:seq=2048", "gpt2-xl", "llama-3-8b:seq=32768", "llama-2-13b", "mixtral-8x7b:seq=2048",

@@ -9,20 +9,23 @@ SOURCE = Path(__file__).parents[2] / "src" / "meshwright"
 
 PACKAGES = {
     "meshwright": ("meshwright", "`import meshwright as mw`: every name that a training script usually needs."),
-    "optim": ("meshwright.optim", "Optimizers that are right on shards, outer steps, BMTrain's optimizers."),
-    "nn": ("meshwright.nn", "BMTrain's modules: parameters that are sharded when made, blocks, parallel layers."),
+    "optim": ("meshwright.optim", "Optimizers that are right on shards, and outer steps."),
+    "nn": ("meshwright.nn", "What methods need to know of modules."),
     "loss": ("meshwright.loss", "Losses in less memory."),
-    "lr_scheduler": ("meshwright.lr_scheduler", "BMTrain's schedules as torch schedulers."),
+    "lr_scheduler": ("meshwright.lr_scheduler", "Warm-up and decay as a torch scheduler."),
     "store": ("meshwright.store", "Checkpoints, and files of whole models."),
     "inspect": ("meshwright.inspect", "Statistics of parameters, gradients and what a model records."),
-    "distributed": ("meshwright.distributed", "Collectives with gradients, and how fast they are."),
+    "distributed": ("meshwright.comm", "Also `meshwright.distributed`: collectives with gradients; their speed."),
     "data": ("meshwright.data", "Text as tokens, and the order of samples."),
-    "booster": ("meshwright.booster", "ColossalAI's `Booster` and plugins."),
+    "bmtrain": (
+        "meshwright.compat.bmtrain",
+        "BMTrain's modules, blocks, `OptimManager`, schedules and helpers; also found where BMTrain has them.",
+    ),
+    "booster": ("meshwright.compat.colossalai", "Also `meshwright.booster`: ColossalAI's `Booster` and plugins."),
     "strategy": ("meshwright.strategy", "What was decided: an immutable value."),
     "methods": ("meshwright.methods", "How each optimisation is done. Their configs: [methods](../methods.md)."),
     "cost": ("meshwright.cost", "The simulated step. Plain data; never imports torch."),
     "runtime": ("meshwright.runtime", "Processes, mesh, devices and seeds."),
-    "utils": ("meshwright.utils", "Printing and small helpers."),
 }
 
 # Names that are documented on another page, or are values without a docstring of their own.
@@ -31,18 +34,18 @@ _METHOD_INTERNALS = {"SAMPLED", "Cut", "ExpertTrace", "PipelineEngine", "Resolve
                      "TokensTrace", "TracedContext", "TracedSequence", "replacement_of"}  # fmt: skip
 
 
-def exported(package: str) -> list[str]:
-    """The names in a package's ``__all__``, without importing it."""
-    path = SOURCE / "__init__.py" if package == "meshwright" else SOURCE / package / "__init__.py"
+def exported(module: str) -> list[str]:
+    """Return the names that a package's ``__init__`` gives to type checkers, without importing it."""
+    path = SOURCE.joinpath(*module.split(".")[1:], "__init__.py")
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == "__all__" for target in node.targets):
-            return list(ast.literal_eval(node.value))
-    raise ValueError(f"{path} has no __all__")
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return sorted(alias.asname or alias.name for each in node.body for alias in each.names)
+    raise ValueError(f"{path} imports nothing under TYPE_CHECKING")
 
 
 def shown(package: str) -> list[str]:
     """Those of them that its page explains."""
-    names = [name for name in exported(package) if not name.startswith("__")]
+    names = [name for name in exported(PACKAGES[package][0]) if not name.startswith("__")]
     if package == "meshwright":
         return [name for name in names if name not in _PARTS]
     if package == "methods":

@@ -7,8 +7,8 @@ from typing import Any
 
 import typer.main
 
-from meshwright.cli.app import app
-from meshwright.cli.config_help import config_help
+from meshwright.cli.commands import app
+from meshwright.cli.train_config import config_help
 
 _INTRO = """# Command line
 

@@ -11,21 +11,16 @@ ROOT = Path(__file__).parents[2]
 _WIDTH, _ROW, _GAP, _LEFT = 920, 46, 8, 250
 _TITLES = {
     "errors": "ground",
-    "runtime": "processes · plain data",
-    "distributed": "exchange and looking",
+    "runtime": "processes, mesh",
+    "cost": "plain data",
+    "comm": "exchange",
     "optim": "parts",
     "nn": "modules",
-    "strategy": "decided · saved",
+    "store": "what was saved",
     "methods": "how it is done",
     "planner": "which strategy",
-    "batches": "requests",
-    "request": "ready to train",
-    "trials": "trying out",
-    "auto": "doors for code",
-    "atorch": "doors of other systems",
-    "__init__": "import meshwright",
-    "cli": "door for people",
-    "__main__": "python -m meshwright",
+    "training": "the journey",
+    "compat": "doors",
 }
 
 

@@ -12,9 +12,10 @@ from pydantic_core import PydanticUndefined
 from words import without_roles
 
 from meshwright.methods import Method, known_methods, rules
-from meshwright.methods.law import SHARD_AXES
+from meshwright.methods.base import SHARD_AXES
 from meshwright.optim import OuterPolicy
-from meshwright.strategy import METHOD_CONFIGS, MethodConfig
+from meshwright.strategy import MethodConfig
+from meshwright.strategy.method_config import METHOD_CONFIGS
 
 _INTRO = """# Methods
 

@@ -2,148 +2,80 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.collector import paused_collection
-from meshwright.on_demand import on_demand
+from meshwright.compat.aliases import install
+from meshwright.runtime.lazy import lazy_exports, paused_collection
 
+install()
 with paused_collection(to_stay=True):
     from meshwright import methods as _methods  # noqa: F401 - it tells strategies which methods there are
 
 if TYPE_CHECKING:
-    from meshwright import benchmark, booster, distributed, inspect, loss, lr_scheduler, nn, optim, store, utils
-    from meshwright.accelerated import Accelerated, StepResult
-    from meshwright.atorch import auto_accelerate
-    from meshwright.auto import accelerate, clip_grad_norm
-    from meshwright.booster.launch import launch, launch_from_torch
-    from meshwright.distributed import gather_result
+    from meshwright import (
+        comm as distributed,  # noqa: F401
+        inspect as inspect,
+        loss as loss,
+        lr_scheduler as lr_scheduler,
+        nn as nn,
+        optim as optim,
+        store as store,
+    )
+    from meshwright.comm.collectives import gather_result as gather_result
+    from meshwright.compat import colossalai as booster  # noqa: F401
+    from meshwright.compat.atorch import auto_accelerate as auto_accelerate
+    from meshwright.compat.bmtrain import benchmark as benchmark, utils as utils
+    from meshwright.compat.bmtrain.block import Block as Block, CheckpointBlock as CheckpointBlock, no_sync as no_sync
+    from meshwright.compat.bmtrain.block_list import TransformerBlockList as TransformerBlockList
+    from meshwright.compat.bmtrain.distributed_module import DistributedModule as DistributedModule
+    from meshwright.compat.bmtrain.model_setup import (
+        BMTrainModelWrapper as BMTrainModelWrapper,
+        grouped_parameters as grouped_parameters,
+        init_parameters as init_parameters,
+    )
+    from meshwright.compat.bmtrain.parameter import (
+        DistributedParameter as DistributedParameter,
+        ParameterInitializer as ParameterInitializer,
+    )
+    from meshwright.compat.bmtrain.pipeline_block_list import (
+        PipelineTransformerBlockList as PipelineTransformerBlockList,
+    )
+    from meshwright.compat.bmtrain.utils import (
+        print_block as print_block,
+        print_dict as print_dict,
+        see_memory as see_memory,
+    )
+    from meshwright.compat.colossalai.booster import launch as launch, launch_from_torch as launch_from_torch
     from meshwright.errors import (
-        CheckpointError,
-        ConfigError,
-        DataError,
-        InspectError,
-        LaunchError,
-        LossSpikeError,
-        MeshwrightError,
-        ModelError,
-        NonFiniteError,
-        ReplicaError,
-        StrategyError,
-        UnsoundStepError,
+        CheckpointError as CheckpointError,
+        ConfigError as ConfigError,
+        DataError as DataError,
+        InspectError as InspectError,
+        LaunchError as LaunchError,
+        LossSpikeError as LossSpikeError,
+        MeshwrightError as MeshwrightError,
+        ModelError as ModelError,
+        NonFiniteError as NonFiniteError,
+        ReplicaError as ReplicaError,
+        StrategyError as StrategyError,
+        UnsoundStepError as UnsoundStepError,
     )
-    from meshwright.methods import register_replace_pair
-    from meshwright.nn import (
-        Block,
-        BMTrainModelWrapper,
-        CheckpointBlock,
-        DistributedModule,
-        DistributedParameter,
-        ParameterInitializer,
-        PipelineTransformerBlockList,
-        TransformerBlockList,
-        grouped_parameters,
-        init_parameters,
-        no_sync,
+    from meshwright.methods.replace.user_pairs import register_replace_pair as register_replace_pair
+    from meshwright.planner.plan_request import plan as plan
+    from meshwright.planner.plans import Plan as Plan, plan_table as plan_table
+    from meshwright.runtime.processes import (
+        init_distributed as init_distributed,
+        print_rank as print_rank,
+        rank as rank,
+        shutdown_distributed as shutdown_distributed,
+        sum_loss as sum_loss,
+        synchronize as synchronize,
+        world_size as world_size,
     )
-    from meshwright.planner import Plan, plan_table
-    from meshwright.planning import plan
-    from meshwright.runtime import (
-        config,
-        init_distributed,
-        print_rank,
-        rank,
-        shutdown_distributed,
-        sum_loss,
-        synchronize,
-        world_size,
-    )
-    from meshwright.store import load, save, wait_for_saves
-    from meshwright.strategy import Strategy
-    from meshwright.utils import print_block, print_dict, see_memory
-    from meshwright.version import __version__
+    from meshwright.runtime.topology import config as config
+    from meshwright.store.model_file import load as load, save as save
+    from meshwright.store.tensor_files import wait_for_saves as wait_for_saves
+    from meshwright.strategy.value import Strategy as Strategy
+    from meshwright.training.accelerate import accelerate as accelerate, clip_grad_norm as clip_grad_norm
+    from meshwright.training.accelerated import Accelerated as Accelerated, StepResult as StepResult
+    from meshwright.version import __version__ as __version__
 else:
-    on_demand(
-        __name__,
-        """
-        accelerated: Accelerated StepResult
-        auto: accelerate clip_grad_norm
-        distributed: gather_result
-        errors: CheckpointError ConfigError DataError InspectError LaunchError LossSpikeError MeshwrightError
-        errors: ModelError NonFiniteError ReplicaError StrategyError UnsoundStepError
-        methods: register_replace_pair
-        nn: Block BMTrainModelWrapper CheckpointBlock DistributedModule DistributedParameter
-        nn: ParameterInitializer PipelineTransformerBlockList TransformerBlockList grouped_parameters
-        nn: init_parameters no_sync
-        planner: Plan plan_table
-        runtime: config init_distributed print_rank rank shutdown_distributed sum_loss synchronize world_size
-        store: load save wait_for_saves
-        strategy: Strategy
-        utils: print_block print_dict see_memory
-        version: __version__
-        atorch: auto_accelerate
-        booster.launch: launch launch_from_torch
-        planning: plan
-        """,
-    )
-
-__all__ = [
-    "Accelerated",
-    "BMTrainModelWrapper",
-    "Block",
-    "CheckpointBlock",
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "DistributedModule",
-    "DistributedParameter",
-    "InspectError",
-    "LaunchError",
-    "LossSpikeError",
-    "MeshwrightError",
-    "ModelError",
-    "NonFiniteError",
-    "ParameterInitializer",
-    "PipelineTransformerBlockList",
-    "Plan",
-    "ReplicaError",
-    "StepResult",
-    "Strategy",
-    "StrategyError",
-    "TransformerBlockList",
-    "UnsoundStepError",
-    "__version__",
-    "accelerate",
-    "auto_accelerate",
-    "benchmark",
-    "booster",
-    "clip_grad_norm",
-    "config",
-    "distributed",
-    "gather_result",
-    "grouped_parameters",
-    "init_distributed",
-    "init_parameters",
-    "inspect",
-    "launch",
-    "launch_from_torch",
-    "load",
-    "loss",
-    "lr_scheduler",
-    "nn",
-    "no_sync",
-    "optim",
-    "plan",
-    "plan_table",
-    "print_block",
-    "print_dict",
-    "print_rank",
-    "rank",
-    "register_replace_pair",
-    "save",
-    "see_memory",
-    "shutdown_distributed",
-    "store",
-    "sum_loss",
-    "synchronize",
-    "utils",
-    "wait_for_saves",
-    "world_size",
-]
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -109,3 +109,13 @@ def join_names(names: Iterable[str], limit: int = 12) -> str:
     every = list(names)
     shown = ", ".join(every[:limit]) + (f", … ({len(every)} in all)" if len(every) > limit else "")
     return shown or "none"
+
+
+def readable_bytes(size: int) -> str:
+    """A size for people, in binary units: ``"1.50 GiB"``."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"

@@ -7,8 +7,8 @@ import json
 import sys
 from unittest import mock
 
-from meshwright.cli import training
-from meshwright.cli.request import Options
+from meshwright.cli import train_loop as training
+from meshwright.cli.train_options import Options
 from meshwright.data import GlobalOrder
 from meshwright.errors import NonFiniteError
 from meshwright.runtime import seed_everything

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from meshwright import runtime
-from meshwright.cli import app, training
-from meshwright.cli.request import Options
-from meshwright.cli.run_dir import MODEL_CONFIG
+from meshwright.cli import app, train_loop as training
+from meshwright.cli.run_files import MODEL_CONFIG
+from meshwright.cli.train_options import Options
 from meshwright.store import CheckpointStore, TrainingState
 from tests.cli.helpers import losses, project
 

@@ -10,12 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 import meshwright
-from meshwright.cli import app, bench_comm, checkpoint, files
-from meshwright.cli import methods as cli_methods
-from meshwright.distributed import BENCHMARK_OPS
+from meshwright.cli import app, bench_comm, checkpoint_tools as checkpoint, methods as cli_methods, run_files as files
+from meshwright.comm import BENCHMARK_OPS
 from meshwright.errors import ConfigError
 from meshwright.methods import rules
-from meshwright.strategy import METHOD_CONFIGS
+from meshwright.strategy.method_config import METHOD_CONFIGS
 from tests.cli.helpers import project
 
 

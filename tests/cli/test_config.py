@@ -1,10 +1,8 @@
 import pytest
 import torch
 
-from meshwright.cli.config import TrainConfig
-from meshwright.cli.config_file import parse_config, read_config
-from meshwright.cli.config_help import config_help
-from meshwright.cli.optimizers import optimizer_of
+from meshwright.cli.train_config import TrainConfig, config_help, parse_config, read_config
+from meshwright.cli.train_model import optimizer_of
 from meshwright.errors import ConfigError
 
 MINIMAL = {"model": {"source": "a:b"}}

@@ -9,15 +9,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from meshwright.cli.config import ModelTable
 from meshwright.cli.failures import laid_out
-from meshwright.cli.models import model_source
-from meshwright.cli.progress import duration, readable_count, status_line
 from meshwright.cli.references import find_modules_beside
-from meshwright.cli.report import sparkline
-from meshwright.cli.request import Options, prepare, unless_said
-from meshwright.cli.run_dir import MetricsFile, check_run_dir, default_run_dir
-from meshwright.cost.device import half_peak_flops_per_s
+from meshwright.cli.run_display import duration, readable_count, sparkline, status_line
+from meshwright.cli.run_files import MetricsFile, check_run_dir, default_run_dir
+from meshwright.cli.train_config import ModelTable
+from meshwright.cli.train_model import model_source
+from meshwright.cli.train_options import Options, prepare, unless_said
+from meshwright.cost.device_specs import half_peak_flops_per_s
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, ModelError, StrategyError
 from meshwright.runtime import measured_flops_per_s
 from meshwright.strategy import Strategy

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from meshwright.cli.config import DataTable, ModelTable
-from meshwright.cli.config_file import parse_config
-from meshwright.cli.models import model_source
-from meshwright.cli.progress import speed
-from meshwright.cli.samples import find_samples
+from meshwright.cli.run_display import speed
+from meshwright.cli.train_config import DataTable, ModelTable, parse_config
+from meshwright.cli.train_data import find_samples
+from meshwright.cli.train_model import model_source
 from meshwright.data import GlobalOrder, RepeatedStream, ShardedStream
 from meshwright.errors import ConfigError, DataError
 from tests.cli.helpers import metrics
@@ -174,9 +173,9 @@ def _train(folder, source, steps, resume):
     import io
     from unittest import mock
 
-    from meshwright.cli import training
-    from meshwright.cli.request import Options
-    from meshwright.runtime.seeds import seed_everything
+    from meshwright.cli import train_loop as training
+    from meshwright.cli.train_options import Options
+    from meshwright.runtime.device import seed_everything
 
     seed_everything(0)
     path, said = list(sys.path), io.StringIO()

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from meshwright.cost import Link, copies, find_cluster, simulate
-from meshwright.cost.copying import copying
+from meshwright.cost.device_time import copying
 from meshwright.planner import FamilyWorkload, parse_family
 from meshwright.strategy import Strategy
 

@@ -6,11 +6,11 @@ import itertools
 import pytest
 
 from meshwright.cost import coalesced, make_cluster, simulate, step_events
-from meshwright.cost.efficiency import fitted
+from meshwright.cost.calibration import fitted
 from meshwright.methods import cost_of
-from meshwright.planner.families import family_step
 from meshwright.planner.family_ops import FamilyRun
-from meshwright.planner.family_shape import Shape
+from meshwright.planner.family_steps import family_step
+from meshwright.planner.model_shapes import Shape
 from meshwright.strategy import Strategy
 
 SHAPE = Shape("llama", 16, 2048, 16, 32000, 2048)

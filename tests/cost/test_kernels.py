@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from meshwright.cost import DEVICES, Constants, Efficiency, Op
-from meshwright.cost.kernels import Machine, backward_s, forward_s
+from meshwright.cost.device_time import Machine, backward_s, forward_s
 
 NO_GAP = Constants(gap_s=0.0, narrow=0.5, flash1=0.5, vendor=0.5, tile=2.0)
 MACHINE = Machine(DEVICES["A100-80"], Efficiency(matmul=0.5, attention=0.25, memory=0.5), NO_GAP)

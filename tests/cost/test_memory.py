@@ -1,6 +1,5 @@
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from meshwright.cost import Block, Parameter, Placement, StateTensor, Step, local_shape, memory, names_class
 

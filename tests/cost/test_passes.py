@@ -5,10 +5,9 @@ import dataclasses
 import pytest
 
 from meshwright.cost import DEVICES, Constants, Efficiency, Op
-from meshwright.cost.kernels import Machine
-from meshwright.cost.passes import Passes, pass_s
-from meshwright.cost.rank import _block_s
-from meshwright.cost.simulate import last_rounds
+from meshwright.cost.device_time import Machine
+from meshwright.cost.scheduling import Passes, pass_s
+from meshwright.cost.step_time import _block_s, last_rounds
 
 # Four blocks that compute 1 s forward and 2 s backward; gathering or reducing one takes as long as computing it.
 PASSES = Passes((1.0,) * 4, (2.0,) * 4, 0.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, interference=0.0)

@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from meshwright.cost import Stages, Step, fitted
-from meshwright.cost.pipeline import StageTimes, order, pipeline_s, play
-from meshwright.cost.simulate import played_s
+from meshwright.cost.scheduling import StageTimes, order, pipeline_s, play
+from meshwright.cost.step_time import played_s
 from meshwright.methods.pipeline.schedules import actions, bubble_fraction
 
 EQUAL = StageTimes(1.0, 2.0)

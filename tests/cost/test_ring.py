@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 
 from meshwright.cost import Block, Op, Step, Traffic, fitted, make_cluster, pass_flops, simulate
-from meshwright.cost.collectives import Network
-from meshwright.cost.kernels import Machine, backward_s, forward_s
-from meshwright.cost.ring import ring_s
+from meshwright.cost.device_time import Machine, backward_s, forward_s
+from meshwright.cost.traffic import Network, ring_s
 
 CLUSTER = make_cluster("A100", 4)
 KNOWN = fitted()

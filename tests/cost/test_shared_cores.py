@@ -2,8 +2,7 @@
 
 import pytest
 
-from meshwright.cost.pipeline import StageTimes, order, play
-from meshwright.cost.shared_cores import play_on_cores
+from meshwright.cost.scheduling import StageTimes, order, play, play_on_cores
 
 TIMES = [StageTimes(1.0, 2.0), StageTimes(1.5, 2.5), StageTimes(1.0, 2.0), StageTimes(2.0, 3.0)]
 WORK = 5 * sum(each.forward_s + each.backward_s for each in TIMES)

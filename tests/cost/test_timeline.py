@@ -1,4 +1,4 @@
-from meshwright.cost.timeline import Task, makespan_s, schedule
+from meshwright.cost.scheduling import Task, makespan_s, schedule
 
 
 def test_streams_run_beside_each_other_and_tasks_wait():

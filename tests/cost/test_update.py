@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.cost import Block, Op, Parameter, Step, Updating, find_cluster, simulate
-from meshwright.cost.efficiency import fitted
+from meshwright.cost.calibration import fitted
 from meshwright.methods import AmpNative
 
 LAUNCH_S = fitted().constants.operator_s

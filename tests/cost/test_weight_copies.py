@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright.cost import Average, Block, Hosted, Parameter, Placement, Step, memory
-from meshwright.cost.update import update_s
+from meshwright.cost.device_time import update_s
 
 ROWS, COLUMNS, COUNT = 6, 10, 3
 WEIGHT = Parameter("weight", (ROWS, COLUMNS), 2)

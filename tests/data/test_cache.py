@@ -4,7 +4,7 @@ import threading
 import numpy as np
 import pytest
 
-from meshwright.data import ByteTokenizer, cache, open_tokens, token_cache
+from meshwright.data import ByteTokenizer, open_tokens, token_cache, token_files as cache
 from meshwright.errors import DataError
 from tests.data.helpers import refused
 

@@ -1,8 +1,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
 from meshwright.data import GlobalOrder, ShardedSampler, ShardedStream

@@ -2,8 +2,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from meshwright.data import ByteTokenizer, load_tokenizer
 from meshwright.errors import ConfigError, DataError

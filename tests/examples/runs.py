@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from meshwright.cli import training
-from meshwright.cli.request import Options
+from meshwright.cli import train_loop as training
+from meshwright.cli.train_options import Options
 from meshwright.runtime import rank
-from meshwright.runtime.seeds import seed_everything
+from meshwright.runtime.device import seed_everything
 from tests.cli.helpers import losses
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

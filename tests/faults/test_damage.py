@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from meshwright.store import CheckpointStore
-from meshwright.store.choice import damage_of
+from meshwright.store.manifest import damage_of
 from tests.faults.vocabulary import corrupt, truncate
 from tests.store.runs import build, train
 

@@ -27,11 +27,11 @@ _RSS_MIB = 4096
 # Where bytes turn into values, and what checks those; instrumenting everything else only takes time.
 _INSTRUMENTED = [
     "tomllib", "meshwright.strategy", "meshwright.store", "meshwright.methods", "meshwright.data",
-    "meshwright.lr_scheduler", "meshwright.cost.cluster_file", "meshwright.cost.device", "meshwright.cost.efficiency",
-    "meshwright.cli.config", "meshwright.cli.config_file", "meshwright.cli.run_dir", "meshwright.cli.compare",
-    "meshwright.cli.plan_options", "meshwright.planner.known_models", "meshwright.planner.family_shape",
-    "meshwright.planner.published", "meshwright.planner.explain", "meshwright.cost.learned", "meshwright.planning",
-    "meshwright.runtime.watch.verdict", "meshwright.distributed.header",
+    "meshwright.lr_scheduler", "meshwright.cost.cluster", "meshwright.cost.device_specs", "meshwright.cost.calibration",
+    "meshwright.cli.train_config", "meshwright.cli.run_files", "meshwright.cli.plan_and_compare", "published_runs",
+    "meshwright.planner.model_shapes", "meshwright.planner.explain", "meshwright.planner.plan_request",
+    "meshwright.planner.planned_models", "meshwright.planner.config_models", "meshwright.runtime.watch",
+    "meshwright.compat.bmtrain.lr_schedules", "meshwright.comm.message_header",
 ]  # fmt: skip
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

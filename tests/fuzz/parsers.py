@@ -14,34 +14,30 @@ from typing import Any
 
 import numpy as np
 import torch
+from published_runs import read_rows
+from published_runs.cases import NotCovered, case_of
 from safetensors.torch import save as safetensors_bytes
 
-from meshwright.cli.compare import CompareOptions, compare
-from meshwright.cli.config_file import parse_config, read_config
-from meshwright.cli.plan_options import is_reference
-from meshwright.cli.run_dir import MetricsFile
+from meshwright.cli.plan_and_compare import CompareOptions, compare, is_reference
+from meshwright.cli.run_files import MetricsFile
 from meshwright.cli.session import changes, earlier_config
+from meshwright.cli.train_config import parse_config, read_config
+from meshwright.comm.message_header import Header
+from meshwright.compat.bmtrain.lr_schedules import Cosine
 from meshwright.cost import find_cluster, read_cluster
-from meshwright.cost.efficiency import fitted, read_calibration, write_calibration
-from meshwright.data.cache import open_tokens
+from meshwright.cost.calibration import fitted, read_calibration, write_calibration
+from meshwright.data.token_files import open_tokens
 from meshwright.data.tokenizer import load_tokenizer
-from meshwright.distributed.header import Header
 from meshwright.errors import MeshwrightError
-from meshwright.lr_scheduler import Cosine
-from meshwright.planner import FamilyWorkload, parse_family
-from meshwright.planner.published import read_rows
-from meshwright.planner.published.case import NotCovered, case_of
-from meshwright.planning import FamilyModel, PlanRequest
-from meshwright.planning.transformers import transformers_model
-from meshwright.runtime.watch.verdict import Report, verdict
+from meshwright.planner import FamilyModel, FamilyWorkload, PlanRequest, parse_family
+from meshwright.planner.config_models import transformers_model
+from meshwright.runtime.watch import Report, verdict
 from meshwright.store import CheckpointStore
-from meshwright.store.choice import damage_of
-from meshwright.store.file_format import read_file
 from meshwright.store.folder import read_folder
-from meshwright.store.manifest import describe, read_manifest, write_manifest
-from meshwright.store.optimizer_format import read_optimizer
-from meshwright.store.record import read_record
+from meshwright.store.manifest import damage_of, describe, read_manifest, read_record, write_manifest
+from meshwright.store.optimizer_file import read_optimizer
 from meshwright.store.scheduler_file import check_fit, read_scheduler
+from meshwright.store.tensor_files import read_file
 from meshwright.strategy import Strategy
 from tests.cli.helpers import CONFIG
 from tests.store.runs import build, train

@@ -15,16 +15,15 @@ from rich.text import Text
 from typer.testing import CliRunner
 
 from meshwright.cli import app
-from meshwright.cli.compare import CompareOptions, compare
+from meshwright.cli.plan_and_compare import CompareOptions, compare
 from meshwright.errors import CheckpointError, MeshwrightError, ModelError, StrategyError
+from meshwright.planner.config_models import transformers_model
 from meshwright.planner.explain import page
-from meshwright.planning.transformers import transformers_model
+from meshwright.runtime.terminal import PlainConsole
 from meshwright.store import CheckpointStore
-from meshwright.store.manifest import describe, write_manifest
-from meshwright.store.record import read_record
+from meshwright.store.manifest import describe, read_record, write_manifest
 from meshwright.store.scheduler_file import check_fit
 from meshwright.strategy import Strategy
-from meshwright.utils.terminal import PlainConsole
 from tests.fuzz.parsers import plans_document
 from tests.store.runs import build, train
 

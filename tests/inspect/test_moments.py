@@ -3,11 +3,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from meshwright.inspect import moments as room
-from meshwright.inspect.moments import merge, moments, nothing, statistics
+from meshwright.inspect import statistics as room
+from meshwright.inspect.statistics import merge, moments, nothing, statistics
 
 NUMBERS = st.floats(-(2.0**40), 2.0**40, width=32)
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 from meshwright.errors import ConfigError, DataError, ModelError
 from meshwright.loss import LinearCrossEntropy, linear_cross_entropy
-from meshwright.loss.linear_cross_entropy import default_chunk_size
+from meshwright.loss.linear_head import default_chunk_size
 from tests.loss.helpers import EPSILON, distance, live_bytes
 
 REDUCTIONS = ("mean", "sum", "none")

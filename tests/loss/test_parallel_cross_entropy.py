@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from meshwright import runtime
 from meshwright.errors import ModelError
 from meshwright.loss import FusedCrossEntropy, fused_cross_entropy
+from tests.compat.bmtrain.tensor_models import tensor_groups
 from tests.loss.helpers import EPSILON, distance, live_bytes
 from tests.loss.test_fused_cross_entropy import problem
-from tests.nn.tensor_models import tensor_groups
 
 
 def part(logits):

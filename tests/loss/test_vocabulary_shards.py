@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshwright as mw
 from meshwright.loss import Vocabulary, VocabularyShards, fused_cross_entropy
-from meshwright.methods.tensor.exchange import TensorAxis
+from meshwright.methods.tensor.axis_exchange import TensorAxis
 
 BATCH, TIME, CLASSES = 3, 5, 14
 OPTIONS = [

@@ -18,7 +18,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from meshwright.methods.compatibility import rules
+from meshwright.methods.composition import rules
 from tests.methods.pair_runs import (
     FP32_LIMIT,
     OF_ONE_PROCESS,

@@ -7,7 +7,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.cost import memory
-from meshwright.methods import replicas
+from meshwright.methods import gradient_averaging as replicas
 from meshwright.planner import measured_state
 from meshwright.store import CheckpointStore, TrainingState, load_optimizer, save_optimizer
 from tests import tiny

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.methods.hosting.activations import ActivationOffload
-from meshwright.optim.offload.copies import DirectCopies
+from meshwright.methods.offload_activations import ActivationOffload
+from meshwright.optim.offload_storage import DirectCopies
 
 
 class Logged(DirectCopies):

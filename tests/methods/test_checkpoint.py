@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshwright as mw
 from meshwright.methods import Checkpoint, Job
 from meshwright.nn import without_caches
-from meshwright.planner.prediction import Pass
-from meshwright.planner.saved import record_saved
+from meshwright.planner.trace.fake_pass import Pass
+from meshwright.planner.trace.live_tensors import record_saved
 from tests import tiny
 
 

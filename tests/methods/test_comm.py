@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
+from meshwright.comm.compression import Packing, gathered_messages, reduced_row, route
 from meshwright.cost import Encoding
-from meshwright.distributed.packing import Packing
-from meshwright.distributed.two_level import gathered_messages, reduced_row, route
 from meshwright.errors import StrategyError
 from meshwright.store import CheckpointStore, TrainingState
 from meshwright.strategy import Strategy

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import meshwright as mw
-from meshwright.methods.context.attention import ContextRanks
-from meshwright.methods.context.visible import causal_table, mask_table, view_of
-from meshwright.methods.sequence.order import TokenOrder
+from meshwright.methods.tokens.attention_calls import TokenOrder
+from meshwright.methods.tokens.context_parallel import ContextRanks
+from meshwright.methods.tokens.ring_attention import causal_table, mask_table, view_of
 
 RANKS, TOKENS, FEATURES = 3, 12, 5
 CAUSAL = torch.ones(TOKENS, TOKENS).tril().bool()

@@ -9,8 +9,7 @@ from meshwright.methods import resolve
 from tests import tiny
 from tests.methods import pipeline_runs, split_runs
 from tests.methods.test_pipeline_parallel import check_predictions
-from tests.methods.test_pipeline_parity import run as check_pipeline
-from tests.methods.test_pipeline_parity import scheduled
+from tests.methods.test_pipeline_parity import run as check_pipeline, scheduled
 from tests.methods.test_sequence_parallel import Block, Net, check_parity, net, reference
 
 UNBALANCED = ("context_parallel", {"balance": False})

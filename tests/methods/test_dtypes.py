@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.methods.dtypes import half_dtype
+from meshwright.methods.base import half_dtype
 
 
 @pytest.mark.parametrize(

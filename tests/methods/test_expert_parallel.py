@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.methods.expert.layers import expert_layers
-from meshwright.methods.expert.proof import prove
+from meshwright.methods.expert.divided_experts import prove
+from meshwright.methods.expert.expert_layers import expert_layers
 from tests.methods import expert_runs
 from tests.methods.test_parity import check_weights
 

@@ -371,7 +371,7 @@ def test_peaks_in_8_bits():
 
 
 def test_a_missing_library_is_named(monkeypatch):
-    from meshwright.methods.float8 import torchao_layers
+    from meshwright.methods import fp8_torchao as torchao_layers
 
     def absent(name):
         raise ModuleNotFoundError(f"No module named {name!r}")

@@ -10,9 +10,9 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.methods import ModuleReplace, register_replace_pair, replacement_of
-from meshwright.methods.replace import liger
-from meshwright.methods.replace.norms import proven_forward
-from meshwright.methods.replace.pairs import _PAIRS
+from meshwright.methods.replace import fused_layers as liger
+from meshwright.methods.replace.fused_layers import proven_forward
+from meshwright.methods.replace.user_pairs import _PAIRS
 from meshwright.strategy import Strategy
 from tests import tiny
 from tests.methods import split_runs
@@ -250,7 +250,7 @@ def test_a_pair_that_cannot_be_made_names_both_classes(pair):
 
 
 def test_pairs_are_registered_as_in_atorch_and_gated_by_dtype(pair):
-    from meshwright.atorch import register_replace_pair as as_atorch
+    from meshwright.compat.atorch import register_replace_pair as as_atorch
 
     assert as_atorch is register_replace_pair
     as_atorch("my_optimized_module", supported_dtypes={torch.float16, "bf16"}, pair_cls=(Old, Constructed))

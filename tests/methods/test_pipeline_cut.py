@@ -11,9 +11,8 @@ import torch
 from meshwright import ModelError, Strategy, StrategyError
 from meshwright.cost import memory
 from meshwright.methods import PipelineParallel
-from meshwright.methods.pipeline import parts
-from meshwright.methods.pipeline.balance import Balancer, balanced_bounds
-from meshwright.methods.pipeline.parts import Elsewhere
+from meshwright.methods.pipeline import splice as parts
+from meshwright.methods.pipeline.outer_parameters import trace_blocks
 from meshwright.methods.pipeline.schedules import (
     SCHEDULES,
     actions,
@@ -23,9 +22,10 @@ from meshwright.methods.pipeline.schedules import (
     most_in_flight,
     stage_ranks,
 )
-from meshwright.methods.pipeline.trace import trace_blocks
+from meshwright.methods.pipeline.splice import Elsewhere
+from meshwright.methods.pipeline.stage_cut import Balancer, balanced_bounds
 from meshwright.planner import Workload
-from meshwright.planner.stages import CandidateStages
+from meshwright.planner.pipeline_cuts import CandidateStages
 from tests import tiny
 
 

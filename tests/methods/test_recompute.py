@@ -12,8 +12,8 @@ from meshwright.cost import Step, memory
 from meshwright.errors import StrategyError
 from meshwright.methods import Checkpoint
 from meshwright.planner import Workload
-from meshwright.planner.prediction import Pass
-from meshwright.planner.saved import record_saved
+from meshwright.planner.trace.fake_pass import Pass
+from meshwright.planner.trace.live_tensors import record_saved
 from meshwright.strategy import Strategy
 from tests import tiny
 from tests.counted_flops import UNKNOWN

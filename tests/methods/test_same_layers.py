@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.methods.zero import same_layers
+from meshwright.methods import zero as same_layers
 from tests.hosts import host_memory
 
 ALL = (0, 1, 2, 3)

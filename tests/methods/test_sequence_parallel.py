@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshwright as mw
-from meshwright.methods.sequence.tokens import tokens_dim
+from meshwright.methods.tokens.token_split import tokens_dim
 from tests import tiny
 from tests.methods import split_runs
 from tests.methods.test_parity import check_weights

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.booster import Booster, HybridParallelPlugin
-from tests.booster.test_tensor_parallel import STEPS, build, train
+from meshwright.compat.colossalai import Booster, HybridParallelPlugin
+from tests.compat.colossalai.test_tensor_parallel import STEPS, build, train
 
 EVERY = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 

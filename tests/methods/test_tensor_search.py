@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshwright as mw
 from meshwright.methods import SampleRun, TensorParallel
-from meshwright.methods.tensor.vocabulary import vocabulary_entries
+from meshwright.methods.tensor.split_checks import vocabulary_entries
 from tests.methods.split_runs import build
 
 WIDTH, TOKENS = 16, 6

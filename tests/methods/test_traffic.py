@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshwright as mw
-from meshwright import batch_mean
 from meshwright.nn.host_exchange import HostGathers, HostReductions
+from meshwright.training import accelerated as batch_mean
 from tests import tiny
 
 KINDS = {

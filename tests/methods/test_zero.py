@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 import meshwright as mw
 from meshwright.cost import memory
 from meshwright.methods import Fsdp
-from meshwright.methods.zero.units import choose_units, units_of
+from meshwright.methods.zero_config import choose_units, units_of
 from meshwright.planner import measured_state
 from tests import tiny
 

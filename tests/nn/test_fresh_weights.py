@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from tests.nn.seed_models import DIM
+from tests.compat.bmtrain.seed_models import DIM
 
 BATCHES = torch.randn(10, 4, DIM, generator=torch.Generator().manual_seed(3))
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 import meshwright as mw
-from meshwright.nn.fsdp_exchange import _Gather, _Reduce, is_mean
-from meshwright.nn.host_exchange import HostExchange, HostGathers, HostReductions
+from meshwright.nn.host_exchange import HostExchange, HostGathers, HostReductions, _Gather, _Reduce, is_mean
 from tests.hosts import host_memory
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.nn import half_linear
-from meshwright.nn.half_attention import WideAttention, _Widened, attends_wide, carried, with_wide_attention
+from meshwright.nn import bf16_on_cpu as half_linear
+from meshwright.nn.bf16_on_cpu import WideAttention, _WidenedAttention, attends_wide, carried, with_wide_attention
 
 pytestmark = pytest.mark.skipif(not attends_wide(torch.device("cpu")), reason="for x86")
 CAUSAL = torch.ones(24, 24).tril().bool()
@@ -65,7 +65,7 @@ def test_only_bf16_is_kept():
 
 
 def test_what_is_not_bf16_or_not_the_kernels_is_torchs(monkeypatch, has_bf16):
-    monkeypatch.setattr(_Widened, "apply", None)
+    monkeypatch.setattr(_WidenedAttention, "apply", None)
     query, key, value = (each.transpose(1, 2) for each in given(2, 24, 4, 16, dtype=torch.bfloat16))
     few = key[:, :2]
     with WideAttention():
@@ -91,8 +91,8 @@ class Recomputed(nn.Module):
 
 
 def test_what_runs_again_runs_alike(monkeypatch):
-    calls, apply = [], _Widened.apply
-    monkeypatch.setattr(_Widened, "apply", lambda *args: calls.append(1) or apply(*args))
+    calls, apply = [], _WidenedAttention.apply
+    monkeypatch.setattr(_WidenedAttention, "apply", lambda *args: calls.append(1) or apply(*args))
     model, (x, *_) = Recomputed(), given(2, 24, 3, 16)
     with torch.autocast("cpu", torch.bfloat16):
         loss = with_wide_attention(model, x).float().square().sum()

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.nn import half_linear
-from meshwright.nn.half_linear import has_bf16_products, widen_products
+from meshwright.nn import bf16_on_cpu as half_linear
+from meshwright.nn.bf16_on_cpu import has_bf16_products, widen_products
 
 CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def test_what_is_left_alone(monkeypatch):
     net = nn.Sequential(Own(64, 64), nn.Linear(64, 64))
     assert widen_products(net, torch.device("cuda")) == 0
     assert widen_products(net, CPU) == 1
-    monkeypatch.setattr(half_linear._Widened, "apply", None)  # would fail if it was called
+    monkeypatch.setattr(half_linear._WidenedLinear, "apply", None)  # would fail if it was called
     with torch.autocast("cpu", torch.bfloat16):
         net(torch.randn(2, 64))  # few rows
     net(torch.randn(64, 64))  # fp32

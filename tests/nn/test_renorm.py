@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from meshwright import ModelError
-from meshwright.nn import Block, BMTrainModelWrapper, DistributedModule
+from meshwright.compat.bmtrain.block import Block
+from meshwright.compat.bmtrain.distributed_module import DistributedModule
+from meshwright.compat.bmtrain.model_setup import BMTrainModelWrapper
 
 
 class Outermost(DistributedModule):

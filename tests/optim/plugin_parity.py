@@ -4,8 +4,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.booster import Booster
-from meshwright.booster.plugin import (
+from meshwright.compat.colossalai import (
+    Booster,
     GeminiPlugin,
     HybridParallelPlugin,
     LowLevelZeroPlugin,

@@ -3,8 +3,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import ConfigError
+from meshwright.optim import factored as block
 from meshwright.optim.adafactor import Adafactor, DistributedAdaFactor
-from meshwright.optim.sharded import block
 from tests.optim.sharded.layouts import layouts_of, plain, relative_differences, start_values, trained
 
 OPTIONS = {

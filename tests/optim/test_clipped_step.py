@@ -6,7 +6,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 
 import meshwright as mw
 from meshwright.optim import GuardedOptimizer, LossScaler, MasterWeights, clipped_step
-from meshwright.optim.wrapped import call_around
+from meshwright.optim.guarded_step import call_around
 
 LARGE, SMALL = 0.3, 1e3
 

@@ -5,7 +5,7 @@ import torch
 
 from meshwright import ConfigError
 from meshwright.optim import Lamb
-from meshwright.optim.closures import check_steps_alone
+from meshwright.optim.dtensors import check_steps_alone
 
 
 def test_only_optimizers_that_need_a_closure_are_refused():

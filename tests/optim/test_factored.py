@@ -2,11 +2,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.optim import Lamb
+from meshwright.optim import Lamb, factored as block
 from meshwright.optim.adafactor import Adafactor
 from meshwright.optim.came import CAME
-from meshwright.optim.factored import BlockedSquares, FactoredMoment, kept_means
-from meshwright.optim.sharded import Blocks, Layout, block
+from meshwright.optim.factored import BlockedSquares, Blocks, FactoredMoment, kept_means
+from meshwright.optim.sharded import Layout
 from tests.optim.sharded.layouts import layouts_of, start_values
 
 SHAPES = [(5, 7), (2, 5, 7)]

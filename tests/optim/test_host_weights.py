@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshwright.optim import HostWeights
-from meshwright.optim.offload.copies import DirectCopies
+from meshwright.optim.offload_storage import DirectCopies
 
 
 class Queued(DirectCopies):

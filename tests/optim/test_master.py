@@ -97,7 +97,7 @@ def test_what_was_not_written_to_keeps_its_fp32_bits():
 def test_steps_alone_are_no_changes(monkeypatch):
     model, _, optim = halved()
     taken = []
-    monkeypatch.setattr("meshwright.optim.master.take_over", lambda *pair: taken.append(pair))
+    monkeypatch.setattr("meshwright.optim.mixed_precision.take_over", lambda *pair: taken.append(pair))
     for _ in range(2):
         model(torch.ones(1, 3, dtype=torch.bfloat16)).sum().backward()
         optim.step()

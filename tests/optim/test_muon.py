@@ -6,8 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from meshwright.errors import ConfigError, ModelError
-from meshwright.optim.muon import Muon, muon_param_groups
-from meshwright.optim.muon.newton_schulz import orthogonalised
+from meshwright.optim.muon import Muon, muon_param_groups, orthogonalised
 from tests.optim.helpers import give_gradients, net, whole
 from tests.optim.sharded.collectives import Collectives
 from tests.optim.sharded.layouts import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright import optim
-from meshwright.nn import optimizer as colossalai
+from meshwright.compat import colossalai
 
 MODULES = {
     "distributed_lamb": ["DistributedLamb"],

@@ -11,7 +11,7 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.optim import Disk, GuardedOptimizer, HostWeights, Lamb, copies_for
-from meshwright.optim.offload.disk import DiskFile
+from meshwright.optim.offload_storage import DiskFile
 from tests import tiny
 
 

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from meshwright.cost import find_cluster
-from meshwright.planner import FamilyWorkload, default_space, parse_family, search
-from meshwright.planner.search import choices
+from meshwright.planner import FamilyWorkload, default_space, parse_family
+from meshwright.planner.search import choices, search
 
 FOLDER = Path(__file__).parent / "replay"
 _NO_TOKENS = {"sequence": (1,), "context": (1,)}

@@ -3,13 +3,13 @@ import dataclasses
 import pytest
 
 from meshwright.cost import memory, peak
-from meshwright.cost.liveness import moments
+from meshwright.cost.peak_memory import moments
 from meshwright.errors import ModelError
 from meshwright.methods import cost_of
-from meshwright.planner.families import family_step
 from meshwright.planner.family_ops import ATTENTION, BLOCK, PER_OP, FamilyRun, block_saved
-from meshwright.planner.family_shape import Shape
-from meshwright.planner.recompute import fit_budget
+from meshwright.planner.family_steps import family_step
+from meshwright.planner.memory_budget import fit_budget
+from meshwright.planner.model_shapes import Shape
 from meshwright.strategy import Strategy
 
 LLAMA = Shape("llama", 32, 4096, 32, 128256, 8192, kv_heads=8, ffn=14336)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshwright as mw
-from meshwright.cost.liveness import moments
+from meshwright.cost.peak_memory import moments
 from tests.live_bytes import LiveBytes
 
 HIDDEN, BLOCKS, SEQ, SAMPLES = 32, 6, 64, 2

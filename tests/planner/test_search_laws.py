@@ -4,12 +4,12 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from meshwright.cost import Link, find_cluster, make_cluster
 from meshwright.errors import StrategyError
-from meshwright.planner import FamilyWorkload, Shape, default_space, search
+from meshwright.planner import FamilyWorkload, Shape, default_space
+from meshwright.planner.search import search
 from meshwright.strategy import Strategy
 
 SHAPES = st.builds(

@@ -4,14 +4,13 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from meshwright.cost import find_device, make_cluster, peak, simulate, timeline
 from meshwright.methods import cost_of
-from meshwright.planner.families import family_step
 from meshwright.planner.family_ops import BLOCK, FamilyRun
-from meshwright.planner.family_shape import Shape
+from meshwright.planner.family_steps import family_step
+from meshwright.planner.model_shapes import Shape
 from meshwright.strategy import Strategy
 
 SHAPES = st.builds(

@@ -4,20 +4,19 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import meshwright as mw
 from meshwright.cost import find_cluster
 from meshwright.errors import MeshwrightError
+from meshwright.planner import ModuleModel
+from meshwright.planner.planned_models import token_batch
 from meshwright.planner.search import default_space, read_wishes
 from meshwright.planner.search.bounds import Bounds
-from meshwright.planner.search.candidates import Candidates
 from meshwright.planner.search.constraints import constrained
-from meshwright.planner.search.objective import rank_of_plan
-from meshwright.planning import ModuleModel
-from meshwright.planning.models import token_batch
+from meshwright.planner.search.search_space import Candidates
+from meshwright.planner.search.search_state import rank_of_plan
 
 FAMILIES = (
     "gpt:layers=4,hidden=256,heads=4,vocab=1000,seq=128",

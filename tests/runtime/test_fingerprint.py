@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from meshwright.runtime import bit_sum, bit_sums, difference_between_ranks, outvoted, rank
 

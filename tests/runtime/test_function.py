@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.runtime.function import EarlierFunction, Function
+from meshwright.runtime.autograd_function import EarlierFunction, Function
 
 FORWARDS = {
     "new": lambda x: x * 2,

@@ -5,7 +5,7 @@ import torch
 
 import meshwright.runtime as runtime
 from meshwright.errors import ConfigError, LaunchError
-from tests.nn.tensor_models import tensor_groups
+from tests.compat.bmtrain.tensor_models import tensor_groups
 
 
 def _grid_with_stages():

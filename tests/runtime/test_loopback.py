@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from meshwright.runtime.loopback import LoopbackRendezvous
+from meshwright.runtime.launch import LoopbackRendezvous
 
 LISTENING = "0A"
 

@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 
 from meshwright.errors import LaunchError
-from meshwright.runtime.loopback import loopback_store
-from meshwright.runtime.meeting import launchers_store, meet
+from meshwright.runtime.launch import loopback_store
+from meshwright.runtime.rendezvous import launchers_store, meet
 
 LIMIT = timedelta(seconds=20)
 

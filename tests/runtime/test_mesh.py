@@ -1,8 +1,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from meshwright import StrategyError
 from meshwright.runtime import AXES, axis_groups, build_mesh, coordinate_of, fit_axes, rank, rank_grid

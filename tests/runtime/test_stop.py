@@ -8,7 +8,7 @@ import threading
 import time
 from unittest import mock
 
-from meshwright.runtime import StopSignals, rank, stop
+from meshwright.runtime import StopSignals, rank, stop_signals as stop
 
 
 def _asked(number):

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from meshwright.runtime.tasks import told_separate_tasks
+from meshwright.runtime.rendezvous import told_separate_tasks
 
 SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"}
 

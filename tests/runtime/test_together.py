@@ -10,7 +10,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from meshwright.errors import LaunchError
-from meshwright.runtime import come_together, rank, together
+from meshwright.runtime import agreement as together, come_together, rank
 
 
 def _late():

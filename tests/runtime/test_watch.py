@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import ConfigError
-from meshwright.runtime import rank
-from meshwright.runtime.watch import Report, Watch, slow_ranks, verdict, watch
+from meshwright.runtime import rank, watch
+from meshwright.runtime.watch import Report, Watch, slow_ranks, verdict
 
 LIMIT_S = 0.5
 

@@ -18,7 +18,7 @@ import torch
 
 import meshwright as bmt
 from tests.cli.helpers import ROOT, environment
-from tests.nn.tensor_models import tensor_groups
+from tests.compat.bmtrain.tensor_models import tensor_groups
 from tests.pool import free_port
 from tests.seeds.supplied import DIM, DistributedTransformerBlock, PlainTransformerBlock
 

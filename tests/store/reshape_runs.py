@@ -19,10 +19,9 @@ from meshwright.errors import MeshwrightError
 from meshwright.nn.fp8 import is_scaling_state
 from meshwright.optim import CAME, AdamW8bit, GaLoreAdamW, Lamb, Muon, get_galore_param_groups, muon_param_groups
 from meshwright.store import CheckpointStore, TrainingState
-from meshwright.store.choice import TENSORS, verify
-from meshwright.store.plain import dtype_named
-from meshwright.store.record import Record
-from meshwright.store.shards import load_shards
+from meshwright.store.entries import dtype_named
+from meshwright.store.manifest import TENSORS, Record, verify
+from meshwright.store.tensor_files import load_shards
 from tests import tiny
 from tests.methods.pair_runs import DIM, VOCAB, Experts, RmsNorm
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from meshwright.errors import CheckpointError
-from meshwright.runtime import background, rank
-from meshwright.store import CheckpointStore, checkpoints, place, writer
+from meshwright.runtime import processes as background, rank
+from meshwright.store import CheckpointStore, checkpoints, checkpoints as place, tensor_files as writer
 from tests.store.runs import build, load_and_go_on, same_everywhere, train
 
 

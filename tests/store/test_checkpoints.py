@@ -15,7 +15,7 @@ import torch
 
 from meshwright import runtime
 from meshwright.errors import CheckpointError, ConfigError, LaunchError
-from meshwright.store import CheckpointStore, TrainingState, place
+from meshwright.store import CheckpointStore, TrainingState, checkpoints as place
 from tests.store.runs import build, same_everywhere, train
 
 

@@ -53,7 +53,7 @@ def test_random_damage_is_found(copy, seed):
 
 
 def test_every_byte_of_the_manifest_counts(copy):
-    from meshwright.store.choice import verify as _verify
+    from meshwright.store.manifest import verify as _verify
 
     manifest = copy / "manifest.json"
     content = manifest.read_bytes()

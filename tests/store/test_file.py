@@ -13,9 +13,9 @@ from torch import nn
 
 import meshwright as bmt
 from meshwright import CheckpointError, runtime
-from meshwright.store import file_format, save_folder, save_optimizer, writer
+from meshwright.store import save_folder, save_optimizer, tensor_files as file_format, tensor_files as writer
 from tests import tiny
-from tests.nn.seed_models import FORMS, build, full, weights
+from tests.compat.bmtrain.seed_models import FORMS, build, full, weights
 
 SUFFIXES = [".pt", ".safetensors"]
 

@@ -10,7 +10,7 @@ import meshwright as mw
 from meshwright.data import GlobalOrder
 from meshwright.errors import CheckpointError
 from meshwright.optim import AdamOptimizer, AdamW8bit, GaLoreAdamW, get_galore_param_groups, inner_optimizer
-from meshwright.optim.clip import local_tensor
+from meshwright.optim.dtensors import local_tensor
 from meshwright.store import CheckpointStore, TrainingState
 
 BATCH, SAMPLES, STOP, MORE = 12, 60, 4, 6

@@ -4,11 +4,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from meshwright.errors import CheckpointError
-from meshwright.store.plain import from_plain, to_plain
+from meshwright.store.entries import from_plain, to_plain
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
 keys = st.integers() | st.text() | st.tuples(st.integers(), st.text())

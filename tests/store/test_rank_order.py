@@ -8,8 +8,7 @@ import meshwright as mw
 from meshwright.methods import Job
 from meshwright.nn import RankOrder, keep_rank_order
 from meshwright.optim import Muon
-from meshwright.store.entries import model_entries
-from meshwright.store.rank_order import check_orders, in_model_order, to_rank_order_
+from meshwright.store.entries import check_orders, in_model_order, model_entries, to_rank_order_
 
 ORDER = RankOrder(dim=0, parts=(4, 4, 4), ranks=2)
 

@@ -9,7 +9,7 @@ import meshwright as mw
 from meshwright import runtime
 from meshwright.errors import CheckpointError
 from meshwright.optim import BMUF, DiLoCo, GuardedOptimizer, LossScaler, MasterWeights, SlowMo, StreamingDiLoCo
-from meshwright.optim.clip import local_tensor
+from meshwright.optim.dtensors import local_tensor
 from meshwright.store import CheckpointStore, TrainingState, load_optimizer, save_optimizer
 from tests.optim.outer import simulation as sim
 

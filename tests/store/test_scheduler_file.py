@@ -5,7 +5,7 @@ import copy
 import torch
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR
 
-from meshwright.lr_scheduler import Cosine
+from meshwright.compat.bmtrain.lr_schedules import Cosine
 from meshwright.store.scheduler_file import restore_scheduler
 
 SCHEDULES = {

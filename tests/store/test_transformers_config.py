@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.store.transformers_config import write_config
+from meshwright.store.folder import write_config
 from tests import tiny
 
 

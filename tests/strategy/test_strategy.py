@@ -3,12 +3,11 @@ import json
 import pickle
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import meshwright as mw
 from meshwright import Strategy, StrategyError
-from meshwright.strategy import METHOD_CONFIGS
+from meshwright.strategy.method_config import METHOD_CONFIGS
 
 NAMES = st.lists(st.sampled_from(["Block", "models", "GPT2Attention", "x_1", "<locals>"]), min_size=1, max_size=3).map(
     ".".join

@@ -1,5 +1,5 @@
 """Doors for people: the commands of ``meshwright``."""
 
-from meshwright.cli.app import app, main
+from meshwright.cli.commands import app, main
 
 __all__ = ["app", "main"]

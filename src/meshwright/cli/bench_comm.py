@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from meshwright.benchmark import benchmark_table
-from meshwright.cli.files import check_writable, write_whole
-from meshwright.distributed import Measurement, benchmark_collectives, benchmark_sizes
-from meshwright.distributed.benchmark import check_benchmark, check_num_ranks, default_max_bytes
-from meshwright.distributed.members import members_of
+from meshwright.cli.run_files import check_writable, write_whole
+from meshwright.comm import Measurement, benchmark_collectives, benchmark_sizes
+from meshwright.comm.bandwidth import benchmark_table, check_benchmark, check_num_ranks, default_max_bytes
+from meshwright.comm.transport import members_of
 from meshwright.errors import ConfigError, did_you_mean
 from meshwright.runtime import init_distributed, rank, same_on_every_rank, settings, shutdown_distributed
-from meshwright.utils.terminal import PlainConsole
+from meshwright.runtime.terminal import PlainConsole
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DEVICES = ("auto", "cpu")

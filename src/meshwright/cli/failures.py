@@ -16,7 +16,7 @@ from rich.text import Text
 
 from meshwright.errors import MeshwrightError, printable
 from meshwright.runtime import rank, synchronize, world_size
-from meshwright.utils.terminal import PlainConsole
+from meshwright.runtime.terminal import PlainConsole
 
 INTERRUPTED = 130  # after Ctrl-C, as shells have it
 # What gloo and NCCL say on the ranks that did not fail.

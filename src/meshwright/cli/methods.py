@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.methods import Method, Rule, known_methods, rules
-from meshwright.methods.law import SHARD_AXES
-from meshwright.strategy import METHOD_CONFIGS
-from meshwright.utils.terminal import PlainConsole
+from meshwright.methods.base import SHARD_AXES
+from meshwright.runtime.terminal import PlainConsole
+from meshwright.strategy.method_config import METHOD_CONFIGS
 
 _WIDE = 120
 """Columns from which on a table with a column for each part of the law can be read."""

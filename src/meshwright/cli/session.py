@@ -1,4 +1,4 @@
-"""Everything a rank holds while it trains, built or resumed."""
+"""Build or resume everything a rank holds while it trains."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.accelerated import Accelerated
-from meshwright.auto import accelerate
-from meshwright.cli.adapters import adapters_of
-from meshwright.cli.request import Options, Prepared, prepare, unless_said
-from meshwright.cli.run_dir import (
+from meshwright.cli.run_files import (
     ADAPTERS,
     CHECKPOINTS,
     CONFIG,
@@ -25,10 +22,11 @@ from meshwright.cli.run_dir import (
     begun_run_dir,
     default_run_dir,
     is_restart,
-    write_text,
+    write_document,
 )
-from meshwright.cli.samples import Loaded
-from meshwright.cost.device import half_peak_flops_per_s
+from meshwright.cli.train_data import Loaded
+from meshwright.cli.train_options import Options, Prepared, prepare, unless_said
+from meshwright.cost.device_specs import half_peak_flops_per_s
 from meshwright.data import GlobalOrder, RepeatedStream
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError
 from meshwright.lr_scheduler import warmup_decay
@@ -47,8 +45,11 @@ from meshwright.runtime import (
 )
 from meshwright.runtime.launch import launch_id
 from meshwright.store import CheckpointStore, TrainingState
-from meshwright.store.entries import unwrapped
+from meshwright.store.entries import model_entries, unwrapped
+from meshwright.store.folder import adapter_names
 from meshwright.strategy import Strategy
+from meshwright.training.accelerate import accelerate
+from meshwright.training.accelerated import Accelerated
 
 # Values that decide what comes next in the data or in the schedule: a change of them is said aloud on resuming.
 _TOLD_ON_RESUME = ("data", "optimizer", "run.seed", "run.batch_size", "run.steps")
@@ -244,12 +245,12 @@ def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accele
                 "launch": launch_id(),
                 **prepared.config.model_dump(),
             }
-            write_text(run_dir / CONFIG, json.dumps(config, indent=2) + "\n")
-            write_text(run_dir / STRATEGY, accelerated.strategy.to_json() + "\n")
+            write_document(run_dir / CONFIG, json.dumps(config, indent=2) + "\n")
+            write_document(run_dir / STRATEGY, accelerated.strategy.to_json() + "\n")
             if adapters is not None:
-                write_text(run_dir / ADAPTERS, adapters)
+                write_document(run_dir / ADAPTERS, adapters)
             elif (model_config := _transformers_config(accelerated.model)) is not None:
-                write_text(run_dir / MODEL_CONFIG, model_config)
+                write_document(run_dir / MODEL_CONFIG, model_config)
 
 
 def _transformers_config(model: nn.Module) -> str | None:
@@ -273,3 +274,33 @@ def _peak_flops_per_s(device: torch.device) -> float | None:
         own = measured_flops_per_s(device)
     every = gather_objects(own)
     return None if None in every else sum(every)
+
+
+# --- A run that trains adapters of peft: what its directory says of them, for ``meshwright checkpoint export``.
+
+_ADAPTER = "default"  # what peft calls it where nobody does
+
+
+def adapters_of(model: nn.Module) -> str | None:
+    """A document of a model's adapters, or None where it has none; collective, for ranks may hold different parts.
+
+    Returns:
+        JSON: ``config``, peft's own, and ``names``: those in peft's files to those in checkpoints.
+    """
+    peft = sys.modules.get("peft")  # a model of a library that nobody has imported is not there
+    with same_on_every_rank():
+        entries = model_entries(model)
+        is_adapted = peft is not None and isinstance(entries.module, peft.PeftModel)
+        own = adapter_names(entries.module, dict(entries.tensors)) if is_adapted else {}
+    if not is_adapted:
+        return None
+    names: dict[str, str] = {}
+    for part in gather_objects(own):
+        names |= part
+    adapted: Any = entries.module
+    config = adapted.peft_config[_ADAPTER].to_dict()
+    return json.dumps({"config": config, "names": names}, indent=2, sort_keys=True, default=_plain) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)

@@ -2,195 +2,97 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.on_demand import on_demand
+from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from meshwright.cost.activations import (
-        Activations,
-        BackwardAt,
-        BlockSaves,
-        Recomputed,
-        SavedTensor,
-        TracedModule,
-        Work,
+        Activations as Activations,
+        BackwardAt as BackwardAt,
+        BlockSaves as BlockSaves,
+        Instant as Instant,
+        Placed as Placed,
+        Recomputed as Recomputed,
+        SavedTensor as SavedTensor,
+        TracedModule as TracedModule,
+        Transient as Transient,
+        Work as Work,
+        outermost_instants as outermost_instants,
     )
-    from meshwright.cost.cluster import Cluster, Link, make_cluster
-    from meshwright.cost.cluster_file import find_cluster, read_cluster, write_cluster
-    from meshwright.cost.copies import copies
-    from meshwright.cost.device import DEVICES, Device, find_device
-    from meshwright.cost.efficiency import (
-        Calibration,
-        Constants,
-        Efficiency,
-        fitted,
-        read_calibration,
-        write_calibration,
+    from meshwright.cost.calibration import (
+        Calibration as Calibration,
+        Constants as Constants,
+        Efficiency as Efficiency,
+        Learned as Learned,
+        fitted as fitted,
+        learned_from as learned_from,
+        read_calibration as read_calibration,
+        write_calibration as write_calibration,
     )
-    from meshwright.cost.events import StepEvent, coalesced, step_events
-    from meshwright.cost.gathering import AVERAGING
-    from meshwright.cost.homes import Home, homes_of, pick_largest
-    from meshwright.cost.kernels import pass_flops
-    from meshwright.cost.learned import Learned, learned_from
-    from meshwright.cost.liveness import Peak, moments, peak
-    from meshwright.cost.memory import (
-        Memory,
-        element_bytes,
-        gathered_itemsize,
-        local_shape,
-        memory,
-        padded_bytes,
-        shape_on,
+    from meshwright.cost.cluster import (
+        Cluster as Cluster,
+        Link as Link,
+        find_cluster as find_cluster,
+        make_cluster as make_cluster,
+        read_cluster as read_cluster,
+        write_cluster as write_cluster,
     )
-    from meshwright.cost.names import names_class
-    from meshwright.cost.owners import balanced_owners
-    from meshwright.cost.placed import Placed
-    from meshwright.cost.rank import seconds_of
-    from meshwright.cost.sharding_traffic import (
-        gather_traffic,
-        gathered_bytes,
-        mean_traffic,
-        reduce_traffic,
-        reduced_bytes,
+    from meshwright.cost.device_specs import DEVICES as DEVICES, Device as Device, find_device as find_device
+    from meshwright.cost.device_time import copies as copies
+    from meshwright.cost.events import StepEvent as StepEvent, coalesced as coalesced, step_events as step_events
+    from meshwright.cost.peak_memory import AVERAGING as AVERAGING, Peak as Peak, moments as moments, peak as peak
+    from meshwright.cost.rank_memory import (
+        Home as Home,
+        Memory as Memory,
+        balanced_owners as balanced_owners,
+        element_bytes as element_bytes,
+        gathered_itemsize as gathered_itemsize,
+        homes_of as homes_of,
+        local_shape as local_shape,
+        memory as memory,
+        padded_bytes as padded_bytes,
+        pick_largest as pick_largest,
+        shape_on as shape_on,
     )
-    from meshwright.cost.simulate import StepTime, simulate, timeline
+    from meshwright.cost.scheduling import Event as Event
     from meshwright.cost.step import (
-        Block,
-        Boundary,
-        BoundaryAxis,
-        Buffer,
-        CollectiveKind,
-        Copy,
-        Hosted,
-        Moment,
-        Op,
-        Parameter,
-        Placement,
-        Scaling,
-        Stages,
-        StateTensor,
-        Step,
-        Traffic,
-        Updating,
+        Average as Average,
+        Block as Block,
+        Boundary as Boundary,
+        BoundaryAxis as BoundaryAxis,
+        Buffer as Buffer,
+        CollectiveKind as CollectiveKind,
+        Copy as Copy,
+        Encoding as Encoding,
+        Hosted as Hosted,
+        Moment as Moment,
+        Op as Op,
+        OuterState as OuterState,
+        Parameter as Parameter,
+        Placement as Placement,
+        Scaling as Scaling,
+        Stages as Stages,
+        StateTensor as StateTensor,
+        Step as Step,
+        Traffic as Traffic,
+        Updating as Updating,
+        Wire as Wire,
+        names_class as names_class,
+        pass_flops as pass_flops,
     )
-    from meshwright.cost.timeline import Event
-    from meshwright.cost.traffic import inline_traffic, send_boundaries
-    from meshwright.cost.transient import Instant, Transient, outermost_instants
-    from meshwright.cost.weight_copies import Average, OuterState
-    from meshwright.cost.wire import Encoding, Wire
+    from meshwright.cost.step_time import (
+        StepTime as StepTime,
+        seconds_of as seconds_of,
+        simulate as simulate,
+        timeline as timeline,
+    )
+    from meshwright.cost.traffic import (
+        gather_traffic as gather_traffic,
+        gathered_bytes as gathered_bytes,
+        inline_traffic as inline_traffic,
+        mean_traffic as mean_traffic,
+        reduce_traffic as reduce_traffic,
+        reduced_bytes as reduced_bytes,
+        send_boundaries as send_boundaries,
+    )
 else:
-    on_demand(
-        __name__,
-        """
-        activations: Activations BackwardAt BlockSaves Recomputed SavedTensor TracedModule Work
-        cluster: Cluster Link make_cluster
-        cluster_file: find_cluster read_cluster write_cluster
-        copies: copies
-        device: DEVICES Device find_device
-        efficiency: Calibration Constants Efficiency fitted read_calibration write_calibration
-        events: StepEvent coalesced step_events
-        gathering: AVERAGING
-        homes: Home homes_of pick_largest
-        kernels: pass_flops
-        learned: Learned learned_from
-        liveness: Peak moments peak
-        memory: Memory element_bytes gathered_itemsize local_shape memory padded_bytes shape_on
-        names: names_class
-        owners: balanced_owners
-        placed: Placed
-        rank: seconds_of
-        sharding_traffic: gather_traffic gathered_bytes mean_traffic reduce_traffic reduced_bytes
-        simulate: StepTime simulate timeline
-        step: Block Boundary BoundaryAxis Buffer CollectiveKind Copy Hosted Moment Op Parameter Placement
-        step: Scaling Stages StateTensor Step Traffic Updating
-        timeline: Event
-        traffic: inline_traffic send_boundaries
-        transient: Instant Transient outermost_instants
-        weight_copies: Average OuterState
-        wire: Encoding Wire
-        """,
-    )
-
-__all__ = [
-    "AVERAGING",
-    "DEVICES",
-    "Activations",
-    "Average",
-    "BackwardAt",
-    "Block",
-    "BlockSaves",
-    "Boundary",
-    "BoundaryAxis",
-    "Buffer",
-    "Calibration",
-    "Cluster",
-    "CollectiveKind",
-    "Constants",
-    "Copy",
-    "Device",
-    "Efficiency",
-    "Encoding",
-    "Event",
-    "Home",
-    "Hosted",
-    "Instant",
-    "Learned",
-    "Link",
-    "Memory",
-    "Moment",
-    "Op",
-    "OuterState",
-    "Parameter",
-    "Peak",
-    "Placed",
-    "Placement",
-    "Recomputed",
-    "SavedTensor",
-    "Scaling",
-    "Stages",
-    "StateTensor",
-    "Step",
-    "StepEvent",
-    "StepTime",
-    "TracedModule",
-    "Traffic",
-    "Transient",
-    "Updating",
-    "Wire",
-    "Work",
-    "balanced_owners",
-    "coalesced",
-    "copies",
-    "element_bytes",
-    "find_cluster",
-    "find_device",
-    "fitted",
-    "gather_traffic",
-    "gathered_bytes",
-    "gathered_itemsize",
-    "homes_of",
-    "inline_traffic",
-    "learned_from",
-    "local_shape",
-    "make_cluster",
-    "mean_traffic",
-    "memory",
-    "moments",
-    "names_class",
-    "outermost_instants",
-    "padded_bytes",
-    "pass_flops",
-    "peak",
-    "pick_largest",
-    "read_calibration",
-    "read_cluster",
-    "reduce_traffic",
-    "reduced_bytes",
-    "seconds_of",
-    "send_boundaries",
-    "shape_on",
-    "simulate",
-    "step_events",
-    "timeline",
-    "write_calibration",
-    "write_cluster",
-]
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

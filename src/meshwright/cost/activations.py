@@ -1,14 +1,116 @@
-"""What forward keeps for backward on one rank, tensor by tensor, and what recomputation makes of it."""
+"""Activations: what forward saves for backward on one rank, and what recomputation makes of it."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from meshwright.cost.placed import Placed
-from meshwright.cost.transient import Transient
+Placed = tuple[tuple[tuple[int, ...], int], ...]
+"""Amounts, each with the places it belongs to: blocks of the list that a pipeline cuts, by their numbers; -1 is before
+the list, and the number of its blocks is behind it. What belongs to several places is once in a stage with any."""
+
+
+@functools.lru_cache(maxsize=512)
+def sums_of(ranges: tuple[tuple[int, int], ...], num_blocks: int, amounts: Placed) -> tuple[int, ...]:
+    """What of some amounts every stage has, the blocks from ``first`` to ``end`` of a list of ``num_blocks``.
+
+    Kept, as every rank of a pipeline asks for the same.
+
+    The stage of the first block has also what is before the list, that of the last what is behind it.
+    """
+    stages: dict[int, list[int]] = {}
+    for stage, (first, end) in enumerate(ranges):
+        before = (-1,) if first == 0 < end else ()
+        for place in (*before, *range(first, end + 1 if end == num_blocks else end)):
+            stages.setdefault(place, []).append(stage)
+    found = [0] * len(ranges)
+    for places, size in amounts:
+        for stage in {stage for place in places for stage in stages.get(place, ())}:
+            found[stage] += size
+    return tuple(found)
+
+
+# --- What runs for a moment takes beside what is saved: gradients of activations, of weights, results on their way.
+
+
+class Instant(NamedTuple):
+    """What is held at one moment of one place beside what the places up to it have saved, in one micro-batch.
+
+    Args:
+        activations: Bytes that grow with the samples; negative where some of what is saved is free already.
+        weights: Bytes of gradients of parameters that are not complete yet.
+        gradients: Bytes of complete ones of this place.
+    """
+
+    activations: int
+    weights: int
+    gradients: int
+
+
+class Transient(NamedTuple):
+    """Of one place of a model: before its blocks, one of them, or behind them.
+
+    Args:
+        place: See :data:`~meshwright.cost.activations.Placed`.
+        instants: Those that can be the one at which most is held, for some number of samples.
+        gradients: Bytes of the parameters' gradients that its backward completes.
+        forward: Behind the blocks, the same of forward as far as the model goes, without its loss.
+        returned: Bytes made here in forward that nobody saves and the model holds, such as keys and values it returns.
+        left: Of those, what is held in backward, too.
+        remains: Bytes that are not free when its backward has run.
+    """
+
+    place: int
+    instants: tuple[Instant, ...]
+    gradients: int
+    forward: tuple[Instant, ...] = ()
+    returned: int = 0
+    left: int = 0
+    remains: int = 0
+
+    def most(self, *, with_gradients: bool) -> int:
+        """The most beside what is saved.
+
+        Args:
+            with_gradients: Whether complete gradients of this place are held, and not added to others.
+        """
+        return max(m.activations + m.weights + (m.gradients if with_gradients else 0) for m in self.instants)
+
+
+def outermost_instants(every: Iterable[Instant]) -> tuple[Instant, ...]:
+    """Those of many instants at which most is held, for some number of samples, with complete gradients or without."""
+    instants = set(every)
+    kept = {*_hull(instants, lambda m: m.weights + m.gradients), *_hull(instants, lambda m: m.weights)}
+    return tuple(sorted(kept))
+
+
+def _hull(instants: Iterable[Instant], constant: Callable[[Instant], int]) -> list[Instant]:
+    """The upper right part of the convex hull over (what grows with the samples, what does not)."""
+    best: dict[int, Instant] = {}
+    for each in instants:
+        other = best.get(each.activations)
+        if other is None or (constant(each), each) > (constant(other), other):
+            best[each.activations] = each
+    hull: list[Instant] = []
+    for each in (best[size] for size in sorted(best, reverse=True)):  # the most activations first
+        if hull and constant(each) <= constant(hull[-1]):
+            continue
+        while len(hull) > 1 and _is_below(hull[-2], hull[-1], each, constant):
+            hull.pop()
+        hull.append(each)
+    return hull
+
+
+def _is_below(first: Instant, middle: Instant, last: Instant, constant: Callable[[Instant], int]) -> bool:
+    """Whether the middle of three is on or below the line through the others."""
+    run, rise = first.activations - last.activations, constant(last) - constant(first)
+    return (constant(middle) - constant(first)) * run <= rise * (first.activations - middle.activations)
+
+
+# --- What forward keeps for backward on one rank, tensor by tensor, and what recomputation makes of it.
 
 Running = tuple[int, ...]
 """The modules that run at some moment, by their numbers, outermost first; the model itself is left out."""

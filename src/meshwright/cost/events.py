@@ -1,7 +1,6 @@
 """The whole simulated step as events: every rank of a pipeline, every stream, every micro-batch, and what binds.
 
-The same tasks that :func:`~meshwright.cost.simulate.simulate` counts, laid out in time; the last ends when it says.
-"""
+The same tasks that :func:`~meshwright.cost.simulate.simulate` counts, laid out in time; the last ends when it says."""
 
 from __future__ import annotations
 
@@ -11,15 +10,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from meshwright.cost.calibration import Calibration, fitted
 from meshwright.cost.cluster import Cluster
-from meshwright.cost.collectives import Network
-from meshwright.cost.efficiency import Calibration, fitted
-from meshwright.cost.passes import pass_tasks
-from meshwright.cost.pipeline import Action, StageTimes, order, play
-from meshwright.cost.rank import Rank, inline_s, rank_of
-from meshwright.cost.simulate import StepTime, hop_s, last_rounds, once_s, played_s, simulate, stage_times
+from meshwright.cost.scheduling import Action, StageTimes, Task, makespan_s, order, pass_tasks, play, schedule
 from meshwright.cost.step import Step
-from meshwright.cost.timeline import Task, makespan_s, schedule
+from meshwright.cost.step_time import (
+    Rank,
+    StepTime,
+    hop_s,
+    inline_s,
+    last_rounds,
+    once_s,
+    played_s,
+    rank_of,
+    simulate,
+    stage_times,
+)
+from meshwright.cost.traffic import Network
 
 Lane = Literal["compute", "collective", "gather", "reduce", "send", "copy", "update", "host"]
 

@@ -1,24 +1,130 @@
-"""The simulated step: what one training step holds and sends on one rank, as plain immutable data.
-
-Methods change it by replacement (``cost(step) -> step``) in the way their ``apply`` changes the real job. Nothing here
-imports torch; sizes are bytes, counts are numbers, and shapes are those of the whole tensor before data-parallel
-sharding (under ``tensor_parallel``: of one tensor rank's part).
-"""
+"""The simulated step: what one training step holds and sends on one rank, as plain immutable data."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.cost.placed import Placed, sums_of
+from meshwright.cost.activations import Placed, sums_of
+from meshwright.errors import StrategyError
 
 if TYPE_CHECKING:
     from meshwright.cost.activations import Activations
-    from meshwright.cost.weight_copies import Average, OuterState
-    from meshwright.cost.wire import Wire
+
+
+def names_class(reference: str, names: Iterable[str]) -> bool:
+    """Whether ``reference`` (bare ``"Block"`` or qualified ``"package.module.Block"``) names one of ``names``.
+
+    A class defined in a script is ``__main__.Block`` there and ``train.Block`` elsewhere: only its bare name counts.
+
+    Args:
+        reference: What a strategy says.
+        names: Qualified names of a class and of the classes it derives from.
+    """
+    wanted_bare = reference.rsplit(".", 1)[-1]
+    only_bare = "." not in reference or reference.startswith("__main__.")
+    for name in names:
+        if only_bare or name.startswith("__main__."):
+            if name.rsplit(".", 1)[-1] == wanted_bare:
+                return True
+        elif name == reference:
+            return True
+    return False
+
+
+# --- What is kept of the weights beside them, over many steps.
+
+
+@dataclass(frozen=True)
+class OuterState:
+    """What replicas keep to synchronise: tensors in fp32 (fp64 beside fp64) as large as what trains."""
+
+    num_tensors: int  # global weights, and the outer momentum
+    split_axis: str | None = None  # dealt out over this axis, parameter by parameter; None: all on every rank
+    on_host: bool = False  # in host memory, beside a device with memory of its own
+
+
+@dataclass(frozen=True)
+class Average:
+    """A moving average of what trains, sharded as it is, and on the host where its optimizer's copy is."""
+
+    itemsize: int | None = None  # bytes per element; None: as wide as the weights, fp32 at least
+    every: int = 1  # steps from one update to the next
+
+
+# --- What travels in few bits: how many bytes stand for so many numbers, and which way they go between nodes.
+
+Kind = Literal["int8", "int4", "fp8"]
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Numbers in 8 or 4 bits; every block of them shares a scale."""
+
+    kind: Kind
+    block_size: int  # elements that share a scale
+    scale_bytes: int = 4  # 4: fp32, 2: bf16
+
+    def num_bytes(self, numel: int) -> int:
+        """Bytes of so many neighbouring elements of one tensor, the last block shorter."""
+        codes = -(-numel // 2) if self.kind == "int4" else numel
+        return codes + -(-numel // self.block_size) * self.scale_bytes
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How weights and gradients travel; None: as they are."""
+
+    gather: Encoding | None = None
+    reduce: Encoding | None = None
+    min_numel: int = 0  # tensors of fewer elements travel as they are
+    ranks_per_node: int | None = None  # of the job; None: one collective over all nodes
+
+    def num_bytes(self, encoding: Encoding | None, tensor_numel: int, numel: int, itemsize: int) -> int:
+        """Bytes of ``numel`` elements, a part of a floating tensor of ``tensor_numel``."""
+        if encoding is None or tensor_numel < self.min_numel:
+            return numel * itemsize
+        return encoding.num_bytes(numel)
+
+    def neighbours(self, axes: Sequence[tuple[str, int]], axis: str) -> int | None:
+        """How many consecutive ranks along an axis share a node; None where one collective goes over them all.
+
+        Args:
+            axes: ``(name, size)``, innermost first: neighbours along an axis lie as many ranks apart as the axes
+                before it hold.
+            axis: Along which a collective goes.
+
+        Raises:
+            StrategyError: When nodes cut the axis into unequal parts.
+        """
+        size, names = dict(axes).get(axis, 1), [name for name, _ in axes]
+        if self.ranks_per_node is None or size == 1:
+            return None
+        stride = math.prod(each for _, each in axes[: names.index(axis)])
+        if stride % self.ranks_per_node == 0:
+            return None  # every rank on a node of its own
+        found, rest = divmod(self.ranks_per_node, stride)
+        if not rest and found % size == 0:
+            return None  # all on one node
+        if rest or size % found:
+            raise StrategyError(
+                "comm: nodes cut the axis that communicates into unequal parts",
+                expected=f"ranks per node that divide {stride * size}, or are divided by it, in steps of {stride}",
+                got=f"{self.ranks_per_node} ranks per node, {axis}={size}"
+                + (f" over {stride} ranks each" if stride > 1 else ""),
+                fix="change the sizes of the axes, or leave hierarchical out",
+            )
+        return found
+
+
+# --- The simulated step: what one training step holds and sends on one rank, as plain immutable data.
+#
+# Methods change it by replacement (``cost(step) -> step``) in the way their ``apply`` changes the real job. Nothing
+# here imports torch; sizes are bytes, counts are numbers, and shapes are those of the whole tensor before data-parallel
+# sharding (under ``tensor_parallel``: of one tensor rank's part).
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send"]
 Moment = Literal["forward", "backward", "update"]
@@ -294,3 +400,23 @@ class Step:
         for block in self.blocks:
             for parameter in block.parameters:
                 yield block.count, parameter
+
+
+# --- Seconds of one kernel: matrix products, fused attention and kernels bound by memory, forward and backward.
+#
+# A kernel takes the time of its arithmetic plus that of its bytes plus a gap. The sum, rather than the larger of the
+# two (a roofline), is what a tile's prologue and epilogue and the spread between its first and last block cost;
+# products of narrow matrices reach less of the peak for it.
+
+# FlashAttention-2 (Dao 2023, §3.1) recomputes the scores: backward does five products where forward does two.
+ATTENTION_BACKWARD_FLOPS = 2.5
+
+
+def pass_flops(op: Op) -> tuple[int, int]:
+    """Floating-point operations in forward and in backward, recomputation not counted."""
+    forward = op.flops if op.moment != "backward" else 0
+    if op.moment == "forward":
+        return forward, 0
+    if op.kind == "attention":
+        return forward, round(op.flops * ATTENTION_BACKWARD_FLOPS)
+    return forward, op.flops * (1 if op.moment == "backward" else 2)

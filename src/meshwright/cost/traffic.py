@@ -1,10 +1,146 @@
-"""What a strategy sends beside what its blocks compute."""
+"""Collectives of a step: the bytes they carry, and the seconds they take over links of two tiers (alpha-beta)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from meshwright.cost.step import Boundary, CollectiveKind, Moment, Step, Traffic
+from meshwright.cost.calibration import Constants, Efficiency
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.device_time import Machine, backward_s, forward_s
+from meshwright.cost.rank_memory import element_bytes, gathered_itemsize, padded_bytes
+from meshwright.cost.step import Boundary, CollectiveKind, Moment, Parameter, Step, Traffic
+
+if TYPE_CHECKING:
+    from meshwright.cost.step import Encoding
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of one mesh axis as they lie on nodes."""
+
+    size: int
+    in_node: int  # of them in one node
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that it spans."""
+        return math.ceil(self.size / self.in_node)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A cluster's links with what collectives reach of them."""
+
+    cluster: Cluster
+    efficiency: Efficiency
+    constants: Constants
+
+    @property
+    def intra_bytes_per_s(self) -> float:
+        """Per device, inside a node, in one direction."""
+        return self.cluster.intra.bytes_per_s * self.efficiency.intra
+
+    @property
+    def hop_s(self) -> float:
+        """From one node to the next."""
+        return self.cluster.inter.latency_s * self.constants.hop
+
+    @property
+    def inter_bytes_per_s(self) -> float:
+        """Per device, between nodes, in one direction, when all of a node's devices send."""
+        return self.cluster.inter.bytes_per_s * self.efficiency.inter
+
+
+def group_of(
+    axes: tuple[tuple[str, int], ...],
+    names: tuple[str, ...],
+    devices_per_node: int,
+    counted_again: tuple[str, ...] = (),
+) -> Group:
+    """How the ranks along some axes (taken as one) lie on nodes; the first axis is innermost.
+
+    Args:
+        axes: Names and sizes.
+        names: Those taken as one.
+        devices_per_node: In one node.
+        counted_again: Axes whose ranks those behind them have, too.
+    """
+    stride, size, in_node = 1, 1, 1
+    for name, length in axes:
+        if name in names:
+            size *= length
+            in_node *= max(1, min(length, devices_per_node // stride))
+        stride *= 1 if name in counted_again else length
+    return Group(size, max(1, min(in_node, size)))
+
+
+def collective_s(kind: str, num_bytes: float, group: Group, network: Network, calls: int = 1) -> float:
+    """Seconds of ``calls`` collectives that carry ``num_bytes`` together.
+
+    Args:
+        kind: As in ``Traffic``; so is what ``num_bytes`` counts.
+        num_bytes: Payload of the whole tensors; of an all-to-all, what one rank has for all.
+        group: Who takes part. All groups of the axis run at once, so that each has its own devices' share of a node's
+            links and no more.
+        network: The links.
+        calls: Collectives that the bytes are cut into.
+    """
+    if group.size == 1 or num_bytes <= 0:
+        return 0.0
+    overhead = calls * network.constants.call_s
+    overhead += calls * network.constants.reduce_scatter_s if kind == "reduce_scatter" else 0.0
+    num_bytes = num_bytes / network.efficiency.of_collective(kind)  # as if the links were that much slower
+    if kind == "send":
+        link = network.intra_bytes_per_s if group.nodes == 1 else network.inter_bytes_per_s
+        return num_bytes / link + overhead + calls * _hop_s(group, network)
+    if kind == "all_to_all":
+        return _all_to_all_s(num_bytes, group, network) + overhead + calls * _hop_s(group, network)
+    if kind == "broadcast":  # piece by piece from rank to rank: each takes in the whole
+        cards = group.in_node * network.inter_bytes_per_s
+        link = network.intra_bytes_per_s if group.nodes == 1 else min(network.intra_bytes_per_s, cards)
+        return num_bytes / link + overhead + calls * _ring_hops_s(group, network)
+    once = _ring_s(num_bytes, group, network)
+    if kind == "all_reduce":
+        # NCCL takes a tree where the ring's many hops cost more than its bytes.
+        return 2 * once + overhead + 2 * calls * min(_ring_hops_s(group, network), _tree_hops_s(group, network))
+    return once + overhead + calls * _ring_hops_s(group, network)
+
+
+def _ring_s(num_bytes: float, group: Group, network: Network) -> float:
+    """All-gather or reduce-scatter: inside nodes and between them at the same time, the slower one counts."""
+    inside = num_bytes * (group.size - 1) / group.size / network.intra_bytes_per_s if group.in_node > 1 else 0.0
+    if group.nodes == 1:
+        return inside
+    # Every node takes what it lacks through the links of its devices in this group.
+    across = num_bytes * (group.nodes - 1) / group.nodes / (group.in_node * network.inter_bytes_per_s)
+    return max(inside, across)
+
+
+def _all_to_all_s(num_bytes: float, group: Group, network: Network) -> float:
+    one = num_bytes / group.size  # what one rank has for another
+    inside = one * (group.in_node - 1) / network.intra_bytes_per_s
+    across = one * (group.size - group.in_node) / network.inter_bytes_per_s
+    return max(inside, across)
+
+
+def _ring_hops_s(group: Group, network: Network) -> float:
+    inside = (group.size - group.nodes) * network.cluster.intra.latency_s
+    return inside + (group.nodes if group.nodes > 1 else 0) * network.hop_s
+
+
+def _tree_hops_s(group: Group, network: Network) -> float:
+    inside = math.log2(group.in_node) * network.cluster.intra.latency_s if group.in_node > 1 else 0.0
+    return inside + 2 * math.log2(group.nodes) * network.hop_s if group.nodes > 1 else inside
+
+
+def _hop_s(group: Group, network: Network) -> float:
+    return network.cluster.intra.latency_s if group.nodes == 1 else network.hop_s
+
+
+# --- What a strategy sends beside what its blocks compute.
 
 
 def inline_traffic(step: Step, axis: str, boundaries: Iterable[Boundary]) -> list[Traffic]:
@@ -30,3 +166,102 @@ def inline_traffic(step: Step, axis: str, boundaries: Iterable[Boundary]) -> lis
 def send_boundaries(step: Step, axis: str) -> Step:
     """The step with what its boundaries over ``axis`` send in all micro-batches."""
     return step.send(*inline_traffic(step, axis, (each for each in step.boundaries if each.axis == axis)))
+
+
+# --- The collectives of sharding and of data parallelism, in whole numbers or in few bits, over one level or two.
+
+_BUCKET_BYTES = 25 * 2**20  # what DDP reduces at once
+
+
+def gathered_bytes(step: Step, parameter: Parameter) -> int:
+    """Bytes of a parameter in an all-gather over the sharding axis, from equal rows of every rank."""
+    return _bytes(step, parameter, gathered_itemsize(step, parameter), step.wire.gather if step.wire else None)
+
+
+def reduced_bytes(step: Step, parameter: Parameter) -> int:
+    """Bytes of its gradient in a reduction over the sharding axis."""
+    size = element_bytes(parameter, step.reduce_itemsize)
+    return _bytes(step, parameter, size, step.wire.reduce if step.wire else None)
+
+
+def _bytes(step: Step, parameter: Parameter, size: int, encoding: Encoding | None) -> int:
+    if step.wire is None or encoding is None or not parameter.floating:
+        return padded_bytes(step, parameter, size)
+    ranks = step.size(step.shard_axis)
+    return ranks * step.wire.num_bytes(encoding, parameter.numel, padded_bytes(step, parameter, 1) // ranks, size)
+
+
+def gather_traffic(
+    step: Step, axis: str, num_bytes: int, moment: Moment, *, calls: int = 1, each: bool = False
+) -> tuple[Traffic, ...]:
+    """An all-gather of so many bytes; in a hierarchy between nodes first, then within them.
+
+    Args:
+        calls: Collectives that the bytes are cut into.
+        each: Whether each micro-batch sends its part.
+    """
+    around = _between_nodes(step, axis, num_bytes)
+    sizes = (num_bytes,) if around is None else (around, num_bytes)
+    return tuple(Traffic("all_gather", axis, size, moment, calls=max(calls, 1), per_micro_batch=each) for size in sizes)
+
+
+def reduce_traffic(step: Step, axis: str, num_bytes: int, *, calls: int = 1, each: bool = False) -> tuple[Traffic, ...]:
+    """A reduce-scatter of so many bytes; an all-to-all on CPUs and with a wire, in a hierarchy within nodes first."""
+    around = _between_nodes(step, axis, num_bytes)
+    calls = max(calls, 1)
+    if not step.on_cpu and (step.wire is None or (step.wire.reduce is None and around is None)):
+        return (Traffic("reduce_scatter", axis, num_bytes, "backward", calls=calls, per_micro_batch=each),)
+    sizes = (num_bytes,) if around is None else (num_bytes, around)
+    return tuple(Traffic("all_to_all", axis, size, "backward", calls=calls, per_micro_batch=each) for size in sizes)
+
+
+def mean_traffic(step: Step, axis: str, ranks: int) -> tuple[Traffic, ...]:
+    """The mean of all whole gradients but experts' over replicas: an all-reduce; with a wire, its two legs.
+
+    Each gradient is cut into equal pieces, one for every rank; the owner of a piece forms its mean.
+    """
+    meant = [(count, p) for count, p in step.every_parameter() if p.trainable and p.expert is None]
+    trained = [(count, p, element_bytes(p, step.reduce_itemsize)) for count, p in meant]
+    wire = step.wire
+    if wire is None or (wire.reduce is None and wire.neighbours(step.axes, axis) is None):
+        total = sum(count * p.numel * size for count, p, size in trained)
+        return (Traffic("all_reduce", axis, total, "backward", calls=math.ceil(total / _BUCKET_BYTES) or 1),)
+    message = sum(
+        count * wire.num_bytes(wire.reduce, p.numel, math.ceil(p.numel / ranks), size) for count, p, size in trained
+    )
+    return (
+        *reduce_traffic(step, axis, message * ranks),
+        *gather_traffic(step, axis, message * ranks, "backward"),
+    )
+
+
+def _between_nodes(step: Step, axis: str, num_bytes: int) -> int | None:
+    """Bytes of the collective between nodes: one rank of each takes part."""
+    neighbours = step.wire.neighbours(step.axes, axis) if step.wire is not None else None
+    return None if neighbours is None else num_bytes // neighbours
+
+
+# --- Keys and values that the ranks of a context axis pass on while they attend to those they have.
+
+AXIS = "context"
+
+
+def ring_s(step: Step, network: Network, moment: str) -> float:
+    """Seconds of a micro-batch's forward or backward that attention does not hide of what is passed on beside it.
+
+    Args:
+        step: After all ``cost`` twins.
+        network: What carries it, between devices that attend.
+        moment: ``"forward"`` or ``"backward"``.
+    """
+    sent = [each for each in step.traffic if each.moment == moment and each.axis == AXIS and each.kind == "send"]
+    if not sent:
+        return 0.0
+    group = group_of(step.axes, (AXIS,), network.cluster.devices_per_node, step.counted_again)
+    travels = sum(collective_s("send", each.bytes_per_step, group, network, each.calls) for each in sent)
+    cluster = network.cluster
+    machine = Machine(cluster.device, network.efficiency, network.constants, cluster.num_devices)
+    seconds = forward_s if moment == "forward" else backward_s
+    hides = sum(b.count * seconds(op, machine) for b in step.blocks for op in b.ops if op.kind == "attention")
+    waits = sum(each.calls * network.constants.waits_s(step.size(each.axis)) for each in sent)
+    return max(travels / step.num_micro_batches - hides, 0.0) + waits / step.num_micro_batches

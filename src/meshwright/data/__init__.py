@@ -2,45 +2,30 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.on_demand import on_demand
+from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from meshwright.data.cache import Progress, open_tokens, token_cache
-    from meshwright.data.corpus import find_files
-    from meshwright.data.loader import GlobalBatchLoader, global_batch_loader, numbers_that_divide
-    from meshwright.data.order import GlobalOrder, ShardedSampler, ShardedStream
-    from meshwright.data.stream import RepeatedStream
-    from meshwright.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
-    from meshwright.data.tokens import TokenDataset
-else:
-    on_demand(
-        __name__,
-        """
-        cache: Progress open_tokens token_cache
-        corpus: find_files
-        loader: GlobalBatchLoader global_batch_loader numbers_that_divide
-        order: GlobalOrder ShardedSampler ShardedStream
-        stream: RepeatedStream
-        tokenizer: ByteTokenizer JsonTokenizer Tokenizer load_tokenizer
-        tokens: TokenDataset
-        """,
+    from meshwright.data.loader import (
+        GlobalBatchLoader as GlobalBatchLoader,
+        GlobalOrder as GlobalOrder,
+        RepeatedStream as RepeatedStream,
+        ShardedSampler as ShardedSampler,
+        ShardedStream as ShardedStream,
+        global_batch_loader as global_batch_loader,
+        numbers_that_divide as numbers_that_divide,
     )
-
-__all__ = [
-    "ByteTokenizer",
-    "GlobalBatchLoader",
-    "GlobalOrder",
-    "JsonTokenizer",
-    "Progress",
-    "RepeatedStream",
-    "ShardedSampler",
-    "ShardedStream",
-    "TokenDataset",
-    "Tokenizer",
-    "find_files",
-    "global_batch_loader",
-    "load_tokenizer",
-    "numbers_that_divide",
-    "open_tokens",
-    "token_cache",
-]
+    from meshwright.data.token_files import (
+        Progress as Progress,
+        TokenDataset as TokenDataset,
+        find_files as find_files,
+        open_tokens as open_tokens,
+        token_cache as token_cache,
+    )
+    from meshwright.data.tokenizer import (
+        ByteTokenizer as ByteTokenizer,
+        JsonTokenizer as JsonTokenizer,
+        Tokenizer as Tokenizer,
+        load_tokenizer as load_tokenizer,
+    )
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -5,46 +5,26 @@ Seed: BMTrain's inspector.
 
 from typing import TYPE_CHECKING
 
-from meshwright.on_demand import on_demand
+from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from meshwright.inspect.inspector import Inspector, inspect_tensor
-    from meshwright.inspect.model import OUTLINE, inspect_model, keep_name_order
-    from meshwright.inspect.passes import Watched, hand_over_micro_batches
     from meshwright.inspect.recording import (
-        Record,
-        captured,
-        hand_over,
-        hand_over_stages,
-        record_tensor,
-        recording_active,
+        Record as Record,
+        Watched as Watched,
+        captured as captured,
+        hand_over as hand_over,
+        hand_over_micro_batches as hand_over_micro_batches,
+        hand_over_stages as hand_over_stages,
+        record_tensor as record_tensor,
+        recording_active as recording_active,
     )
-    from meshwright.inspect.text import format_summary
+    from meshwright.inspect.summaries import (
+        OUTLINE as OUTLINE,
+        Inspector as Inspector,
+        format_summary as format_summary,
+        inspect_model as inspect_model,
+        inspect_tensor as inspect_tensor,
+        keep_name_order as keep_name_order,
+    )
 else:
-    on_demand(
-        __name__,
-        """
-        inspector: Inspector inspect_tensor
-        model: OUTLINE inspect_model keep_name_order
-        passes: Watched hand_over_micro_batches
-        recording: Record captured hand_over hand_over_stages record_tensor recording_active
-        text: format_summary
-        """,
-    )
-
-__all__ = [
-    "OUTLINE",
-    "Inspector",
-    "Record",
-    "Watched",
-    "captured",
-    "format_summary",
-    "hand_over",
-    "hand_over_micro_batches",
-    "hand_over_stages",
-    "inspect_model",
-    "inspect_tensor",
-    "keep_name_order",
-    "record_tensor",
-    "recording_active",
-]
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,39 +2,26 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.on_demand import on_demand
+from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from meshwright.loss.fused_cross_entropy import FusedCrossEntropy, fused_cross_entropy
-    from meshwright.loss.head_logits import HeadLogits
-    from meshwright.loss.lazy_logits import LazyLogits
-    from meshwright.loss.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
-    from meshwright.loss.next_token import next_token_loss
-    from meshwright.loss.parallel_cross_entropy import Vocabulary, parallel_cross_entropy
-    from meshwright.loss.vocabulary_shards import VocabularyShards
-else:
-    on_demand(
-        __name__,
-        """
-        fused_cross_entropy: FusedCrossEntropy fused_cross_entropy
-        head_logits: HeadLogits
-        lazy_logits: LazyLogits
-        linear_cross_entropy: LinearCrossEntropy linear_cross_entropy
-        next_token: next_token_loss
-        parallel_cross_entropy: Vocabulary parallel_cross_entropy
-        vocabulary_shards: VocabularyShards
-        """,
+    from meshwright.loss.fused import (
+        FusedCrossEntropy as FusedCrossEntropy,
+        fused_cross_entropy as fused_cross_entropy,
+        next_token_loss as next_token_loss,
     )
-
-__all__ = [
-    "FusedCrossEntropy",
-    "HeadLogits",
-    "LazyLogits",
-    "LinearCrossEntropy",
-    "Vocabulary",
-    "VocabularyShards",
-    "fused_cross_entropy",
-    "linear_cross_entropy",
-    "next_token_loss",
-    "parallel_cross_entropy",
-]
+    from meshwright.loss.lazy_logits import (
+        HeadLogits as HeadLogits,
+        LazyLogits as LazyLogits,
+        VocabularyShards as VocabularyShards,
+    )
+    from meshwright.loss.linear_head import (
+        LinearCrossEntropy as LinearCrossEntropy,
+        linear_cross_entropy as linear_cross_entropy,
+    )
+    from meshwright.loss.vocabulary_parallel import (
+        Vocabulary as Vocabulary,
+        parallel_cross_entropy as parallel_cross_entropy,
+    )
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

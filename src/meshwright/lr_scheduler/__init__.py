@@ -1,18 +1,10 @@
 """Learning-rate schedules: BMTrain's and WSD, and the warm-up and decay of the command line; all are torch's kind."""
 
-from meshwright.lr_scheduler.base import WarmupLRScheduler
-from meshwright.lr_scheduler.schedules import WSD, Cosine, Exponential, Linear, Noam, NoDecay
-from meshwright.lr_scheduler.warmup import DECAYS, Decay, warmup_decay
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DECAYS",
-    "WSD",
-    "Cosine",
-    "Decay",
-    "Exponential",
-    "Linear",
-    "NoDecay",
-    "Noam",
-    "WarmupLRScheduler",
-    "warmup_decay",
-]
+from meshwright.runtime.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from meshwright.lr_scheduler.linear_warmup import DECAYS as DECAYS, Decay as Decay, warmup_decay as warmup_decay
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

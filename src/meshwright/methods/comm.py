@@ -1,19 +1,221 @@
-"""``comm``: weights are gathered and gradients reduced in few bits, and between nodes first. After ZeRO++."""
+"""Compress weight gathers and gradient reductions of FSDP2 and DDP (`comm`, after ZeRO++)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import torch
+import torch.distributed as dist
 from pydantic import Field, field_validator
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
+from meshwright.comm.compression import Packing, Route, gathered_messages, reduced_row
+from meshwright.comm.transport import all_gather_flat
 from meshwright.cost import AVERAGING, Encoding, Step, Wire
 from meshwright.errors import StrategyError
-from meshwright.methods.base import Method, Phase
-from meshwright.methods.job import Job
-from meshwright.methods.law import SHARDING, Conflict, Need
-from meshwright.methods.parallel_mode import averaging_axis
+from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase, averaging_axis
+from meshwright.nn import Comm as FsdpComm, is_mean, parameter_groups
 from meshwright.runtime import settings
+
+
+def quantise_units(model: nn.Module, wire: Wire, way: Route) -> None:
+    """Exchanges the collectives of every unit of a sharded model.
+
+    Args:
+        model: Sharded with ``fully_shard`` over the ranks of ``way``.
+        wire: In how many bits weights and gradients travel.
+        way: The ranks that shard, and their nodes.
+    """
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        parameters = [parameter for group in parameter_groups(module) for parameter in group.fsdp_params]
+        floating = all(parameter.sharded_param.is_floating_point() for parameter in parameters)
+        if not parameters or not floating:
+            continue
+        unit = _Unit(parameters, wire, way)
+        if wire.gather is not None or way.nodes is not None:
+            module.set_custom_all_gather(_AllGather(unit))  # type: ignore[arg-type]
+        if wire.reduce is not None or way.nodes is not None:
+            module.set_custom_reduce_scatter(_ReduceScatter(unit))  # type: ignore[arg-type]
+
+
+class _Unit:
+    """The parameters that FSDP2 packs together, and how a rank's part of them travels."""
+
+    def __init__(self, parameters: list[Any], wire: Wire, way: Route) -> None:
+        self._parameters, self._wire, self.way = parameters, wire, way
+        self._warned = False
+
+    def gathered(self, num_elements: int) -> Packing:
+        """A rank's shards, rows that only fill up among them; as they are, they may be packed bytes (fp8)."""
+        if self._wire.gather is None:
+            return Packing((num_elements,), (False,), None)
+        return self._packing(self._parameters, self._wire.gather)
+
+    def reduced(self, num_elements: int) -> Packing:
+        """The gradients that one rank will own; all in whole numbers if they are not those of all that trains."""
+        trained = [each for each in self._parameters if each.sharded_param.requires_grad]
+        packing = self._packing(trained, self._wire.reduce)
+        if sum(packing.sizes) == num_elements:
+            return packing
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "comm: some parameters of a unit took no part in a step, and FSDP2 does not say which; the gradients "
+                "of this unit are not quantised in such steps",
+                stacklevel=2,
+            )
+        return Packing((num_elements,), (False,), None)
+
+    def _packing(self, parameters: list[Any], encoding: Encoding | None) -> Packing:
+        return Packing(
+            tuple(each.padded_sharded_param_size.numel() for each in parameters),
+            tuple(each._orig_size.numel() >= self._wire.min_numel for each in parameters),
+            encoding,
+        )
+
+
+class _AllGather(FsdpComm):
+    """In the place of FSDP2's all-gather."""
+
+    def __init__(self, unit: _Unit) -> None:
+        self._unit = unit
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fills ``output_tensor`` (ranks · elements) with every rank's ``input_tensor`` as all ranks decode it.
+
+        A smaller group gathers what has been decoded before, as it is (``reshard_after_forward`` an integer).
+        """
+        way = self._unit.way
+        if group.size() != way.size:
+            work: dist.Work | None = all_gather_flat(output_tensor, input_tensor, group=group, async_op=async_op)
+            return work
+        packing = self._unit.gathered(input_tensor.numel())
+        messages = gathered_messages(packing.pack(input_tensor.view(1, -1)).view(-1), way)
+        packing.unpack(messages, input_tensor.dtype, output_tensor.view(way.size, -1))
+        return None  # done, in the order of the stream
+
+
+class _ReduceScatter(FsdpComm):
+    """In the place of FSDP2's reduce-scatter."""
+
+    def __init__(self, unit: _Unit) -> None:
+        self._unit = unit
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fills ``output_tensor`` (elements) with the sum or mean of the ranks' rows for this one."""
+        way = self._unit.way
+        rows = input_tensor.view(way.size, -1)
+        total = reduced_row(rows, self._unit.reduced(rows.shape[1]), way)
+        output_tensor.copy_(total / way.size if is_mean(op) else total)
+        return None
+
+
+# --- DDP's averages in few bits, through its communication hook.
+#
+# Every gradient of a bucket is cut into equal pieces, one for every rank. Owners add their pieces up in fp32; the
+# means, quantised once more, go to all, who decode the same bytes.
+
+
+def quantise_averages(model: DistributedDataParallel, wire: Wire, way: Route, device: torch.device) -> None:
+    """Averages the buckets of a model in few bits from now on.
+
+    Args:
+        model: Over the ranks of ``way``.
+        wire: In how many bits gradients travel.
+        way: The ranks that average, and their nodes.
+        device: Where the model is.
+    """
+    if wire.reduce is not None or way.nodes is not None:
+        model.register_comm_hook(None, _Averages(wire, way, device).average)
+
+
+class _Averages:
+    def __init__(self, wire: Wire, way: Route, device: torch.device) -> None:
+        self._wire, self._way, self._device = wire, way, device
+        # Beside the computation; DDP waits for it by the future's events.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    @torch.no_grad()
+    def average(
+        self,
+        state: None,
+        bucket: dist.GradBucket,  # type: ignore[name-defined]
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Replaces the gradients of a bucket by their means over ranks; equal bits on all of them."""
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=[] if self._stream is None else [self._device]
+        )
+        with self._aside():
+            average_in_place([gradient.view(-1) for gradient in bucket.gradients()], self._wire, self._way)
+            future.set_result(bucket.buffer())
+        return future
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+# DDP reads the hook's annotations, which must be types; postponed ones are text.
+_Averages.average.__annotations__.update(
+    bucket=dist.GradBucket,  # type: ignore[attr-defined]
+    **{"return": torch.futures.Future[torch.Tensor]},
+)
+
+
+def average_in_place(gradients: Sequence[torch.Tensor], wire: Wire, way: Route) -> None:
+    """Replaces flat gradients of one type by their means over ranks."""
+    pieces = [-(-gradient.numel() // way.size) for gradient in gradients]
+    packing = Packing(tuple(pieces), tuple(each.numel() >= wire.min_numel for each in gradients), wire.reduce)
+    rows = gradients[0].new_zeros(way.size, sum(pieces))
+    for gradient, part in zip(gradients, rows.split(pieces, dim=1), strict=True):
+        for target, source in _runs(part, gradient):
+            target.copy_(source)
+    mean = reduced_row(rows, packing, way).div_(way.size).to(rows.dtype)
+    messages = gathered_messages(packing.pack(mean.view(1, -1)).view(-1), way)
+    packing.unpack(messages, rows.dtype, rows)
+    for gradient, part in zip(gradients, rows.split(pieces, dim=1), strict=True):
+        for source, target in _runs(part, gradient):
+            target.copy_(source)
+
+
+def _runs(part: torch.Tensor, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Where the elements of a flat tensor lie in its pieces ``(ranks, piece)``: in full ones, and in a shorter one."""
+    piece = part.shape[1]
+    full, rest = divmod(flat.numel(), piece) if piece else (0, 0)
+    if full:
+        yield part[:full], flat[: full * piece].view(full, piece)
+    if rest:
+        yield part[full, :rest], flat[full * piece :]
+
+
+# --- ``comm``: weights are gathered and gradients reduced in few bits, and between nodes first. After ZeRO++.
 
 _SCALE_BYTES = {"fp32": 4, "bf16": 2}
 

@@ -14,10 +14,8 @@ from torch import nn
 
 from meshwright.cost import Step
 from meshwright.errors import StrategyError, did_you_mean, join_names
-from meshwright.methods.base import Method, Phase
+from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
 from meshwright.methods.checkpoint import Checkpoint
-from meshwright.methods.job import Job
-from meshwright.methods.law import SHARDING, Conflict
 from meshwright.nn import compile_forward, require_blocks
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

@@ -1,32 +1,198 @@
-"""How methods go together: what a strategy implies, and the order in which its methods are applied.
-
-What they need and what excludes what is the law, on the classes of methods; see :mod:`~meshwright.methods.law`.
-"""
+"""Resolve a strategy, enforce the composition rules, and apply its methods in phase order."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from meshwright.cost import Device, Step
-from meshwright.methods.base import Method, Phase
-from meshwright.methods.compatibility import check_axes, check_law, check_shard_axis
-from meshwright.methods.gradient_hooks import GradientHooks
-from meshwright.methods.held import tell_parameters
-from meshwright.methods.job import Job
-from meshwright.methods.law import SHARD_AXES
-from meshwright.methods.own_saving import refuse_own_saving
+from meshwright.errors import ModelError, StrategyError, join_names
+from meshwright.methods.base import SHARD_AXES, Conflict, Job, Method, Phase
+from meshwright.methods.gradient_averaging import GradientHooks
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
-from meshwright.methods.replace.changes import replacement_of
+from meshwright.methods.replace.model_changes import Replacement
+from meshwright.nn import part_of_whole, rank_orders, wrap_method
+from meshwright.optim import Held, tell_held
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
+from meshwright.store.entries import stored_name, unwrapped
 from meshwright.strategy import Strategy
+from meshwright.strategy.method_config import METHOD_CONFIGS
 
 if TYPE_CHECKING:
-    from meshwright.methods.zero.config import ZeroMethod
+    from meshwright.methods.replace.module_replace import ModuleReplace
+    from meshwright.methods.zero_config import ZeroMethod
+
+
+_WITHOUT_METHOD = ("data", "zero")  # axes that are no method's own
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One conflict of the law, between two methods in the order of their phases."""
+
+    first: str
+    second: str
+    text: str
+    """The sentence that refuses a strategy with both."""
+    always: bool
+    """Whether they never go together; otherwise under some of their keys."""
+
+
+def known_methods() -> list[type[Method]]:
+    """All methods, in the order in which they are applied."""
+    found = [config for config in METHOD_CONFIGS.values() if issubclass(config, Method)]
+    return sorted(found, key=lambda method: method.phase)
+
+
+def method_of_axes() -> dict[str, str]:
+    """The method that works on an axis, for axes that are one method's own."""
+    return {method.axis: method.method_name for method in known_methods() if method.axis is not None}
+
+
+def rules() -> list[Rule]:
+    """Every conflict of every method."""
+    order = [method.method_name for method in known_methods()]
+    found: list[Rule] = []
+    for method in known_methods():
+        for conflict in method.conflicts:
+            first, second = sorted((method.method_name, conflict.other), key=order.index)
+            always = not conflict.own_keys and not conflict.other_keys
+            found.append(Rule(first, second, sentence(method.method_name, conflict), always))
+    return found
+
+
+def sentence(name: str, conflict: Conflict) -> str:
+    """What a conflict says, without a full stop."""
+    own, other = _with_keys(name, conflict.own_keys), _with_keys(conflict.other, conflict.other_keys)
+    return f"{own} does not go together with {other}: {conflict.reason}"
+
+
+def _with_keys(name: str, keys: str) -> str:
+    return f"{name} with {keys}" if keys else name
+
+
+def check_law(strategy: Strategy, sizes: Mapping[str, int]) -> None:
+    """Refuses methods that do not go together, and methods without what they need.
+
+    Args:
+        strategy: With every implied method in it.
+        sizes: Ranks along every axis of the mesh.
+
+    Raises:
+        StrategyError: Naming the methods.
+    """
+    at_work = [method for method in strategy.methods if isinstance(method, Method) and method.at_work(sizes)]
+    for own, other in itertools.permutations(at_work, 2):
+        for conflict in own.conflicts:
+            if conflict.other == other.method_name and conflict.when(own, other):
+                raise StrategyError(
+                    sentence(own.method_name, conflict),
+                    expected="one of the two"
+                    if not (conflict.own_keys or conflict.other_keys)
+                    else "other keys, or one of the two",
+                    got=f"{own} and {other}",
+                    fix=conflict.fix,
+                )
+    for method in at_work:
+        _check_needs(method, strategy)
+
+
+def _check_needs(method: Method, strategy: Strategy) -> None:
+    for need in method.needs:
+        if need.when(method) and not any(name in strategy for name in need.any_of):
+            raise StrategyError(
+                f"{_with_keys(method.method_name, need.own_keys)} needs {' or '.join(need.any_of)}: {need.reason}",
+                expected=join_names(need.any_of) if len(need.any_of) == 1 else f"one of {join_names(need.any_of)}",
+                got=str(strategy),
+                fix=need.fix,
+            )
+
+
+def check_axes(strategy: Strategy, sizes: Mapping[str, int], world: int) -> None:
+    """Refuses axes that no method works on, and methods without the axis that they work on.
+
+    Raises:
+        StrategyError: Naming the axis.
+    """
+    working = {each.axis: each for each in strategy.methods if isinstance(each, Method) and each.axis is not None}
+    for name, size in sizes.items():
+        if size > 1 and name not in working and name not in _WITHOUT_METHOD:
+            method = method_of_axes()[name]
+            raise StrategyError(
+                f"The mesh has an axis {name!r} and no method works on it",
+                expected=f"the method {method}",
+                got=f"{name}={size}",
+                fix=f"add {method} to the strategy",
+            )
+    for name, each in working.items():
+        if name not in sizes:
+            raise StrategyError(
+                f"{each.method_name} has no mesh axis to work on",
+                expected=f"an axis {name!r} in parallel_mode",
+                got=str(dict(sizes)),
+                fix=f"add it: ('parallel_mode', {{'{name}': 2, 'data': {max(world // 2, 1)}}})",
+            )
+
+
+def check_shard_axis(method: str, axis: str, sizes: Mapping[str, int]) -> None:
+    """Refuses a mesh without an axis that parameters can be sharded over.
+
+    Raises:
+        StrategyError: Naming the method.
+    """
+    if axis not in sizes:
+        raise StrategyError(
+            f"{method} has no mesh axis to shard over",
+            expected=f"one of the axes {join_names(SHARD_AXES)}",
+            got=str(dict(sizes)),
+            fix="add ('parallel_mode', {'zero': …}) to the strategy",
+        )
+
+
+# --- ``save_pretrained`` of transformers' and peft's models: it writes what this rank has, for the whole model.
+
+
+def refuse_own_saving(job: Job) -> None:
+    """Lets it write nothing but a state dict that it is given, where a rank has a part of the model."""
+    is_part = job.shard_axis is not None or job.is_split or job.pipeline is not None
+    if is_part and hasattr(type(job.model), "save_pretrained"):
+        wrap_method(unwrapped(job.model), "save_pretrained", _saving)
+
+
+def _saving(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("state_dict") is None:
+        raise ModelError(
+            "save_pretrained would write this rank's part of the model",
+            expected="meshwright.store.save_folder, or of peft's adapters meshwright.booster.lora.save_lora",
+            got="save_pretrained without a state_dict",
+            fix="call save_folder(job.model, FOLDER) on every rank: it writes what from_pretrained reads",
+        )
+    return save(*args, **kwargs)
+
+
+# --- Tells optimizers what they cannot see from parameters: which ranks hold them, and in what order.
+
+
+def tell_parameters(job: Job) -> None:
+    """Notes it on every parameter, when all methods have changed the model."""
+    model = unwrapped(job.model)
+    part, orders = part_of_whole(model), rank_orders(model)
+    named = {stored_name(name): parameter for name, parameter in model.named_parameters()}
+    places = {stored_name(name): place for place, name in enumerate(part.names if part is not None else named)}
+    homes = {stored_name(name): ranks for name, ranks in part.homes.items()} if part is not None else {}
+    for name, parameter in named.items():
+        on, of = (len(homes[name]), part.size) if part is not None else (1, 1)
+        tell_held(parameter, Held(places[name], on, of, orders.get(id(parameter))))
+
+
+# --- How methods go together: what a strategy implies, and the order in which its methods are applied.
+#
+# What they need and what excludes what is the law, on the classes of methods; see :mod:`~meshwright.methods.law`.
 
 _ZERO_LEVELS = {1: "zero1", 2: "zero2", 3: "fsdp"}
 
@@ -148,7 +314,7 @@ def check_units(resolved: Resolved, model: nn.Module) -> None:
     """
     for method in resolved.strategy.methods if resolved.shard_axis is not None else ():
         if isinstance(method, Method) and method.shards:
-            from meshwright.methods.zero.units import units_of
+            from meshwright.methods.zero_config import units_of
 
             units_of(cast("ZeroMethod", method), model, resolved.strategy, dict(resolved.axes))
 
@@ -182,7 +348,7 @@ def apply_strategy(job: Job) -> None:
     if job.pipeline is None:
         replicate(job)
     else:
-        from meshwright.methods.pipeline.finish import finish_pipeline
+        from meshwright.methods.pipeline.pipeline_parallel import finish_pipeline
 
         finish_pipeline(job, job.pipeline)
     if job.experts is not None:
@@ -214,3 +380,14 @@ def cost_of(strategy: Strategy, step: Step, *, first: Phase = Phase.MESH, before
         if phase == Phase.REPLICATE:
             step = replicate_cost(step)
     return step
+
+
+# --- Changes to a model that can be taken back: the changed model is planned for before it is changed for good.
+
+
+def replacement_of(
+    strategy: Strategy, model: nn.Module, axes: Iterable[tuple[str, int]], device: torch.device
+) -> Replacement:
+    """What a strategy replaces in a plain model: nothing without ``module_replace``."""
+    method = cast("ModuleReplace | None", strategy.get("module_replace"))
+    return Replacement() if method is None else method.replacement(model, strategy, dict(axes), device)

@@ -1,25 +1,166 @@
-"""``fp8``: linear layers multiply in 8 bits. Seed: ATorch, on TransformerEngine; here on torch and torchao."""
+"""Multiply linear layers in 8 bits (`fp8`): which layers, on which hardware, at what cost."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import BeforeValidator, NonNegativeInt, PositiveInt
 from torch import nn
 
-from meshwright.cost import Device, Step
-from meshwright.errors import StrategyError, join_names
-from meshwright.methods.base import Method, Phase
-from meshwright.methods.float8.choice import Choice, choose_layers, heads, require_layers, said, unusable_on
-from meshwright.methods.float8.cost import delayed_cost, gather_cost
-from meshwright.methods.float8.torchao_layers import require_torchao, scales_ahead, to_torchao
-from meshwright.methods.float8.trace import Fp8Trace
-from meshwright.methods.job import Job
-from meshwright.methods.law import SHARDING, Conflict, Need
+from meshwright.cost import Buffer, Device, Parameter, Step, Traffic
+from meshwright.errors import ModelError, StrategyError, join_names
+from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase
+from meshwright.methods.fp8_torchao import Fp8Trace, require_torchao, scales_ahead, to_torchao
+from meshwright.nn import find_blocks
 from meshwright.nn.fp8 import BUFFERS, DelayedScaling, Fp8Options, to_fp8, update_scales
+
+
+@dataclass
+class Choice:
+    """The layers that are replaced, and the names of those that are not, by reason."""
+
+    layers: dict[str, nn.Linear] = field(default_factory=dict)
+    excluded: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    subclasses: list[str] = field(default_factory=list)
+
+    @property
+    def num_weights(self) -> dict[nn.Parameter, int]:
+        """The weights of the layers, with the number of layers that share each."""
+        counts: dict[nn.Parameter, int] = {}
+        for layer in self.layers.values():
+            weight = layer._parameters["weight"]
+            assert weight is not None
+            counts[weight] = counts.get(weight, 0) + 1
+        return counts
+
+
+def choose_layers(
+    model: nn.Module, include: Sequence[str] | None, exclude: Sequence[str] | None, multiple: int
+) -> Choice:
+    """Sorts the linear layers of a model by what ``include`` and ``exclude`` say of their names, and by their dims.
+
+    Args:
+        model: A plain module.
+        include: Substrings of which a name must have one; None takes all names.
+        exclude: Substrings of which a name may have none.
+        multiple: What both dims of a weight must be multiples of.
+    """
+    choice = Choice()
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or module._parameters.get("weight") is None:
+            continue  # without a weight: another rank of a pipeline has it
+        wanted = include is None or any(part in name for part in include)
+        if not wanted or any(part in name for part in exclude or ()):
+            choice.excluded.append(name)
+        elif type(module) is not nn.Linear:
+            choice.subclasses.append(name)  # computes in a way of its own, which a replacement would lose
+        elif any(size % multiple for size in module.weight.shape):
+            choice.misshapen.append(name)
+        else:
+            choice.layers[name] = module
+    return choice
+
+
+def require_layers(choice: Choice, multiple: int) -> None:
+    """Refuses a choice of no layers.
+
+    Raises:
+        ModelError: With what stands in the way of those there are.
+    """
+    if choice.layers:
+        return
+    reasons = [
+        f"{len(choice.excluded)} left out by include and exclude" * bool(choice.excluded),
+        f"{join_names(choice.misshapen, 4)} with other dims" * bool(choice.misshapen),
+        f"{join_names(choice.subclasses, 4)} of classes derived from nn.Linear" * bool(choice.subclasses),
+    ]
+    raise ModelError(
+        "fp8: no layer of the model can be computed in 8 bits",
+        expected=f"nn.Linear layers whose weight has dims that are multiples of {multiple}",
+        got="; ".join(reason for reason in reasons if reason) or "no nn.Linear at all",
+        fix="correct include and exclude, choose dims that are such multiples, or leave fp8 out",
+    )
+
+
+def heads(model: nn.Module, choice: Choice) -> list[str]:
+    """Names of the chosen layers that predict the vocabulary: outside the blocks, one output for each embedding."""
+    sizes = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    blocks = tuple(path + "." for path, _ in find_blocks(model))
+    return [
+        name
+        for name, layer in choice.layers.items()
+        if not name.startswith(blocks) and layer.out_features in sizes and layer.out_features != layer.in_features
+    ]
+
+
+def said(choice: Choice, recipe: str, multiple: int, *, verbose: bool) -> list[str]:
+    """What the user is told of a choice, one sentence each."""
+    others = len(choice.excluded) + len(choice.misshapen) + len(choice.subclasses)
+    lines = [f"fp8: {len(choice.layers)} of {len(choice.layers) + others} linear layers multiply in 8 bits ({recipe})"]
+    if choice.misshapen:
+        lines.append(f"fp8: left as they are, with dims not multiples of {multiple}: {join_names(choice.misshapen, 4)}")
+    if verbose:
+        lines.append(f"fp8: in 8 bits: {', '.join(choice.layers)}")
+    return lines
+
+
+def unusable_on(device: torch.device | Device, least: tuple[int, int]) -> str | None:
+    """Why a device cannot multiply in 8 bits; None when it can. One that is planned for need not be here."""
+    if isinstance(device, Device):
+        return None if device.fp8_flops_per_s is not None else f"a {device.name} has no 8-bit matrix products"
+    if device.type != "cuda":
+        return f"a {device.type.upper()} has no 8-bit matrix products"
+    found = torch.cuda.get_device_capability(device)
+    if found >= least:
+        return None
+    name = torch.cuda.get_device_name(device)
+    return f"{name} has compute capability {found[0]}.{found[1]}, below {least[0]}.{least[1]}"
+
+
+# --- What ``fp8`` costs: histories and weights in 8 bits beside the parameters, and gathers of one byte per element.
+
+_BITS = 4  # bytes of an fp32 number, kept as an int32
+_AMAX = 3  # of a layer's input, weight and output gradient
+
+
+def delayed_cost(step: Step, options: Fp8Options, *, reduce_amax: bool) -> Step:
+    """Twin of delayed scaling: buffers of every layer, and one all-reduce of all largest values per step."""
+    numbers = _AMAX * options.recipe.amax_history_len + 2 * _AMAX + 1  # history, scale, this step's, number of updates
+    buffers: list[Buffer] = []
+    total = 0
+    for count, parameter in step.every_parameter():
+        for _ in range(count * parameter.num_fp8):
+            total += 1
+            buffers.append(Buffer(numbers, _BITS, floating=False))
+            if options.keep_weight:
+                buffers.append(Buffer(parameter.numel, 1, floating=False))
+    step = step.replace(buffers=(*step.buffers, *buffers))
+    axis = next((axis for axis in ("data", "zero", "sequence", "tensor") if step.size(axis) > 1), None)
+    if not reduce_amax or axis is None:
+        return step
+    return step.send(Traffic("all_reduce", axis, total * _AMAX * _BITS, "update"))
+
+
+def gather_cost(step: Step) -> Step:
+    """Twin of FSDP2's gathering in 8 bits, and of the all-reduce of all weights' scales after the step."""
+
+    def changed(parameter: Parameter) -> Parameter:
+        return dataclasses.replace(parameter, gather_itemsize=1) if parameter.num_fp8 else parameter
+
+    total = sum(count for count, parameter in step.every_parameter() if parameter.num_fp8)
+    blocks = [dataclasses.replace(block, parameters=tuple(map(changed, block.parameters))) for block in step.blocks]
+    return step.replace(blocks=tuple(blocks)).send(
+        Traffic("all_reduce", step.shard_axis or "data", total * _BITS, "update")
+    )
+
+
+# --- ``fp8``: linear layers multiply in 8 bits. Seed: ATorch, on TransformerEngine; here on torch and torchao.
 
 _OF_HISTORY = ("margin", "interval", "fp8_format", "amax_history_len", "amax_compute_algo", "reduce_amax")
 _AXES = ("sequence", "data", "zero", "tensor")  # whose ranks hold the same layers, and see other data or parts

@@ -1,19 +1,28 @@
-"""What ``amp_native`` and ``half`` share: a half-precision dtype, its short form, and what it asks of a device."""
+"""Compute in half precision: `amp_native` over fp32 parameters, `half` with fp32 master weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_validator
 
-from meshwright.cost import Step
+from meshwright.cost import Placement, Step
 from meshwright.errors import StrategyError
-from meshwright.methods.base import Method, Phase
-from meshwright.methods.dtypes import HalfDType, half_dtype
-from meshwright.methods.job import Job
-from meshwright.nn import widen
+from meshwright.methods.base import (
+    Conflict,
+    HalfDType,
+    Job,
+    Method,
+    Phase,
+    Precision,
+    half_dtype,
+    itemsize,
+    torch_dtype,
+)
+from meshwright.nn import widen, wrap_method
+from meshwright.runtime.trees import map_tree
 from meshwright.strategy import Strategy
 
 
@@ -80,3 +89,142 @@ class HalfPrecisionMethod(Method):
                 got=torch.cuda.get_device_name(job.device),
                 fix="use fp16",
             )
+
+
+# --- ``amp_native``: automatic mixed precision; parameters stay fp32, products are computed in half. Seed: ATorch.
+
+
+class AmpNative(HalfPrecisionMethod):
+    """Autocast around the model and the loss; fp16 adds dynamic loss scaling and skips overflowing steps.
+
+    Under zero1, zero2 and fsdp parameters are gathered in ``dtype`` and gradients reduced in fp32. CPUs without bf16
+    instructions multiply bf16 numbers in fp32, which gives the same sums several times as fast; on x86 attention, too,
+    runs in fp32 where torch's kernel is slower in bf16.
+
+    Config: ``"bf16"``, or keys. ``skip_if_nonfinite`` skips steps whose gradients hold inf or nan under bf16 too.
+    """
+
+    method_name: ClassVar[str] = "amp_native"
+    summary: ClassVar[str] = "mixed precision: fp32 weights, half-precision arithmetic"
+    effect: ClassVar[str] = "memory: activations / 2. Time: half-precision products. Communication: gathers / 2"
+    seed_name: ClassVar[str | None] = "ATorch: amp_native"
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            other="half",
+            reason="they ask for different precisions",
+            fix="give both the same dtype, or leave one out",
+            when=lambda own, other: own.dtype != other.dtype,
+            other_keys="another dtype",
+        ),
+    )
+
+    skip_if_nonfinite: bool = False
+
+    @classmethod
+    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Takes ATorch's ``enabled``, which can only be true: a method that is off is left out."""
+        if keys.pop("enabled", True) is not True:
+            raise StrategyError(
+                "amp_native is in the strategy and disabled",
+                got="enabled=False",
+                fix="leave the method out",
+                expected="a method that is on",
+            )
+        return keys
+
+    def apply(self, job: Job) -> None:
+        """Wraps forward (and generate) and the loss in autocast."""
+        dtype = torch_dtype(self.dtype)
+
+        def in_autocast(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(job.device.type, dtype=dtype):
+                return forward(*args, **kwargs)
+
+        self.widen(job)
+        wrap_method(job.model, "forward", in_autocast)
+        if hasattr(type(job.model), "generate"):
+            wrap_method(job.model, "generate", in_autocast)
+        loss_func = job.loss_func
+        job.loss_func = lambda inputs, outputs: in_autocast(loss_func, inputs, outputs)
+        job.precision = Precision(compute=self.dtype, reduce="fp32")
+        self.scale_loss(job)
+        job.skip_nonfinite = self.skip_if_nonfinite
+
+    def cost(self, step: Step) -> Step:
+        """Gathers in half and reduces in fp32 where parameters are sharded; weights and gradients stay as they are."""
+        step = self.scale_cost(step)
+        if step.shard_axis is None:
+            return step
+        return step.replace(compute_itemsize=itemsize(self.dtype), reduce_itemsize=itemsize("fp32"))
+
+
+# --- ``half``: the whole model in half precision, with fp32 master weights for the optimizer. Seed: ATorch.
+
+
+class Half(HalfPrecisionMethod):
+    """Parameters, buffers, floating inputs and arithmetic in ``dtype``; the loss is computed in fp32.
+
+    The optimizer updates fp32 master weights, without which most updates round to nothing. Under zero1, zero2 and fsdp
+    the fp32 shard is the master: parameters are gathered and gradients reduced in ``dtype``; what these leave whole has
+    masters. fp16 adds dynamic loss scaling.
+
+    Config: ``"fp16"`` or ``"bf16"``, or keys. ``master_weights=False`` updates half-precision weights directly.
+    """
+
+    method_name: ClassVar[str] = "half"
+    summary: ClassVar[str] = "half-precision parameters and arithmetic, fp32 master weights"
+    effect: ClassVar[str] = (
+        "memory: weights, activations / 2, and a master. Time: half-precision products. Communication: / 2"
+    )
+    seed_name: ClassVar[str | None] = "ATorch: half"
+
+    master_weights: bool = True
+
+    def apply(self, job: Job) -> None:
+        """Casts the model where it is replicated, or asks the sharding method to gather in half."""
+        dtype = torch_dtype(self.dtype)
+        prepare_input, loss_func = job.prepare_input, job.loss_func
+        job.prepare_input = lambda data, device: _cast(prepare_input(data, device), dtype)
+        job.loss_func = lambda inputs, outputs: loss_func(inputs, _cast(outputs, torch.float32))
+        self.widen(job)
+        self.scale_loss(job)
+        if job.shard_axis is not None and self.master_weights:
+            job.precision = Precision(compute=self.dtype, reduce=self.dtype, casts_whole=True)
+            _cast_buffers(job.model, dtype)
+        else:
+            job.model.to(dtype)
+            job.master_weights = self.master_weights
+
+    def cost(self, step: Step) -> Step:
+        """Half the bytes of weights and gradients, plus a master; or gathers and reductions in half."""
+        size = itemsize(self.dtype)
+        step = self.scale_cost(step).replace(buffers_itemsize=size)
+        if step.shard_axis is not None and self.master_weights:
+            return step.replace(compute_itemsize=size, reduce_itemsize=size, whole_itemsize=size)
+        halved = step.replace(
+            parameters=Placement(itemsize=size),
+            gradients=Placement(itemsize=size),
+            compute_itemsize=size,
+            reduce_itemsize=size,
+        )
+        if self.master_weights:
+            # The half gradient is freed when its fp32 copy is made: what lives through the update is fp32.
+            # The states, too: those of a model that is in half precision already were found out in its own.
+            return halved.replace(gradients=Placement(itemsize=4), optimizer=Placement(itemsize=4), master=Placement())
+        return halved.replace(optimizer=Placement(itemsize=size))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Casts every floating tensor in nested containers; a ModelOutput stays one."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return map_tree(cast, value)
+
+
+def _cast_buffers(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))

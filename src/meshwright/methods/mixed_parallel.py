@@ -1,8 +1,7 @@
 """``mixed_parallel``, ``ds_3d_parallel`` (in ATorch's code ``deepspeed_3d_parallel``): one name for a mesh and the
 methods of its axes. Seed: ATorch.
 
-They are no methods of their own: a strategy with one is read as the strategy with what it stands for.
-"""
+They are no methods of their own: a strategy with one is read as the strategy with what it stands for."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from pydantic import BeforeValidator
 
 from meshwright.errors import StrategyError
 from meshwright.methods.parallel_mode import ParallelMode
-from meshwright.methods.pipeline_parallel import PipelineParallel
-from meshwright.methods.tensor_parallel import TensorParallel
+from meshwright.methods.pipeline.pipeline_parallel import PipelineParallel
+from meshwright.methods.tensor.tensor_parallel import TensorParallel
 from meshwright.strategy import MethodConfig, Strategy
 
 

@@ -1,30 +1,160 @@
-"""``offload``: optimizer states, gradients, parameters and activations in host memory, states on disk. Seed: ATorch."""
+"""Keep optimizer states, gradients and parameters in host memory or on disk (`offload`)."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
+import torch
 from pydantic import Field, PositiveInt
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from meshwright.cost import Activations, Hosted, Step
+from meshwright.cost import Activations, Hosted, Step, pick_largest
 from meshwright.errors import StrategyError
-from meshwright.methods.base import Method, Phase
-from meshwright.methods.hosting.activations import ActivationOffload
-from meshwright.methods.hosting.checks import (
-    check_activations,
-    check_disk,
-    check_gradients,
-    check_parameter_units,
-    check_parameters,
-)
-from meshwright.methods.hosting.choice import choose, completed_in_backward, hosted_units
-from meshwright.methods.job import Job
-from meshwright.methods.law import Conflict
+from meshwright.methods.base import AVERAGED, Conflict, Job, Method, Phase
+from meshwright.methods.offload_activations import ActivationOffload
+from meshwright.methods.zero_config import ZeroMethod, unit_of, units_of
 from meshwright.nn import find_blocks, require_blocks
 from meshwright.optim import Disk, HostWeights, copies_for
+from meshwright.strategy import Strategy
+
+
+class Chosen(NamedTuple):
+    """Disjoint sets of parameters that train, and those among ``hosted`` whose gradients leave in backward."""
+
+    resident: set[torch.Tensor]
+    hosted: set[torch.Tensor]
+    in_backward: set[torch.Tensor]
+
+
+def completed_in_backward(sizes: Mapping[str, int], shard_axis: str | None) -> bool:
+    """Whether a gradient is final when backward accumulates it: nobody averages it afterwards."""
+    if sizes.get("pipeline", 1) > 1 or sizes.get("expert", 1) > 1:  # stages reduce once, experts apart from the rest
+        return False
+    alone = all(sizes.get(axis, 1) == 1 for axis in AVERAGED)
+    return alone if shard_axis is None else sizes.get("tensor", 1) == 1
+
+
+def hosted_units(job: Job, fraction: float) -> frozenset[str]:
+    """The paths of the blocks whose sharded parameters are to live on the host; ``""`` stands for what is outside."""
+    if job.shard_axis is None or not fraction:
+        return frozenset()
+    config = next(method for method in job.strategy.methods if isinstance(method, ZeroMethod))
+    ignored = units_of(config, job.model, job.strategy, dict(job.axes)).ignored
+    sizes: dict[str, int] = {}
+    seen: set[nn.Parameter] = set(ignored)
+    for path, module in [*find_blocks(job.model), ("", job.model)]:
+        sizes[path] = sum(parameter.numel() for parameter in module.parameters() if parameter not in seen)
+        seen |= set(module.parameters())
+    paths = list(sizes)
+    picked = pick_largest([()] * len(paths), list(sizes.values()), fraction * sum(sizes.values()))
+    return frozenset(paths[place] for place in picked)
+
+
+def choose(job: Job, hosted: Hosted) -> Chosen:
+    """Chooses among the parameters of the model as it is now, sharded or not; equal on every rank."""
+    blocks = [path for path, _ in find_blocks(job.model)]
+    trainable = {name: parameter for name, parameter in job.model.named_parameters() if parameter.requires_grad}
+    resident: set[torch.Tensor] = {
+        parameter
+        for name, parameter in trainable.items()
+        if isinstance(parameter, DTensor) and unit_of(name, blocks) in job.hosted_units
+    }
+    total = sum(parameter.numel() for parameter in trainable.values())
+    taken = sum(parameter.numel() for parameter in resident)
+    others: list[torch.Tensor] = [parameter for parameter in trainable.values() if parameter not in resident]
+    listed = _largest(others, hosted.optimizer * total - taken)
+    complete = [p for p in listed if isinstance(p, DTensor) or job.shard_axis is None]
+    return Chosen(resident, set(listed), set(_largest(complete, hosted.gradients * total - taken)))
+
+
+def _largest(parameters: list[torch.Tensor], budget: float) -> list[torch.Tensor]:
+    keys = [tuple(parameter.shape) for parameter in parameters]
+    picked = pick_largest(keys, [parameter.numel() for parameter in parameters], budget)
+    return [parameters[place] for place in sorted(picked)]
+
+
+# --- What cannot be offloaded in a job, and why.
+
+
+def check_gradients(fraction: float, sizes: Mapping[str, int], shard_axis: str | None) -> None:
+    """Refuses gradients that leave before they are final.
+
+    Raises:
+        StrategyError: Where gradients are averaged after backward has accumulated them.
+    """
+    if fraction and not completed_in_backward(sizes, shard_axis):
+        raise StrategyError(
+            "offload: gradients cannot leave the device in backward here, they are averaged or reduced after it",
+            expected="a single replica, or zero1, zero2 or fsdp, without tensor, expert and pipeline axes",
+            got=f"gradients={fraction} over the axes {dict(sizes)}",
+            fix="set gradients to 0, also in place of 'all': they then travel when they are final; or add zero2",
+        )
+
+
+def check_parameters(fraction: float, sizes: Mapping[str, int], shard_axis: str | None) -> None:
+    """Refuses parameters that no engine brings to the device in time.
+
+    Raises:
+        StrategyError: Where FSDP2 does not shard.
+    """
+    if fraction and (shard_axis is None or sizes.get("pipeline", 1) > 1):
+        raise StrategyError(
+            "offload: parameters come to the device block by block as FSDP2 gathers them, which it does not do here",
+            expected="fsdp or zero2 without a pipeline axis",
+            got=f"parameters={fraction} over the axes {dict(sizes)}",
+            fix="add fsdp, which works on one rank, too; or leave parameters at 0",
+        )
+
+
+def check_parameter_units(fraction: float, strategy: Strategy) -> None:
+    """Refuses a part of the parameters where FSDP2 gathers by other units than blocks.
+
+    Raises:
+        StrategyError: Naming the keys.
+    """
+    if not fraction:
+        return
+    config = next(method for method in strategy.methods if isinstance(method, ZeroMethod))
+    own_units = config.atorch_wrap_cls or config.atorch_size_based_min_num_params or config.wrap_trainable_outmost
+    if fraction < 1 and own_units:
+        raise StrategyError(
+            f"offload: a part of the parameters is chosen by block, and {config.method_name} gathers other units",
+            expected="parameters of 0 or 1, or the model's blocks as units",
+            got=f"parameters={fraction} and {config}",
+            fix="set parameters to 1, or leave the keys that choose units out",
+        )
+
+
+def check_activations(fraction: float, sizes: Mapping[str, int]) -> None:
+    """Refuses activations under a pipeline, whose schedule decides when they are needed.
+
+    Raises:
+        StrategyError: Naming the axis.
+    """
+    if fraction and sizes.get("pipeline", 1) > 1:
+        raise StrategyError(
+            "offload: activations stay on the device under a pipeline in this version",
+            expected="activations of 0",
+            got=f"activations={fraction} and pipeline={sizes['pipeline']}",
+            fix="use checkpoint, or a schedule that holds fewer micro-batches such as 1f1b",
+        )
+
+
+def check_disk(folder: str | None) -> None:
+    """Makes the folder, and a file in it, which vanishes at once.
+
+    Raises:
+        ConfigError: When that fails.
+    """
+    if folder is not None:
+        Disk(Path(folder))
+
+
+# --- ``offload``: optimizer states, gradients, parameters and activations in host memory, states on disk. Seed: ATorch.
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 

@@ -13,12 +13,10 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Encoding, OuterState, Step, Traffic, shape_on
 from meshwright.errors import StrategyError
-from meshwright.methods.base import Method, Phase
-from meshwright.methods.job import Job
-from meshwright.methods.law import Conflict
+from meshwright.methods.base import Conflict, Job, Method, Phase
 from meshwright.optim import BMUF, DiLoCo, LocalSGD, OuterOptimizer, OuterPolicy, PostLocalSGD, SlowMo, StreamingDiLoCo
-from meshwright.optim.outer.policy import Buffers, InnerState, Quantise, Warmup
-from meshwright.optim.outer.quantised import BLOCK
+from meshwright.optim.outer.replica_averaging import BLOCK
+from meshwright.optim.outer.sync_policy import Buffers, InnerState, Quantise, Warmup
 
 
 class _Rule(NamedTuple):

@@ -1,4 +1,4 @@
-"""``parallel_mode``: the named mesh, and plain data parallelism over its ``data`` axis. Seed: ATorch."""
+"""Build the named mesh and replicate over its `data` axis with DDP."""
 
 from __future__ import annotations
 
@@ -9,17 +9,87 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from meshwright.cost import AVERAGING, Step, Traffic, element_bytes, mean_traffic
-from meshwright.errors import StrategyError
-from meshwright.methods.averaged import AveragedGradients
-from meshwright.methods.base import Method, Phase
-from meshwright.methods.job import Job, MicroBatchContext
-from meshwright.methods.replicas import GradientAverager, average_every_backward, broadcast_states, refuse_frozen
-from meshwright.runtime import AXES, build_mesh, check_axes
+from meshwright.errors import ModelError, StrategyError
+from meshwright.methods.base import Job, Method, MicroBatchContext, Phase, averaging_axis
+from meshwright.methods.gradient_averaging import (
+    GradientAverager,
+    average_every_backward,
+    broadcast_states,
+    refuse_frozen,
+)
+from meshwright.optim import guard_of
+from meshwright.optim.guarded_step import call_around
+from meshwright.runtime import AXES, agreed, build_mesh, check_axes
+
+_ALIKE = 1e-5  # relative: kernels of other devices add in another order, other samples differ by far more
+
+
+class AveragedGradients:
+    """Compares the gradients of replicas before a step without a forward from which DDP would have averaged them.
+
+    With one, as in nearly every step, nothing is looked at.
+
+    Args:
+        replicas: Whose forward makes backward average.
+        group: Its ranks.
+    """
+
+    def __init__(self, replicas: DistributedDataParallel, group: dist.ProcessGroup) -> None:
+        self._replicas, self._group = replicas, group
+        self._will_average = False
+        replicas.register_forward_pre_hook(self._before_forward)
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        self._will_average |= torch.is_grad_enabled() and self._replicas.require_backward_grad_sync
+
+    def follow(self, optimizer: Optimizer) -> Optimizer:
+        """Looks before each step of an optimizer from now on; returns it."""
+        guard = guard_of(optimizer)
+        stepped = guard.inner if guard is not None else optimizer
+        call_around(stepped, before=[lambda: self._check(stepped)])
+        return optimizer
+
+    def _check(self, optimizer: Optimizer) -> None:
+        will_average, self._will_average = self._will_average, False
+        if will_average:
+            return
+        smallest, largest = self._extremes(optimizer)
+        if largest - smallest > _ALIKE * largest:
+            raise agreed(
+                ModelError(
+                    "The ranks have gradients of their own, which nobody has averaged",
+                    expected="in every step a forward of job.model itself, outside of no_sync, that leads to the loss",
+                    got=f"none since the last step, and gradients of norms from {smallest:g} to {largest:g}; the "
+                    "weights are as they were",
+                    fix="call job.model, whose forward may choose what of it runs, in place of a module in it; where "
+                    "ranks are to take steps of their own, use the method outer",
+                )
+            )
+
+    @torch.no_grad()
+    def _extremes(self, optimizer: Optimizer) -> tuple[float, float]:
+        """The smallest and the largest norm of all gradients among the ranks."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        device = next(self._replicas.parameters()).device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for gradient in gradients:
+            if gradient.layout == torch.strided:
+                total += gradient.double().square().sum().to(device)
+        norm = total.sqrt().nan_to_num(0.0, 0.0, 0.0)  # what is not finite is for others to judge
+        both = torch.stack([-norm, norm])
+        dist.all_reduce(both, dist.ReduceOp.MAX, self._group)
+        smallest, largest = both.tolist()
+        return -smallest, largest
+
+
+# --- ``parallel_mode``: the named mesh, and plain data parallelism over its ``data`` axis. Seed: ATorch.
 
 _SPELLINGS = {"pipe": "pipeline"}
 
@@ -113,8 +183,8 @@ def replicate(job: Job) -> None:
         **options,
     )
     if job.wire is not None:
-        from meshwright.distributed.two_level import route
-        from meshwright.methods.wire.replicated import quantise_averages
+        from meshwright.comm.compression import route
+        from meshwright.methods.comm import quantise_averages
 
         way = route(group, job.wire.neighbours(job.axes, averaging_axis(job)))
         quantise_averages(replicas, job.wire, way, job.device)
@@ -143,11 +213,6 @@ class Replicas(DistributedDataParallel):
                 f"DistributedDataParallel has no {name!r}, and the model's own would train on this rank alone. What to "
                 f"do: call the model itself, or model.module.{name} where nothing trains"
             ) from None
-
-
-def averaging_axis(job: Job) -> str:
-    """The axis over which gradients are averaged where no method shards: the first of several."""
-    return next((axis for axis in AVERAGING if job.size(axis) > 1), AVERAGING[0])
 
 
 def _with_experts(job: Job, experts: set[nn.Parameter], group: dist.ProcessGroup) -> MicroBatchContext:

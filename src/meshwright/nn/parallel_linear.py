@@ -5,8 +5,7 @@ rows of all ranks, rank after rank · I input features · O output features.
 
 Rows travel along dim 0. Backward is the transpose of forward throughout: what was gathered is reduce-scattered, what
 was summed goes to all who added, so gradients are right whatever the ranks do with the result. As in Megatron-LM with
-sequence parallelism (Korthikanti et al. 2022) a gathered input is not kept for backward, but gathered again.
-"""
+sequence parallelism (Korthikanti et al. 2022) a gathered input is not kept for backward, but gathered again."""
 
 from __future__ import annotations
 
@@ -19,12 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.distributed import all_gather
-from meshwright.distributed.members import Members, members_of
-from meshwright.distributed.transport import Pending, exchanged, gather_async, reduce_async, reduce_scatter_async
+from meshwright.comm import all_gather
+from meshwright.comm.transport import (
+    Members,
+    Pending,
+    exchanged,
+    gather_async,
+    members_of,
+    reduce_async,
+    reduce_scatter_async,
+)
 from meshwright.errors import ConfigError
 from meshwright.runtime import tensor_mesh, tensor_size
-from meshwright.runtime.function import Function
+from meshwright.runtime.autograd_function import Function
 
 
 class ReduceType(Enum):

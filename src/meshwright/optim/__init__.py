@@ -2,140 +2,76 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.on_demand import on_demand
+from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from meshwright.optim.adafactor import Adafactor, DistributedAdaFactor
-    from meshwright.optim.adam import AdamOffloadOptimizer, AdamOptimizer
-    from meshwright.optim.came import CAME, DistributedCAME
-    from meshwright.optim.clip import Stages, clip_grad_norm_, clip_grad_value_, local_tensor, total_norm
-    from meshwright.optim.clipped_step import clipped_step
-    from meshwright.optim.closures import check_steps_alone
-    from meshwright.optim.distributed_names import cast_to_distributed
-    from meshwright.optim.eight_bit import AdamW8bit
-    from meshwright.optim.ema import EmaPolicy, WeightAverage
+    from meshwright.optim.adafactor import Adafactor as Adafactor, DistributedAdaFactor as DistributedAdaFactor
+    from meshwright.optim.adam.adam_optimizer import (
+        AdamOffloadOptimizer as AdamOffloadOptimizer,
+        AdamOptimizer as AdamOptimizer,
+    )
+    from meshwright.optim.came import CAME as CAME, DistributedCAME as DistributedCAME
+    from meshwright.optim.dtensors import (
+        Held as Held,
+        Stages as Stages,
+        check_steps_alone as check_steps_alone,
+        clip_grad_norm_ as clip_grad_norm_,
+        clip_grad_value_ as clip_grad_value_,
+        local_tensor as local_tensor,
+        step_by_layouts as step_by_layouts,
+        step_on_local_tensors as step_on_local_tensors,
+        tell_held as tell_held,
+        total_norm as total_norm,
+    )
+    from meshwright.optim.eight_bit_adamw import (
+        QUANTISATION as QUANTISATION,
+        AdamW8bit as AdamW8bit,
+        MomentAdamW as MomentAdamW,
+    )
+    from meshwright.optim.eight_bit_moments import variant_of_moments as variant_of_moments
     from meshwright.optim.galore import (
-        DistGaloreAdamW,
-        DistGaloreAwamW,
-        GaLoreAdafactor,
-        GaLoreAdamW,
-        GaLoreAdamW8bit,
-        get_galore_param_groups,
+        DistGaloreAdamW as DistGaloreAdamW,
+        DistGaloreAwamW as DistGaloreAwamW,
+        GaLoreAdafactor as GaLoreAdafactor,
+        GaLoreAdamW as GaLoreAdamW,
+        GaLoreAdamW8bit as GaLoreAdamW8bit,
+        get_galore_param_groups as get_galore_param_groups,
     )
-    from meshwright.optim.guarded import GuardedOptimizer
-    from meshwright.optim.held import Held, tell_held
-    from meshwright.optim.lamb import DistributedLamb, Lamb
-    from meshwright.optim.layouts import step_by_layouts
-    from meshwright.optim.local_step import step_on_local_tensors
-    from meshwright.optim.loss_scaler import LossScaler
-    from meshwright.optim.manager import OptimManager
-    from meshwright.optim.master import MasterWeights
-    from meshwright.optim.muon import Muon, muon_param_groups
-    from meshwright.optim.offload import Disk, HostWeights, OffloadedOptimizer, copies_for
-    from meshwright.optim.outer import (
-        BMUF,
-        DiLoCo,
-        LocalSGD,
-        OuterOptimizer,
-        OuterPolicy,
-        PostLocalSGD,
-        SlowMo,
-        StreamingDiLoCo,
+    from meshwright.optim.guarded_step import (
+        GuardedOptimizer as GuardedOptimizer,
+        average_of as average_of,
+        clip_gradient_values as clip_gradient_values,
+        clip_gradients as clip_gradients,
+        clipped_step as clipped_step,
+        guard_of as guard_of,
+        inner_optimizer as inner_optimizer,
     )
-    from meshwright.optim.sharded import ShardedOptimizer
-    from meshwright.optim.spikes import SpikeAction, SpikePolicy, SpikeWatch, spike_watch_of, watch_spikes
-    from meshwright.optim.wrapped import average_of, inner_optimizer
-    from meshwright.optim.wrappers import clip_gradient_values, clip_gradients, guard_of
+    from meshwright.optim.lamb import DistributedLamb as DistributedLamb, Lamb as Lamb
+    from meshwright.optim.loss_spikes import (
+        SpikeAction as SpikeAction,
+        SpikePolicy as SpikePolicy,
+        SpikeWatch as SpikeWatch,
+        spike_watch_of as spike_watch_of,
+        watch_spikes as watch_spikes,
+    )
+    from meshwright.optim.mixed_precision import LossScaler as LossScaler, MasterWeights as MasterWeights
+    from meshwright.optim.muon import Muon as Muon, muon_param_groups as muon_param_groups
+    from meshwright.optim.offload_storage import Copies as Copies, Disk as Disk, copies_for as copies_for
+    from meshwright.optim.offloaded_optimizer import (
+        HostWeights as HostWeights,
+        OffloadedOptimizer as OffloadedOptimizer,
+    )
+    from meshwright.optim.outer.outer_optimizer import OuterOptimizer as OuterOptimizer
+    from meshwright.optim.outer.presets import (
+        BMUF as BMUF,
+        DiLoCo as DiLoCo,
+        LocalSGD as LocalSGD,
+        PostLocalSGD as PostLocalSGD,
+        SlowMo as SlowMo,
+        StreamingDiLoCo as StreamingDiLoCo,
+    )
+    from meshwright.optim.outer.sync_policy import OuterPolicy as OuterPolicy
+    from meshwright.optim.sharded.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
+    from meshwright.optim.weight_average import EmaPolicy as EmaPolicy, WeightAverage as WeightAverage
 else:
-    on_demand(
-        __name__,
-        """
-        adafactor: Adafactor DistributedAdaFactor
-        adam: AdamOffloadOptimizer AdamOptimizer
-        came: CAME DistributedCAME
-        clip: Stages clip_grad_norm_ clip_grad_value_ local_tensor total_norm
-        clipped_step: clipped_step
-        closures: check_steps_alone
-        distributed_names: cast_to_distributed
-        eight_bit: AdamW8bit
-        ema: EmaPolicy WeightAverage
-        galore: DistGaloreAdamW DistGaloreAwamW GaLoreAdafactor GaLoreAdamW GaLoreAdamW8bit
-        galore: get_galore_param_groups
-        guarded: GuardedOptimizer
-        held: Held tell_held
-        lamb: DistributedLamb Lamb
-        layouts: step_by_layouts
-        local_step: step_on_local_tensors
-        loss_scaler: LossScaler
-        manager: OptimManager
-        master: MasterWeights
-        muon: Muon muon_param_groups
-        offload: Disk HostWeights OffloadedOptimizer copies_for
-        outer: BMUF DiLoCo LocalSGD OuterOptimizer OuterPolicy PostLocalSGD SlowMo StreamingDiLoCo
-        sharded: ShardedOptimizer
-        spikes: SpikeAction SpikePolicy SpikeWatch spike_watch_of watch_spikes
-        wrapped: average_of inner_optimizer
-        wrappers: clip_gradient_values clip_gradients guard_of
-        """,
-    )
-
-__all__ = [
-    "BMUF",
-    "CAME",
-    "Adafactor",
-    "AdamOffloadOptimizer",
-    "AdamOptimizer",
-    "AdamW8bit",
-    "DiLoCo",
-    "Disk",
-    "DistGaloreAdamW",
-    "DistGaloreAwamW",
-    "DistributedAdaFactor",
-    "DistributedCAME",
-    "DistributedLamb",
-    "EmaPolicy",
-    "GaLoreAdafactor",
-    "GaLoreAdamW",
-    "GaLoreAdamW8bit",
-    "GuardedOptimizer",
-    "Held",
-    "HostWeights",
-    "Lamb",
-    "LocalSGD",
-    "LossScaler",
-    "MasterWeights",
-    "Muon",
-    "OffloadedOptimizer",
-    "OptimManager",
-    "OuterOptimizer",
-    "OuterPolicy",
-    "PostLocalSGD",
-    "ShardedOptimizer",
-    "SlowMo",
-    "SpikeAction",
-    "SpikePolicy",
-    "SpikeWatch",
-    "Stages",
-    "StreamingDiLoCo",
-    "WeightAverage",
-    "average_of",
-    "cast_to_distributed",
-    "check_steps_alone",
-    "clip_grad_norm_",
-    "clip_grad_value_",
-    "clip_gradient_values",
-    "clip_gradients",
-    "clipped_step",
-    "copies_for",
-    "get_galore_param_groups",
-    "guard_of",
-    "inner_optimizer",
-    "local_tensor",
-    "muon_param_groups",
-    "spike_watch_of",
-    "step_by_layouts",
-    "step_on_local_tensors",
-    "tell_held",
-    "total_norm",
-    "watch_spikes",
-]
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

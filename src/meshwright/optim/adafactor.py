@@ -13,6 +13,7 @@ from meshwright.errors import ConfigError
 from meshwright.optim.factored import (
     BLOCKED_CHUNK_ELEMENTS,
     BlockedSquares,
+    Blocks,
     FactoredMoment,
     check_clip_threshold,
     check_floors,
@@ -24,7 +25,6 @@ from meshwright.optim.factored import (
     numels,
 )
 from meshwright.optim.sharded import (
-    Blocks,
     Chunk,
     Kept,
     Layout,

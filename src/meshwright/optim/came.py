@@ -11,6 +11,7 @@ from meshwright.errors import ConfigError
 from meshwright.optim.factored import (
     BLOCKED_CHUNK_ELEMENTS,
     BlockedSquares,
+    Blocks,
     FactoredMoment,
     check_clip_threshold,
     check_floors,
@@ -20,9 +21,9 @@ from meshwright.optim.factored import (
     kept_means,
     matrix_variant,
     numels,
+    stack,
 )
 from meshwright.optim.sharded import (
-    Blocks,
     Chunk,
     Kept,
     Layout,
@@ -31,7 +32,6 @@ from meshwright.optim.sharded import (
     Update,
     check_at_least_zero,
     check_betas,
-    stack,
 )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.optim.adam.rule import AdamRule
+from meshwright.optim.adam.adam_rule import AdamRule
 from meshwright.optim.sharded import (
     Chunk,
     Kept,

@@ -2,68 +2,46 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.on_demand import on_demand
+from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from meshwright.planner.choose import choose, fitting, only_configs
-    from meshwright.planner.family_shape import Shape
-    from meshwright.planner.family_workload import FamilyWorkload
-    from meshwright.planner.forecast import Forecast, forecast
-    from meshwright.planner.known_models import known_models, parse_family
-    from meshwright.planner.parameters import describe_blocks, measured_state
-    from meshwright.planner.plan import Plan, Subject
-    from meshwright.planner.real_world import cluster_at_hand, described_cluster
-    from meshwright.planner.saved import record_saved
-    from meshwright.planner.search import Found, Space, choices, default_space, search
-    from meshwright.planner.sizes import readable_bytes
-    from meshwright.planner.states import OptimizerProbe
-    from meshwright.planner.table import plan_table
-    from meshwright.planner.workload import Workload
-else:
-    on_demand(
-        __name__,
-        """
-        choose: choose fitting only_configs
-        family_shape: Shape
-        family_workload: FamilyWorkload
-        forecast: Forecast forecast
-        known_models: known_models parse_family
-        parameters: describe_blocks measured_state
-        plan: Plan Subject
-        real_world: cluster_at_hand described_cluster
-        saved: record_saved
-        search: Found Space choices default_space search
-        sizes: readable_bytes
-        states: OptimizerProbe
-        table: plan_table
-        workload: Workload
-        """,
+    from meshwright.planner.config_models import transformers_model as transformers_model
+    from meshwright.planner.family_workload import FamilyWorkload as FamilyWorkload
+    from meshwright.planner.model_shapes import (
+        Shape as Shape,
+        known_models as known_models,
+        parse_family as parse_family,
     )
-
-__all__ = [
-    "FamilyWorkload",
-    "Forecast",
-    "Found",
-    "OptimizerProbe",
-    "Plan",
-    "Shape",
-    "Space",
-    "Subject",
-    "Workload",
-    "choices",
-    "choose",
-    "cluster_at_hand",
-    "default_space",
-    "describe_blocks",
-    "described_cluster",
-    "fitting",
-    "forecast",
-    "known_models",
-    "measured_state",
-    "only_configs",
-    "parse_family",
-    "plan_table",
-    "readable_bytes",
-    "record_saved",
-    "search",
-]
+    from meshwright.planner.plan_request import PlanRequest as PlanRequest, plan as plan
+    from meshwright.planner.planned_models import (
+        FamilyModel as FamilyModel,
+        ModuleModel as ModuleModel,
+        PlannedModel as PlannedModel,
+    )
+    from meshwright.planner.plans import (
+        Forecast as Forecast,
+        Plan as Plan,
+        Subject as Subject,
+        forecast as forecast,
+        plan_table as plan_table,
+    )
+    from meshwright.planner.search.search_space import (
+        Space as Space,
+        choices as choices,
+        default_space as default_space,
+    )
+    from meshwright.planner.search.search_state import Found as Found
+    from meshwright.planner.strategy_choice import choose as choose, fitting as fitting, only_configs as only_configs
+    from meshwright.planner.trace.live_tensors import record_saved as record_saved
+    from meshwright.planner.trace.model_state import (
+        OptimizerProbe as OptimizerProbe,
+        describe_blocks as describe_blocks,
+        measured_state as measured_state,
+    )
+    from meshwright.planner.workload import (
+        Workload as Workload,
+        cluster_at_hand as cluster_at_hand,
+        described_cluster as described_cluster,
+    )
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

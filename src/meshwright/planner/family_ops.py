@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.cost import Op, Scaling
-from meshwright.planner.family_shape import BLOCK, Shape
+from meshwright.planner.model_shapes import BLOCK, Shape
 
 ATTENTION = "CoreAttention"  # scores, softmax and their product with the values: what ``selective`` recomputes
 PRODUCT, FUSED = "aten.mm", "aten._scaled_dot_product_flash_attention"  # as operators that recomputation may keep

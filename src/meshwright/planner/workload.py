@@ -1,10 +1,12 @@
-"""A model and how it is trained, for which strategies are predicted."""
+"""Workload: a model, how it is trained and the cluster at hand, for which strategies are predicted."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,12 +14,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.cost import Block, Calibration, Cluster, Step, memory
+from meshwright.cost import Block, Calibration, Cluster, Step, find_cluster, find_device, make_cluster, memory
+from meshwright.errors import ConfigError
 from meshwright.methods import SAMPLED, Resolved, SampleRun, check_units, cost_of, replacement_of, resolve
-from meshwright.methods.dtypes import half_dtype
-from meshwright.planner.allocator import taken_bytes, usable_host_bytes
-from meshwright.planner.parameters import Described, Marks, describe_buffers, describe_each, group_blocks
-from meshwright.planner.pipeline import (
+from meshwright.methods.base import half_dtype
+from meshwright.planner.memory_budget import fit_budget, taken_bytes, usable_host_bytes
+from meshwright.planner.pipeline_cuts import (
     Decision,
     Pipeline,
     by_pipeline_rank,
@@ -26,20 +28,121 @@ from meshwright.planner.pipeline import (
     pipeline_of,
     trace_flow,
 )
-from meshwright.planner.plan import Plan, most_host_bytes, needed_bytes
-from meshwright.planner.profile.inputs import tokens_per_sample
-from meshwright.planner.recompute import fit_budget
-from meshwright.planner.states import OptimizerProbe
-from meshwright.planner.traced import Conditions, Tracer
-from meshwright.planner.traces import Trace, trace_key, trace_of
+from meshwright.planner.plans import Plan, most_host_bytes, needed_bytes
+from meshwright.planner.trace.fake_pass import Trace, trace_key, trace_of
+from meshwright.planner.trace.model_state import (
+    Described,
+    Marks,
+    OptimizerProbe,
+    describe_buffers,
+    describe_each,
+    group_blocks,
+)
+from meshwright.planner.trace.tracer import Conditions, Tracer
+from meshwright.runtime import host_share_bytes, machine_name
+from meshwright.runtime.trees import leaves_of
 
 if TYPE_CHECKING:
     from meshwright.methods import Cut, Fp8
-    from meshwright.methods.float8.trace import Fp8Trace
+    from meshwright.methods.fp8_torchao import Fp8Trace
     from meshwright.methods.half_precision import HalfPrecisionMethod
-    from meshwright.methods.pipeline.trace import Dataflow
-    from meshwright.planner.forecast import Forecast
+    from meshwright.methods.pipeline.outer_parameters import Dataflow
+    from meshwright.planner.plans import Forecast
     from meshwright.strategy import MethodConfig, Strategy
+
+
+_IDS = ("input_ids", "decoder_input_ids")
+_SAMPLES = 2  # one alone could be a dim of another meaning
+
+
+def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
+    """Tokens of one sample: the second dim of ``input_ids``, or of the first integers ``[samples, tokens]``.
+
+    None where there is no sample to be had, or none of tokens, as of images.
+
+    Args:
+        inputs_of: ``inputs_of(samples)`` returns the model input.
+    """
+    try:
+        inputs = inputs_of(_SAMPLES)
+    except Exception:  # a user's data may refuse; training will say so
+        return None
+    named = [inputs[name] for name in _IDS if isinstance(inputs, Mapping) and name in inputs]
+    for leaf in (*named, *leaves_of(inputs)):
+        if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dim() == 2:
+            return leaf.shape[1] if leaf.shape[0] == _SAMPLES else None
+    return None
+
+
+# --- The cluster that a job runs on, as far as its processes can tell, or as it was described.
+
+
+def cluster_at_hand(device: torch.device, world: int, local_world: int) -> Cluster | None:
+    """What a job runs on, with the links that are usual for its devices, and the host memory that is free.
+
+    None for a CPU, and for unknown devices.
+
+    Args:
+        device: Of this rank; all ranks are taken to have one like it.
+        world: Number of ranks.
+        local_world: Of them on this node.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        known = make_cluster(torch.cuda.get_device_name(device), world, max(local_world, 1))
+    except ConfigError:
+        return None
+    return dataclasses.replace(known, host_memory_bytes=host_share_bytes(local_world))
+
+
+def described_cluster(
+    given: str | os.PathLike[str] | Cluster, device: torch.device, world: int, local_world: int
+) -> tuple[Cluster, tuple[str, ...]]:
+    """What a job runs on as it was described, with the job's ranks; and what of it may not hold here.
+
+    Args:
+        given: A cluster, a preset's name, or a file such as ``meshwright calibrate`` writes.
+        device: Of this rank.
+        world: Number of ranks.
+        local_world: Of them on this node.
+
+    Raises:
+        ConfigError: For a file that cannot be used, and one of other devices.
+    """
+    known = given if isinstance(given, Cluster) else find_cluster(os.fspath(given))
+    here = machine_name(device)
+    on_host = device.type == "cpu"
+    others = not on_host and _preset(known.device.name) not in (None, _preset(here))
+    if others or known.device.is_host != on_host:
+        raise ConfigError(
+            "cluster describes other devices than those that train",
+            expected=f"the one at hand, {here}",
+            got=known.device.name,
+            fix="name a file that meshwright calibrate has written here, or leave cluster out",
+        )
+    told, measured = [], known.calibration
+    if measured is not None and measured.machine not in (None, here):
+        told.append(f"cluster was measured on {measured.machine}, and this is {here}: seconds are that one's")
+    if measured is not None and on_host and known.num_devices != world:
+        told.append(
+            f"cluster was measured with {known.num_devices} ranks, and these are {world}: ranks share the cores of a "
+            f"CPU, so measure it with meshwright calibrate --processes {world}"
+        )
+    known = dataclasses.replace(known, num_devices=world, devices_per_node=max(local_world, 1))
+    if device.type == "cuda":
+        known = dataclasses.replace(known, host_memory_bytes=host_share_bytes(local_world))
+    return known, tuple(told)
+
+
+def _preset(name: str) -> str | None:
+    try:
+        return find_device(name).name
+    except ConfigError:
+        return None
+
+
+# --- A model and how it is trained, for which strategies are predicted.
 
 
 @dataclass
@@ -194,7 +297,7 @@ class Workload:
     def _forecast(self, steps: list[Step], samples: int) -> Forecast | None:
         if self.cluster is None:
             return None
-        from meshwright.planner.forecast import forecast
+        from meshwright.planner.plans import forecast
 
         tokens = self._tokens_per_sample
         return forecast(steps, self.cluster, samples=samples, tokens_per_sample=tokens, calibration=self.calibration)

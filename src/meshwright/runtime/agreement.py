@@ -1,17 +1,26 @@
-"""Agreement between ranks: an error on one of them is raised on all, so that nobody waits for the dead."""
+"""Agreement between ranks: the same error, the same values, the same bits and the same calls on each of them."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+import platform
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from meshwright.errors import LaunchError, MeshwrightError, join_names
-from meshwright.runtime.background import agreement_group
-from meshwright.runtime.processes import rank, world_size
+from meshwright.runtime.processes import agreement_group, rank, world_size
+from meshwright.version import __version__
 
 
 @contextlib.contextmanager
@@ -139,3 +148,216 @@ def agreed(error: MeshwrightError) -> MeshwrightError:
     """Marks an error that every rank raises alike, so that a program may print it once."""
     error.agreed = True  # type: ignore[attr-defined]
     return error
+
+
+# --- Calls that all ranks make together: who comes alone says so, before it waits in a collective for ranks elsewhere.
+
+_PATIENCE_S = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+
+
+def come_together(what: str) -> None:
+    """Waits until every rank has come into a call, and tells which ones stay away for long.
+
+    The ranks meet in their store. In a collective, a call that is made on rank 0 only (as under DDP a model is saved)
+    would meet whatever the others do next: gloo aborts the process then, and NCCL waits without a word.
+
+    Args:
+        what: The call, as users know it.
+
+    Raises:
+        LaunchError: When the others have not come within the time limit of the ranks.
+    """
+    if world_size() == 1:
+        return
+    store, key = _get_default_store(), f"meshwright/together/{what}"
+    number = store.add(f"{key}/{rank()}", 1)
+    store.add(key, 1)
+    began_s, pause_s, told = time.monotonic(), _FIRST_PAUSE_S, False
+    while store.add(key, 0) < number * world_size():
+        waited_s = time.monotonic() - began_s
+        limit_s = store.timeout.total_seconds() if told else _PATIENCE_S  # type: ignore[attr-defined]
+        if waited_s > limit_s:
+            absent = [each for each in range(world_size()) if store.add(f"{key}/{each}", 0) < number]
+            _tell(what, absent, waited_s, is_over=told)
+            told = True
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.3, _LONGEST_PAUSE_S)
+
+
+def told_by_all(what: str, text: str, patience_s: float | None = None) -> list[str | None]:
+    """What every rank says, in rank order; over the store, so that it does no harm when some are in a collective.
+
+    Args:
+        what: The occasion; ranks come to it equally often.
+        text: Of this rank.
+        patience_s: How long the others are waited for; None waits for all of them.
+
+    Returns:
+        None for ranks that have not come in time.
+    """
+    if world_size() == 1:
+        return [text]
+    store, key = _get_default_store(), f"meshwright/told/{what}"
+    number = store.add(f"{key}/times/{rank()}", 1)
+    names = [f"{key}/{number}/{each}" for each in range(world_size())]
+    store.set(names[rank()], text)
+    began_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+    while not store.check(names) and (patience_s is None or time.monotonic() - began_s < patience_s):
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.3, _LONGEST_PAUSE_S)
+    return [store.get(name).decode() if store.check([name]) else None for name in names]
+
+
+def _tell(what: str, absent: Sequence[int], waited_s: float, *, is_over: bool) -> None:
+    fix = "call it on every rank, without `if rank == 0:` around it"
+    if is_over:
+        raise LaunchError(
+            f"{what} was not called on every rank",
+            expected=f"all of them within {waited_s:.0f} s",
+            got=f"nothing of {named_ranks(absent)}",
+            fix=fix,
+        )
+    here = [each for each in range(world_size()) if each not in absent]
+    if absent and rank() == here[0]:
+        text = f"rank {rank()} has waited {waited_s:.0f} s in {what} for {named_ranks(absent)}; if it stays so: {fix}"
+        print(f"meshwright: {text}", file=sys.stderr, flush=True)
+
+
+# --- Short numbers that tell whether tensors of several ranks hold the same bits.
+
+_WORD = 8  # bytes
+_ROWS = 64  # parts of a tensor whose order counts
+_ODD = 0x5851F42D4C957F2D  # Knuth's multiplier of MMIX
+
+
+@torch.no_grad()
+def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """A number of 64 bits that another one of the same shape nearly always differs in; int64, 0-dim, on its device.
+
+    The bits are read as integers of 64 bits and added up modulo 2^64, in one pass at the speed of memory: any one
+    flipped bit, and any change within one word, changes the sum. NaN and -0.0 count by their bits, too. 64 parts of the
+    tensor are weighted by odd numbers, so that most exchanges of places are found. No float is computed, so the number
+    is the same on every device and with every number of threads.
+
+    Args:
+        tensor: Plain, of any type: of a DTensor, the local part.
+    """
+    flat = tensor.detach().reshape(-1).contiguous()
+    if flat.storage_offset() * flat.element_size() % _WORD:
+        flat = flat.clone()  # words begin where the storage of the copy does
+    each_byte = flat.view(torch.uint8)
+    words = each_byte[: each_byte.numel() // _WORD * _WORD].view(torch.int64)
+    whole = words.numel() // _ROWS * _ROWS
+    sums = words[:whole].view(_ROWS, -1).sum(1)
+    total = (sums * torch.arange(1, 2 * _ROWS, 2, device=flat.device)).sum() + words[whole:].sum() * _ODD
+    rest = each_byte[words.numel() * _WORD :].to(torch.int64)
+    return total + (rest << torch.arange(0, 8 * rest.numel(), 8, device=flat.device)).sum()
+
+
+def bit_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The :func:`bit_sum` of each; int64 on the host, which waits once for each device."""
+    sums = [bit_sum(tensor) for tensor in tensors]
+    places: dict[torch.device, list[int]] = {}
+    for place, each in enumerate(sums):
+        places.setdefault(each.device, []).append(place)
+    found = torch.zeros(len(sums), dtype=torch.int64)
+    for own in places.values():
+        found[own] = torch.stack([sums[place] for place in own]).cpu()
+    return found
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not equal on all the ranks that ought to hold the same."""
+
+    name: str
+    """The first such tensor."""
+    odd: tuple[int, ...]
+    """Ranks that differ from most of the others; all of them where there is no majority."""
+    majority: tuple[int, ...]
+    """The ranks that agree; empty where there is no majority."""
+    others: tuple[str, ...] = ()
+    """Further such tensors."""
+
+    def __str__(self) -> str:
+        more = f" and {len(self.others)} more" if self.others else ""
+        if not self.majority:
+            return f"{self.name}{more} on {named_ranks(self.odd)}, of which no majority holds the same"
+        return f"{self.name}{more} on {named_ranks(self.odd)}, while {named_ranks(self.majority)} hold the same"
+
+
+def outvoted(values: Mapping[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Divides ranks by what most of them hold.
+
+    Args:
+        values: By rank.
+
+    Returns:
+        Ranks that differ from the majority, and the majority: more than half of all. Without one, all ranks and none.
+        Where all agree, none and all.
+    """
+    value, votes = Counter(values.values()).most_common(1)[0]
+    if 2 * votes <= len(values):
+        return tuple(values), ()
+    return tuple(rank for rank in values if values[rank] != value), tuple(r for r in values if values[r] == value)
+
+
+def difference_between_ranks(tensors: Mapping[str, torch.Tensor]) -> Difference | None:
+    """The first tensor that is not equal on all ranks; None where all are. Collective: one number per rank, and more
+    only where it differs.
+
+    Args:
+        tensors: With values; the same names, shapes and types on every rank.
+    """
+    if world_size() == 1:
+        return None
+    sums: list[int] = bit_sums(tensors.values()).tolist()
+    if len(set(gather_objects(hash(tuple(sums))))) == 1:  # of integers, a hash is the same in every process
+        return None
+    every: list[list[int]] = gather_objects(sums)
+    differing = [place for place, held in enumerate(zip(*every, strict=True)) if len(set(held)) > 1]
+    odd, majority = outvoted({rank: own[differing[0]] for rank, own in enumerate(every)})
+    names = list(tensors)
+    return Difference(names[differing[0]], odd, majority, tuple(names[place] for place in differing[1:]))
+
+
+# --- Which code this process runs: ranks that run different code must not train together.
+
+_SOURCES = Path(__file__).parents[1]
+
+
+def code_versions(sources: Path = _SOURCES) -> str:
+    """Versions of Meshwright, torch and Python, and a digest of Meshwright's own source files.
+
+    The digest tells two states of a source tree apart that carry one version number.
+
+    Args:
+        sources: The folder of the package.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(sources.rglob("*.py")):
+        digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
+    python = platform.python_version()
+    return f"meshwright {__version__} ({digest.hexdigest()[:12]}), torch {torch.__version__}, Python {python}"
+
+
+# --- What this rank has gathered since its last step: on ranks that gather other things, weights come out mixed.
+
+_MODULUS = 2**20  # exact in fp32, in which the number travels
+
+_order = 0
+
+
+def note_gathered(place: int) -> None:
+    """Counts something that all ranks gather together, by a number that it has on all of them."""
+    global _order
+    if not torch.compiler.is_compiling():
+        _order = (_order * 31 + place + 1) % _MODULUS
+
+
+def take_order() -> int:
+    """A number for what was gathered since the last call, and in which order; equal on ranks that gathered the same."""
+    global _order
+    taken, _order = _order, 0
+    return taken

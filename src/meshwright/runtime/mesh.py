@@ -2,8 +2,7 @@
 
 Axes are listed innermost first, as in ATorch's ``parallel_mode``: ``[("tensor", 4), ("pipeline", 2), ("data", 2)]``
 puts ranks 0-3 into one tensor group. The DeviceMesh holds the same grid with its axes in one fixed order, outermost
-first, so that any sub-mesh (data, zero) can be sliced from it whatever order the user wrote.
-"""
+first, so that any sub-mesh (data, zero) can be sliced from it whatever order the user wrote."""
 
 from __future__ import annotations
 

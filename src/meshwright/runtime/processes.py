@@ -1,11 +1,14 @@
-"""Processes: how one, two or ten thousand of them find each other, and what each knows of itself."""
+"""Processes: start, identify and shut down the ranks of a job, with process groups for background threads."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,11 +19,61 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import LaunchError
-from meshwright.runtime.background import agreement_group, prepare_to_leave
-from meshwright.runtime.device import choose_device, synchronize_device
-from meshwright.runtime.meeting import forget_meshes, launchers_store, meet
-from meshwright.runtime.seeds import seed_everything
-from meshwright.runtime.tasks import told_separate_tasks
+from meshwright.runtime.device import choose_device, seed_everything, synchronize_device
+from meshwright.runtime.rendezvous import forget_meshes, launchers_store, meet, told_separate_tasks
+
+_own = threading.local()
+_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # by purpose: (world, its background group)
+_before_leaving: list[Callable[[], None]] = []
+
+
+def background_group(purpose: str = "saves") -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for one purpose beside training; None without other ranks.
+
+    Collectives of two threads in one group would meet each other's. Collective the first time: call it where all
+    ranks are in step, never from a background thread itself.
+
+    Args:
+        purpose: Who uses it: one thread at a time.
+    """
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is None or world.size() == 1:
+        return None
+    if purpose not in _groups or _groups[purpose][0] is not world:
+        _groups[purpose] = (world, dist.new_group(backend="gloo"))
+    return _groups[purpose][1]
+
+
+@contextlib.contextmanager
+def agreeing_over(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Within it, this thread's ``gather_objects``, and all that stands on it, go over ``group`` (None: the world)."""
+    before = agreement_group()
+    _own.group = group
+    try:
+        yield
+    finally:
+        _own.group = before
+
+
+def agreement_group() -> dist.ProcessGroup | None:
+    """The group over which this thread agrees; None is the world."""
+    return getattr(_own, "group", None)
+
+
+def before_leaving(function: Callable[[], None]) -> Callable[[], None]:
+    """Calls a function on every rank at the start of ``shutdown_distributed``, while ranks can still communicate."""
+    _before_leaving.append(function)
+    return function
+
+
+def prepare_to_leave() -> None:
+    """Calls what :func:`before_leaving` was given; the first error is raised after all were called."""
+    with contextlib.ExitStack() as stack:
+        for function in _before_leaving:
+            stack.callback(function)
+
+
+# --- Processes: how one, two or ten thousand of them find each other, and what each knows of itself.
 
 _FAREWELL_S = 0.05  # many times what a waiting thread needs to take the interpreter's lock and drop a tensor
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

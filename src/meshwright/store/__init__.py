@@ -2,39 +2,22 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.on_demand import on_demand
+from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from meshwright.store.checkpoints import CheckpointStore
-    from meshwright.store.file import LoadedKeys, load, save, save_folder
-    from meshwright.store.optimizer_file import load_optimizer, save_optimizer
-    from meshwright.store.scheduler_file import load_lr_scheduler, save_lr_scheduler
-    from meshwright.store.state import CheckpointInfo, TrainingState
-    from meshwright.store.writer import wait_for_saves
-else:
-    on_demand(
-        __name__,
-        """
-        checkpoints: CheckpointStore
-        file: LoadedKeys load save save_folder
-        optimizer_file: load_optimizer save_optimizer
-        scheduler_file: load_lr_scheduler save_lr_scheduler
-        state: CheckpointInfo TrainingState
-        writer: wait_for_saves
-        """,
+    from meshwright.store.checkpoints import CheckpointStore as CheckpointStore
+    from meshwright.store.entries import CheckpointInfo as CheckpointInfo, TrainingState as TrainingState
+    from meshwright.store.model_file import (
+        LoadedKeys as LoadedKeys,
+        load as load,
+        save as save,
+        save_folder as save_folder,
     )
-
-__all__ = [
-    "CheckpointInfo",
-    "CheckpointStore",
-    "LoadedKeys",
-    "TrainingState",
-    "load",
-    "load_lr_scheduler",
-    "load_optimizer",
-    "save",
-    "save_folder",
-    "save_lr_scheduler",
-    "save_optimizer",
-    "wait_for_saves",
-]
+    from meshwright.store.optimizer_file import load_optimizer as load_optimizer, save_optimizer as save_optimizer
+    from meshwright.store.scheduler_file import (
+        load_lr_scheduler as load_lr_scheduler,
+        save_lr_scheduler as save_lr_scheduler,
+    )
+    from meshwright.store.tensor_files import wait_for_saves as wait_for_saves
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,15 +1,14 @@
-"""A directory of checkpoints: each one complete or absent, verified before it is loaded, the oldest deleted.
-
-directory/step-00000120/   tensors/shard-….safetensors   the model and the optimizer, one file per rank
-                           rng-00000.safetensors …       random generators, one file per rank
-                           state.json                    everything else
-                           manifest.json                 sizes and SHA-256 of all files, written last
-"""
+"""Save and load a directory of checkpoints: each complete or absent, verified on load, oldest deleted."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
+import sys
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
@@ -17,34 +16,39 @@ import torch
 
 from meshwright import runtime
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.runtime.background import agreeing_over, background_group
-from meshwright.store.choice import TENSORS, complete_checkpoints, newest_valid, nothing_valid, step_name
-from meshwright.store.generators import set_generators
+from meshwright.optim.dtensors import local_tensor, wrapped_like
+from meshwright.runtime import synchronize_device
+from meshwright.runtime.processes import agreeing_over, background_group
+from meshwright.store.entries import CheckpointInfo, TrainingState, generator_tensors, set_generators
 from meshwright.store.manifest import (
+    RECORD,
+    TENSORS,
     FileEntry,
+    Record,
+    complete_checkpoints,
+    consistent,
     describe,
+    newest_valid,
+    nothing_valid,
+    read_record,
+    step_name,
     storage_errors,
     sync_directory,
+    verify,
     write_durably,
     write_manifest,
 )
-from meshwright.store.place import (
-    Claim,
-    commit,
-    delete_old,
-    make_room,
-    own_directory,
-    temporary_of,
-    warn_of_another_run,
+from meshwright.store.optimizer_state import names_of_others, united
+from meshwright.store.snapshot import begin, capture, completed, load_means, names_held, plan_restore
+from meshwright.store.tensor_files import (
+    failed_before,
+    file_prefix,
+    load_shards,
+    run_later,
+    save_shards,
+    wait_for_saves,
+    writable,
 )
-from meshwright.store.record import RECORD, Record, consistent, read_record
-from meshwright.store.replicas import begin, load_means
-from meshwright.store.shards import file_prefix, load_shards, save_shards
-from meshwright.store.snapshot import names_held, plan_restore
-from meshwright.store.staging import HostCopies, Staged, staged
-from meshwright.store.state import CheckpointInfo, TrainingState
-from meshwright.store.union import names_of_others
-from meshwright.store.writer import failed_before, run_later, wait_for_saves
 
 _DISK = "make room on the disk, and check that the directory may be written; earlier checkpoints are untouched"
 _CALLS = "a CheckpointStore's save, load, newest or wait"
@@ -292,3 +296,193 @@ def _read_generators(path: Path, record: Record) -> dict[str, torch.Tensor] | No
     file = path / _rng_name(runtime.rank())
     with storage_errors(f"{file} cannot be read", "name an older checkpoint to resume from"):
         return safetensors.torch.load_file(file)
+
+
+# --- A training state as it is now, ready to be written while training goes on.
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Everything one rank writes of a checkpoint."""
+
+    tensors: Mapping[str, torch.Tensor]
+    record: Record
+    generators: Mapping[str, torch.Tensor]
+
+
+def staged(state: TrainingState) -> Staged:
+    """Names everything in a training state; collective. The tensors are live: the next step changes them.
+
+    Raises:
+        CheckpointError: On every rank, when something in it cannot be stored.
+    """
+    begin(state, to_load=False)
+    with runtime.same_on_every_rank():
+        snapshot = capture(state, runtime.world_size())
+    record = united(snapshot.record) if snapshot.replica is None else completed(snapshot.record, snapshot.replica)
+    return Staged(writable(snapshot.tensors), record, generator_tensors())
+
+
+class HostCopies:
+    """Copies of a rank's tensors in host memory, whose buffers are used again by the next save.
+
+    Fresh memory costs more than filling it: the system hands it out page by page, and locks the pages where a GPU
+    copies into them.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def of(self, live: Staged) -> Staged:
+        """The same with copies of the tensors, valid until the next call."""
+        tensors = {name: self._copy(name, tensor) for name, tensor in live.tensors.items()}
+        for device in {local_tensor(tensor).device for tensor in live.tensors.values()}:
+            synchronize_device(device)  # copies from a GPU were only queued
+        self._buffers = {name: local_tensor(tensor) for name, tensor in tensors.items()}
+        return Staged(tensors, live.record, live.generators)
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        local = local_tensor(tensor)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != local.shape or buffer.dtype != local.dtype:
+            buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+        buffer.copy_(local, non_blocking=True)
+        return wrapped_like(tensor, buffer)
+
+
+# --- Where a checkpoint comes to lie: under a temporary name first, and what earlier ones have left behind.
+
+_own: set[Path] = set()  # directories whose checkpoints this process has gone on from, or has written
+
+
+def own_directory(directory: Path) -> None:
+    """Notes that this run goes on from what is in a directory: what it saves there belongs to the same run."""
+    _own.add(directory.resolve())
+
+
+def warn_of_another_run(directory: Path) -> None:
+    """At a run's first save: warns of checkpoints in the directory that it has not gone on from. For one rank only."""
+    found = complete_checkpoints(directory) if directory.resolve() not in _own else []
+    own_directory(directory)
+    if found:
+        warnings.warn(
+            f"{directory} holds checkpoints up to step {found[-1][0]} that this run has not loaded: load takes the "
+            "highest step, whoever wrote it, and the oldest are deleted. What to do: load the newest before training, "
+            "or give this run a directory of its own",
+            stacklevel=4,
+        )
+
+
+def temporary_of(final: Path) -> Path:
+    """Where a checkpoint lies until all of it is on the disk."""
+    return final.with_name(f".{final.name}.tmp")
+
+
+class Claim:
+    """One process at a time saves into a directory: two that write the same step would mix their files.
+
+    A lock of the operating system, which ends with the process however that ends. Where the file system has none, as
+    some that are shared over a network, nobody is kept out.
+
+    Args:
+        directory: Made if it is missing.
+
+    Raises:
+        CheckpointError: When another process is saving there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._descriptor = -1
+        if sys.platform != "win32":
+            self._descriptor = os.open(directory, os.O_RDONLY)
+            self._lock(directory)
+
+    def _lock(self, directory: Path) -> None:
+        import fcntl
+
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._close()
+            raise CheckpointError(
+                f"Another process is saving a checkpoint into {directory}",
+                expected="one run that saves into a directory",
+                got="two at the same time",
+                fix="end the other one, or give this one a directory of its own; nothing was written",
+            ) from error
+        except OSError:  # locks of directories are not known here
+            self._close()
+
+    def release(self) -> None:
+        """Lets others save; harmless when done before."""
+        if self._descriptor >= 0 and sys.platform != "win32":
+            import fcntl
+
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # also of what a forked process has inherited
+            self._close()
+
+    def _close(self) -> None:
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def make_room(final: Path) -> Path:
+    """Makes the temporary directory of a checkpoint. For one rank only.
+
+    A damaged checkpoint of the same step, which a run resumed from an earlier one meets again, is renamed.
+
+    Raises:
+        CheckpointError: When there is a checkpoint of this step already.
+    """
+    if final.exists():
+        _move_aside(final)
+    temporary = temporary_of(final)
+    if temporary.exists():
+        shutil.rmtree(temporary)  # left by a save of this step that was killed
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def _move_aside(final: Path) -> None:
+    try:
+        verify(final)
+    except CheckpointError:
+        numbers = range(1, 1000)
+        names = (final.with_name(f"damaged-{final.name}" + (f"-{n}" if n > 1 else "")) for n in numbers)
+        final.rename(next(name for name in names if not name.exists()))
+        return
+    raise CheckpointError(
+        f"{final} exists already",
+        expected="a step that has not been saved",
+        got=f"a checkpoint of {final.name}",
+        fix="move it away, or save into another directory; nothing was overwritten",
+    )
+
+
+def commit(final: Path) -> None:
+    """Gives a checkpoint its name: it exists from here on. For one rank only."""
+    temporary_of(final).rename(final)
+    sync_directory(final.parent)
+
+
+def delete_old(directory: Path, newest_step: int, keep: int | None) -> None:
+    """Deletes all but the newest ``keep`` checkpoints up to ``newest_step``, and remains. For one rank only."""
+    remains = [*directory.glob(".step-*.deleted")]  # a deletion that was killed half way
+    remains += [path for path in directory.glob(".step-*.tmp") if path.name < f".{step_name(newest_step)}.tmp"]
+    for path in remains:
+        _delete(path)
+    older = [path for step, path in complete_checkpoints(directory) if step < newest_step]
+    for path in older[: max(len(older) - (keep - 1), 0)] if keep is not None else []:
+        # Renamed first: a deletion that is killed half way must not leave half a checkpoint under a good name.
+        half = path.with_name(f".{path.name}.deleted")
+        path.rename(half)
+        _delete(half)
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink():  # what was moved to another disk stays there
+        path.unlink()
+    else:
+        shutil.rmtree(path)

@@ -1,16 +1,159 @@
-"""A model as named tensors: the same names whether it is plain, compiled, or wrapped in DDP or FSDP2."""
+"""Name everything a training state holds: model entries, plain values as JSON, fused parameters, random generators."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from meshwright.store.plain import from_plain, to_plain
+from meshwright.errors import CheckpointError
+from meshwright.nn import RankOrder, rank_orders
+from meshwright.optim import local_tensor
+from meshwright.optim.eight_bit_moments import BLOCK_SIZE
+
+
+@dataclass
+class TrainingState:
+    """The live objects of one training run: ``save`` reads them, ``load`` fills them in place."""
+
+    model: nn.Module
+    """Plain, DDP or FSDP2; every rank holds the whole model or its shards of it."""
+    optim: Optimizer | None = None
+    """Any torch optimizer, or a GuardedOptimizer, whose master weights and loss scale are then stored too."""
+    lr_scheduler: LRScheduler | None = None
+    step: int = 0
+    """Optimizer steps done."""
+    samples_seen: int = 0
+    """Position in the data, counted over all ranks."""
+    strategy: str = ""
+    """JSON text of the strategy; recorded for information, never applied."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Anything else that is plain: numbers, strings, lists, tuples and dictionaries of them; rank 0's is stored."""
+    frozen: bool = True
+    """Whether parameters that are not trained are stored too. Without them (adapters around a large model) a
+    checkpoint loads only into a model that has them already; those of one that holds them are then left alone."""
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """Where a loaded checkpoint came from, and what it says of the run that wrote it."""
+
+    path: Path
+    step: int
+    samples_seen: int
+    strategy: str
+    extra: dict[str, Any]
+    world_size: int
+    """Ranks of the run that wrote it."""
+    rng_restored: bool
+    """Whether this rank's random generators go on where they stopped; False when the ranks or devices are others."""
+    damaged: tuple[str, ...] = ()
+    """What is wrong with newer checkpoints, which were passed over; empty when the checkpoint was named."""
+
+
+# --- Python values as JSON and back, exactly: what a scheduler or an optimizer keeps beside tensors.
+#
+# JSON has no tuples and no integer keys, but ``MultiStepLR`` keeps a ``Counter`` of steps: such values are tagged.
+
+_TUPLE, _ITEMS, _COUNTER, _TENSOR = "__tuple__", "__items__", "__counter__", "__tensor__"
+
+
+def to_plain(value: Any, where: str) -> Any:
+    """Turns a value into JSON types.
+
+    Args:
+        value: None, bool, number, string, one-element tensor, or a list, tuple, mapping or Counter of these.
+        where: What the value is, for the error.
+
+    Raises:
+        CheckpointError: When something in it cannot be kept without pickle.
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [to_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {_TUPLE: [to_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]}
+    if isinstance(value, Mapping):
+        return _mapping_to_plain(value, where)
+    if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() == 1:
+        return {_TENSOR: value.tolist(), "dtype": dtype_name(value.dtype)}
+    raise CheckpointError(
+        f"{where} cannot be stored in a checkpoint",
+        expected="numbers, strings, one-element tensors, and lists, tuples or dictionaries of them (never pickle)",
+        got=f"{type(value).__module__}.{type(value).__qualname__}",
+        fix="keep it as a tensor of the model or the optimizer, or turn it into plain values",
+    )
+
+
+def _mapping_to_plain(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    pairs = [(key, to_plain(item, f"{where}[{key!r}]")) for key, item in value.items()]
+    if isinstance(value, Counter):
+        return {_COUNTER: [[to_plain(key, where), item] for key, item in pairs]}
+    if all(isinstance(key, str) and not key.startswith("__") for key, _ in pairs):
+        return dict(pairs)
+    return {_ITEMS: [[to_plain(key, where), item] for key, item in pairs]}
+
+
+def from_plain(value: Any) -> Any:
+    """The value that :func:`to_plain` turned into JSON types.
+
+    Raises:
+        Exception: KeyError, TypeError, ValueError or AttributeError, for what no value was turned into.
+    """
+    if isinstance(value, list):
+        return [from_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TUPLE in value:
+        return tuple(from_plain(item) for item in value[_TUPLE])
+    if _COUNTER in value:
+        return Counter({from_plain(key): from_plain(item) for key, item in value[_COUNTER]})
+    if _ITEMS in value:
+        return {from_plain(key): from_plain(item) for key, item in value[_ITEMS]}
+    if _TENSOR in value:
+        try:
+            return torch.tensor(value[_TENSOR], dtype=dtype_named(value["dtype"]))
+        except (OverflowError, RuntimeError) as error:  # a number that the type cannot hold
+            raise ValueError(str(error)) from None
+    return {key: from_plain(item) for key, item in value.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"float32"`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype of a name that :func:`dtype_name` gave.
+
+    Raises:
+        CheckpointError: When this torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"The checkpoint holds tensors of the unknown type {name!r}", fix="load it with the torch that wrote it"
+        )
+    return dtype
+
+
+# --- A model as named tensors: the same names whether it is plain, compiled, or wrapped in DDP or FSDP2.
 
 # Wrapper modules that a name passes through; the root's own wrappers are taken off before.
 _TRANSPARENT = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -77,3 +220,146 @@ def stored_name(name: str) -> str:
     for wrapper in _TRANSPARENT:
         name = name.replace(wrapper, "")
     return name
+
+
+# --- Fused parameters of a tensor axis, and their states, in the model's own order in every checkpoint.
+
+_CODES, _SCALES = "_codes", "_absmax"  # of states in 8 bits
+
+
+def in_model_order(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with those that lie in the order of ranks replaced by copies in the model's; collective for these.
+
+    Args:
+        entries: The model.
+        tensors: By names that contain those of the model: weights, masters and states.
+
+    Raises:
+        CheckpointError: When a state is quantized over what would be torn apart.
+    """
+    return dict(tensors) | {name: order.to_model(tensors[name], dim) for name, order, dim in _fused(entries, tensors)}
+
+
+@torch.no_grad()
+def to_rank_order_(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Puts tensors that were filled in the model's order into the order of ranks, in place; collective for these."""
+    for name, order, dim in _fused(entries, tensors):
+        local_tensor(tensors[name].detach()).copy_(local_tensor(order.to_ranks(tensors[name], dim)))
+
+
+def check_orders(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuses what could be filled and not be put into the order of ranks; changes nothing.
+
+    Raises:
+        CheckpointError: When a state is quantized over what would be torn apart.
+    """
+    for _ in _fused(entries, tensors):
+        pass
+
+
+def _fused(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, RankOrder, int]]:
+    """Name, order and dim of every tensor that has the rows of a fused parameter."""
+    by_identity = rank_orders(entries.module)
+    for weight, parameter in entries.tensors.items():
+        order = by_identity.get(id(parameter))
+        if order is None:
+            continue
+        for name, tensor in tensors.items():
+            if f".{weight}." in f".{name}.":
+                codes = tensors.get(f"{name.removesuffix(_SCALES)}{_CODES}") if name.endswith(_SCALES) else None
+                if codes is not None:
+                    found = _order_of_scales(name, tensor, codes, parameter, order)
+                else:
+                    found = _order_of(name, tensor, tensors, parameter, order)
+                if found is not None:
+                    yield name, *found
+
+
+def _order_of(
+    name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], parameter: torch.Tensor, order: RankOrder
+) -> tuple[RankOrder, int] | None:
+    """The order of a tensor and its dim that is the fused one; None when it has none, as a factor of columns."""
+    dim = _fused_dim(tensor, parameter, order)
+    if dim is None:
+        return None
+    if not tensor.is_floating_point():
+        scales = tensors.get(f"{name.removesuffix(_CODES)}{_SCALES}") if name.endswith(_CODES) else None
+        if scales is None:
+            raise _torn(name, tensor)
+        _order_of_scales(name, scales, tensor, parameter, order)
+    return order, dim
+
+
+def _order_of_scales(
+    name: str, scales: torch.Tensor, codes: torch.Tensor, parameter: torch.Tensor, order: RankOrder
+) -> tuple[RankOrder, int] | None:
+    """The same of the scales of blocks of codes, which lie within rows: one row follows its codes, and whole blocks.
+
+    Raises:
+        CheckpointError: When a block reaches across parts that lie elsewhere in the other order.
+    """
+    dim = _fused_dim(codes, parameter, order)
+    if dim is None or scales.numel() == 1:
+        return None
+    if dim == 0 and codes.ndim > 1 and scales.shape[0] == codes.shape[0]:
+        return order, 0
+    whole_blocks = all(part % (order.ranks * BLOCK_SIZE) == 0 for part in order.parts)
+    if dim != codes.ndim - 1 or codes.ndim > 2 or not whole_blocks:
+        raise _torn(name, codes)
+    return dataclasses.replace(order, parts=tuple(part // BLOCK_SIZE for part in order.parts)), dim
+
+
+def _fused_dim(tensor: torch.Tensor, parameter: torch.Tensor, order: RankOrder) -> int | None:
+    if tensor.shape == parameter.shape:
+        return order.dim
+    dims = [dim for dim, size in enumerate(tensor.shape) if size == parameter.shape[order.dim]]
+    return dims[0] if dims else None
+
+
+def _torn(name: str, tensor: torch.Tensor) -> CheckpointError:
+    return CheckpointError(
+        f"{name} cannot be stored: its blocks of quantized values reach across the parts of a fused projection",
+        expected=f"blocks within rows, or parts that are multiples of {BLOCK_SIZE} on every rank",
+        got=f"{tensor.dtype} of shape {tuple(tensor.shape)}",
+        fix="use an optimizer with states in fp32 or bf16 with tensor_parallel",
+    )
+
+
+# --- The state of a rank's random generators as tensors: torch (CPU and CUDA), numpy and ``random``.
+
+
+def generator_tensors() -> dict[str, torch.Tensor]:
+    """The state of all generators of this process; CPU tensors."""
+    _, internal, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state()
+    tensors = {
+        "torch.cpu": torch.get_rng_state(),
+        "python.state": torch.tensor(internal, dtype=torch.int64),
+        # A normal number that random.gauss keeps for its next call; nan says there is none.
+        "python.gauss": torch.tensor(float("nan") if gauss is None else gauss, dtype=torch.float64),
+        "numpy.keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
+        "numpy.position": torch.tensor([int(position), int(has_gauss)], dtype=torch.int64),
+        "numpy.gauss": torch.tensor(float(cached), dtype=torch.float64),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        tensors["torch.cuda"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def set_generators(tensors: dict[str, torch.Tensor]) -> bool:
+    """Puts all generators into a saved state.
+
+    Returns:
+        Whether it did: nothing is changed when this process has other generators (CUDA or not) than the saved one.
+    """
+    if tensors.keys() != generator_tensors().keys():
+        return False
+    gauss = tensors["python.gauss"].item()
+    random.setstate((3, tuple(tensors["python.state"].tolist()), None if gauss != gauss else gauss))
+    position, has_gauss = tensors["numpy.position"].tolist()
+    keys = tensors["numpy.keys"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, position, has_gauss, tensors["numpy.gauss"].item()))
+    torch.set_rng_state(tensors["torch.cpu"])
+    if "torch.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["torch.cuda"])
+    return True

@@ -1,20 +1,25 @@
-"""Tensors in a folder: safetensors files of limited size and an index, as transformers' ``from_pretrained`` reads."""
+"""Write and read folders of safetensors that ``from_pretrained`` loads, and export a checkpoint's weights as one."""
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from meshwright.errors import CheckpointError, join_names
+from meshwright.errors import CheckpointError, ConfigError, join_names
 from meshwright.runtime import rank, same_on_every_rank
-from meshwright.store.file_format import make_folder, read_file, write_file, write_text
+from meshwright.store.entries import dtype_named
+from meshwright.store.manifest import TENSORS, Record, storage_errors, verify
+from meshwright.store.tensor_files import load_shards, make_folder, read_file, run_later, write_file, write_text
 from meshwright.store.transfer import collect
-from meshwright.store.writer import run_later
 
 _INDEX = ".index.json"
 _OPTIMIZER = "optimizer.safetensors"
@@ -190,3 +195,174 @@ def _damaged(index: Path, got: str) -> CheckpointError:
         got=got,
         fix="copy the folder again from its source",
     )
+
+
+# --- What transformers' ``from_pretrained`` reads beside weights: ``config.json`` and ``generation_config.json``.
+
+
+def write_config(model: nn.Module, folder: Path) -> None:
+    """Writes a transformers model's configs; for other models, and around adapters, nothing. For one process.
+
+    They name the model's own class, and the dtype of its weights as they are now: ``from_pretrained`` takes both.
+
+    Args:
+        model: Without DDP and torch.compile around it.
+        folder: Made if it is missing.
+
+    Raises:
+        CheckpointError: When they cannot be written, or transformers finds them wrong.
+    """
+    configs = _configs(model)
+    if not configs:
+        return
+    make_folder(folder)
+    try:
+        for config in configs:
+            config.save_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"The model's config was not written into {folder}",
+            expected="a writable folder, and a config and generation_config that transformers accepts",
+            got=f"{type(error).__name__}: {error}",
+            fix="correct what it names, or choose another folder",
+        ) from error
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    config: Any = getattr(model, "config", None)
+    generation: Any = getattr(model, "generation_config", None)
+    # Names of adapted layers are peft's: with a config beside them from_pretrained would leave those layers random.
+    if not _can_save(model) or not _can_save(config) or hasattr(model, "peft_config"):
+        return []
+    config = copy.deepcopy(config)
+    # fully_shard has put a class of its own before the model's.
+    config.architectures = [next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule)).__name__]
+    dtype = next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
+    if dtype is not None:
+        setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtype).removeprefix("torch."))
+    return [config, generation] if _can_save(generation) else [config]
+
+
+def _can_save(thing: Any) -> bool:
+    return callable(getattr(thing, "save_pretrained", None))
+
+
+# --- The weights of a checkpoint on their own: one safetensors file, or a folder that transformers or peft loads.
+
+_MODEL = "model."
+_SHARD_BYTES = 5 * 10**9  # what transformers writes
+
+
+def export_weights(
+    checkpoint: Path, out: Path, *, dtype: torch.dtype | None = None, config: str | None = None
+) -> dict[str, torch.Tensor]:
+    """Writes the weights and buffers of a checkpoint, whole, whatever layout of ranks saved them. For one process.
+
+    Args:
+        checkpoint: Directory of one checkpoint; verified first.
+        out: A file that ends in ``.safetensors``, or a folder: ``model-00001-of-….safetensors`` and their index.
+        dtype: Type of the floating-point tensors; None keeps what was saved, which is fp32 where there are masters.
+        config: Text of a transformers ``config.json`` to write beside them; with it the folder is one that
+            ``from_pretrained`` loads.
+
+    Returns:
+        What was written, by the model's names.
+
+    Raises:
+        CheckpointError: When the checkpoint is damaged, ``out`` exists already or cannot be written.
+    """
+    record = verify(checkpoint)
+    _check_new(out)
+    targets = _loaded(checkpoint, record, [name for name in record.tensors if name.startswith(_MODEL)])
+    weights = {name.removeprefix(_MODEL): _in_dtype(tensor, dtype) for name, tensor in targets.items()}
+    if out.suffix == ".safetensors":
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_file(out, dict(weights))
+        return weights
+    write_folder(weights, out, "model", shard_bytes=_SHARD_BYTES, metadata={})
+    if config is not None:
+        with storage_errors(f"{out} cannot be written", "make room, or choose another folder"):
+            (out / "config.json").write_text(config, encoding="utf-8")
+    return weights
+
+
+def export_adapters(
+    checkpoint: Path, out: Path, *, names: Mapping[str, str], config: str, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Writes the adapters of a checkpoint as a folder that peft's ``PeftModel.from_pretrained`` loads.
+
+    Args:
+        checkpoint: Directory of one checkpoint; verified first.
+        out: A new folder.
+        names: Of the adapters in peft's file, and in the model that was trained.
+        config: Text of peft's ``adapter_config.json``.
+        dtype: As of :func:`export_weights`.
+
+    Returns:
+        What was written, by peft's names.
+
+    Raises:
+        CheckpointError: When the checkpoint is damaged or has other tensors, ``out`` exists or cannot be written.
+    """
+    record = verify(checkpoint)
+    _check_new(out)
+    absent = [name for name in names.values() if _MODEL + name not in record.tensors]
+    if absent:
+        raise CheckpointError(
+            f"{checkpoint} does not hold the adapters of its run",
+            expected=f"{len(names)} tensors",
+            got=f"none of the name {join_names(absent, 3)}",
+            fix="name a checkpoint of the run that the directory describes",
+        )
+    found = _loaded(checkpoint, record, [_MODEL + name for name in names.values()])
+    adapters = {name: _in_dtype(found[_MODEL + stored], dtype) for name, stored in names.items()}
+    with storage_errors(f"{out} cannot be written", "make room, or choose another folder"):
+        out.mkdir(parents=True)
+        (out / "adapter_config.json").write_text(config, encoding="utf-8")
+        write_file(out / "adapter_model.safetensors", dict(adapters))
+    return adapters
+
+
+def _check_new(out: Path) -> None:
+    if out.exists():
+        raise CheckpointError(
+            f"{out} exists already", expected="a new file or folder", got="nothing was overwritten", fix="name another"
+        )
+
+
+def _loaded(checkpoint: Path, record: Record, names: Iterable[str]) -> dict[str, torch.Tensor]:
+    """Whole tensors of a checkpoint."""
+    told = {name: record.tensors[name] for name in names}
+    targets = {name: torch.empty(entry.shape, dtype=dtype_named(entry.dtype)) for name, entry in told.items()}
+    load_shards(targets, checkpoint / TENSORS)
+    return targets
+
+
+def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def adapter_names(model: nn.Module, named: dict[str, torch.Tensor]) -> dict[str, str]:
+    """The names of a model's adapters in peft's files, and those that they have in a state dict.
+
+    Args:
+        model: A ``PeftModel``.
+        named: Its state dict, or a part of it.
+
+    Raises:
+        ConfigError: When peft is not installed.
+    """
+    names = {id(tensor): name for name, tensor in named.items()}
+    kept = peft_library().get_peft_model_state_dict(model, state_dict=named, save_embedding_layers=False)
+    return {name: names[id(tensor)] for name, tensor in kept.items()}
+
+
+def peft_library() -> ModuleType:
+    """Import peft; ConfigError where it is not installed."""
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError(
+            "LoRA needs the peft library", expected="peft", got="no such package", fix="pip install peft"
+        ) from None
+    return peft

@@ -1,21 +1,29 @@
-"""The manifest of a checkpoint: every file with its size and SHA-256, written last; and files that reach the disk."""
+"""Describe a checkpoint on disk: the manifest of its files, the record of its contents, which one is whole."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 
-from meshwright.errors import CheckpointError, join_names
+from meshwright import runtime
+from meshwright.errors import CheckpointError, MeshwrightError, join_names
+from meshwright.store.entries import dtype_name, from_plain
 
 MANIFEST = "manifest.json"
-_SCHEMA = 1
+_MANIFEST_SCHEMA = 1
 _RESTORE = "copy the checkpoint again from its source, or name an older one to resume from"
 
 
@@ -82,7 +90,7 @@ def _render(files: Mapping[str, FileEntry], *, with_digest: bool = True) -> str:
     entries = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in sorted(files.items())}
     # So that damage to an entry is known from damage to the file it describes.
     digest = {"digest": hashlib.sha256(json.dumps(entries).encode()).hexdigest()} if with_digest else {}
-    return json.dumps({"schema": _SCHEMA, **digest, "files": entries}, indent=1) + "\n"
+    return json.dumps({"schema": _MANIFEST_SCHEMA, **digest, "files": entries}, indent=1) + "\n"
 
 
 def read_manifest(directory: Path) -> dict[str, FileEntry]:
@@ -101,13 +109,13 @@ def read_manifest(directory: Path) -> dict[str, FileEntry]:
         )
     with storage_errors(f"{path} cannot be read", _RESTORE):
         content = path.read_bytes()
-    files = _parsed(content, path)
+    files = _parsed_manifest(content, path)
     for name in files:
         _check_name(directory, name)
     return files
 
 
-def _parsed(content: bytes, path: Path) -> dict[str, FileEntry]:
+def _parsed_manifest(content: bytes, path: Path) -> dict[str, FileEntry]:
     try:
         found: dict[str, Any] = json.loads(content.decode())
         schema = found["schema"]
@@ -116,10 +124,10 @@ def _parsed(content: bytes, path: Path) -> dict[str, FileEntry]:
         raise CheckpointError(
             f"{path} is damaged", expected="a JSON manifest", got=f"{type(error).__name__}: {error}", fix=_RESTORE
         ) from error
-    if schema != _SCHEMA:
+    if schema != _MANIFEST_SCHEMA:
         raise CheckpointError(
             f"{path} is of an unknown schema",
-            expected=str(_SCHEMA),
+            expected=str(_MANIFEST_SCHEMA),
             got=repr(schema),
             fix="load it with the version of Meshwright that wrote it",
         )
@@ -197,3 +205,266 @@ def check_contents(directory: Path, files: Mapping[str, FileEntry], names: Seque
             got=f"changed: {join_names(changed)}",
             fix=_RESTORE,
         )
+
+
+# --- ``state.json``: everything of a checkpoint that is not a tensor, and the list of all tensors.
+
+RECORD = "state.json"
+_RECORD_SCHEMA = 1
+
+
+class TensorRecord(NamedTuple):
+    """Global shape and type of a stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """A parameter group: which parameters (by model name) have which hyperparameters (in JSON types)."""
+
+    parameters: list[str]
+    values: dict[str, Any]
+
+    def of(self, names: Container[str]) -> GroupRecord:
+        """The same group with some of its parameters."""
+        return GroupRecord([name for name in self.parameters if name in names], self.values)
+
+
+@dataclass(frozen=True)
+class OptimizerRecord:
+    """An optimizer without its tensors."""
+
+    kind: str
+    groups: list[GroupRecord]
+    tensor_keys: dict[str, list[str]]
+    """Per parameter name, the states that are stored as tensors."""
+    values: dict[str, dict[str, Any]]
+    """Per parameter name, the states that are not tensors, in JSON types."""
+
+
+@dataclass(frozen=True)
+class ReplicaRecord:
+    """What one of several replicas has of its own."""
+
+    optimizer: OptimizerRecord
+    """The inner one."""
+    scaler: Any
+    flags: dict[str, Any]
+    tensors: dict[str, TensorRecord]
+    """By stored name."""
+
+
+@dataclass(frozen=True)
+class OuterRecord:
+    """Replicas that synchronise every so many steps."""
+
+    num_updates: int
+    flags: dict[str, Any]
+    optimizer: OptimizerRecord
+    """The outer one; its parameters are the global weights."""
+    replicas: list[ReplicaRecord]
+
+
+@dataclass(frozen=True)
+class SpikeRecord:
+    """The losses that a spike is told by."""
+
+    losses: list[float]
+    in_a_row: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """The contents of ``state.json``."""
+
+    step: int
+    samples_seen: int
+    world_size: int
+    strategy: str
+    extra: Any
+    tensors: dict[str, TensorRecord]
+    model_values: dict[str, Any]
+    optimizer: OptimizerRecord | None
+    lr_scheduler: Any
+    scaler: Any
+    outer: OuterRecord | None = None
+    average: dict[str, int] | None = None
+    """Counts of the moving average of the weights, whose tensors are ``average.NAME``."""
+
+    spikes: SpikeRecord | None = None
+
+    def replaced(self, **changes: Any) -> Record:
+        """The same record with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    def to_json(self) -> str:
+        """JSON text, with the versions that wrote it."""
+        versions = {"torch": str(torch.__version__), "meshwright": _own_version()}
+        return json.dumps({"schema": _RECORD_SCHEMA, **versions, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("meshwright")
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"
+
+
+def tensor_records(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorRecord]:
+    """Global shapes and types of tensors."""
+    return {name: TensorRecord(tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in tensors.items()}
+
+
+_RECORD = TypeAdapter(Record)
+
+
+def read_record(directory: Path) -> Record:
+    """Reads the record of a checkpoint whose files are already verified.
+
+    Raises:
+        CheckpointError: When it is of another schema or not what its schema says.
+    """
+    path = directory / RECORD
+    try:
+        check_link(directory, RECORD)
+        if not path.is_file():
+            raise ValueError("no file")  # but a pipe, or a device that never ends
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        schema = found.pop("schema")
+        if schema != _RECORD_SCHEMA:
+            raise CheckpointError(
+                f"{path} is of an unknown schema",
+                expected=str(_RECORD_SCHEMA),
+                got=repr(schema),
+                fix="load it with the version of Meshwright that wrote it",
+            )
+        return _parsed_record(found)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read",
+            expected=f"JSON of schema {_RECORD_SCHEMA}",
+            got=f"{type(error).__name__}: {error}",
+            fix="copy the checkpoint again from its source, or name an older one to resume from",
+        ) from error
+
+
+def _parsed_record(found: dict[str, Any]) -> Record:
+    record = _RECORD.validate_python(found)
+    for value in (record.extra, record.model_values, record.lr_scheduler, record.scaler):
+        from_plain(value)  # what cannot be decoded is found before anything is loaded
+    return record
+
+
+@contextlib.contextmanager
+def consistent(directory: Path) -> Iterator[None]:
+    """Turns what happens where parts of a record do not agree with each other into a CheckpointError.
+
+    Only a record that somebody else has written can be like that: it is verified, and its types are checked.
+    """
+    try:
+        yield
+    except MeshwrightError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError, MemoryError) as error:
+        raise CheckpointError(
+            f"{directory / RECORD} contradicts itself or the run that it is loaded into",
+            expected="the record that Meshwright has written with these tensors",
+            got=f"{type(error).__name__}: {error}",
+            fix="copy the checkpoint again from its source, or name an older one to resume from",
+        ) from error
+
+
+# --- Which checkpoint of a directory to use: the newest that is whole. Those that are not are named.
+
+TENSORS = "tensors"  # a folder of its own: DCP reads every safetensors file in it
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def step_name(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
+def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
+    """Steps and directories of all complete checkpoints, oldest first; what they hold is not read."""
+    found = [(int(match[1]), path) for path in directory.glob("step-*") if (match := _STEP.fullmatch(path.name))]
+    return sorted((step, path) for step, path in found if (path / MANIFEST).is_file())
+
+
+def verify(path: Path, part: int = 0, num_parts: int = 1) -> Record:
+    """Reads every file of a checkpoint once and compares it with the manifest.
+
+    Args:
+        path: The directory of one checkpoint.
+        part: Only every ``num_parts``-th file is hashed, from this one on: ranks divide the work.
+        num_parts: How many do.
+
+    Returns:
+        What the checkpoint says of itself.
+
+    Raises:
+        CheckpointError: Naming every file that is missing, damaged or not of this checkpoint.
+    """
+    files = read_manifest(path)
+    if part == 0:  # thousands of ranks asking for thousands of files would stall a shared file system
+        check_present(path, files, folders=[TENSORS])
+    check_contents(path, files, sorted(files)[part::num_parts])
+    return read_record(path)
+
+
+def damage_of(path: Path) -> list[CheckpointError]:
+    """Everything that is wrong with a checkpoint: unlike :func:`verify` goes on after the first kind of damage."""
+    try:
+        files = read_manifest(path)
+    except CheckpointError as error:
+        return [error]
+    whole = [name for name in sorted(files) if _has_size(path / name, files[name].size)]
+    found: list[CheckpointError] = []
+    for check in (
+        lambda: check_present(path, files, folders=[TENSORS]),
+        lambda: check_contents(path, files, whole),
+        lambda: read_record(path),
+    ):
+        try:
+            check()
+        except CheckpointError as error:
+            found.append(error)
+    return found
+
+
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def newest_valid(candidates: Sequence[Path]) -> tuple[Path | None, list[CheckpointError]]:
+    """The first checkpoint that is whole, and why those before it are not; collective, equal on every rank."""
+    damaged: list[CheckpointError] = []
+    for path in candidates:
+        try:
+            with runtime.same_on_every_rank():
+                verify(path, runtime.rank(), runtime.world_size())
+        except CheckpointError as error:
+            damaged.append(error)
+        else:
+            return path, damaged
+    return None, damaged
+
+
+def nothing_valid(directory: Path, damaged: Sequence[CheckpointError]) -> CheckpointError:
+    """The error when a directory holds no checkpoint, or damaged ones only."""
+    if damaged:
+        return CheckpointError(
+            f"Every checkpoint in {directory} is damaged",
+            expected="one that is whole",
+            got=" | ".join(str(error) for error in damaged),
+            fix="copy one again from its source, or start from the beginning",
+        )
+    others = sorted(path.name for path in directory.glob("*")) if directory.is_dir() else []
+    return CheckpointError(
+        f"There is no checkpoint in {directory}",
+        expected=f"a directory step-… with a {MANIFEST}",
+        got=join_names(others) if directory.is_dir() else "no such directory",
+        fix="check the directory, or start from the beginning with --resume none",
+    )

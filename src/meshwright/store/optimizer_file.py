@@ -1,10 +1,11 @@
-"""An optimizer alone in a file or folder: states by the names of the parameters, whole, for any layout of ranks."""
+"""Save and load an optimizer alone, by parameter names, for any layout of ranks."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +17,22 @@ from meshwright.errors import CheckpointError
 from meshwright.nn import part_of_whole
 from meshwright.optim import GuardedOptimizer, OuterOptimizer, inner_optimizer
 from meshwright.runtime import come_together, gather_objects, rank, require_distributed, same_on_every_rank
-from meshwright.store.entries import model_entries, unwrapped
-from meshwright.store.file_format import make_folder, write_file
-from meshwright.store.folder import write_folder
-from meshwright.store.optimizer import (
+from meshwright.store.entries import from_plain, in_model_order, model_entries, to_plain, to_rank_order_, unwrapped
+from meshwright.store.folder import is_folder, read_folder, write_folder
+from meshwright.store.manifest import GroupRecord, OptimizerRecord, TensorRecord, tensor_records
+from meshwright.store.optimizer_state import (
     OptimizerPlan,
     capture_optimizer,
     masters_by_name,
+    names_of_others,
     plan_optimizer,
+    refuse_parts,
+    state_name,
+    united_optimizer,
     updated_names,
 )
-from meshwright.store.optimizer_format import INDEX_KEY, OptimizerContents, master_name, read_optimizer, to_torch_format
-from meshwright.store.parts import collect_held, held_by_ranks, spread_held
-from meshwright.store.plain import from_plain, to_plain
-from meshwright.store.rank_order import in_model_order, to_rank_order_
-from meshwright.store.record import TensorRecord, tensor_records
-from meshwright.store.transfer import collect, spread
-from meshwright.store.union import names_of_others, refuse_parts, united_optimizer
-from meshwright.store.writer import failed_before, wait_for_saves, write_later
+from meshwright.store.tensor_files import failed_before, make_folder, read_file, wait_for_saves, write_file, write_later
+from meshwright.store.transfer import collect, collect_held, held_by_ranks, spread, spread_held
 
 
 def save_optimizer(
@@ -216,3 +215,90 @@ def _commit(optimizer: Optimizer, plan: OptimizerPlan, contents: OptimizerConten
         optimizer.master.write_back()
     if optimizer.scaler is not None and contents.scaler is not None:
         optimizer.scaler.load_state_dict(from_plain(contents.scaler))
+
+
+# --- How an optimizer lies in a file (torch's full state dict, by parameter names) and in a folder's index.
+
+INDEX_KEY = "optimizer"
+
+
+@dataclass(frozen=True)
+class OptimizerContents:
+    """What is stored beside the tensors."""
+
+    record: OptimizerRecord
+    weights: dict[str, TensorRecord]
+    """Shapes and types of the tensors it updates: parameters, or the masters of those that have one."""
+    scaler: dict[str, Any] | None
+
+
+def master_name(parameter: str) -> str:
+    """The stored name of a parameter's fp32 master weight."""
+    return f"optim.master.{parameter}"
+
+
+def to_torch_format(tensors: Mapping[str, Any], contents: OptimizerContents) -> dict[str, Any]:
+    """``{"state": {name: {key: value}}, "param_groups": [{"params": [name, …], …}], …}``, with whole tensors."""
+    record = contents.record
+    state = {
+        name: {**{key: tensors[state_name(name, key)] for key in keys}, **_decoded(record.values[name])}
+        for name, keys in record.tensor_keys.items()
+    }
+    masters = {name: tensors[master_name(name)] for name in contents.weights if master_name(name) in tensors}
+    return {
+        "state": state,
+        "param_groups": [{"params": group.parameters, **_decoded(group.values)} for group in record.groups],
+        "master": masters,
+        "scaler": from_plain(contents.scaler),
+        "kind": record.kind,
+        "weights": {name: (list(shape), dtype) for name, (shape, dtype) in contents.weights.items()},
+    }
+
+
+def _decoded(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: from_plain(value) for key, value in values.items()}
+
+
+def read_optimizer(path: Path) -> tuple[dict[str, torch.Tensor], OptimizerContents]:
+    """Reads the tensors and the rest of what :func:`meshwright.store.save_optimizer` wrote.
+
+    Raises:
+        CheckpointError: When it is absent, damaged or something else.
+    """
+    try:
+        if is_folder(path):
+            tensors, metadata = read_folder(path, INDEX_KEY)
+            return tensors, _contents(**metadata[INDEX_KEY])
+        return _from_torch_format(read_file(path))
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{path} holds no optimizer",
+            expected="what save_optimizer writes",
+            got=f"{type(error).__name__}: {error}",
+            fix="check the path",
+        ) from error
+
+
+def _contents(record: dict[str, Any], weights: dict[str, Any], scaler: Any) -> OptimizerContents:
+    groups = [GroupRecord(**group) for group in record["groups"]]
+    described = {name: TensorRecord(tuple(shape), dtype) for name, (shape, dtype) in weights.items()}
+    return OptimizerContents(OptimizerRecord(**{**record, "groups": groups}), described, scaler)
+
+
+def _from_torch_format(found: dict[str, Any]) -> tuple[dict[str, torch.Tensor], OptimizerContents]:
+    tensors = {master_name(name): master for name, master in found["master"].items()}
+    keys: dict[str, list[str]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for name, state in found["state"].items():
+        kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+        tensors |= {state_name(name, key): value for key, value in kept.items()}
+        keys[name] = list(kept)
+        values[name] = {key: to_plain(value, f"{key} of {name}") for key, value in state.items() if key not in kept}
+    groups = [
+        {"parameters": group["params"], "values": to_plain({k: v for k, v in group.items() if k != "params"}, "group")}
+        for group in found["param_groups"]
+    ]
+    record = {"kind": found["kind"], "groups": groups, "tensor_keys": keys, "values": values}
+    return tensors, _contents(record, found["weights"], to_plain(found["scaler"], "scaler"))

@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, LRScheduler
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank
-from meshwright.store.file_format import make_folder, write_text
-from meshwright.store.plain import from_plain, to_plain
+from meshwright.store.entries import from_plain, to_plain
+from meshwright.store.tensor_files import make_folder, write_text
 
 _FORMAT = "meshwright.lr_scheduler"
 

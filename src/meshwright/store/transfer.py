@@ -1,14 +1,22 @@
-"""Whole tensors between rank 0 and the ranks that hold parts of them, one tensor at a time."""
+"""Move whole tensors between rank 0 and the ranks, or pipeline stages, that hold parts of them."""
 
 from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.optim.whole_state import whole_tensor
-from meshwright.runtime import rank, world_size
+from meshwright.errors import CheckpointError, join_names
+from meshwright.nn import Part, part_of_whole, stages_of, whole_model
+from meshwright.nn.model_layout import laid_out_like
+from meshwright.optim.full_state_dict import whole_tensor
+from meshwright.runtime import gather_objects, pipe_size, rank, settings, stage_index, world_size
+from meshwright.store.entries import ModelEntries, dtype_named, model_entries, stored_name
+from meshwright.store.manifest import TensorRecord, tensor_records
 
 
 def collect(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -79,3 +87,220 @@ def _padded(rows: torch.Tensor, tensor: DTensor) -> torch.Tensor:
     padded = rows.new_zeros(shape)
     padded[: rows.shape[0]] = rows
     return padded
+
+
+# --- Tensors of which ranks hold different ones by name, between rank 0 and those ranks, one at a time.
+#
+# ``pipeline_parallel`` leaves every rank a part of the model under the model's own names; states go with it.
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor, and who holds it; equal on every rank."""
+
+    record: TensorRecord
+    homes: tuple[int, ...]
+    """Ranks that hold it as it is trained, ascending; the first one's is stored."""
+    holders: tuple[int, ...]
+    """All that hold it: loading reaches them all."""
+
+    def empty(self, device: torch.device | str) -> torch.Tensor:
+        """Room for the whole of it."""
+        return torch.empty(self.record.shape, dtype=dtype_named(self.record.dtype), device=device)
+
+
+def held_by_ranks(
+    tensors: Mapping[str, torch.Tensor], order: Iterable[str] = (), stale: Container[str] = ()
+) -> dict[str, Held]:
+    """What all ranks hold together; collective.
+
+    Args:
+        tensors: This rank's, plain or DTensors; equal wherever they have one name.
+        order: Names in the order wanted; others follow.
+        stale: Names of those that are trained elsewhere only.
+    """
+    every = gather_objects({name: (record, name not in stale) for name, record in tensor_records(tensors).items()})
+    names = dict.fromkeys(name for told in every for name in told)
+    found = {}
+    for name in dict.fromkeys(name for name in (*order, *names) if name in names):
+        holders = [number for number, told in enumerate(every) if name in told]
+        homes = [number for number in holders if every[number][name][1]] or holders
+        found[name] = Held(every[homes[0]][name][0], tuple(homes), tuple(holders))
+    return found
+
+
+@torch.no_grad()
+def collect_held(tensor: torch.Tensor | None, held: Held) -> torch.Tensor | None:
+    """A copy of the whole tensor on the host of rank 0; None elsewhere. Every rank calls it.
+
+    Args:
+        tensor: This rank's; None where it holds none.
+        held: Who holds it.
+    """
+    first, whole = held.homes[0], None
+    if tensor is not None and rank() in held.homes:
+        whole = tensor.detach()
+        whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    if rank() == first != 0:
+        assert whole is not None
+        dist.send(whole.to(settings().device).contiguous(), dst=0)
+    if rank() > 0:
+        return None
+    if first > 0:
+        whole = held.empty(settings().device)
+        dist.recv(whole, src=first)
+    assert whole is not None
+    return whole.to("cpu", copy=True)
+
+
+@torch.no_grad()
+def spread_held(source: torch.Tensor | None, target: torch.Tensor | None, held: Held) -> None:
+    """Copies a whole tensor, which rank 0 holds, to the ranks that hold it or shards of it; the others get nothing.
+
+    Args:
+        source: On rank 0 a tensor of the whole shape, of any dtype; elsewhere None.
+        target: This rank's, filled in place; None where it holds none.
+        held: Who holds it.
+    """
+    device = settings().device
+    whole = None
+    if source is not None:
+        whole = source.to(device, dtype_named(held.record.dtype)).contiguous()
+        for holder in held.holders:
+            if holder != 0:
+                dist.send(whole, dst=holder)
+    if target is None:
+        return
+    if whole is None:
+        whole = held.empty(device)
+        dist.recv(whole, src=0)
+    target = target.detach()
+    if isinstance(target, DTensor):
+        part = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+        target.to_local().copy_(part.to_local())
+    else:
+        target.copy_(whole)
+
+
+@dataclass(frozen=True)
+class PartEntries:
+    """The entries of a model of which ranks hold parts: as a state dict of the whole has them, equal on every rank."""
+
+    held: dict[str, Held]
+    """By stored name, of tied tensors the first."""
+    tied: dict[str, str]
+    """Further names of tied tensors, and the first."""
+    values: dict[str, object]
+    """What is no tensor."""
+    names: list[str]
+    """All of them, in the order of the whole model."""
+
+    @classmethod
+    def of(cls, entries: ModelEntries) -> PartEntries | None:
+        """Of a model that a pipeline has cut, collective; None of one that every rank holds."""
+        part = part_of_whole(entries.module)
+        if part is None:
+            return None
+        held = held_by_ranks(entries.tensors, part.names, _stale(entries, part))
+        first = {id(tensor): name for name, tensor in entries.tensors.items()}
+        raw = {stored_name(name): value for name, value in entries.raw.items()}
+        tied = {name: first[id(value)] for name, value in raw.items() if id(value) in first and name not in held}
+        values = {name: value for name, value in raw.items() if not isinstance(value, torch.Tensor)}
+        others: dict[str, str] = {}
+        every: dict[str, object] = {}
+        for told, given in gather_objects((tied, {name: each for name, each in values.items() if part.is_home(name)})):
+            others |= told
+            every |= given
+        known = {*held, *others, *every}
+        names = list(dict.fromkeys(name for name in (*part.names, *known) if name in known))
+        return cls(held, others, every, names)
+
+    def tied_names(self) -> dict[str, list[str]]:
+        """For every name of a tied tensor its other names."""
+        groups: dict[str, list[str]] = {}
+        for name, first in self.tied.items():
+            groups.setdefault(first, [first]).append(name)
+        return {name: [each for each in group if each != name] for group in groups.values() for name in group}
+
+    def described(self) -> dict[str, tuple[int, ...] | None]:
+        """The shape of every entry, None of what is no tensor."""
+        shapes = {name: each.record.shape for name, each in self.held.items()}
+        return {name: shapes.get(self.tied.get(name, name)) for name in self.names}
+
+
+def _stale(entries: ModelEntries, part: Part) -> set[str]:
+    return {name for name in entries.tensors if not part.is_home(name)}
+
+
+# --- Whole tensors between rank 0 and the one pipeline stage that holds them.
+
+
+def whole_entries(model: torch.nn.Module) -> tuple[ModelEntries, dict[str, int]]:
+    """The entries of a model, those of other pipeline stages on ``meta``, and the stages of those that are on one.
+
+    Raises:
+        CheckpointError: When a module on a stage has extra state that is no tensor.
+    """
+    with whole_model():
+        entries = model_entries(model)
+    stages = stages_of(entries.module, entries.raw)
+    other = [name for name in stages if not isinstance(entries.raw[name], torch.Tensor)]
+    if other:
+        raise CheckpointError(
+            "Extra state of modules on pipeline stages cannot be stored yet",
+            expected="parameters and buffers in a PipelineTransformerBlockList",
+            got=join_names(other),
+            fix="keep it in buffers, or in a module outside the list",
+        )
+    return entries, stages
+
+
+def refuse_stages(model: torch.nn.Module, what: str) -> None:
+    """Refuses what handles models that every rank holds alike.
+
+    Raises:
+        CheckpointError: When the model is spread over pipeline stages.
+    """
+    if whole_entries(model)[1]:
+        raise CheckpointError(
+            f"{what} does not join pipeline stages yet",
+            expected="a model without PipelineTransformerBlockList, or pipe_size=1",
+            got="blocks on other ranks",
+            fix="use meshwright.save",
+        )
+
+
+def collect_from_stage(tensor: torch.Tensor, stage: int) -> torch.Tensor | None:
+    """A copy on the host of rank 0 of what one stage holds; None elsewhere. Every rank of the world calls it.
+
+    Args:
+        tensor: On ranks of other stages one on ``meta`` of its shape and dtype.
+        stage: Where it is.
+    """
+    tensor = tensor.detach()
+    first = stage * (world_size() // pipe_size())
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if rank() == first != 0:
+        dist.send(whole.contiguous(), dst=0)
+    if rank() > 0:
+        return None
+    if first > 0:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=settings().device)
+        dist.recv(whole, src=first)
+    return whole.to("cpu", copy=True)
+
+
+def spread_to_stage(source: torch.Tensor | None, target: torch.Tensor, stage: int) -> None:
+    """Copies a whole tensor, which rank 0 holds, into what one stage holds of it. Every rank of the world calls it."""
+    target = target.detach()
+    if source is not None:
+        whole = source.to(settings().device, target.dtype).contiguous()
+    else:
+        whole = torch.empty(target.shape, dtype=target.dtype, device=settings().device)
+    dist.broadcast(whole, src=0)
+    if stage_index() != stage:
+        return
+    if isinstance(target, DTensor):
+        target.to_local().copy_(laid_out_like(target, whole).to_local())
+    else:
+        target.copy_(whole)

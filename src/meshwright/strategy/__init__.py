@@ -1,8 +1,16 @@
 """WHAT was decided: methods with their configs, as an immutable value. Knows nothing of how they are done."""
 
-from meshwright.strategy.config import Bytes, MethodConfig, read_size
-from meshwright.strategy.reading import parse_method
-from meshwright.strategy.register import METHOD_CONFIGS
-from meshwright.strategy.value import Strategy
+from typing import TYPE_CHECKING
 
-__all__ = ["METHOD_CONFIGS", "Bytes", "MethodConfig", "Strategy", "parse_method", "read_size"]
+from meshwright.runtime.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from meshwright.strategy.method_config import (
+        METHOD_CONFIGS as METHOD_CONFIGS,
+        Bytes as Bytes,
+        MethodConfig as MethodConfig,
+        read_size as read_size,
+    )
+    from meshwright.strategy.value import Strategy as Strategy, parse_method as parse_method
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

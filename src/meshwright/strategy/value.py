@@ -1,16 +1,236 @@
-"""What was decided: a strategy is an immutable value that can be compared, printed, diffed, saved and read back."""
+"""A strategy: an immutable value, compared, printed, diffed, saved, and read from lists, JSON and text."""
 
 from __future__ import annotations
 
+import ast
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import StrategyError
-from meshwright.strategy.config import MethodConfig
-from meshwright.strategy.reading import FORMAT, SCHEMA_VERSION, parse_method, read_methods
+from meshwright.errors import StrategyError, did_you_mean, join_names
+from meshwright.strategy.method_config import METHOD_CONFIGS, MethodConfig
+
+FORMAT = "meshwright.strategy"
+SCHEMA_VERSION = 1
+_PLANS = "meshwright.plans"  # what a search prints
+
+# Methods of ATorch that have another name here, or need none.
+_ELSEWHERE = {
+    "fsdp2": "name fsdp, which is FSDP2 here",
+    "native_dynamo": "name compile",
+    "auto_ddp": "leave it out: ranks of the axis data are replicas whose gradients are averaged",
+    "amp_apex_o1": "name amp_native",
+    "amp_apex_o2": "name amp_native, or half, which has fp32 master weights",
+    # Axes, which are easily taken for methods.
+    "data": "leave it out: what no other axis takes is data parallel; ('parallel_mode', {'data': 8}) says so",
+    "zero": "name zero1, zero2 or fsdp, which shard over it",
+    "replica": "name it with its size, ('parallel_mode', {'replica': 2}), and the method outer",
+} | {
+    axis: f"name {axis}_parallel, and the size of the axis: ('parallel_mode', {{'{axis}': 2}})"
+    for axis in ("tensor", "sequence", "context", "expert", "pipeline")
+}
+
+
+def parse_method(item: Any) -> MethodConfig:
+    """Reads one method: a name, a ``(name, config)`` pair, ATorch's ``(name, config, tunable)``, or a config.
+
+    Raises:
+        StrategyError: For an unknown name or a config that is not valid.
+    """
+    if isinstance(item, MethodConfig):
+        return item
+    if isinstance(item, str):
+        return _config_class(item).parse(None)
+    if isinstance(item, Mapping) and "name" in item:
+        rest = {key: value for key, value in item.items() if key != "name"}
+        return _config_class(item["name"]).parse(rest.get("config") if set(rest) == {"config"} else rest)
+    if isinstance(item, Sequence) and 1 <= len(item) <= 3 and isinstance(item[0], str):
+        if len(item) == 3 and item[2]:
+            raise StrategyError(
+                f"{item[0]}: tunable methods are not searched in this version",
+                expected="(name, config) with a config that is final",
+                got=f"tunable={item[2]!r}",
+                fix="drop the third item and give the config, or leave load_strategy out to let Meshwright choose",
+            )
+        return _config_class(item[0]).parse(item[1] if len(item) > 1 else None)
+    raise StrategyError(
+        "A strategy holds something that is not a method",
+        expected="a name, or a (name, config) pair",
+        got=f"{type(item).__name__} {item!r}",
+        fix='write it as a name, such as "zero2", or as ("zero2", {…})',
+    )
+
+
+def _config_class(name: Any) -> type[MethodConfig]:
+    if isinstance(name, str) and name in METHOD_CONFIGS:
+        return METHOD_CONFIGS[name]
+    elsewhere = _ELSEWHERE.get(str(name))
+    raise StrategyError(
+        f"Unknown method {name!r}" + ("" if elsewhere else did_you_mean(str(name), METHOD_CONFIGS)),
+        expected=f"one of {join_names(METHOD_CONFIGS, limit=40)}",
+        got=repr(name),
+        fix=elsewhere or "correct the name; meshwright methods lists them",
+    )
+
+
+def read_methods(source: Any) -> list[MethodConfig]:
+    """Reads the methods of a strategy from whatever a user has.
+
+    Args:
+        source: A list of methods (see :func:`parse_method`); JSON text; bytes of JSON; the path of a JSON file; or text
+            as a strategy prints itself, ``"zero2 + amp_native(dtype='bf16')"``.
+
+    Raises:
+        StrategyError: When it cannot be read, saying where.
+    """
+    if isinstance(source, os.PathLike):
+        return _from_file(Path(source))
+    if isinstance(source, bytes | bytearray | memoryview):
+        return _from_bytes(bytes(source), "the bytes given")
+    if isinstance(source, str):
+        return _from_string(source)
+    if isinstance(source, Sequence | set | frozenset) and not isinstance(source, Mapping):
+        return [parse_method(item) for item in source]
+    raise StrategyError(
+        "This is not a strategy",
+        expected="a Strategy, a list of methods, JSON text, bytes, text or a path",
+        got=type(source).__name__,
+        fix='pass a list such as ["zero2", ("amp_native", "bf16")]',
+    )
+
+
+def _from_string(source: str) -> list[MethodConfig]:
+    stripped = source.strip()
+    if not stripped:
+        return []
+    if stripped[:1] in "{[":
+        return _from_json(stripped, "the text given")
+    if stripped.endswith(".json") or os.sep in stripped or _is_file(stripped):
+        return _from_file(Path(stripped))
+    return _from_text(stripped)
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long, or with characters that no path has
+        return False
+
+
+def _from_file(path: Path) -> list[MethodConfig]:
+    try:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise StrategyError(
+            "The strategy file cannot be read",
+            expected="a JSON file",
+            got=f"{path}: {error}",
+            fix="check the path, or pass the list of methods itself",
+        ) from None
+    return _from_bytes(content, f"the file {path}")
+
+
+def _from_bytes(content: bytes, where: str) -> list[MethodConfig]:
+    # Protocol 2+ starts with 0x80; protocols 0 and 1 end with the STOP opcode and never parse as JSON.
+    if content[:1] == b"\x80" or (content[-1:] == b"." and content[:1] not in b"{["):
+        raise StrategyError(
+            "This strategy is a pickle, and reading a pickle can run any code",
+            expected="JSON as Strategy.save writes it",
+            got=f"a pickle in {where}",
+            fix="open it once with the program that wrote it, and write its list of methods down as text or JSON",
+        )
+    try:
+        return _from_json(content.decode(), where)
+    except UnicodeDecodeError:
+        raise StrategyError(
+            "This strategy is not text",
+            expected="JSON in UTF-8",
+            got=f"other bytes in {where}",
+            fix="write it with Strategy.save",
+        ) from None
+
+
+def _from_json(text: str, where: str) -> list[MethodConfig]:
+    try:
+        document = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise StrategyError(
+            "The strategy is not valid JSON",
+            got=f"{error} in {where}",
+            expected="JSON as Strategy.save writes it",
+            fix="write it again with Strategy.save, or correct it where it says",
+        ) from None
+    if isinstance(document, list):
+        return [parse_method(item) for item in document]
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        got, fix = where, "write it with Strategy.save"
+        if isinstance(document, dict) and document.get("format") == _PLANS:
+            got = f"{where}, plans that meshwright plan --json has printed"
+            fix = "write the first plan's strategy with meshwright plan --save"
+        raise StrategyError(
+            "This JSON is not a strategy", expected=f'an object with "format": "{FORMAT}"', got=got, fix=fix
+        )
+    if document.get("schema_version") != SCHEMA_VERSION:
+        raise StrategyError(
+            "The strategy was written in another schema version",
+            expected=f"schema_version {SCHEMA_VERSION}",
+            got=repr(document.get("schema_version")),
+            fix="update Meshwright, or write the strategy again with this version",
+        )
+    methods = document.get("methods")
+    if not isinstance(methods, list):
+        raise StrategyError(
+            "The strategy holds no list of methods",
+            expected='"methods": […]',
+            got=repr(methods),
+            fix="write it with Strategy.save",
+        )
+    return [parse_method(item) for item in methods]
+
+
+def _from_text(text: str) -> list[MethodConfig]:
+    """Reads ``name(key=value, …) + name``: Python literals only, parsed and never evaluated."""
+    try:
+        expression = ast.parse(text, mode="eval").body
+        return [_method_of(node) for node in _terms(expression)]
+    except (SyntaxError, RecursionError, MemoryError, TypeError):  # a TypeError: {[]: 1} parses, too
+        pass
+    except ValueError as error:
+        if isinstance(error, StrategyError):
+            raise
+    raise StrategyError(
+        "This text is not a strategy",
+        expected="methods joined by '+', such as \"zero2 + amp_native(dtype='bf16')\", or the path of a JSON file",
+        got=repr(text if len(text) < 200 else text[:200] + "…"),
+        fix="correct it, or pass a list of methods",
+    )
+
+
+def _terms(node: ast.expr) -> list[ast.expr]:
+    terms: list[ast.expr] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        terms.append(node.right)
+        node = node.left
+    return [node, *reversed(terms)]
+
+
+def _method_of(node: ast.expr) -> MethodConfig:
+    if isinstance(node, ast.Name):
+        return parse_method(node.id)
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        raise ValueError("neither a name nor a call")
+    keywords = {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg}
+    positional = [ast.literal_eval(argument) for argument in node.args]
+    if len(keywords) != len(node.keywords) or (positional and keywords):
+        raise ValueError("short form and keys mixed")
+    if not positional:
+        return parse_method((node.func.id, keywords))
+    return parse_method((node.func.id, positional[0] if len(positional) == 1 else tuple(positional)))
+
+
+# --- What was decided: a strategy is an immutable value that can be compared, printed, diffed, saved and read back.
 
 
 class Strategy:

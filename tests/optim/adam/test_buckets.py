@@ -1,8 +1,7 @@
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from meshwright.optim.adam.buckets import cut
+from meshwright.optim.adam.bucket_update import cut
 
 
 @given(st.lists(st.integers(0, 5000), max_size=8), st.sampled_from([1, 1024, 1500, 4096, None]))

@@ -6,7 +6,7 @@ from torch import nn
 
 from meshwright import ModelError
 from meshwright.optim import AdamOffloadOptimizer, AdamOptimizer
-from meshwright.optim.adam.links import StagedLink
+from meshwright.optim.adam.bucket_update import StagedLink
 from tests.optim.helpers import equal, give_gradients, loss_of, net, train, whole
 
 
@@ -184,7 +184,7 @@ def test_an_error_behind_backward_is_raised_and_leaves_no_thread(monkeypatch):
     def broken(*_, **__):
         raise MemoryError("no room")
 
-    monkeypatch.setattr("meshwright.optim.adam.rule.AdamRule.update", broken)
+    monkeypatch.setattr("meshwright.optim.adam.adam_rule.AdamRule.update", broken)
     with pytest.raises(MemoryError, match="no room"), optim.step_in_backward():
         model(torch.ones(2, 60)).sum().backward()
     give_gradients(model, 1)

@@ -53,7 +53,7 @@ def test_a_half_step_is_that_of_fp32_master_weights_rounded(optimizer, dtype):
 def test_the_fallback_without_fused_kernels_agrees(monkeypatch):
     reference, model = net(), net()
     expected = train(reference, torch.optim.AdamW(reference.parameters(), lr=0.02, weight_decay=0.1))
-    monkeypatch.setattr("meshwright.optim.adam.rule._FUSED_DEVICES", ())
+    monkeypatch.setattr("meshwright.optim.adam.adam_rule._FUSED_DEVICES", ())
     found = train(model, AdamOptimizer(model.parameters(), lr=0.02, weight_decay=0.1), scale=8.0)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import CheckpointError, ConfigError, ModelError
-from meshwright.optim.eight_bit import AdamW8bit
+from meshwright.optim import AdamW8bit
 from tests.optim.sharded.layouts import (
     gradients,
     layouts_of,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from meshwright.optim.eight_bit.maps import Codec, dynamic_map
+from meshwright.optim.eight_bit_moments import Codec, dynamic_map
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-import meshwright.optim.galore.projection as projection_module
+import meshwright.optim.galore_projection as projection_module
 from meshwright.errors import ModelError, NonFiniteError
 from meshwright.optim.galore import GaLoreAdamW, GaLoreAdamW8bit
 from tests.optim.galore.helpers import SHAPES, builder, groups, seeded

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.optim.galore import GaLoreAdafactor, GaLoreAdamW
-from meshwright.optim.galore.projector import ProjectorForm, leading_vectors
+from meshwright.optim.galore_projection import ProjectorForm, leading_vectors
 from tests.optim.galore.helpers import seeded
 from tests.optim.sharded.layouts import relative_differences
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright import runtime
+from meshwright.compat.bmtrain.optim_manager import OptimManager  # fmt: skip
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.optim import (
     BMUF,
@@ -20,12 +21,11 @@ from meshwright.optim import (
     LocalSGD,
     LossScaler,
     MasterWeights,
-    OptimManager,
     OuterOptimizer,
     OuterPolicy,
     SlowMo,
-)  # fmt: skip
-from meshwright.optim.outer.anomalies import AnomalyWatch
+)
+from meshwright.optim.outer.synchronizer import AnomalyWatch
 from tests.optim.outer import simulation as sim
 
 

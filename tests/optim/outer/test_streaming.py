@@ -7,9 +7,7 @@ import torch
 
 from meshwright.errors import ConfigError
 from meshwright.optim import DiLoCo, StreamingDiLoCo
-from meshwright.optim.outer.fragments import divided
-from meshwright.optim.outer.policy import OuterPolicy
-from meshwright.optim.outer.rhythm import Rhythm
+from meshwright.optim.outer.sync_policy import OuterPolicy, Rhythm, divided
 from tests.optim.outer import simulation as sim
 
 H, P, DELAY, ALPHA, STEPS = 6, 2, 2, 0.25, 30

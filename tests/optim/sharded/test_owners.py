@@ -7,12 +7,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-import meshwright.optim.sharded.whole as whole_module
+import meshwright.optim.sharded.whole_tensors as whole_module
 from meshwright.errors import ModelError
 from meshwright.optim.sharded import Kept, Layout, Region, ShardedOptimizer, Whole
-from meshwright.optim.sharded.meeting import Meeting, _made_group
-from meshwright.optim.sharded.owners import Journey, OwnerExchange
-from meshwright.optim.sharded.regions import held_regions
+from meshwright.optim.sharded.owner_exchange import Journey, OwnerExchange
+from meshwright.optim.sharded.tensor_layout import Meeting, _made_group, held_regions
 from tests.optim.sharded.collectives import Collectives
 from tests.optim.sharded.layouts import SHAPES, layouts_of, placed, plain, relative_differences, start_values, trained
 

@@ -14,7 +14,7 @@ import pytest
 from meshwright import planner
 from meshwright.errors import ConfigError
 from meshwright.planner.explain import found_document, page, what_if
-from meshwright.planner.table import MEMORY_CLASSES
+from meshwright.planner.plans import MEMORY_CLASSES
 from tests.planner.explain.found import found, subject, subject_of
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

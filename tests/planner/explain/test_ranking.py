@@ -6,7 +6,8 @@ import io
 import pytest
 from rich.console import Console
 
-from meshwright.planner import plan_table, readable_bytes
+from meshwright.errors import readable_bytes
+from meshwright.planner import plan_table
 from meshwright.planner.explain import diff, difference_table, mfu, ranked_table, reasons, what_if, why
 from tests.planner.explain.found import found, plan_of, subject, subject_of
 

@@ -8,8 +8,8 @@ import pytest
 from meshwright.cost import find_cluster
 from meshwright.errors import ConfigError
 from meshwright.planner.explain import trace
-from meshwright.planner.family_shape import Shape
 from meshwright.planner.family_workload import FamilyWorkload
+from meshwright.planner.model_shapes import Shape
 from meshwright.strategy import Strategy
 from tests.planner.explain.found import found
 

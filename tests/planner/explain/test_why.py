@@ -4,13 +4,13 @@ import dataclasses
 import re
 
 from meshwright.cost import fitted, make_cluster, seconds_of
-from meshwright.planner import FamilyWorkload, parse_family, readable_bytes
+from meshwright.errors import readable_bytes
+from meshwright.planner import FamilyWorkload, parse_family
 from meshwright.planner.explain import links, mfu, per_gpu, price_per_billion_tokens, short, why
-from meshwright.planner.explain.entry import plan_entry
-from meshwright.planner.explain.figures import every_step
-from meshwright.planner.explain.why import too_large
+from meshwright.planner.explain.plan_figures import every_step, plan_entry
+from meshwright.planner.explain.plan_reasons import too_large
+from meshwright.planner.plans import time_parts
 from meshwright.planner.search import Found
-from meshwright.planner.words import time_parts
 from meshwright.strategy import Strategy
 from tests.planner.explain.found import found, subject
 

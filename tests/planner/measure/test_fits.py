@@ -19,14 +19,12 @@ from meshwright.cost import (
     simulate,
     write_cluster,
 )
-from meshwright.cost.kernels import Machine, forward_s
-from meshwright.cost.passes import Passes, pass_s
+from meshwright.cost.device_time import Machine, forward_s
+from meshwright.cost.scheduling import Passes, pass_s
 from meshwright.errors import ConfigError
-from meshwright.planner.measure.fit_kernels import fit_kernels, kernel_residuals
-from meshwright.planner.measure.fit_links import Links, fit_links, link_residuals
-from meshwright.planner.measure.kernel_probes import kernel_probes, num_probes
-from meshwright.planner.measure.samples import LinkSample, fitted_factor
-from meshwright.planner.measure.timing import Timing
+from meshwright.planner.measure.calibration_fit import Links, fit_kernels, fit_links, kernel_residuals, link_residuals
+from meshwright.planner.measure.calibration_probes import kernel_probes, num_probes
+from meshwright.planner.measure.timing import LinkSample, Timing, fitted_factor
 
 DEVICE = Device("CPU", 2**33, 40e9, 110e9, 9e9, efficiency="measured", cache_bytes=2**21)
 EFFICIENCY = Efficiency(

@@ -5,13 +5,21 @@ import dataclasses
 import pytest
 
 from meshwright.cost import Calibration, Cluster, Device, Op, Step, Traffic, simulate
-from meshwright.cost.collectives import Group, Network, collective_s
-from meshwright.cost.efficiency import Constants, Efficiency
-from meshwright.cost.rank import one_s
+from meshwright.cost.calibration import Constants, Efficiency
 from meshwright.cost.step import Block, Parameter, Stages
-from meshwright.planner.measure import in_step
-from meshwright.planner.measure.in_step import Timed, _of_half, _of_shards, _solved, with_constants
-from meshwright.planner.measure.reference import Reference, Size, reference
+from meshwright.cost.step_time import one_s
+from meshwright.cost.traffic import Group, Network, collective_s
+from meshwright.planner.measure import step_overheads as in_step
+from meshwright.planner.measure.step_overheads import (
+    Reference,
+    Size,
+    Timed,
+    _of_half,
+    _of_shards,
+    _solved,
+    reference,
+    with_constants,
+)
 from meshwright.runtime import settings
 from meshwright.strategy import Strategy
 

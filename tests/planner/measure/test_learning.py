@@ -20,9 +20,9 @@ from meshwright.cost import (
 )
 from meshwright.errors import ConfigError
 from meshwright.planner import FamilyWorkload, Shape, described_cluster
-from meshwright.planner.measure import learning
+from meshwright.planner.measure import learned_factors as learning
 from meshwright.planner.measure.dry_runs import Measured
-from meshwright.planner.measure.learning import learned_of, note_runs, runs_of
+from meshwright.planner.measure.learned_factors import learned_of, note_runs, runs_of
 from meshwright.runtime import Settings, machine_name
 from meshwright.strategy import Strategy
 from tests import tiny

@@ -1,6 +1,6 @@
 """What is said when nothing can be found."""
 
-from meshwright.planner.search.failure import nothing_works
+from meshwright.planner.search.find import nothing_works
 
 
 def test_why_what_was_wished_cannot_be_comes_first():

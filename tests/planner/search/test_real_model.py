@@ -6,10 +6,10 @@ import torch.nn.functional as F
 
 from meshwright.cost import make_cluster
 from meshwright.errors import StrategyError
-from meshwright.planner import Workload, choices, choose, default_space, search
-from meshwright.planner.search import search_in_stages
+from meshwright.planner import Workload, choices, choose, default_space
+from meshwright.planner.search import search, search_in_stages
 from meshwright.planner.search.bounds import Bounds
-from meshwright.planner.search.candidates import Candidates
+from meshwright.planner.search.search_space import Candidates
 from tests import tiny
 
 

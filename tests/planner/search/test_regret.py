@@ -3,8 +3,8 @@
 import pytest
 
 from meshwright.cost import find_cluster
-from meshwright.planner import FamilyWorkload, default_space, parse_family, search
-from meshwright.planner.search import search_in_stages
+from meshwright.planner import FamilyWorkload, default_space, parse_family
+from meshwright.planner.search import search, search_in_stages
 
 
 def best_of(looked, subject, **options):

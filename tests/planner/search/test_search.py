@@ -5,14 +5,12 @@ import pytest
 
 from meshwright.cost import Calibration, find_cluster, fitted, make_cluster
 from meshwright.errors import ConfigError, MeshwrightError, StrategyError
-from meshwright.planner.choose import choose, only_configs
-from meshwright.planner.family_shape import Shape
 from meshwright.planner.family_workload import FamilyWorkload
-from meshwright.planner.known_models import parse_family
+from meshwright.planner.model_shapes import Shape, parse_family
 from meshwright.planner.search import choices, default_space, search
-from meshwright.planner.search.candidates import Candidates
-from meshwright.planner.search.objective import rank_of_plan
-from meshwright.planner.search.space import divisors_of, offloads, zero_sizes
+from meshwright.planner.search.search_space import Candidates, divisors_of, offloads, zero_sizes
+from meshwright.planner.search.search_state import rank_of_plan
+from meshwright.planner.strategy_choice import choose, only_configs
 from meshwright.strategy import Strategy
 
 SMALL = Shape("gpt", 8, 1024, 16, 50304, 1024)

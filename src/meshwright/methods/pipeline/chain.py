@@ -1,8 +1,7 @@
 """The stages one after the other, connected by autograd: what a plain call of a pipelined model does.
 
 Evaluation and hand-written loops run so: in GPipe order, with a loss that every rank can call backward on. What goes
-from stage to stage describes itself, so nothing need be known before.
-"""
+from stage to stage describes itself, so nothing need be known before."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from meshwright.errors import StrategyError
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
+
 # torch.distributed.pipelining is imported where a pipeline is: it takes long, and most runs have none.
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 

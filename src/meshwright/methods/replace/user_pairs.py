@@ -1,16 +1,260 @@
-"""Exchanging the modules of registered pairs."""
+"""Register pairs of classes and replace modules of the first by modules of the second."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
 
+import torch
 from torch import nn
 
-from meshwright.errors import ModelError
-from meshwright.methods.replace.build import build_target
-from meshwright.methods.replace.changes import Replacement, Swap
-from meshwright.methods.replace.pairs import Pair
+from meshwright.errors import ConfigError, MeshwrightError, ModelError, did_you_mean
+from meshwright.methods.base import DType, dtype_name
+from meshwright.methods.replace.model_changes import Replacement, Swap, device_of
 from meshwright.nn import outermost
+from meshwright.runtime import preserved_rng
+
+BUILT_IN = ("attention", "rms_norm", "layer_norm", "swiglu", "rotary", "fused_loss")
+"""Names of what needs no registration."""
+
+ATORCH_NAMES = {
+    "LayerNorm_Apex": "layer_norm", "MultiheadAttention_FA": "attention", "HF_LlamaAttention_FA": "attention",
+    "HF_BertAttention_FA": "attention", "HF_CLIPAttention_FA": "attention", "HF_GPT2Attention_FA": "attention",
+}  # fmt: skip
+"""What ATorch calls some of them."""
+
+_BUILDING = ("need_src_module", "init_from_attr")
+_ALL_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Modules of class ``old`` become modules of class ``new`` where the job computes in one of ``dtypes``."""
+
+    name: str
+    old: type[nn.Module]
+    new: type[nn.Module]
+    dtypes: frozenset[str]
+    building: str | None = None  # one of need_src_module and init_from_attr; None: see build_target
+
+
+_PAIRS: dict[str, Pair] = {}
+
+
+def register_replace_pair(
+    name: str,
+    kwargs: Mapping[str, bool] | None = None,
+    supported_dtypes: Iterable[torch.dtype | str] = _ALL_DTYPES,
+    pair_cls: tuple[type[nn.Module], type[nn.Module]] | None = None,
+) -> Callable[[type[nn.Module]], type[nn.Module]]:
+    """Registers a pair for ``module_replace``: call it on every rank, before ``accelerate``. Seed: ATorch.
+
+    Args:
+        name: What a strategy calls it; a name that was registered before gets the new pair.
+        kwargs: How a target is made of a source: ``{"need_src_module": True}`` calls ``target(source)``,
+            ``{"init_from_attr": True}`` calls ``target(…)`` with the source's attributes of the names of its arguments.
+            None: ``target.from_module(source)`` where there is one, else from attributes where the source has all that
+            are required, else ``target(source)``.
+        supported_dtypes: The precisions in which the target computes; in others the pair is left out, which is said.
+        pair_cls: ``(source, target)``. None returns a decorator for the target class, whose source is its
+            ``_src_module_cls``, or else the class it derives from.
+
+    Returns:
+        The decorator; it returns the target class.
+
+    Raises:
+        ConfigError: When a name, a dtype or a class is none.
+    """
+    if name in BUILT_IN or name in ATORCH_NAMES:
+        raise ConfigError(
+            f"register_replace_pair: {name!r} is the name of a built-in replacement",
+            expected="a name of your own",
+            got=repr(name),
+            fix="choose another name; exclude the built-in one in module_replace's config where both fit",
+        )
+    dtypes = frozenset(_dtype_name(name, dtype) for dtype in supported_dtypes)
+    building = _building(name, kwargs)
+    if pair_cls is not None:
+        _register(name, pair_cls, dtypes, building)
+        return lambda target: target
+
+    def decorate(target: type[nn.Module]) -> type[nn.Module]:
+        source = getattr(target, "_src_module_cls", target.__bases__[0])
+        _register(name, (source, target), dtypes, building)
+        return target
+
+    return decorate
+
+
+def _register(name: str, pair: Any, dtypes: frozenset[str], building: str | None) -> None:
+    listed = pair if isinstance(pair, tuple | list) else (pair,)
+    fits = len(listed) == 2 and all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in listed)
+    if not fits or listed[0] is listed[1] or listed[0] is nn.Module:
+        raise ConfigError(
+            f"register_replace_pair: {name!r} is not a pair of module classes",
+            expected="pair_cls=(source class, target class), two classes of nn.Module",
+            got=repr(pair),
+            fix="pass the classes; one that is decorated derives from its source, or names it as _src_module_cls",
+        )
+    _PAIRS[name] = Pair(name, listed[0], listed[1], dtypes, building)
+
+
+def _dtype_name(name: str, dtype: torch.dtype | str) -> str:
+    known, names = dtype_name(dtype), get_args(get_args(DType)[0])
+    if known not in names:
+        raise ConfigError(
+            f"register_replace_pair: {name!r} names a dtype that nothing computes in",
+            expected=", ".join(names),
+            got=str(dtype),
+            fix="use torch.float32, torch.float16 and torch.bfloat16",
+        )
+    return str(known)
+
+
+def _building(name: str, kwargs: Mapping[str, bool] | None) -> str | None:
+    for key in kwargs or {}:
+        if key not in _BUILDING:
+            raise ConfigError(
+                f"register_replace_pair: {name!r} has an unknown key {key!r} in kwargs{did_you_mean(key, _BUILDING)}",
+                expected=" or ".join(_BUILDING),
+                got=repr(key),
+                fix="leave kwargs out, and give the target a classmethod from_module(source) where more is to be said",
+            )
+    # As in ATorch, where the source is passed unless its attributes are asked for.
+    chosen = [key for key in ("init_from_attr", "need_src_module") if (kwargs or {}).get(key)]
+    return chosen[0] if chosen else None
+
+
+def registered_pairs() -> Mapping[str, Pair]:
+    """All registered pairs by name."""
+    return _PAIRS
+
+
+# --- Makes the target of a pair: a module of the new class that has the old one's weights and everything put on it.
+
+_HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks") or "_hooks_" in name]
+
+
+def build_target(pair: Pair, source: nn.Module, path: str) -> nn.Module:
+    """Builds the module that takes the place of ``source``.
+
+    ``pair.building`` says how; without it: ``new.from_module(source)``; else the constructor with attributes of
+    ``source`` where it has all that are required, else ``new(source)``. Parameters and buffers that are equal become
+    the same objects, so that they stay tied, trained or frozen; hooks and the mode (train or eval) are kept.
+
+    Raises:
+        ModelError: Naming both classes, when the target cannot be made, or would not have the source's weights.
+    """
+    try:
+        with preserved_rng(), torch.device(device_of(source)):
+            target, copied = _construct(pair, source)
+    except MeshwrightError:
+        raise
+    except Exception as error:  # the user's class may do anything
+        raise _cannot(
+            pair, path, f"{type(error).__name__}: {error}", "give the target a classmethod from_module(source)"
+        ) from error
+    if not isinstance(target, nn.Module):
+        raise _cannot(pair, path, f"a {type(target).__name__}", "let from_module return the module")
+    _keep_weights(pair, source, target, path, copy=copied)
+    if not any(module is source for module in target.modules()):  # else they run where they are
+        for name in _HOOKS:
+            getattr(target, name).update(getattr(source, name))
+    return target.train(source.training)
+
+
+def _construct(pair: Pair, source: nn.Module) -> tuple[Any, bool]:
+    """The target, and whether its weights are fresh: then they are to be the source's."""
+    if pair.building is None and hasattr(pair.new, "from_module"):
+        return pair.new.from_module(source), False
+    arguments = _from_attributes(pair.new, source)
+    if pair.building == "init_from_attr" or (pair.building is None and arguments is not None):
+        if arguments is None:
+            names = ", ".join(sorted(set(inspect.signature(pair.new).parameters) - set(dir(source))))
+            raise TypeError(f"{pair.old.__name__} has no attribute for {names}")
+        return pair.new(**arguments), True
+    return pair.new(source), False
+
+
+def _from_attributes(cls: type[nn.Module], source: nn.Module) -> dict[str, Any] | None:
+    """The constructor's arguments, from attributes of the same names; None where a required one has none."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in ("device", "dtype"):
+            continue
+        if hasattr(source, name):
+            value = getattr(source, name)
+            # ``bias``, as an argument, says whether there is one.
+            found[name] = value is not None if name in source._parameters else value
+        elif parameter.default is parameter.empty:
+            return None
+    return found
+
+
+def _keep_weights(pair: Pair, source: nn.Module, target: nn.Module, path: str, *, copy: bool) -> None:
+    old, new = _tensors(source), _tensors(target)
+    if copy and {n: t.shape for n, t in old.items()} != {n: t.shape for n, t in new.items()}:
+        different = sorted(n for n in old.keys() | new.keys() if n not in old or n not in new or _differ(old, new, n))
+        raise _cannot(
+            pair, path, f"other weights: {', '.join(different)}", "give the target a classmethod from_module(source)"
+        )
+    for name, tensor in old.items():
+        same = name in new and not _differ(old, new, name) and (copy or _equal(tensor, new[name]))
+        if same:
+            _put(target, name, tensor)
+    target.to(device_of(source))
+    _check_trained(pair, source, target, path)
+
+
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))
+    }  # fmt: skip
+
+
+def _differ(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], name: str) -> bool:
+    return old[name].shape != new[name].shape or isinstance(old[name], nn.Parameter) != isinstance(
+        new[name], nn.Parameter
+    )
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or (a.dtype == b.dtype and torch.equal(a, b.to(a.device)))
+
+
+def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    *above, leaf = name.split(".")
+    owner = module.get_submodule(".".join(above))
+    (owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers)[leaf] = tensor  # type: ignore[assignment]
+
+
+def _check_trained(pair: Pair, source: nn.Module, target: nn.Module, path: str) -> None:
+    """Weights made anew of old ones must at least be trained and typed as those were."""
+    before = {(p.requires_grad, p.dtype) for p in source.parameters()}
+    kept = {id(p) for p in source.parameters()}
+    for name, parameter in target.named_parameters():
+        if before and id(parameter) not in kept and (parameter.requires_grad, parameter.dtype) not in before:
+            raise _cannot(
+                pair,
+                path,
+                f"{name} with requires_grad={parameter.requires_grad} and {parameter.dtype}",
+                "let the target take dtype and requires_grad from the source's parameters",
+            )
+
+
+def _cannot(pair: Pair, path: str, got: str, fix: str) -> ModelError:
+    return ModelError(
+        f"module_replace: {pair.old.__name__} at {path!r} cannot be replaced by {pair.new.__name__} "
+        f"(the pair {pair.name!r})",
+        expected=f"a {pair.new.__name__} with the weights of the {pair.old.__name__}",
+        got=got,
+        fix=fix,
+    )
+
+
+# --- Exchanging the modules of registered pairs.
 
 
 def replace_pairs(model: nn.Module, pairs: Iterable[Pair], dtype: str, into: Replacement) -> None:

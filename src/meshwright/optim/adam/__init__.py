@@ -2,18 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.on_demand import on_demand
+from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from meshwright.optim.adam.offload import AdamOffloadOptimizer
-    from meshwright.optim.adam.optimizer import AdamOptimizer
-else:
-    on_demand(
-        __name__,
-        """
-        offload: AdamOffloadOptimizer
-        optimizer: AdamOptimizer
-        """,
+    from meshwright.optim.adam.adam_optimizer import (
+        AdamOffloadOptimizer as AdamOffloadOptimizer,
+        AdamOptimizer as AdamOptimizer,
     )
-
-__all__ = ["AdamOffloadOptimizer", "AdamOptimizer"]
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -2,22 +2,18 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.on_demand import on_demand
+from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from meshwright.optim.outer.bmuf import BMUF
-    from meshwright.optim.outer.optimizer import OuterOptimizer
-    from meshwright.optim.outer.policy import OuterPolicy
-    from meshwright.optim.outer.presets import DiLoCo, LocalSGD, PostLocalSGD, SlowMo, StreamingDiLoCo
-else:
-    on_demand(
-        __name__,
-        """
-        bmuf: BMUF
-        optimizer: OuterOptimizer
-        policy: OuterPolicy
-        presets: DiLoCo LocalSGD PostLocalSGD SlowMo StreamingDiLoCo
-        """,
+    from meshwright.optim.outer.outer_optimizer import OuterOptimizer as OuterOptimizer
+    from meshwright.optim.outer.presets import (
+        BMUF as BMUF,
+        DiLoCo as DiLoCo,
+        LocalSGD as LocalSGD,
+        PostLocalSGD as PostLocalSGD,
+        SlowMo as SlowMo,
+        StreamingDiLoCo as StreamingDiLoCo,
     )
-
-__all__ = ["BMUF", "DiLoCo", "LocalSGD", "OuterOptimizer", "OuterPolicy", "PostLocalSGD", "SlowMo", "StreamingDiLoCo"]
+    from meshwright.optim.outer.sync_policy import OuterPolicy as OuterPolicy
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

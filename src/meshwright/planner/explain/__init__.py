@@ -1,40 +1,38 @@
 """Why a plan: what binds it, what would change it, how two plans differ; as text, JSON, a page and a trace."""
 
-from meshwright.planner.explain.difference import Difference, Effect, diff, entries_diff
-from meshwright.planner.explain.document import comparison_document, found_document
-from meshwright.planner.explain.entry import plan_entry
-from meshwright.planner.explain.figures import mfu, per_gpu, price_per_billion_tokens, short
-from meshwright.planner.explain.links import LinkTime, links
-from meshwright.planner.explain.page import page
-from meshwright.planner.explain.ranking import difference_table, entries_table, ranked_table, reasons
-from meshwright.planner.explain.reading import read_document
-from meshwright.planner.explain.trace import trace
-from meshwright.planner.explain.what_if import WhatIf, what_if
-from meshwright.planner.explain.why import Why, why
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Difference",
-    "Effect",
-    "LinkTime",
-    "WhatIf",
-    "Why",
-    "comparison_document",
-    "diff",
-    "difference_table",
-    "entries_diff",
-    "entries_table",
-    "found_document",
-    "links",
-    "mfu",
-    "page",
-    "per_gpu",
-    "plan_entry",
-    "price_per_billion_tokens",
-    "ranked_table",
-    "read_document",
-    "reasons",
-    "short",
-    "trace",
-    "what_if",
-    "why",
-]
+from meshwright.runtime.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from meshwright.planner.explain.plan_difference import (
+        Difference as Difference,
+        Effect as Effect,
+        diff as diff,
+        entries_diff as entries_diff,
+    )
+    from meshwright.planner.explain.plan_export import (
+        comparison_document as comparison_document,
+        found_document as found_document,
+        page as page,
+        read_document as read_document,
+        trace as trace,
+    )
+    from meshwright.planner.explain.plan_figures import (
+        LinkTime as LinkTime,
+        links as links,
+        mfu as mfu,
+        per_gpu as per_gpu,
+        plan_entry as plan_entry,
+        price_per_billion_tokens as price_per_billion_tokens,
+        short as short,
+    )
+    from meshwright.planner.explain.plan_reasons import WhatIf as WhatIf, Why as Why, what_if as what_if, why as why
+    from meshwright.planner.explain.ranking import (
+        difference_table as difference_table,
+        entries_table as entries_table,
+        ranked_table as ranked_table,
+        reasons as reasons,
+    )
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -12,14 +12,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.planner.explain.difference import Difference
-from meshwright.planner.explain.entry import plan_entry
-from meshwright.planner.explain.what_if import WhatIf
-from meshwright.planner.explain.why import Why, sentences
-from meshwright.planner.plan import Plan
-from meshwright.planner.sizes import readable_bytes
-from meshwright.planner.table import MEMORY_CLASSES
-from meshwright.planner.words import number, part_name, percent, seconds
+from meshwright.errors import readable_bytes
+from meshwright.planner.explain.plan_difference import Difference
+from meshwright.planner.explain.plan_figures import plan_entry
+from meshwright.planner.explain.plan_reasons import WhatIf, Why, sentences
+from meshwright.planner.plans import MEMORY_CLASSES, Plan, number, part_name, percent, seconds
 
 _BINDS = {"tensor or sequence collectives": "blocks' collectives", "pipeline bubble": "bubble"}
 _TOLD_S = 1e-6

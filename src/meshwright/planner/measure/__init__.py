@@ -1,30 +1,22 @@
 """What a real machine does: its kernels and links, and short runs of the best few plans."""
 
-from meshwright.planner.measure.best import measured_best
-from meshwright.planner.measure.calibrate import Calibrated, calibrate
-from meshwright.planner.measure.dry_runs import (
-    Measured,
-    Outcome,
-    RunCandidate,
-    check_time_limit,
-    measure,
-    step_times,
-)
-from meshwright.planner.measure.learning import note_runs
-from meshwright.planner.measure.processes import run_in_processes
-from meshwright.planner.measure.timing import Clock
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Calibrated",
-    "Clock",
-    "Measured",
-    "Outcome",
-    "RunCandidate",
-    "calibrate",
-    "check_time_limit",
-    "measure",
-    "measured_best",
-    "note_runs",
-    "run_in_processes",
-    "step_times",
-]
+from meshwright.runtime.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from meshwright.planner.measure.calibration import Calibrated as Calibrated, calibrate as calibrate
+    from meshwright.planner.measure.dry_runs import (
+        Measured as Measured,
+        Outcome as Outcome,
+        RunCandidate as RunCandidate,
+        check_time_limit as check_time_limit,
+        measure as measure,
+        measured_best as measured_best,
+        run_in_processes as run_in_processes,
+        step_times as step_times,
+    )
+    from meshwright.planner.measure.learned_factors import note_runs as note_runs
+    from meshwright.planner.measure.timing import Clock as Clock
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,33 +1,26 @@
-"""Short runs of the best few plans on the real machine: successive halving within a time limit.
-
-Every plan of a round runs equally many steps. The faster half goes on to the next round, which runs twice as many
-(Jamieson and Talwalkar 2016), until one is left or the time is up. What counts is the median of all steps that a plan
-ran, in whichever round: a machine is busier in one minute than in the next, and on one whose cores were shared with
-other programs the median of the last round alone chose plans 10 % slower than the best, that of all rounds 3 %.
-
-While others still wait for their turn, none gets more than half of the time that is left: a slow one says so, and lets
-the others run. How a candidate runs is the caller's:
-
-- in processes of its own (``run_in_processes``), where running out of memory, a crash or a hang is a result and not the
-  end: for a program that is no rank itself;
-- in the ranks that live already, which is all that a program can do that is one of them (``accelerate`` with
-  ``time_limit``). There an error that every rank raises is a result; a rank that dies alone ends the program.
-"""
+"""Run the best few plans on the real machine by successive halving within a time limit, and keep the fastest."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import os
+import signal
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshwright.errors import ConfigError
-from meshwright.planner.plan import Plan
+from meshwright.errors import ConfigError, StrategyError
+from meshwright.planner.plans import Plan
 from meshwright.runtime import gather_objects, synchronize_device
 
 NUM_CANDIDATES, FIRST_STEPS, WARMUP_STEPS = 6, 3, 1
@@ -238,3 +231,129 @@ class _Halving:
             return float(gather_objects(statistics.median(took))[0])
         seconds = last.seconds + (num_steps - len(last.times_s)) * known.step_time_s
         return float(gather_objects(seconds)[0])
+
+
+# --- The plan to train under, found by running the best few.
+
+
+def measured_best(
+    plans: Sequence[Plan], run_candidate: RunCandidate, time_limit: float
+) -> tuple[Plan, str, list[Measured]]:
+    """The plan that was fastest, and one line that says so; see :func:`measure`.
+
+    Args:
+        plans: Best first, by prediction.
+        run_candidate: Runs one.
+        time_limit: Seconds for all of them together.
+
+    Raises:
+        ConfigError: When the limit is too short.
+        StrategyError: When every candidate failed.
+    """
+    results = measure(plans, run_candidate, time_limit)
+    best = results[0]
+    if best.step_time_s is None:
+        raise StrategyError(
+            "Every candidate failed when it was run",
+            expected="one that trains a few steps",
+            got="; ".join(f"{each.plan.strategy}: {each.error}" for each in results),
+            fix="make the model train under one of them, or name a strategy yourself",
+        )
+    return best.plan, _reason(results, len(plans)), results
+
+
+def _reason(results: Sequence[Measured], num_plans: int) -> str:
+    """Says over how many steps each was timed: what fell out early may have a smaller figure, by chance."""
+    best = results[0]
+    ran = "; ".join(
+        f"{each.plan.strategy} "
+        + (f"{each.step_time_s:.3g} s over {each.num_steps}" if each.step_time_s is not None else f"{each.error}")
+        for each in results[1:]
+    )
+    assert best.step_time_s is not None
+    return (
+        f"chose {best.plan.strategy}: the fastest of {len(results)} that were run "
+        f"(of the {num_plans} predicted to be best), "
+        f"{best.step_time_s:.3g} s a step over {best.num_steps} steps" + (f"; {ran}" if ran else "")
+    )
+
+
+# --- Candidates in processes of their own: whatever becomes of them, this process lives on and knows it.
+
+# From being asked to being killed. The launcher would give its ranks half a minute; there is nothing that they could
+# save, and each one ends when its launcher is gone.
+_STOP_S = 3.0
+_OF_RANKS = 0.95  # of the time, for their own: the rest is for ending them, before they are killed
+_LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_in_processes(entry: str, *, nproc: int, folder: Path | None = None) -> RunCandidate:
+    """Runs candidates as ``nproc`` ranks on this machine, started anew for each.
+
+    Not for a process that is a rank itself: its ranks live already, and hold the devices.
+
+    Args:
+        entry: ``"package.module:function"`` or ``"file.py:function"``. Every rank calls
+            ``function(strategy, num_micro_batches)`` after ``init_distributed``; it returns a function that trains one
+            step, such as ``lambda: accelerated.step(batch)``.
+        nproc: Ranks.
+        folder: Where ranks write what they find out; None: a temporary one.
+    """
+
+    def run(plan: Plan, num_steps: int, time_limit: float) -> Outcome:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            return _run(plan, num_steps, time_limit, entry, nproc, Path(place))
+
+    return run
+
+
+def _run(plan: Plan, num_steps: int, time_limit: float, entry: str, nproc: int, place: Path) -> Outcome:
+    start_s = time.monotonic()
+    plan.strategy.save(str(place / "strategy.json"))
+    request = {"entry": entry, "num_steps": num_steps, "num_micro_batches": plan.step.num_micro_batches, "nproc": nproc}
+    request["end_s"] = time.time() + time_limit * _OF_RANKS
+    (place / "request.json").write_text(json.dumps(request))
+    environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
+    with (place / "output").open("w") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "meshwright.planner.measure.dry_run_worker", str(place)],
+            env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status: int | None = child.wait(timeout=max(time_limit, 0.1))
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(child)
+    seconds = time.monotonic() - start_s
+    if status is None:
+        return Outcome((), seconds, f"it had not ended after {time_limit:.0f} s", timed_out=True)
+    result = place / "result.json"
+    if status != 0 or not result.exists():
+        return Outcome((), seconds, _why(place, status))
+    times_s = tuple(map(float, json.loads(result.read_text())["times_s"]))
+    told = None if times_s else f"no step was timed in {seconds:.1f} s"
+    return Outcome(times_s, seconds, told, timed_out=len(times_s) < num_steps)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Ends the launcher with its ranks: they are one process group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if child.poll() is not None and number is signal.SIGTERM:
+            return
+        try:
+            os.killpg(child.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            child.wait(timeout=_STOP_S)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _why(place: Path, status: int) -> str:
+    """The first rank's error; where nobody has said anything, what the launcher has printed last."""
+    for error in sorted(place.glob("error.*")):
+        return error.read_text()
+    printed = [line for line in (place / "output").read_text(errors="replace").splitlines() if line.strip()]
+    return printed[-1].removeprefix("meshwright: ") if printed else f"it ended with status {status}"

@@ -2,26 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from meshwright.on_demand import on_demand
+from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from meshwright.planner.search.find import search
-    from meshwright.planner.search.found import Found
-    from meshwright.planner.search.in_stages import search_in_stages
-    from meshwright.planner.search.objective import Objective
-    from meshwright.planner.search.space import Space, choices, default_space
-    from meshwright.planner.search.wishes import read_wishes
-else:
-    on_demand(
-        __name__,
-        """
-        find: search
-        found: Found
-        in_stages: search_in_stages
-        objective: Objective
-        space: Space choices default_space
-        wishes: read_wishes
-        """,
+    from meshwright.planner.search.constraints import read_wishes as read_wishes
+    from meshwright.planner.search.find import search as search, search_in_stages as search_in_stages
+    from meshwright.planner.search.search_space import (
+        Space as Space,
+        choices as choices,
+        default_space as default_space,
     )
-
-__all__ = ["Found", "Objective", "Space", "choices", "default_space", "read_wishes", "search", "search_in_stages"]
+    from meshwright.planner.search.search_state import Found as Found, Objective as Objective
+else:
+    __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -1,9 +1,4 @@
-"""What no candidate can be better than: seconds and bytes that a few probes and the state alone already say.
-
-A probe is one plan of the subject, without pipeline and sharding, with micro-batches of one sample: it tells what a
-rank computes and keeps for a sample. Everything else follows from the methods' ``cost`` twins on bare parameters. So
-bounds know no method, and hold as far as a stage is as large as the mean one and a link is used to its full bandwidth.
-"""
+"""Bound a candidate's step time and memory from below, from a few probes and its state."""
 
 from __future__ import annotations
 
@@ -13,20 +8,40 @@ import math
 from collections.abc import Callable
 
 from meshwright.cost import Block, Cluster, Link, Stages, Step, fitted
-from meshwright.cost.collectives import Network
-from meshwright.cost.kernels import Machine
-from meshwright.cost.rank import rank_of
+from meshwright.cost.device_time import Machine
+from meshwright.cost.scheduling import StageTimes, pipeline_s, settled_after
+from meshwright.cost.step_time import rank_of
+from meshwright.cost.traffic import Network
 from meshwright.errors import MeshwrightError
 from meshwright.methods import cost_of
-from meshwright.methods.law import SHARD_AXES
-from meshwright.planner.plan import Subject
-from meshwright.planner.search.bubble import bubble
-from meshwright.planner.search.candidates import Branch, Mesh, mesh_of, shards_alone
-from meshwright.planner.search.probe import Kept, Probe, kept_of, probe_of, probing
-from meshwright.planner.search.scaled import bare_blocks, scaled
-from meshwright.planner.search.space import Choice, Space
-from meshwright.planner.search.state import State
+from meshwright.methods.base import SHARD_AXES
+from meshwright.planner.plans import Subject
+from meshwright.planner.search.probing import Kept, Probe, State, bare_blocks, kept_of, probe_of, probing, scaled
+from meshwright.planner.search.search_space import Branch, Choice, Mesh, Space, mesh_of, shards_alone
 from meshwright.strategy import Strategy
+
+
+def bubble(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
+    """Waiting, in units of what a rank computes for a micro-batch."""
+    # More than these only go on as the last ones did.
+    return _played_bubble(schedule, ranks, stages_per_rank, settled_after(schedule, ranks, micro_batches))
+
+
+@functools.lru_cache(maxsize=4096)
+def _played_bubble(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
+    times = [StageTimes(1 / 3, 2 / 3)] * ranks
+    try:
+        return max(pipeline_s(schedule, times, 0.0, stages_per_rank, micro_batches) - micro_batches, 0.0)
+    except ValueError:  # numbers that the schedule does not run with
+        return math.inf
+
+
+# --- What no candidate can be better than: seconds and bytes that a few probes and the state alone already say.
+#
+# A probe is one plan of the subject, without pipeline and sharding, with micro-batches of one sample: it tells what a
+# rank computes and keeps for a sample. Everything else follows from the methods' ``cost`` twins on bare parameters. So
+# bounds know no method, and hold as far as a stage is as large as the mean one and a link is used to its full
+# bandwidth.
 
 _MANY = 64  # samples of a micro-batch beyond which kernels get no better
 _OF_EACH_CALL = ("gap_s", "product_s", "call_s", "hop", "reduce_scatter_s", "shard_s", "wait_s")  # bounds go without

@@ -1,26 +1,127 @@
-"""Searching for the best strategies of a subject."""
+"""Find the best strategies of a subject, and explain why none fits where that is so."""
 
 from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
-from meshwright.collector import paused_collection
-from meshwright.cost import Cluster
-from meshwright.planner.plan import Plan, Subject
+from meshwright.cost import Cluster, Memory, Step, moments, peak
+from meshwright.errors import StrategyError, join_names, readable_bytes
+from meshwright.planner.plans import Plan, Subject
 from meshwright.planner.search.bounds import Bounds
-from meshwright.planner.search.candidates import Candidates
-from meshwright.planner.search.constraints import constrained
-from meshwright.planner.search.engine import Engine
-from meshwright.planner.search.failure import ended_early, no_such_batch, nothing_fits, nothing_works
-from meshwright.planner.search.found import Found
-from meshwright.planner.search.further import Further
-from meshwright.planner.search.looked import Looked
-from meshwright.planner.search.objective import Objective, check_objective
-from meshwright.planner.search.space import Choice, Space, default_space, offloads
-from meshwright.planner.search.wishes import HALF, read_wishes
+from meshwright.planner.search.branch_and_bound import Engine
+from meshwright.planner.search.constraints import HALF, constrained, read_wishes
+from meshwright.planner.search.search_space import Candidates, Choice, Space, choices, default_space, offloads
+from meshwright.planner.search.search_state import Found, Further, Looked, Objective, check_objective
+from meshwright.runtime.lazy import paused_collection
+
+_MOMENTS = {
+    "gather": "as weights or buffers arrive for forward",
+    "loss": "as the loss runs backward",
+    "recomputation": "as the last block runs backward",
+    "reduction": "as the last gradients are reduced",
+    "update": "at the update",
+}
+_REMEDIES = {
+    "activations": "shorter samples",
+    "logits": "shorter samples, or a loss that makes no logits (module_replace with loss=True, predicted for modules)",
+    "recomputation": "shorter samples",
+    "gathered": "smaller blocks",
+    "optimizer": "an optimizer with less state",
+    "updating": "fused=True in optim_args, where the optimizer has such a kernel",
+    "host": "states on disk (offload's disk)",
+}
+
+_OF_SAMPLES = ("activations", "logits")
+
+
+def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> StrategyError:
+    """The error for a cluster that is too small."""
+    name, said, limits = _binding(smallest)
+    enough = f"take {devices} of these devices" if devices is not None else "take more devices"
+    remedies = [f"{enough}, or devices with more memory", *([_REMEDIES[name]] if name in _REMEDIES else [])]
+    if name in _OF_SAMPLES and (subject.batch_size or 0) > 1:
+        remedies.append("a smaller batch")
+    devices_here = "1 device" if subject.world == 1 else f"{subject.world} devices"
+    return StrategyError(
+        "No strategy fits into the memory of a rank",
+        expected=f"at most {limits} on each of {devices_here}",
+        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {_named(smallest)}; {said}",
+        fix="; or ".join(remedies) + "; or name a strategy yourself to try it all the same",
+    )
+
+
+def no_such_batch(subject: Subject, batches: Sequence[int]) -> StrategyError:
+    """The error for a batch that is cut so that it does not fit, where others about as large are not."""
+    numbers = " or ".join(map(str, batches))
+    return StrategyError(
+        "No strategy cuts the batch so that it fits into the memory of a rank",
+        expected=f"a global_batch that {subject.world} devices share equally",
+        got=f"{subject.batch_size} samples",
+        fix=f"take a global_batch of {numbers}, which fits; or name a strategy yourself to try it all the same",
+    )
+
+
+def _binding(smallest: Plan) -> tuple[str, str, str]:
+    """The class of memory that is too much, a sentence on it, and the limits."""
+    limits = readable_bytes(smallest.limit_bytes or 0)
+    if smallest.fits_device:
+        limits += f", and {readable_bytes(smallest.host_limit_bytes or 0)} of host memory,"
+        return "host", f"offloaded, it needs {readable_bytes(smallest.host_bytes)} of host memory", limits
+    most = smallest.forecast.peak if smallest.forecast is not None else peak(smallest.step)
+    name, size = _largest_class(most.memory)
+    said = f"{_MOMENTS[most.moment]} it holds {readable_bytes(size)} of {name.replace('_', ' ')}"
+    behind = _behind_blocks(smallest.step) if (name, most.moment) == ("activations", "loss") else 0
+    if 2 * behind > size:
+        return "logits", f"{said}, {readable_bytes(behind)} of it logits and what the loss makes of them", limits
+    return name, said, limits
+
+
+def _behind_blocks(step: Step) -> int:
+    """What is free once the blocks run backward: logits, and what the loss makes of them."""
+    held = moments(step)
+    return (held["loss"].activations or 0) - (held["recomputation"].activations or 0)
+
+
+def nothing_works(world: int, refused: Mapping[str, str], included: Collection[str]) -> StrategyError:
+    """The error for wishes and models that leave nothing that could train: first why what was wished cannot."""
+    # That methods exclude each other is no news to one who gets nothing: what the model or the devices lack is.
+    telling = [reason for reason in refused if "does not go together" not in reason] or list(refused)
+    telling.sort(key=lambda reason: not reason.startswith(tuple(included)))
+    reasons = "; ".join(telling[:3]) or "no mesh was left"
+    return StrategyError(
+        "No strategy can train this model" + (f" with {join_names(included)}" if included else ""),
+        expected=f"a strategy for {world} devices",
+        got=reasons,
+        fix="include fewer methods, or change what the reasons name",
+    )
+
+
+def ended_early(max_predictions: int) -> StrategyError:
+    """The error for a search that had too few predictions to find anything."""
+    return StrategyError(
+        "The search ended before it found a strategy that fits",
+        expected=f"a strategy within {max_predictions} predictions",
+        got="none",
+        fix="allow more with max_predictions, or include methods that are known to be needed",
+    )
+
+
+def _largest_class(held: Memory) -> tuple[str, int]:
+    on_device = (each.name for each in fields(held) if not each.name.startswith(("disk_", "host_")))
+    sizes = {name: getattr(held, name) or 0 for name in on_device}
+    name = max(sizes, key=sizes.__getitem__)
+    return name, sizes[name]
+
+
+def _named(plan: Plan) -> str:
+    return "+".join(name for name in plan.strategy.names if name != "parallel_mode") or "data"
+
+
+# --- Searching for the best strategies of a subject.
 
 Progress = Callable[[int, int], None]
 """Called with the number of predictions made, and of candidates considered."""
@@ -256,3 +357,67 @@ def _wider(space: Space, larger: Space) -> dict[str, tuple[int, ...]]:
         else every
         for axis, every in space.sizes.items()
     }
+
+
+# --- Searching for a model that must be run to be known: what costs most to find out about is tried last.
+
+_MAX_PREDICTIONS = 300
+_DIVIDE_TOKENS = ("sequence", "context")
+_BETWEEN_LAYERS = ("tensor_parallel", {"sequence": True})
+# Of the other schedules none was better than both of these on any of the models that were searched whole.
+_PIPELINES = choices("pipeline_parallel", ("pipeline_parallel", {"schedule": "zbv"}))
+
+
+def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
+    """A search that begins with what is soon found out about, and goes on from the best of that.
+
+    A model that is traced takes seconds for every way to divide its layers or tokens, where one of a known family takes
+    milliseconds. So data and tensor parallelism come first, and pipelines next. Tokens are divided between the layers
+    where the best so far divides these, or has to offload; and inside attention where nothing has fitted.
+    What is included by name is tried from the first.
+
+    Args:
+        subject: A real module.
+        space: All that may be tried.
+        options: Of :func:`search`.
+
+    Raises:
+        StrategyError: As ``search`` does for the whole space.
+    """
+    options = {"max_predictions": _MAX_PREDICTIONS, **options}
+    small = space.replace(
+        sizes={axis: sizes for axis, sizes in space.sizes.items() if axis not in ("pipeline", *_DIVIDE_TOKENS)},
+        axis_methods={**space.axis_methods, "tensor": choices("tensor_parallel")},
+        inner_axes=1,
+    )
+    further = _further(small, space, options.get("excluded", ()), options.get("included", ()))
+    return search(subject, space=small, further=[*further], growing=small, **options)
+
+
+def _further(small: Space, whole: Space, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[Further]:
+    """What comes after the small space, but for what a wish names: that has been tried there, or must not be."""
+    wished = read_wishes(excluded, included)
+    mesh = dict(getattr(wished.get("parallel_mode"), "axes", ()))
+    sizes = tuple(size for size in whole.sizes.get("pipeline", ()) if size > 1)  # none on one device
+    if sizes and not mesh and "pipeline_parallel" not in wished and _may_be("pipeline_parallel", excluded, included):
+        yield Further(_on(small, "pipeline", sizes, _PIPELINES))
+    tensor = wished.get("tensor_parallel")
+    says = tensor is not None and "sequence" in tensor.model_fields_set
+    allowed = tensor is not None or _may_be("tensor_parallel", excluded, included)
+    sizes = tuple(size for size in whole.sizes.get("tensor", ()) if size > 1)
+    if sizes and allowed and not says and (not mesh or mesh.get("tensor", 1) > 1):
+        yield Further(_on(small, "tensor", sizes, choices(_BETWEEN_LAYERS)), "divided")
+    yield Further(whole.replace(axis_methods={**whole.axis_methods, "pipeline": _PIPELINES}), "nothing")
+
+
+def _may_be(name: str, excluded: Sequence[str], included: Sequence[Any]) -> bool:
+    """Whether wishes allow a method that they may not name."""
+    try:
+        read_wishes(excluded, [*included, name])
+    except StrategyError:
+        return False
+    return True
+
+
+def _on(space: Space, axis: str, sizes: tuple[int, ...], methods: tuple[Choice, ...]) -> Space:
+    return space.replace(sizes={**space.sizes, axis: sizes}, axis_methods={**space.axis_methods, axis: methods})

@@ -1,0 +1,390 @@
+"""Turn a row into a case to simulate: model, strategy, cluster, memory, and what had to be assumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from published_runs.conventions import Convention, convention_of_row
+from published_runs.shapes import has_unknown_experts, is_other_kind, shape_of
+from published_runs.strategies import (
+    Freed,
+    dtype_of,
+    freed_of,
+    gathering,
+    gathers_fp8,
+    is_compiled,
+    nearby_of,
+    pipeline_of,
+    scaling_of,
+    shard_axis_of,
+    strategy_of,
+    zero_stage_of,
+)
+from published_runs.table_rows import Row, devices, global_batch
+
+from meshwright.cost import Cluster, Peak, Stages, Step, find_device, make_cluster, memory, peak
+from meshwright.cost.cluster import most_joined
+from meshwright.cost.rank_memory import shape_on, whole_gradients
+from meshwright.errors import MeshwrightError
+from meshwright.methods import cost_of
+from meshwright.planner.family_ops import FamilyRun
+from meshwright.planner.family_steps import family_step
+from meshwright.planner.memory_budget import CONTEXT_BYTES, FRAGMENTED, FRAGMENTED_BY_LAYERS
+from meshwright.planner.model_shapes import Shape
+from meshwright.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published run as it can be simulated."""
+
+    row: Row
+    convention: Convention
+    shape: Shape
+    run: FamilyRun
+    cluster: Cluster
+    strategy: Strategy
+    zero_stage: int
+    steps: tuple[Step, ...]  # of the pipeline's ranks; one without
+    global_batch: int
+    assumed: tuple[str, ...]
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all devices."""
+        return self.global_batch * self.shape.seq
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether gradients are reduced behind backward, and not beside it."""
+        beside = self.convention.reduces_beside
+        return self.zero_stage < 2 and (not beside or (self.convention.reduces_each and self.zero_stage == 1))
+
+    @property
+    def setting(self) -> tuple[Any, ...]:
+        """The model and the cluster: runs of one setting differ by strategy."""
+        return (self.row.source, self.row.text("model"), self.shape.seq, self.row.text("gpu"), self.cluster.num_devices)
+
+
+# --- Memory of a published run: the most that one of its ranks holds, as its source counts it, and whether it fits.
+
+_HALF_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Held:
+    """Memory of the rank that holds most.
+
+    Args:
+        peak: By class.
+        counted_bytes: As the source counts: allocated or reserved, of this rank or of the first.
+        needed_bytes: Reserved, with what is lost between tensors and what no tensor can use.
+        fits: Whether the device has as much.
+    """
+
+    peak: Peak
+    counted_bytes: int
+    needed_bytes: int
+    fits: bool
+
+
+def held_by(case: Case) -> Held:
+    """Predicts the memory of a run: whether its fullest rank fits, and what the rank holds that the source reports."""
+    distinct = {id(step): step for step in case.steps}.values()
+    every = [_held(case, step) for step in distinct]
+    most = max(every, key=lambda held: held.needed_bytes)
+    return dataclasses.replace(most, counted_bytes=every[0].counted_bytes) if case.convention.first_rank else most
+
+
+def _held(case: Case, step: Step) -> Held:
+    convention, most, extra = case.convention, peak(step), _beside(case, step)
+    gathers_layers = convention.live_bytes > 0 and case.zero_stage == 3
+    # Segments that grow are an option of CUDA's drivers: on AMD's devices torch passes over it.
+    expandable = convention.expandable and case.cluster.device.efficiency != "MI300X"
+    unused = 0.0 if expandable else FRAGMENTED_BY_LAYERS if gathers_layers else FRAGMENTED
+    reserved = round((most.reserved_bytes + extra) * (1 + unused))
+    counted = reserved if convention.memory == "reserved" else most.allocated_bytes + extra
+    needed = reserved + CONTEXT_BYTES
+    return Held(most, counted, needed, needed <= case.cluster.device.memory_bytes)
+
+
+def _beside(case: Case, step: Step) -> int:
+    """Bytes of what a source keeps and our methods do not; negative where it keeps less."""
+    convention = case.convention
+    extra = convention.bucket_bytes
+    replicas = math.prod(size for axis, size in step.axes if axis in ("zero", "data"))
+    if convention.live_bytes and case.zero_stage == 3:
+        # Two layers at once (the one that computes and the one prefetched) with the gradients of one.
+        largest = max(p.numel for block in step.blocks for p in block.parameters if block.name != "outside")
+        extra += max(convention.live_bytes, 3 * largest * _HALF_BYTES)
+    if convention.offloads:
+        extra -= memory(step).optimizer
+    if convention.ddp_buckets and case.zero_stage < 2 and replicas > 1:
+        numel = sum(count * math.prod(shape_on(step, p, None)) for count, p in step.every_parameter() if p.trainable)
+        extra += _HALF_BYTES * numel
+    if convention.keeps_stages and step.stages is not None:
+        extra += _stage_buffers(case, step, step.stages)
+    if convention.wide_gradients and step.whole_gradients and step.num_micro_batches == 1:
+        extra += sum(block.count * size for block, size in whole_gradients(step))
+    return extra
+
+
+def _stage_buffers(case: Case, step: Step, stages: Stages) -> int:
+    """Of torch's ``PipelineStage``: received inputs and gradients of all micro-batches, outputs of those in flight."""
+    last, ranks, every = len(stages.ranks) - 1, max(stages.ranks) + 1, step.num_micro_batches
+    in_flight = min(every, ranks - stages.here) if len(stages.own) == 1 else every
+    kept = sum((stage > 0) * every + (stage < last) * (every + in_flight) for stage in stages.own)
+    tokens = case.run.tokens // step.size("sequence")
+    logits = every * tokens * (case.shape.vocab // step.size("tensor")) * case.run.itemsize
+    return kept * (stages.boundary_bytes or 0) + (logits if last in stages.own else 0)
+
+
+# --- From a row to what is simulated: the model, its strategy, its cluster; and what had to be assumed.
+
+_MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
+_MOST_STAGES = 256
+_MOST_MICRO_BATCHES = 2**16
+
+
+class NotCovered(Exception):
+    """Why a row cannot be predicted."""
+
+
+def case_of(row: Row) -> Case:
+    """Reads a row.
+
+    Raises:
+        NotCovered: When the row does not say enough, or contradicts itself.
+    """
+    assumed: list[str] = []
+    convention = convention_of_row(row)
+    try:
+        cluster = _cluster(row, convention)
+        if is_other_kind(row):
+            raise NotCovered(f"{row.text('model')} is no decoder of equal blocks, which alone are simulated")
+        if has_unknown_experts(row):
+            raise NotCovered(f"{row.text('model')} is a mixture of experts whose dimensions a row cannot give")
+        shape = shape_of(row, convention, assumed)
+        if shape is None:
+            raise NotCovered("the table gives neither the model's dimensions nor a size that is known")
+        sizes = _sizes(row, cluster.num_devices)
+        return _largest(row, convention, shape, cluster, sizes, assumed)
+    except MeshwrightError as error:
+        raise NotCovered(str(error)) from error
+
+
+def _largest(
+    row: Row, convention: Convention, shape: Shape, cluster: Cluster, sizes: dict[str, int], assumed: list[str]
+) -> Case:
+    """Where the table gives no micro-batch: the largest that fits, as one who fills a device takes; 1 in a pipeline."""
+    given, whole = row.count("micro_batch"), global_batch(row, sizes["dp"], shape.seq)
+    candidates = [given] if given else [1] if sizes["pp"] > 1 else list(_MICRO_BATCHES)
+    for micro in candidates:
+        if whole is not None and not given and (micro > 1 and whole % (micro * sizes["dp"])):
+            continue
+        said = list(assumed) if given else [*assumed, f"micro_batch {micro}"]
+        batches = (micro, whole or micro * sizes["dp"])
+        if len(candidates) == 1 or micro == 1:
+            return _lightest(row, convention, shape, cluster, sizes, batches, said)
+        case = _case(row, convention, shape, cluster, sizes, batches, freed_of(row, convention, said)[0], said)
+        if held_by(case).fits:
+            return case
+    raise AssertionError("1 is among the candidates")
+
+
+def _lightest(
+    row: Row,
+    convention: Convention,
+    shape: Shape,
+    cluster: Cluster,
+    sizes: dict[str, int],
+    batches: tuple[int, int],
+    assumed: list[str],
+) -> Case:
+    """Where the table does not say what is recomputed: the least that fits."""
+    candidates = freed_of(row, convention, assumed)
+    for freed in candidates:
+        said = [*assumed, str(freed)] if freed != candidates[0] else list(assumed)
+        case = _case(row, convention, shape, cluster, sizes, batches, freed, said)
+        if held_by(case).fits:
+            return case
+    return _case(row, convention, shape, cluster, sizes, batches, candidates[0], assumed)
+
+
+def _case(
+    row: Row,
+    convention: Convention,
+    shape: Shape,
+    cluster: Cluster,
+    sizes: dict[str, int],
+    batches: tuple[int, int],
+    freed: Freed,
+    assumed: list[str],
+) -> Case:
+    micro_batch, global_batch = _fitting(convention, sizes, batches, assumed)
+    stage = zero_stage_of(row, convention, assumed)
+    micro_batches = max(1, round(global_batch / (sizes["dp"] * micro_batch)))
+    if micro_batches > _MOST_MICRO_BATCHES:
+        raise NotCovered(f"{micro_batches} micro-batches a step; at most {_MOST_MICRO_BATCHES} are simulated")
+    run = _run(row, convention, shape, cluster, (micro_batch, micro_batches), assumed)
+    keys = pipeline_of(sizes["pp"], run, convention, shape, row)
+    strategy = strategy_of(sizes, stage, freed, convention, keys, nearby_of(row, sizes, cluster.devices_per_node))
+    axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
+    virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
+    steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
+    # The ranks that divide a sample are among those that the state is sharded over, or gradients are averaged.
+    steps = [step.replace(counted_again=("sequence",)) for step in steps]
+    noted = bool(re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE)) and "vanilla" not in row.notes
+    beside = convention.async_tensor or noted
+    shown = _shown_by(steps)
+    costed = {
+        rank: _as_source(
+            gathering(cost_of(strategy, steps[rank]), row, convention, run), convention, stage, async_tensor=beside
+        )
+        for rank in dict.fromkeys(shown)
+    }
+    every = tuple(costed[rank] for rank in shown)
+    return Case(row, convention, shape, run, cluster, strategy, stage, every, global_batch, tuple(assumed))
+
+
+def _fitting(
+    convention: Convention, sizes: dict[str, int], batches: tuple[int, int], assumed: list[str]
+) -> tuple[int, int]:
+    """Samples of a micro-batch and of a step that fit each other, as the source means them."""
+    scale = sizes["tp"] if convention.batch_of_device else 1
+    whole = max(batches[1] * scale, sizes["dp"])
+    micro = min(batches[0] * scale, max(1, whole // sizes["dp"]))
+    if convention.splits_local_batch and sizes["pp"] > 1 and whole < sizes["pp"] * micro * sizes["dp"]:
+        micro = max(1, micro // sizes["pp"])
+        assumed.append(f"micro_batch {micro}: the local batch over the pipeline's ranks")
+    return micro, whole
+
+
+def _run(
+    row: Row, convention: Convention, shape: Shape, cluster: Cluster, batches: tuple[int, int], assumed: list[str]
+) -> FamilyRun:
+    return FamilyRun(
+        micro_batch=batches[0],
+        num_micro_batches=batches[1],
+        dtype=dtype_of(row, assumed),
+        split_tokens=convention.split_tokens or "sequence" in row.text("ac").lower(),
+        fused_attention=convention.fused_attention,
+        compiled=convention.compiled or is_compiled(row),
+        fused_loss=convention.fused_loss,
+        dropout=convention.dropout,
+        seq=shape.seq,
+        flash1=convention.flash1,
+        vendor_attention=convention.vendor_attention,
+        saves_fp8=convention.vendor_attention,  # both come with Transformer Engine
+        scaling=scaling_of(row, convention),
+        casts_weights=convention.casts_weights and not gathers_fp8(row, convention),
+        keeps_gathered=convention.keeps_gathered,
+        copies_heads=convention.copies_heads,
+        balances_head=convention.balances_head,
+        scatters_boundary=convention.scatters_boundary,
+        logit_moves=convention.logit_moves,
+        plain_norms=convention.plain_norms,
+        early=cluster.device.efficiency in convention.early_on,
+        logit_bytes=_logit_bytes(convention, cluster, row.count("tp") or 1),
+    )
+
+
+def _cluster(row: Row, convention: Convention) -> Cluster:
+    if not row.text("gpu"):
+        raise NotCovered("the table names no GPU")
+    device = find_device(row.text("gpu"))
+    number = devices(row)
+    if number is None:
+        number = _product(row)
+    nodes = row.count("nodes")
+    # Of an NVL72 a node is a tray, and the rack is what NVLink joins.
+    per_node = max(1, number // nodes) if nodes and most_joined(device) == 8 else None
+    network = re.search(r"(\d{3,4}) ?Gbps", row.text("source"))
+    return make_cluster(device, number, per_node, float(network.group(1)) if network else None, convention.latency_s)
+
+
+def _product(row: Row) -> int:
+    parts = [row.count(column) for column in ("dp", "tp", "pp", "cp")]
+    if parts[0] is None:
+        raise NotCovered("the table gives neither the number of GPUs nor dp")
+    whole = 1
+    for part in parts:
+        whole *= part or 1
+    return whole
+
+
+def _sizes(row: Row, every: int) -> dict[str, int]:
+    sizes = {column: row.count(column) or 1 for column in ("tp", "pp", "cp")}
+    inner = sizes["tp"] * sizes["pp"] * sizes["cp"]
+    if every % inner:
+        raise NotCovered(f"tp {sizes['tp']} x pp {sizes['pp']} x cp {sizes['cp']} do not divide {every} GPUs")
+    if sizes["pp"] > _MOST_STAGES:
+        raise NotCovered(f"a pipeline of {sizes['pp']} ranks; at most {_MOST_STAGES} are simulated")
+    given = row.count("dp")
+    if given is not None and given * inner != every:
+        if given == every // (sizes["tp"] * sizes["pp"]):  # counts the ranks of cp as data-parallel
+            given = every // inner
+        else:
+            raise NotCovered(f"dp {given} x tp x pp x cp = {given * inner} ranks, and the table says {every} GPUs")
+    return {**sizes, "dp": every // inner}
+
+
+def _logit_bytes(convention: Convention, cluster: Cluster, tensor: int) -> tuple[int, int] | None:
+    # TorchTitan runs on B200 and MI300X date from 2025, when it compiles the loss as well: logits stay in half.
+    if convention.expandable and cluster.device.efficiency in ("B200", "MI300X"):
+        return (2, 2)
+    if convention.loss_parallel and tensor > 1:
+        # torch's loss_parallel: the gradient's update, its sum with exp, and their product are tensors of their own.
+        return (10, 12)
+    return convention.logit_bytes
+
+
+def _shown_by(steps: list[Step]) -> list[int]:
+    """For every rank of a pipeline the one that stands for it: of the middle ones the first with as many blocks.
+
+    Of equal ones it keeps most, since more of its micro-batches are in flight.
+    """
+    firsts: dict[tuple[bool, bool, int], int] = {}
+    shown = []
+    for rank, step in enumerate(steps):
+        ranges = [step.stages.ranges[stage] for stage in step.stages.own] if step.stages is not None else []
+        kind = (rank == 0, rank == len(steps) - 1, sum(end - first for first, end in ranges))
+        shown.append(firsts.setdefault(kind, rank))
+    return shown
+
+
+def _as_source(step: Step, convention: Convention, stage: int, *, async_tensor: bool) -> Step:
+    """What a source does otherwise than our methods: gradients reduced in fp32, or parameter by parameter."""
+    if convention.live_bytes and stage == 3:
+        step = step.replace(gathered="nothing")  # its buffers have a fixed size
+    largest = max(sum(p.numel for p in block.parameters) for block in step.blocks if block.name != "outside")
+    whole = not 0 < convention.live_bytes < 2 * largest  # both are of half weights
+    traffic = []
+    for each in step.traffic:
+        if each.axis in step.counted_again and each.kind == "all_reduce":
+            continue  # of gradients, which the axis behind it reduces over these ranks, too
+        if convention.live_bytes and stage == 3 and each.hidden:
+            each = dataclasses.replace(each, calls=round(each.calls * _layers_of_a_block(step)))
+        if stage == 3 and each.kind == "all_gather" and not whole:
+            each = dataclasses.replace(each, hidden=False)  # no room to gather the next layer while one computes
+        if each.hidden and each.kind != "send" and stage < 2:
+            if stage == 0 and convention.reduce == "fp32" and step.reduce_itemsize == 2:
+                each = dataclasses.replace(each, bytes_per_step=2 * each.bytes_per_step)
+            if convention.reduces_each and stage == 1:
+                each = dataclasses.replace(
+                    each, calls=sum(block.count * len(block.parameters) for block in step.blocks)
+                )
+        if async_tensor and each.axis == "tensor":
+            each = dataclasses.replace(each, beside=True)
+        traffic.append(each)
+    return step.replace(traffic=tuple(traffic), gathers_ahead=convention.gathers_ahead)
+
+
+def _layers_of_a_block(step: Step) -> float:
+    """Collectives in the place of one: of each layer's matrix; vectors stay whole, below DeepSpeed's threshold."""
+    matrices = sum(block.count * sum(len(p.shape) > 1 for p in block.parameters) for block in step.blocks)
+    return matrices / max(sum(block.count for block in step.blocks), 1)

@@ -1,0 +1,205 @@
+"""Strategy and precision of a published run, in Meshwright's methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from published_runs.conventions import Convention
+from published_runs.table_rows import Row
+
+from meshwright.cost import Scaling, Step
+from meshwright.planner.family_ops import ATTENTION, PER_OP, FamilyRun
+from meshwright.planner.model_shapes import BLOCK, Shape
+from meshwright.strategy import Strategy
+
+
+def dtype_of(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8", "fp4"]:
+    """The precision of products; what a cell does not say is half."""
+    text = row.text("precision").lower().replace("-", "").replace("_", "")
+    if "fp4" in text:
+        return "fp4"
+    if "fp8" in text or "float8" in text or "f8" in text or "e4m3" in text:
+        return "fp8"
+    if "16" in text or "amp" in text or "half" in text or "mixed" in text:
+        return "half"
+    if "32" in text:
+        return "fp32"
+    assumed.append("half precision")
+    return "half"
+
+
+def scaling_of(row: Row, convention: Convention) -> Scaling:
+    """How tensors are scaled for products in 8 or 4 bits: what a cell says, or what the project does."""
+    text = row.text("precision").lower()
+    if "fp4" in text:
+        return "nvfp4"
+    if "row" in text:
+        return "rowwise"
+    if "mx" in text:
+        return "mxfp8" if convention.scaling == "tensorwise" else "blocks"
+    return convention.scaling
+
+
+def gathers_fp8(row: Row, convention: Convention) -> bool:
+    """Whether weights are cast before they are gathered: where each has one scale, ranks know it before they send."""
+    return convention.gathers_fp8 and scaling_of(row, convention) == "tensorwise"
+
+
+def gathering(step: Step, row: Row, convention: Convention, run: FamilyRun) -> Step:
+    """Gathers in 8 bits instead of 16: where products have one scale for each tensor, it is known before."""
+    if run.dtype != "fp8" or not gathers_fp8(row, convention):
+        return step
+    traffic = tuple(
+        dataclasses.replace(each, bytes_per_step=each.bytes_per_step // 2) if each.kind == "all_gather" else each
+        for each in step.traffic
+    )
+    return step.replace(traffic=traffic)
+
+
+# --- The strategy of a published run, in Meshwright's methods.
+
+# "VP5", "vpp=2", "v=3", "virtual pipeline 4"; "v3" alone is a version of something.
+_VIRTUAL = re.compile(r"\b(?:vp+|v=|virtual)[ \w-]*?[ =:]*(\d+)", re.IGNORECASE)
+_NOTHING = re.compile(r"^(?:no|n|none|0|w/o)\b|false|disabled|\boff\b|without")
+_EVERYTHING = re.compile(r"^(?:true|yes|y|1|on|enabled)$|block|uniform|ckpt|checkpoint|recompu")
+_EIGHTHS = tuple(eighth / 8 for eighth in range(1, 8))
+_ZERO = {1: "zero1", 2: "zero2", 3: "fsdp"}
+
+
+def shard_axis_of(stage: int) -> str | None:
+    """The axis that a ZeRO stage shards over."""
+    return "zero" if stage else None
+
+
+def zero_stage_of(row: Row, convention: Convention, assumed: list[str]) -> int:
+    """The ZeRO stage of a row; 3 is what FSDP does."""
+    text = re.sub(r"fsdp ?[12]?", "fsdp", row.text("zero_stage").lower())  # FSDP2 is a version, not a stage
+    found = re.search(r"(?:^|zero|stage|z)[\s_=:-]*([0-3])(?![0-9x])", text)
+    if found:
+        return int(found.group(1))
+    if re.fullmatch(r"(?:p_)?os(?:\+g)?(?:\+p)?", text):  # Rajbhandari et al. 2020
+        return 1 + text.count("+")
+    if any(word in text for word in ("fsdp", "hsdp", "hybrid", "full", "param", "zero++", "infinity", "mics")):
+        return 3
+    if "grad" in text:
+        return 2
+    if "dist" in text or "optim" in text:  # Megatron's distributed optimizer
+        return 1
+    if not text:
+        assumed.append(f"zero_stage {convention.default_zero}")
+    return convention.default_zero
+
+
+@dataclass(frozen=True)
+class Freed:
+    """What is not kept on the device for backward.
+
+    Args:
+        recomputed: The class whose modules run again; "" for none.
+        hosted: Fraction of the blocks whose activations wait in host memory.
+    """
+
+    recomputed: str = ""
+    hosted: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.hosted:.3g} of activations on the host" if self.hosted else f"recomputes {self.recomputed}"
+
+
+def freed_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[Freed, ...]:
+    """What a row frees; where the table does not say, what may be, less first."""
+    found = tuple(Freed(each) for each in recompute_of(row, convention, assumed))
+    hosts = convention.hosts_activations and len(found) > 1 and zero_stage_of(row, convention, []) == 3
+    return (found[0], *(Freed(hosted=each) for each in _EIGHTHS), *found[1:]) if hosts else found
+
+
+def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[str, ...]:
+    """The class whose modules are recomputed ("" for none); where the table does not say, what may be, less first."""
+    text = row.text("ac").lower().replace("_", "-")
+    raw = (row.cells.get("ac") or "").strip().lower()
+    if not text and raw != "none":
+        assumed.append(f"ac {convention.default_ac}")
+        return {"full": (BLOCK,), "never": ("",)}.get(convention.default_ac, ("", PER_OP, BLOCK))
+    if _NOTHING.search(text):
+        return ("",)
+    if "per-op" in text or "per op" in text or "selective op" in text:
+        return (PER_OP,)
+    if "attention" in text or "attn" in text:
+        return ("",) if convention.fused_attention else (ATTENTION,)
+    if "selective" in text and not convention.fused_attention:
+        return (ATTENTION,)
+    if re.search(r"selective|\bsac\b|partial|every|mlp|%", text):
+        return (PER_OP, BLOCK)  # some share of what can be: more where less does not fit
+    if "full" in text or _EVERYTHING.search(text):
+        return (BLOCK,)
+    return ("",)
+
+
+def is_compiled(row: Row) -> bool:
+    """Whether a cell says that chains of kernels are compiled."""
+    text = row.text("compile").lower()
+    said = re.search(r"^(?:true|yes|y|1|on|enabled)$|compile|inductor|autotune", text)
+    return said is not None and _NOTHING.search(text) is None
+
+
+def nearby_of(row: Row, sizes: dict[str, int], per_node: int) -> int:
+    """Over how many of the data-parallel ranks parameters are sharded: all, or under HSDP so many, or a node's."""
+    found = re.search(r"\b(?:HSDP|hybrid[ _-]?shard)(?: (\d+))?\b", f"{row.text('zero_stage')} {row.notes}", re.I)
+    if found is None:
+        return sizes["dp"] * sizes["cp"]
+    ranks = int(found.group(1) or 0) or max(1, per_node // (sizes["tp"] * sizes["cp"])) * sizes["cp"]
+    return ranks if (sizes["dp"] * sizes["cp"]) % ranks == 0 else sizes["dp"] * sizes["cp"]
+
+
+def strategy_of(
+    sizes: dict[str, int], stage: int, freed: Freed, convention: Convention, pipeline: dict[str, Any], nearby: int
+) -> Strategy:
+    """The strategy; its axes are for a simulation and may name a rank twice."""
+    axes = [(name, sizes[column]) for name, column in (("tensor", "tp"), ("sequence", "cp")) if sizes[column] > 1]
+    # Ranks that divide a sample hold equal parameters: sharding and reductions go over them, too.
+    replicas = sizes["dp"] * sizes["cp"]
+    axes += [("zero", nearby), ("data", replicas // nearby)] if stage and nearby < replicas else []
+    axes += [(shard_axis_of(stage) or "data", replicas)] if not stage or nearby == replicas else []
+    axes += [("pipeline", sizes["pp"])] if sizes["pp"] > 1 else []
+    methods: list[Any] = [("parallel_mode", {"axes": axes})]
+    if sizes["tp"] > 1:
+        methods.append("tensor_parallel")
+    if sizes["cp"] > 1:
+        methods.append("sequence_parallel")
+    if sizes["pp"] > 1:
+        methods.append(("pipeline_parallel", pipeline))
+    if freed.recomputed:
+        methods.append(("checkpoint", {"wrap_class": freed.recomputed, "no_reentrant": not convention.reentrant}))
+    methods.append("half" if stage == 0 or convention.reduce == "half" else "amp_native")
+    if stage:
+        methods.append(_ZERO[stage])
+    if freed.hosted:
+        methods.append(("offload", {"activations": freed.hosted}))
+    return Strategy(methods)
+
+
+def pipeline_of(ranks: int, run: FamilyRun, convention: Convention, shape: Shape, row: Row) -> dict[str, Any]:
+    """Keys of ``pipeline_parallel``."""
+    found = _VIRTUAL.search(f"{row.notes} {row.text('model')}")
+    virtual = int(found.group(1)) if found else 1
+    if "interleaved" in row.notes.lower() and virtual == 1:
+        virtual = 2
+    if not found and ranks > 1:
+        virtual = max(virtual, _usual_stages(shape.layers // ranks, convention.stages))
+    if not found and "2205.05198" in row.source and shape.layers // ranks >= 3 and shape.layers // ranks % 3 == 0:
+        virtual = 3  # Korthikanti et al. 2022, Table 3
+    # Some count embedding and head as blocks, and so have as many stages as blocks and two more.
+    virtual = min(virtual, shape.layers // ranks)
+    rounds = max(1, run.num_micro_batches // ranks)
+    if virtual < 2 or run.num_micro_batches % rounds:
+        return {"schedule": "1f1b" if run.num_micro_batches >= ranks else "gpipe"}
+    return {"schedule": "interleaved", "num_stages_per_rank": virtual}
+
+
+def _usual_stages(layers: int, most: int) -> int:
+    """As many stages as divide a rank's layers, up to ``most``; one for each layer where none do."""
+    usual = max(stages for stages in range(1, most + 1) if layers % stages == 0)
+    return layers if usual == 1 < most else usual

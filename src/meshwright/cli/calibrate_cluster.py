@@ -1,0 +1,147 @@
+"""``meshwright calibrate``: measures this machine and writes it as a cluster that plans can be made for."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from meshwright.cli.run_files import check_writable, write_whole
+from meshwright.cost import write_cluster
+from meshwright.errors import ConfigError
+from meshwright.planner.measure import Calibrated, Clock, calibrate
+from meshwright.runtime import init_distributed, rank, same_on_every_rank, shutdown_distributed
+from meshwright.runtime.terminal import PlainConsole
+
+_DEVICES = ("auto", "cpu")
+_CLOCKS = ("auto", *get_args(Clock))
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """The command line."""
+
+    out: Path
+    processes: int | None
+    device: str
+    clock: str
+
+    @property
+    def uses_cuda(self) -> bool:
+        """Whether ranks compute on CUDA devices."""
+        return self.device == "auto" and torch.cuda.is_available()
+
+    def check(self) -> None:
+        """Refuses what cannot be measured or written, before anything is started.
+
+        Raises:
+            ConfigError: Naming the option.
+        """
+        for option, value, known in (("--device", self.device, _DEVICES), ("--clock", self.clock, _CLOCKS)):
+            if value not in known:
+                raise ConfigError(
+                    f"{option} is not known",
+                    expected=f"one of {', '.join(known)}",
+                    got=repr(value),
+                    fix="correct the name, or leave it out",
+                )
+        started, wanted = os.environ.get("WORLD_SIZE"), self.processes
+        if wanted is not None and started is not None and str(wanted) != started:
+            raise ConfigError(
+                "--processes differs from what the launcher started",
+                expected=started,
+                got=str(wanted),
+                fix="leave --processes out under a launcher",
+            )
+        if rank() == 0:  # the one that writes: other nodes need no such directory
+            self._check_out()
+
+    def _check_out(self) -> None:
+        if self.out.suffix.lower() != ".json":
+            raise ConfigError(
+                "--out names no file that can be written",
+                expected="a .json file in an existing directory",
+                got=str(self.out),
+                fix="name another file",
+            )
+        check_writable("--out", self.out.expanduser())
+
+    def num_processes(self) -> int:
+        """Ranks to start on this machine: as asked, else one per CUDA device, else two.
+
+        Raises:
+            ConfigError: When there are fewer CUDA devices than ranks.
+        """
+        devices = torch.cuda.device_count() if self.uses_cuda else 0
+        if devices and self.processes is not None and self.processes > devices:
+            raise ConfigError(
+                "There are more processes than CUDA devices",
+                expected=f"at most {devices}",
+                got=str(self.processes),
+                fix="use a smaller --processes, or measure the CPU with --device cpu",
+            )
+        return self.processes or devices or 2
+
+    def arguments(self) -> list[str]:
+        """The command line of one rank."""
+        return ["calibrate", "--out", str(self.out), "--device", self.device, "--clock", self.clock]
+
+
+def run_calibration(options: CalibrateOptions) -> None:
+    """Measures, as one rank of the world, writes the file and shows the result on rank 0; collective.
+
+    Raises:
+        MeshwrightError: On every rank.
+    """
+    init_distributed(backend="gloo" if options.device == "cpu" else None)
+    with same_on_every_rank():
+        options.check()
+    with _progress() as progress:
+        task = progress.add_task("", total=1)
+
+        def tell(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        measured = calibrate(clock=None if options.clock == "auto" else options.clock, on_progress=tell)  # type: ignore[arg-type]
+    with same_on_every_rank():
+        if rank() == 0:
+            file = options.out.expanduser()
+            write_whole(file, write_cluster(measured.cluster, measured.document()), f"{file} cannot be written")
+            _show(options.out, measured)
+    shutdown_distributed()
+
+
+def _progress() -> Progress:
+    """A bar on rank 0's terminal; on standard error, where it never mixes with the result."""
+    console = PlainConsole(file=sys.stderr)
+    columns = (TextColumn("{task.description:<20}"), MofNCompleteColumn(), BarColumn(None), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=rank() != 0 or not console.is_terminal, transient=True)
+
+
+def _show(file: Path, measured: Calibrated) -> None:
+    console, cluster = PlainConsole(), measured.cluster
+    table = Table(
+        title=f"{cluster.num_devices} x {cluster.device.name}, {measured.notes['seconds']} s", title_justify="left"
+    )
+    for column in ("part", "measured", "samples", "off by", "worst"):
+        table.add_column(column, justify="left" if column == "part" else "right")
+    known = measured.figures()
+    for each in measured.residuals:
+        off = [f"{value:.0%}" for value in (each.median, each.worst)] if each.num_samples > 1 else ["", ""]
+        table.add_row(each.part, known.get(each.part, ""), str(each.num_samples), *off)
+    console.print(table)
+    console.print(f"In whole steps kernels take {known['in a step']} what they take alone.")
+    if cluster.num_devices > 1:
+        console.print(f"Gathers and reductions of shards take {known['shards']}; ranks wait {known['waiting']}.")
+    if measured.clock == "cpu":
+        console.print(
+            f"Other programs were busy (work took {measured.disturbed:.1f} times as long by the clock on the wall): "
+            "seconds are those in which a process computed."
+        )
+    console.print(f"Written to {file}: use it as --cluster {file}")

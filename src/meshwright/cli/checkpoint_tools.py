@@ -1,0 +1,130 @@
+"""``meshwright checkpoint``: what lies in a directory of checkpoints, whether it is whole, and its weights alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import typer
+from rich.table import Column, Table
+
+from meshwright.cli.run_files import ADAPTERS, CHECKPOINTS, MODEL_CONFIG
+from meshwright.errors import CheckpointError, MeshwrightError, readable_bytes
+from meshwright.runtime.terminal import PlainConsole
+from meshwright.store.folder import export_adapters, export_weights
+from meshwright.store.manifest import (
+    MANIFEST,
+    RECORD,
+    Record,
+    complete_checkpoints,
+    damage_of,
+    nothing_valid,
+    read_manifest,
+    read_record,
+    verify,
+)
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _found(directory: Path) -> list[Path]:
+    """The checkpoints that a path means, oldest first."""
+    if (directory / MANIFEST).exists() or (directory / RECORD).exists():
+        return [directory]
+    folder = directory / CHECKPOINTS if (directory / CHECKPOINTS).is_dir() else directory
+    found = [path for _, path in complete_checkpoints(folder)]
+    if not found:
+        raise nothing_valid(folder, [])
+    return found
+
+
+def list_checkpoints(directory: Path, as_json: bool) -> int:
+    """Shows the complete checkpoints of a run; returns the exit status."""
+    rows = [_row(path) for path in _found(directory)]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=1))
+        return 0
+    table = Table(Column("checkpoint", no_wrap=True), "step", "samples", "ranks", "size", "strategy")
+    for row in rows:
+        size = readable_bytes(row["bytes"]) if isinstance(row["bytes"], int) else ""
+        told = [str(row[key]) for key in ("step", "samples_seen", "world_size")]
+        table.add_row(Path(str(row["path"])).name, *told, size, str(row["methods"]))
+    PlainConsole(soft_wrap=True).print(table)
+    return 0
+
+
+def _row(path: Path) -> dict[str, object]:
+    try:
+        size = sum(entry.size for entry in read_manifest(path).values())
+        record = read_record(path)
+    except CheckpointError as error:
+        return {"path": str(path), **dict.fromkeys(("step", "samples_seen", "world_size", "bytes"), "?"),
+                "methods": f"damaged: {error}"}  # fmt: skip
+    return {
+        "path": str(path), "step": record.step, "samples_seen": record.samples_seen, "world_size": record.world_size,
+        "bytes": size, "methods": _methods(record),
+    }  # fmt: skip
+
+
+def _methods(record: Record) -> str:
+    """Names in a strategy's JSON, for people; whatever else is recorded there is left out."""
+    try:
+        found = json.loads(record.strategy)["methods"]
+        return ", ".join(each if isinstance(each, str) else str(each[0]) for each in found)
+    except (ValueError, KeyError, TypeError, IndexError):
+        return ""
+
+
+def verify_checkpoints(directory: Path, as_json: bool) -> int:
+    """Names what is damaged; returns the exit status."""
+    damage = {str(path): [str(error) for error in damage_of(path)] for path in _found(directory)}
+    if as_json:
+        typer.echo(json.dumps(damage, indent=1))
+    else:
+        for path, problems in damage.items():
+            typer.echo(f"{path}: {' '.join(problems) if problems else 'whole'}")
+    return 1 if any(damage.values()) else 0
+
+
+def export_checkpoint(directory: Path, out: Path, dtype: str | None) -> int:
+    """Writes the weights of the newest whole checkpoint; returns the exit status."""
+    if dtype is not None and dtype not in _DTYPES:
+        raise CheckpointError("--dtype is not known", expected=", ".join(_DTYPES), got=dtype, fix="use one of these")
+    path = _newest_whole(_found(directory))
+    adapters_file = path.parent.parent / ADAPTERS
+    if adapters_file.is_file() and not out.suffix:
+        adapters = json.loads(adapters_file.read_text(encoding="utf-8"))
+        weights = export_adapters(
+            path,
+            out,
+            names=adapters["names"],
+            config=json.dumps(adapters["config"], indent=2) + "\n",
+            dtype=_DTYPES.get(dtype or ""),
+        )
+        return _say_exported(out, weights, path, "; adapters for peft")
+    config_file = path.parent.parent / MODEL_CONFIG
+    config = config_file.read_text(encoding="utf-8") if config_file.is_file() else None
+    weights = export_weights(path, out, dtype=_DTYPES.get(dtype or ""), config=config)
+    return _say_exported(out, weights, path, "" if config is None or out.suffix else "; a transformers folder")
+
+
+def _say_exported(out: Path, weights: Mapping[str, torch.Tensor], path: Path, kind: str) -> int:
+    size = readable_bytes(sum(tensor.numel() * tensor.element_size() for tensor in weights.values()))
+    typer.echo(f"{out}: {len(weights)} tensors, {size}, of {path}{kind}")
+    return 0
+
+
+def _newest_whole(paths: list[Path]) -> Path:
+    """The newest checkpoint that is whole; newer ones that are not are told."""
+    damaged: list[MeshwrightError] = []
+    for path in reversed(paths):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            damaged.append(error)
+            typer.echo(f"meshwright: passed over: {error}", err=True)
+        else:
+            return path
+    raise damaged[0]

@@ -1,0 +1,394 @@
+"""Define the command line: options of every command; commands import what they need when they run."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import meshwright
+from meshwright.errors import ConfigError
+
+if TYPE_CHECKING:
+    from meshwright.cli.bench_comm import BenchOptions
+    from meshwright.cli.calibrate_cluster import CalibrateOptions
+    from meshwright.cli.train_options import Options
+
+
+checkpoint_app = typer.Typer(help="Checkpoints: list, verify, export.", no_args_is_help=True)
+_Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A run, its checkpoints, or one checkpoint.")]
+_Json = Annotated[bool, typer.Option("--json", metavar="", help="Print it as JSON.")]
+
+
+@checkpoint_app.command("list")
+def list_command(directory: _Directory, as_json: _Json = False) -> None:
+    """Show the complete checkpoints of a run; the files themselves are not read."""
+    from meshwright.cli.checkpoint_tools import list_checkpoints
+    from meshwright.cli.failures import exit_status
+
+    raise typer.Exit(exit_status(lambda: list_checkpoints(directory, as_json)))
+
+
+@checkpoint_app.command("verify")
+def verify_command(directory: _Directory, as_json: _Json = False) -> None:
+    """Read every file of every checkpoint and name what is damaged; exit status 1 when something is."""
+    from meshwright.cli.checkpoint_tools import verify_checkpoints
+    from meshwright.cli.failures import exit_status
+
+    raise typer.Exit(exit_status(lambda: verify_checkpoints(directory, as_json)))
+
+
+@checkpoint_app.command("export")
+def export_command(
+    directory: _Directory,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or a file that ends in .safetensors.")],
+    dtype: Annotated[
+        str | None, typer.Option(metavar="fp32|bf16|fp16", help="Type of the weights.", show_default="as saved")
+    ] = None,
+) -> None:
+    """Write the weights of a checkpoint (of a run: the newest that is whole) as safetensors.
+
+    A folder gets a config.json too where the run has trained a transformers model: from_pretrained loads it.
+    Of a run that has trained adapters of peft it gets these alone: PeftModel.from_pretrained loads them.
+    """
+    from meshwright.cli.checkpoint_tools import export_checkpoint
+    from meshwright.cli.failures import exit_status
+
+    raise typer.Exit(exit_status(lambda: export_checkpoint(directory, out, dtype)))
+
+
+# --- The options of ``meshwright plan`` and ``meshwright compare``.
+
+_MODEL = "llama-3-8b, gpt:KEY=N,… (layers, hidden, heads, vocab), hf:PATH of a config.json, or MODULE:FUNCTION."
+_CLUSTER = "A preset such as h100x64 or a100-40x8, or a cluster file (.toml, .json)."
+_BATCH = "Samples of a step, over all devices."
+_SEQ = "Tokens of a sample."
+_SEQ_DEFAULT = "what the model is known for"
+_SAMPLE = "Function that returns a batch, for a MODULE:FUNCTION that takes no token ids."
+_LOSS = "Function (input, output) -> loss, for a MODULE:FUNCTION."
+_LIMIT = "What tensors may take of a device, such as '40 GiB'."
+_TRACEBACK = typer.Option("--traceback", metavar="", help="Show where an error was raised.")
+
+
+def plan_command(
+    model: Annotated[str, typer.Option(metavar="MODEL", help=_MODEL)],
+    cluster: Annotated[str, typer.Option(metavar="CLUSTER", help=_CLUSTER)],
+    global_batch: Annotated[int, typer.Option(metavar="N", min=1, help=_BATCH)],
+    seq: Annotated[int | None, typer.Option(metavar="N", min=1, help=_SEQ, show_default=_SEQ_DEFAULT)] = None,
+    strategy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Predict this strategy instead of searching.")
+    ] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Parts into which --strategy cuts a batch.")
+    ] = None,
+    objective: Annotated[
+        str, typer.Option(metavar="WHAT", help="What plans are ranked by: tokens_per_s, price or memory.")
+    ] = "tokens_per_s",
+    include: Annotated[
+        list[str] | None, typer.Option(metavar="METHOD", help="Every plan uses it; repeatable. With keys: 'fsdp(…)'.")
+    ] = None,
+    exclude: Annotated[list[str] | None, typer.Option(metavar="METHOD", help="No plan uses it; repeatable.")] = None,
+    top: Annotated[int, typer.Option(metavar="N", min=1, help="Plans to show.")] = 10,
+    sample: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_SAMPLE)] = None,
+    loss: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_LOSS)] = None,
+    memory_limit: Annotated[str | None, typer.Option(metavar="SIZE", help=_LIMIT)] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print everything as JSON instead.")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with figures.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the first plan's step for Perfetto.")
+    ] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the first plan's strategy.")] = None,
+    traceback: Annotated[bool, _TRACEBACK] = False,
+) -> None:
+    """Predict strategies for a model on a cluster that need not be there: memory, time, the best and why."""
+    from meshwright.cli.failures import exit_status
+    from meshwright.cli.plan_and_compare import PlanOptions, Subjects, plan
+
+    def command() -> int:
+        subjects = Subjects(model, cluster, global_batch, seq, sample, loss, memory_limit)
+        included, excluded = tuple(include or ()), tuple(exclude or ())
+        options = PlanOptions(
+            subjects, strategy, micro_batches, objective, excluded, included, top, as_json, html, trace, save
+        )
+        return plan(options)
+
+    raise typer.Exit(exit_status(command, show_traceback=traceback))
+
+
+def compare_command(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="A B …", help="Strategies, or files of meshwright plan --json.")
+    ],
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help=_MODEL)] = None,
+    cluster: Annotated[str | None, typer.Option(metavar="CLUSTER", help=_CLUSTER)] = None,
+    global_batch: Annotated[int | None, typer.Option(metavar="N", min=1, help=_BATCH)] = None,
+    seq: Annotated[int | None, typer.Option(metavar="N", min=1, help=_SEQ, show_default=_SEQ_DEFAULT)] = None,
+    sample: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_SAMPLE)] = None,
+    loss: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_LOSS)] = None,
+    memory_limit: Annotated[str | None, typer.Option(metavar="SIZE", help=_LIMIT)] = None,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print everything as JSON instead.")] = False,
+    traceback: Annotated[bool, _TRACEBACK] = False,
+) -> None:
+    """Compare strategies for one model on one cluster, or plans that were written before."""
+    from meshwright.cli.failures import exit_status
+    from meshwright.cli.plan_and_compare import CompareOptions, Subjects, compare
+
+    def command() -> int:
+        given = {"--model": model, "--cluster": cluster, "--global-batch": global_batch}
+        absent = [option for option, value in given.items() if value is None]
+        others = [value for value in (seq, sample, loss, memory_limit) if value is not None]
+        if absent and (len(absent) < len(given) or others):
+            raise ConfigError(
+                "What the strategies are for is said in part",
+                expected=f"{', '.join(given)} together, or none of them for files of meshwright plan --json",
+                got=f"no {' and no '.join(absent)}",
+                fix=f"add {', '.join(absent)}",
+            )
+        subjects = None
+        if model is not None and cluster is not None and global_batch is not None:
+            subjects = Subjects(model, cluster, global_batch, seq, sample, loss, memory_limit)
+        return compare(CompareOptions(tuple(files), subjects, as_json))
+
+    raise typer.Exit(exit_status(command, show_traceback=traceback))
+
+
+# --- The command line: ``meshwright train``, ``plan``, ``compare``, ``calibrate``, ``bench-comm`` and ``methods``.
+
+# Commands import what they need when they run: help is there at once.
+_INTERRUPTED = 130  # as in failures, which takes as long to import as a command
+_OPS = "all_gather, reduce_scatter, send_recv, all_reduce, all_to_all"
+
+
+class _Commands(TyperGroup):
+    """Tells of a Ctrl-C that comes while a command still imports what it needs; later ones tell themselves."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("meshwright: interrupted", err=True)
+            raise typer.Exit(_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    name="meshwright",
+    cls=_Commands,
+    help="Plain PyTorch in; the best distributed plan out: predicted, explained, applied, trained.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(checkpoint_app, name="checkpoint")
+
+
+def main() -> None:
+    """The program ``meshwright``."""
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(meshwright.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command("train")
+def train_command(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE.toml", help="Training file.")] = None,
+    nproc: Annotated[int | None, typer.Option(metavar="N", min=1, help="Processes on this machine.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Optimizer steps of the whole run (run.steps).")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", metavar="", help="Go on from the newest checkpoint in --out.")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Where the run is written.")] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", metavar="TABLE.KEY=VALUE", help="Change a key of the file; repeatable.")
+    ] = None,
+    max_restarts: Annotated[
+        int,
+        typer.Option(metavar="N", min=0, help="Times that all ranks start again, from a checkpoint, when one fails."),
+    ] = 0,
+    traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
+    help_config: Annotated[
+        bool, typer.Option("--help-config", metavar="", help="Explain every key of FILE.toml and exit.")
+    ] = False,
+) -> None:
+    """Train the model of a training file, on all processes and under a strategy given or chosen."""
+    from meshwright.cli.failures import exit_status, leave
+    from meshwright.cli.train_config import config_help
+    from meshwright.cli.train_options import Options
+    from meshwright.runtime.launch import inside_launcher
+
+    if help_config:
+        typer.echo(config_help())
+        return
+
+    def command() -> int:
+        if file is None:
+            raise ConfigError(
+                "There is nothing to train",
+                expected="meshwright train FILE.toml",
+                got="no file",
+                fix="name a training file; meshwright train --help-config shows what it may say",
+            )
+        return _train(Options(file, nproc, steps, resume, out, tuple(changes or ()), traceback, max_restarts))
+
+    status = exit_status(command, show_traceback=traceback)
+    if inside_launcher():
+        leave(status)
+    raise typer.Exit(status)
+
+
+def _train(options: Options) -> int:
+    """Trains here, or starts the ranks that do."""
+    from meshwright.cli.run_files import default_run_dir
+    from meshwright.cli.train_loop import train
+    from meshwright.cli.train_options import number_of_processes, prepare
+    from meshwright.runtime.launch import inside_launcher, stay_on_this_machine
+
+    if inside_launcher():
+        _leave_interrupts_to_the_launcher()
+        return train(options)
+    nproc = number_of_processes(options.read())
+    if nproc == 1 and not options.max_restarts:
+        stay_on_this_machine()
+        return train(options)
+    # What is wrong with the request is told once, here, before anything has been started.
+    prepared = prepare(options, nproc)
+    return _start_ranks(
+        options.arguments(prepared.run_dir or default_run_dir(options.file)), nproc, options.max_restarts
+    )
+
+
+def _leave_interrupts_to_the_launcher() -> None:
+    # It ends all ranks; one that waits in a collective would not hear of a KeyboardInterrupt.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _start_ranks(arguments: list[str], nproc: int, max_restarts: int = 0) -> int:
+    from rich.console import Console
+
+    from meshwright.cli.failures import INTERRUPTED
+    from meshwright.runtime.launch import launch
+
+    status = launch(["-m", "meshwright", *arguments], nproc, max_restarts)
+    if status != 0:
+        Console().show_cursor(True)  # a rank that was ended while it drew has left it hidden
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    return status
+
+
+app.command("plan")(plan_command)
+app.command("compare")(compare_command)
+
+
+@app.command("bench-comm")
+def bench_comm_command(
+    ops: Annotated[
+        list[str] | None,
+        typer.Option("--op", metavar="OP", help=f"{_OPS}; repeatable.", show_default="all"),
+    ] = None,
+    min_bytes: Annotated[int, typer.Option(metavar="BYTES", help="Smallest message.")] = 2**10,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="BYTES", help="Largest message, doubling.", show_default="16 MiB on the CPU, 1 GiB on CUDA"
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(metavar="fp32|fp16|bf16", help="Element type.")] = "fp32",
+    iterations: Annotated[int, typer.Option(metavar="N", min=1, help="Timings per size; the median counts.")] = 10,
+    warmup: Annotated[int, typer.Option(metavar="N", min=0, help="Runs per size before them.")] = 3,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Processes on this machine.", show_default="one per CUDA device, or 2 on the CPU"
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="auto|cpu", help="Where; auto takes CUDA if there is some.")] = "auto",
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE|-", help="Write the figures as JSON too; - prints it alone.")
+    ] = None,
+    traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
+) -> None:
+    """Measure the bandwidth of collectives between ranks by message size (BMTrain's benchmarks)."""
+    from meshwright.cli.bench_comm import BenchOptions
+    from meshwright.cli.failures import exit_status
+
+    wanted = tuple(ops or _OPS.split(", "))
+    options = BenchOptions(wanted, min_bytes, max_bytes, dtype, iterations, warmup, device, json_file, nproc)
+    raise typer.Exit(exit_status(lambda: _bench_comm(options), show_traceback=traceback))
+
+
+def _bench_comm(options: BenchOptions) -> int:
+    """Measures here, or starts the ranks that do."""
+    from meshwright.cli.bench_comm import bench_comm
+    from meshwright.runtime.launch import inside_launcher
+
+    if inside_launcher():
+        _leave_interrupts_to_the_launcher()
+        bench_comm(options)
+        return 0
+    options.check()
+    return _start_ranks(options.arguments(), options.num_processes())
+
+
+@app.command("calibrate")
+def calibrate_command(
+    out: Annotated[Path, typer.Option(metavar="FILE.json", help="Where to write the cluster.")] = Path("cluster.json"),
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Ranks on this machine.", show_default="one per CUDA device, or 2 on the CPU"
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="auto|cpu", help="Where; auto takes CUDA if there is some.")] = "auto",
+    clock: Annotated[
+        str, typer.Option(metavar="auto|wall|cpu", help="Which clock counts; auto: cpu where others keep it busy.")
+    ] = "auto",
+    traceback: Annotated[bool, typer.Option("--traceback", metavar="", help="Show where an error was raised.")] = False,
+) -> None:
+    """Measure this machine's kernels and links in about a minute, for predictions (use as --cluster FILE.json)."""
+    from meshwright.cli.calibrate_cluster import CalibrateOptions
+    from meshwright.cli.failures import exit_status
+
+    options = CalibrateOptions(out, processes, device, clock)
+    raise typer.Exit(exit_status(lambda: _calibrate(options), show_traceback=traceback))
+
+
+def _calibrate(options: CalibrateOptions) -> int:
+    """Measures here, or starts the ranks that do."""
+    from meshwright.cli.calibrate_cluster import run_calibration
+    from meshwright.runtime.launch import inside_launcher
+
+    if inside_launcher():
+        _leave_interrupts_to_the_launcher()
+        run_calibration(options)
+        return 0
+    options.check()
+    return _start_ranks(options.arguments(), options.num_processes())
+
+
+@app.command("methods")
+def methods_command(
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print it as JSON, with every reason.")] = False,
+) -> None:
+    """List the methods that a strategy can name: what they do, what they need, what they do not go together with."""
+    from meshwright.cli.methods import print_methods
+
+    print_methods(as_json=as_json)

@@ -1,0 +1,375 @@
+"""Run ``meshwright plan`` and ``meshwright compare``: predict, rank, explain and compare strategies."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.cli.references import find_modules_beside, resolve_reference, takes, where_raised
+from meshwright.cli.run_files import check_writable, write
+from meshwright.cost import Cluster, find_cluster
+from meshwright.errors import ConfigError, MeshwrightError, ModelError
+from meshwright.nn.batches import usual_input_format
+from meshwright.planner import ModuleModel, PlannedModel, PlanRequest, known_models
+from meshwright.planner.explain import (
+    Difference,
+    comparison_document,
+    diff,
+    difference_table,
+    entries_diff,
+    entries_table,
+    page,
+    plan_entry,
+    ranked_table,
+    read_document,
+    reasons,
+    trace,
+    why,
+)
+from meshwright.planner.plan_request import named_model
+from meshwright.planner.planned_models import token_batch
+from meshwright.planner.plans import Plan
+from meshwright.planner.search import Found
+from meshwright.runtime.terminal import PlainConsole
+from meshwright.strategy import Strategy, read_size
+
+_REFERENCE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_FAMILIES = ("gpt", "llama", "mixtral")
+
+
+@dataclass(frozen=True)
+class Subjects:
+    """The options that say what is planned for."""
+
+    model: str
+    cluster: str
+    global_batch: int
+    seq: int | None = None
+    sample: str | None = None
+    loss: str | None = None
+    memory_limit: str | None = None
+
+    def request(self, **wanted: Any) -> PlanRequest:
+        """The request, with what is wanted of its plans.
+
+        Raises:
+            ConfigError, ModelError: Naming the option.
+        """
+        cluster, limit = find_cluster(self.cluster), read_size(self.memory_limit, "--memory-limit")
+        return PlanRequest(self._model(cluster), cluster, self.global_batch, memory_limit=limit, **wanted)
+
+    def _model(self, cluster: Cluster) -> PlannedModel:
+        if is_reference(self.model):
+            return self._module(cluster)
+        given = [f"--{name}" for name in ("sample", "loss") if getattr(self, name) is not None]
+        if given:
+            raise ConfigError(
+                "A model by its name has its own samples and loss",
+                expected="--sample and --loss beside --model MODULE:FUNCTION alone",
+                got=f"--model {self.model} with {' and '.join(given)}",
+                fix=f"leave out {' and '.join(given)}",
+            )
+        return named_model(self.model, self.seq, cluster)
+
+    def _module(self, cluster: Cluster) -> ModuleModel:
+        """The module that a function builds, on ``meta`` unless it is planned for the CPU."""
+        find_modules_beside(Path.cwd())
+        if (self.seq is None) == (self.sample is None):
+            raise ConfigError(
+                "A module needs a sample",
+                expected="--seq for a model that takes token ids, or --sample MODULE:FUNCTION that returns a batch",
+                got="neither" if self.seq is None else "both",
+                fix="give one of them",
+            )
+        function = resolve_reference(self.model, "--model")
+        on_meta = not cluster.device.is_host
+        with torch.device("meta" if on_meta else "cpu"):
+            arguments = {"seq_len": self.seq} if self.seq is not None and takes(function, "seq_len") else {}
+            module = _called(self.model, "--model", functools.partial(function, **arguments))
+        if not isinstance(module, nn.Module):
+            raise ModelError(
+                f"--model {self.model} returned no model",
+                expected="a torch.nn.Module",
+                got=type(module).__name__,
+                fix="return the model",
+            )
+        batch = token_batch(self.seq) if self.seq is not None else self._sample()
+        loss = resolve_reference(self.loss, "--loss") if self.loss is not None else None
+        return ModuleModel(self.model, module, batch, loss, usual_input_format(batch), seq=self.seq)
+
+    def _sample(self) -> Any:
+        assert self.sample is not None
+        return _called(self.sample, "--sample", resolve_reference(self.sample, "--sample"))
+
+
+def is_reference(model: str) -> bool:
+    """Whether a model is ``MODULE:FUNCTION``, and not a family with its dimensions."""
+    name = model.partition(":")[0]
+    return bool(_REFERENCE.fullmatch(model)) and name not in (*_FAMILIES, "hf", *known_models())
+
+
+def _called(reference: str, option: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except MeshwrightError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ModelError(
+            f"{option}: the function {reference} failed",
+            expected="a function that works without arguments (a model's may take seq_len)",
+            got=f"{type(error).__name__}: {error} ({where_raised(error)})",
+            fix="correct the function; --traceback shows where",
+        ) from error
+
+
+# --- ``meshwright plan``: strategies for a model on a cluster, predicted, ranked and explained.
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The command line."""
+
+    subjects: Subjects
+    strategy: Path | None = None
+    num_micro_batches: int | None = None
+    objective: str = "tokens_per_s"
+    excluded: tuple[str, ...] = ()
+    included: tuple[str, ...] = ()
+    top: int = 10
+    as_json: bool = False
+    html: Path | None = None
+    trace: Path | None = None
+    save: Path | None = None
+
+    def request(self) -> PlanRequest:
+        """The request.
+
+        Raises:
+            MeshwrightError: Naming what is wrong.
+        """
+        for option, path in (("--html", self.html), ("--trace", self.trace), ("--save", self.save)):
+            check_writable(option, path)
+        return self.subjects.request(
+            strategy=None if self.strategy is None else Strategy(self.strategy),
+            num_micro_batches=self.num_micro_batches,
+            objective=self.objective,
+            excluded=self.excluded,
+            included=[each for text in self.included for each in _wishes(text)],
+            top=self.top,
+        )
+
+
+def _wishes(text: str) -> tuple[Any, ...]:
+    """A method's name, or with keys as in the text of a strategy."""
+    return Strategy(text).methods if "(" in text else (text,)
+
+
+def plan(options: PlanOptions) -> int:
+    """Plans, shows and writes what was asked for.
+
+    Raises:
+        MeshwrightError: When there is no plan, saying why.
+    """
+    with redirect_stdout(sys.stderr):  # what a model prints is no part of the result
+        request = options.request()
+        with _progress() as progress:
+            found = request.found(progress)
+            what_ifs = request.what_ifs(found)
+        document = request.document(found, what_ifs) if options.as_json or options.html is not None else {}
+    if options.as_json:
+        print(json.dumps(document, indent=2))
+    else:
+        console = PlainConsole()
+        console.print(ranked_table(found.plans, _title(request, found), console.width))
+        console.print(reasons(why(found), what_ifs))
+        if told := _told_measured(request):
+            console.print(told, markup=False, highlight=False)
+        for gap in found.plans[0].gaps:
+            console.print(f"Not predicted: {gap}", markup=False, highlight=False)
+    if options.html is not None:
+        write("--html", options.html, page(document))
+    if options.trace is not None:
+        write("--trace", options.trace, json.dumps(trace(found.plans[0])))
+    if options.save is not None:
+        write("--save", options.save, found.plans[0].complete_strategy.to_json() + "\n")
+    return 0
+
+
+def _title(request: PlanRequest, found: Found) -> str:
+    cluster = request.cluster
+    where = f"{cluster.num_devices} x {cluster.device.name}"
+    return f"{request.model.name} on {where}, {request.global_batch} samples a step, in {found.seconds:.1f} s"
+
+
+def _told_measured(request: PlanRequest) -> str:
+    """Whose seconds they are, where they are no preset's."""
+    known = request.cluster.calibration
+    if known is None or known.machine is None:
+        return ""
+    runs = f", and corrected by {known.num_runs} dry runs there" if known.num_runs else ""
+    return f"Seconds are those of a machine that was measured, {known.machine}{runs}."
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A line on the terminal's standard error while a search goes on; it never mixes with the result."""
+    console = PlainConsole(file=sys.stderr)
+    if not console.is_terminal:
+        yield None
+        return
+    with console.status("planning") as status:
+        yield lambda done, most: status.update(f"planning, strategies simulated: {done:,}")
+
+
+# --- ``meshwright compare``: strategies, or plans that were written before, beside each other.
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """The command line; without subjects the figures of written plans are compared."""
+
+    files: tuple[Path, ...]
+    subjects: Subjects | None = None
+    as_json: bool = False
+
+
+def compare(options: CompareOptions) -> int:
+    """Shows plans beside each other, and what leads from the first to each other.
+
+    Raises:
+        MeshwrightError: When a file cannot be read, or a strategy cannot be.
+    """
+    if len(options.files) < 2:
+        raise ConfigError(
+            "There is nothing to compare with",
+            expected="two files or more",
+            got=str(len(options.files)),
+            fix="name another strategy, or another file of meshwright plan --json",
+        )
+    documents: list[Mapping[str, Any] | None] = []
+    strategies = []
+    for path in options.files:
+        with _naming(path):
+            text = _read(path)
+            documents.append(read_document(text, str(path)))
+            strategies.append(_strategy(text, documents[-1]))
+    if options.subjects is None:
+        entries, differences = _written(options.files, documents)
+    else:
+        with redirect_stdout(sys.stderr):  # what a model prints is no part of the result
+            entries, differences = _planned(options.files, strategies, options.subjects)
+    if options.as_json:
+        print(json.dumps(comparison_document(entries, differences), indent=2))
+        return 0
+    console = PlainConsole()
+    console.print(entries_table(entries, "Plans: " + ", ".join(path.name for path in options.files), console.width))
+    for difference in differences:
+        console.print(difference_table(difference))
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} cannot be read",
+            expected="a strategy file, or a file of meshwright plan --json",
+            got=f"{type(error).__name__}: {error}",
+            fix="correct the path",
+        ) from None
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Says which of the files an error is about."""
+    try:
+        yield
+    except MeshwrightError as error:
+        if str(path) in str(error):
+            raise
+        what = f"{path}: {error.what}"
+        raise type(error)(what, expected=error.expected, got=error.got, fix=error.fix) from error
+
+
+def _strategy(text: str, document: Mapping[str, Any] | None) -> tuple[Strategy, int | None]:
+    """With the number of micro-batches that a written plan was made for."""
+    if document is not None:
+        first = document["plans"][0]
+        return Strategy(json.dumps(first["strategy"])), first["num_micro_batches"]
+    if not text.strip():
+        raise ConfigError(
+            "The file is empty",
+            expected="a strategy as Strategy.save writes it; [] is plain data parallelism",
+            got="nothing",
+            fix="write it with meshwright plan --save",
+        )
+    return Strategy(text), None
+
+
+def _planned(
+    files: Sequence[Path], strategies: Sequence[tuple[Strategy, int | None]], subjects: Subjects
+) -> tuple[list[dict[str, Any]], list[Difference]]:
+    request = subjects.request()
+    plans: list[Plan] = []
+    for path, (strategy, num_micro_batches) in zip(files, strategies, strict=True):
+        with _naming(path):
+            asked = dataclasses.replace(request, strategy=strategy, num_micro_batches=num_micro_batches)
+            plans += asked.planned([strategy]).plans
+    subject = request.subject
+    return [plan_entry(plan) for plan in plans], [diff(plans[0], plan, subject) for plan in plans[1:]]
+
+
+def _written(
+    files: Sequence[Path], documents: Sequence[Mapping[str, Any] | None]
+) -> tuple[list[dict[str, Any]], list[Difference]]:
+    """The first plan of every document, as it was predicted then."""
+    strategies = [str(path) for path, document in zip(files, documents, strict=True) if document is None]
+    if strategies:
+        raise ConfigError(
+            "Strategies can be compared for a model on a cluster",
+            expected="--model, --cluster and --global-batch, or files of meshwright plan --json",
+            got=f"neither, and the strategies {', '.join(strategies)}",
+            fix="say what they are for",
+        )
+    known = [document for document in documents if document is not None]
+    models = [each["model"] for each in known]
+    if any(model != models[0] for model in models):
+        names = "; ".join(f"{model.get('name')}, batch {model.get('global_batch')}" for model in models)
+        raise ConfigError(
+            "The plans are for different models or batches",
+            expected="one model, with one batch and length of samples",
+            got=names,
+            fix="plan them for the same, or compare their strategies with --model, --cluster and --global-batch",
+        )
+    entries = [dict(each["plans"][0]) for each in known]
+    clusters = [each.get("cluster") for each in known]
+    differences = [entries_diff(entries[0], entry) for entry in entries[1:]]
+    return entries, [
+        _elsewhere(each, clusters[0], cluster) for each, cluster in zip(differences, clusters[1:], strict=True)
+    ]
+
+
+def _elsewhere(difference: Difference, here: Any, there: Any) -> Difference:
+    """Another cluster is a change, too."""
+    if here == there:
+        return difference
+    before, after = _where(here), _where(there)
+    change = f"~ {before} -> {after}" if before != after else f"~ {before} -> the same devices with other figures"
+    return dataclasses.replace(difference, changes=(change, *difference.changes))
+
+
+def _where(cluster: Any) -> str:
+    known = cluster if isinstance(cluster, Mapping) else {}
+    return f"{known.get('num_devices', 'unknown')} x {known.get('device', 'devices')}"

@@ -1,0 +1,315 @@
+"""Show and record a run on rank 0: plan, progress bar, metrics, TensorBoard, and the report at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.cli.run_files import METRICS, TENSORBOARD, MetricsFile, tell_unwritten
+from meshwright.cli.session import Session
+from meshwright.cli.train_data import Corpus
+from meshwright.errors import readable_bytes
+from meshwright.planner import plan_table
+from meshwright.runtime import world_size
+from meshwright.runtime.terminal import PlainConsole
+
+UNKNOWN = "–"
+
+
+class TrainingProgress(Progress):
+    """A bar over the steps, and one line of numbers; nothing where there is no terminal.
+
+    Attributes:
+        above: Stands over the bar for as long as it is set.
+    """
+
+    def __init__(self, console: Console, steps: int, done: int) -> None:
+        ends = TextColumn("ETA {task.fields[eta]}")
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), TaskProgressColumn(), TimeElapsedColumn())
+        self.above: RenderableType | None = None
+        super().__init__(*columns, ends, console=console, disable=not console.is_terminal, expand=True)
+        self._line = "first step …"
+        self._steps_task = self.add_task("step", total=steps, completed=done, eta=UNKNOWN)
+
+    @property
+    def visible(self) -> bool:
+        """Whether anybody can see it."""
+        return not self.disable
+
+    def show(self, step: int, line: str, eta_s: float | None) -> None:
+        """Moves the bar and changes the line."""
+        self._line = line
+        self.update(self._steps_task, completed=step, eta=duration(eta_s))
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """What is above, the bar and the line, for rich."""
+        if self.above is not None:
+            yield self.above
+        yield self.make_tasks_table(self.tasks)
+        yield Text(getattr(self, "_line", ""))  # rich asks before __init__ is done
+
+
+def status_line(record: Mapping[str, Any], smoothed_loss: float | None) -> str:
+    """One step in one line of 80 columns."""
+    return "  ".join(
+        (
+            f"loss {smoothed_loss if smoothed_loss is not None else record['loss']:.3f}",
+            f"lr {record['lr']:.1e}",
+            f"norm {record['grad_norm']:.2f}{' skipped' if record['skipped'] else ''}",
+            speed([record]),
+            f"MFU {percent(record['mfu'])}",
+            f"mem {readable_bytes(record['peak_memory_bytes'])}",
+        )
+    )
+
+
+def speed(records: Sequence[Mapping[str, Any]]) -> str:
+    """The median of steps, in tokens/s, or in samples/s where samples are no tokens."""
+    unit = "tokens" if records[0]["tokens_per_s"] is not None else "samples"
+    return f"{readable_count(statistics.median(record[f'{unit}_per_s'] for record in records))} {unit}/s"
+
+
+def percent(fraction: float | None) -> str:
+    """``"41 %"``; a dash when unknown."""
+    return UNKNOWN if fraction is None else f"{100 * fraction:.0f} %"
+
+
+def readable_count(value: float) -> str:
+    """``"12.3k"``."""
+    for unit in ("", "k", "M"):
+        if value < 1000:
+            return f"{value:.3g}{unit}"
+        value /= 1000
+    return f"{value:.3g}G"
+
+
+def duration(seconds: float | None) -> str:
+    """``"1:02:03"`` or ``"2:03"``; a dash when unknown."""
+    if seconds is None:
+        return UNKNOWN
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# --- What rank 0 shows and writes while it trains: plan, progress, metrics, TensorBoard.
+
+_SMOOTHING = 0.9
+_LINES_BELOW = 4  # the bar, the line, and room for a prompt
+_SCALARS = ("loss", "lr", "grad_norm", "tokens_per_s", "mfu")
+
+
+class Observer:
+    """Tells of one run, on rank 0. A context: leaving it closes files and gives the terminal back.
+
+    Attributes:
+        records: Every line of ``metrics.jsonl``, those before a resume included.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._plan = session.accelerated.plan
+        self._run = session.prepared.config.run
+        self._first_step = session.state.step + 1
+        self._console = PlainConsole()
+        self._metrics = MetricsFile(session.run_dir / METRICS, session.state.step)
+        self.records = self._metrics.records
+        self._board = _tensorboard(session) if self._run.tensorboard else None
+        self._progress = TrainingProgress(self._console, self._run.steps, session.state.step)
+        self._started_s = 0.0  # end of the first step, which is slower than the others and would spoil the ETA
+        self._smoothed: float | None = None
+
+    def __enter__(self) -> Self:
+        table = plan_table(self._plan)
+        if self._progress.visible and len(self._console.render_lines(table)) < self._console.height - _LINES_BELOW:
+            self._progress.above = table  # until it can be told with what was measured
+        else:
+            self._console.print(table)
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._print_instead(self._progress.above)
+        self._progress.stop()
+        self._metrics.close()
+        with self._board_errors():
+            if self._board is not None:
+                self._board.close()
+
+    @contextlib.contextmanager
+    def _board_errors(self) -> Iterator[None]:
+        """Ends the events, and not the run, where they cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            self._board = None
+            tell_unwritten(self._session.run_dir / TENSORBOARD, error, "its events end here")
+
+    def show_measured(self, measured: Mapping[str, int]) -> None:
+        """Prints the plan with what the first step really held beside it."""
+        self._print_instead(plan_table(self._plan, measured))
+
+    def _print_instead(self, table: RenderableType | None) -> None:
+        """Prints a table for good, in the place of the one above the bar."""
+        self._progress.above = None
+        if table is not None:
+            self._console.print(table)
+
+    def show_step(self, record: dict[str, Any]) -> None:
+        """Writes one step down, and shows it."""
+        self._metrics.append(record)
+        with self._board_errors():
+            if self._board is not None:
+                for name in (each for each in _SCALARS if record[each] is not None):
+                    self._board.add_scalar(name, record[name], record["step"])
+        self._smooth(record["loss"])
+        line, eta_s = status_line(record, self._smoothed), self._eta_s(record["step"])
+        if self._progress.visible:
+            self._progress.show(record["step"], line, eta_s)
+        elif record["step"] % self._run.log_every == 0 or record["step"] in (self._first_step, self._run.steps):
+            line = f"step {record['step']}/{self._run.steps}  {line}  ETA {duration(eta_s)}"
+            self._console.print(line, soft_wrap=True, highlight=False)
+
+    def rewind(self, step: int) -> None:
+        """Forgets what came after a step."""
+        self._metrics.rewind(step)
+        self._first_step, self._smoothed = step + 1, None
+        with self._board_errors():
+            if self._board is not None:
+                self._board.close()
+                self._board = _tensorboard(self._session)
+
+    def _smooth(self, loss: float) -> None:
+        before = self._smoothed
+        if before is None or not math.isfinite(before):
+            self._smoothed = loss
+        else:
+            self._smoothed = _SMOOTHING * before + (1 - _SMOOTHING) * loss
+
+    def _eta_s(self, step: int) -> float | None:
+        if step == self._first_step:
+            self._started_s = time.perf_counter()
+            return None
+        per_step_s = (time.perf_counter() - self._started_s) / (step - self._first_step)
+        return per_step_s * (self._run.steps - step)
+
+
+def _tensorboard(session: Session) -> Any:
+    """A SummaryWriter; None where TensorBoard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    # Events of steps that a resumed run repeats are hidden behind the new ones.
+    return SummaryWriter(str(session.run_dir / TENSORBOARD), purge_step=session.state.step + 1)
+
+
+# --- The short report at the end of a run.
+
+_BARS = "▁▂▃▄▅▆▇█"
+_CURVE_WIDTH = 56
+
+
+def print_report(session: Session, records: Sequence[Mapping[str, Any]], peak_bytes: int) -> None:
+    """Prints what came of a run.
+
+    Args:
+        session: The run, after its last step.
+        records: Its lines of ``metrics.jsonl``.
+        peak_bytes: The largest rank's peak memory.
+    """
+    steps = session.state.step
+    checkpoints = sorted(session.store.directory.glob("step-*"))
+    ranks = f"{world_size()} ranks" if world_size() > 1 else "one rank"
+    table = Table(title=f"Trained {steps} steps on {ranks}", title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in (
+        ("loss", _loss_text(session, records)),
+        ("loss curve", sparkline([_number(record["loss"]) for record in records], _CURVE_WIDTH)),
+        ("median speed", _speed_text(records)),
+        ("peak of a rank", _memory_text(session, peak_bytes)),
+        ("checkpoint", _short(checkpoints[-1]) if checkpoints else UNKNOWN),
+        ("metrics", str(session.run_dir / "metrics.jsonl")),
+    ):
+        table.add_row(label, text)
+    console = PlainConsole()
+    console.print(table)
+    # Outside of the table, so that it can be copied.
+    wanted = session.prepared.config.run.steps
+    command = session.options.resume_command(session.run_dir, wanted if steps < wanted else 2 * steps)
+    console.print(f"Go on with it:\n  {command}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _short(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _loss_text(session: Session, records: Sequence[Mapping[str, Any]]) -> str:
+    losses = [_number(record["loss"]) for record in records]
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    best = f"{min(finite):.4f}" if finite else UNKNOWN
+    return f"{losses[0]:.4f} first, {losses[-1]:.4f} last, {best} best{_unit(session)}"
+
+
+def _unit(session: Session) -> str:
+    if session.prepared.config.model.loss is not None or not isinstance(session.prepared.corpus, Corpus):
+        return ""
+    return ", nats per byte" if session.prepared.config.data.tokenizer == "bytes" else ", nats per token"
+
+
+def _speed_text(records: Sequence[Mapping[str, Any]]) -> str:
+    step_time_s = statistics.median(record["step_time_s"] for record in records)
+    known = [mfu for record in records if (mfu := record.get("mfu")) is not None]
+    mfu = percent(statistics.median(known) if known else None)
+    total_s = duration(sum(record["step_time_s"] for record in records))
+    return f"{speed(records)}, {step_time_s:.3f} s a step, MFU {mfu}; {total_s} in all"
+
+
+def _memory_text(session: Session, peak_bytes: int) -> str:
+    accelerated = session.accelerated
+    predicted = readable_bytes(accelerated.plan.memory.total)
+    measured = readable_bytes(peak_bytes)
+    if accelerated.device.type == "cuda":
+        return f"{predicted} predicted, {measured} measured"
+    return f"{predicted} predicted, {measured} the whole process"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A curve of block characters: means of equal stretches, from the lowest to the highest.
+
+    Args:
+        values: Numbers; infinities and nan are left out.
+        width: Most characters.
+    """
+    count = min(width, len(values))
+    parts = [values[len(values) * i // count : len(values) * (i + 1) // count] for i in range(count)]
+    finite = [[value for value in part if math.isfinite(value)] for part in parts]
+    means = [statistics.fmean(part) if part else math.nan for part in finite]
+    known = [mean for mean in means if math.isfinite(mean)]
+    if not known:
+        return ""
+    lowest, span = min(known), max(known) - min(known)
+    return "".join(" " if math.isnan(mean) else _bar((mean - lowest) / span if span else 0.0) for mean in means)
+
+
+def _bar(height: float) -> str:
+    return _BARS[min(int(height * len(_BARS)), len(_BARS) - 1)]

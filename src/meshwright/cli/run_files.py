@@ -1,0 +1,262 @@
+"""Write what commands leave on disk: single files, and the directory of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.runtime.launch import launch_id, restart_count
+from meshwright.store.tensor_files import write_text
+
+
+def check_writable(option: str, path: Path | None, fix: str = "name another file") -> None:
+    """Refuses a file that cannot be written, before anything is worked out.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    wrong = None if path is None else _what_is_wrong(path)
+    if wrong:
+        raise ConfigError(
+            f"{option} names no file that can be written",
+            expected="a file in an existing directory",
+            got=f"{path}, {wrong}",
+            fix=fix,
+        )
+
+
+def _what_is_wrong(path: Path) -> str:
+    if path.is_dir():
+        return "a directory"
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        return "whose directory does not exist"
+    if _is_special(path):
+        return "" if os.access(path, os.W_OK) else "which this user may not write"
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # only an attempt tells: of folders that refuse even root, too
+    except OSError as error:
+        return f"in whose directory nothing can be written: {error.strerror}"
+    return ""
+
+
+def _is_special(path: Path) -> bool:
+    """A device or a pipe, such as /dev/stdout: there is nothing to put in its place."""
+    return path.exists() and not path.is_file()
+
+
+def write(option: str, path: Path, text: str) -> None:
+    """Writes a file, whole or not at all, and says so on standard error.
+
+    Raises:
+        ConfigError: When that fails.
+    """
+    write_whole(path, text, f"{option} {path} cannot be written")
+    sys.stderr.write(f"meshwright: wrote {path}\n")
+
+
+def write_whole(
+    path: Path, text: str, told: str, fix: str = "name another file", *, makes_folder: bool = False
+) -> None:
+    """Writes a file under its name only when it is complete.
+
+    Raises:
+        ConfigError: As ``told``, when that fails.
+    """
+    try:
+        if makes_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if _is_special(path):
+            path.write_text(text, encoding="utf-8")
+            return
+        write_text(path.resolve(), text)
+    except (OSError, CheckpointError) as error:
+        raise ConfigError(
+            told,
+            expected="a directory in which this user may write",
+            got=error.got if isinstance(error, CheckpointError) else error.strerror or str(error),
+            fix=fix,
+        ) from error
+
+
+# --- The directory of a run: who may write into it, and what lies where.
+#
+# RUN_DIR/config.json     the training file as resolved      metrics.jsonl   one object per step
+# strategy.json   the strategy as applied            checkpoints/    see meshwright.store
+# tensorboard/    events, where tensorboard is installed
+# anomalies.jsonl     one object per step that was skipped, undone, or ended the run: its loss and its samples
+# model_config.json   the config of a transformers model, for meshwright checkpoint export
+# adapters.json       the config and names of adapters of peft, for the same
+
+CONFIG, STRATEGY, METRICS, CHECKPOINTS, TENSORBOARD, MODEL_CONFIG, ADAPTERS, ANOMALIES = (
+    "config.json", "strategy.json", "metrics.jsonl", "checkpoints", "tensorboard", "model_config.json", "adapters.json",
+    "anomalies.jsonl",
+)  # fmt: skip
+_RUNS = Path("runs")
+
+
+def default_run_dir(file: Path) -> Path:
+    """A directory that does not exist yet, named after the training file and the time."""
+    name = f"{file.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = (_RUNS / (name if number == 1 else f"{name}-{number}") for number in range(1, 1000))
+    return next(path for path in candidates if not path.exists())
+
+
+def is_restart(directory: Path | None) -> bool:
+    """Whether an earlier attempt of the launch that has started this process may have begun the run there."""
+    return restart_count() > 0 or (directory is not None and _was_begun_by(launch_id(), directory))
+
+
+def begun_run_dir(file: Path) -> Path | None:
+    """The directory that :func:`default_run_dir` gave an earlier attempt of this launch, the newest; None: none."""
+    name = launch_id()
+    found = [path for path in _RUNS.glob(f"{file.stem}-*") if _was_begun_by(name, path)] if name is not None else []
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _was_begun_by(launch: str | None, directory: Path) -> bool:
+    try:
+        found = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return launch is not None and isinstance(found, dict) and found.get("launch") == launch
+
+
+def check_run_dir(directory: Path, *, resume: bool) -> None:
+    """Refuses to overwrite a run, and to resume one that has no checkpoint. Changes nothing.
+
+    Raises:
+        ConfigError: When ``directory`` holds a run, or cannot hold one.
+        CheckpointError: When there is nothing to resume.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(
+            f"{directory} is not a directory", expected="a new or an empty one", got="a file", fix="name another --out"
+        )
+    if resume:
+        _check_resumable(directory)
+        return
+    present = [name for name in (CONFIG, STRATEGY, METRICS, CHECKPOINTS) if (directory / name).exists()]
+    if present:
+        raise ConfigError(
+            f"{directory} holds a run already; nothing was overwritten",
+            expected="a directory without one",
+            got=", ".join(present),
+            fix="go on with it by --resume, name another --out, or move it away",
+        )
+
+
+def _check_resumable(directory: Path) -> None:
+    checkpoints = directory / CHECKPOINTS
+    if not any(checkpoints.glob("step-*")):
+        raise CheckpointError(
+            "There is no checkpoint to resume from",
+            expected=f"a directory step-… in {checkpoints}",
+            got="none" if directory.is_dir() else f"no directory {directory}",
+            fix="name the run by --out, or start from the beginning without --resume",
+        )
+
+
+def write_document(path: Path, text: str) -> None:
+    """Writes a small file, whole or not at all.
+
+    Raises:
+        ConfigError: When it cannot be written.
+    """
+    write_whole(path, text, f"{path} cannot be written", "name another --out", makes_folder=True)
+
+
+class MetricsFile:
+    """``metrics.jsonl``: appended to after every step, so that a run can be watched and loses nothing when killed.
+
+    Args:
+        path: The file.
+        resumed_step: Lines of later steps, and an incomplete last one, are dropped: they will be written again.
+    """
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        self._path = path
+        self.records = [record for record in _read_lines(path) if record["step"] <= resumed_step]
+        write_document(path, "".join(map(line_of, self.records)))
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
+        self._pending = b""  # what the disk had no room for
+        self._told = False
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Writes one line. Infinities and nan, which JSON lacks, become null.
+
+        Where the disk is full this is told once; the lines are kept and written when there is room again.
+        """
+        self.records.append(record)
+        self._pending += line_of(record).encode()
+        try:
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+            self._told = False
+        except OSError as error:
+            if not self._told:
+                tell_unwritten(self._path, error, "its lines are written when there is room again")
+            self._told = True
+
+    def rewind(self, step: int) -> None:
+        """Drops the lines of later steps, which will be taken again."""
+        self._file.close()
+        self.records[:] = [record for record in self.records if record["step"] <= step]
+        try:
+            write_document(self._path, "".join(map(line_of, self.records)))
+            self._pending = b""
+        except ConfigError as error:
+            tell_unwritten(self._path, error, f"lines after step {step} that were undone stay in it")
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
+
+    def close(self) -> None:
+        """Ends the file."""
+        if self._pending:
+            tell_unwritten(self._path, "no room until the end", f"{len(self._pending.splitlines())} lines are missing")
+        self._file.close()
+
+
+def line_of(record: dict[str, Any]) -> str:
+    """A record as a line of JSON; infinities and nan, which JSON lacks, become null."""
+    return json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False) + "\n"
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Adds a line to a file of records; one that cannot be written is told instead."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(line_of(record))
+    except OSError as error:
+        tell_unwritten(path, error, f"it lacks {line_of(record).strip()}")
+
+
+def tell_unwritten(path: Path, error: object, consequence: str) -> None:
+    """Says on stderr that a file which only tells of the run cannot be written: no reason to end the run."""
+    print(
+        f"meshwright: {path} cannot be written ({error}); training goes on, and {consequence}. What to do: make room "
+        "on the disk, for the next checkpoint needs some",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    records = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # cut off by the end of the process that wrote it
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records

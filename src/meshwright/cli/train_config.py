@@ -1,0 +1,424 @@
+"""Define, read and explain the training file: five tables of keys, validated with every mistake named at once."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from meshwright.errors import ConfigError, did_you_mean
+from meshwright.lr_scheduler import Decay
+
+OPTIMIZERS = ("adamw", "sgd")
+
+_REFERENCE = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
+_Reference = Annotated[str, Field(pattern=f"^{_REFERENCE}$")]
+_Count = Annotated[int, Field(ge=1)]
+_NonNegative = Annotated[int, Field(ge=0)]
+_Betas = Annotated[tuple[float, ...], Field(strict=False, min_length=2, max_length=3)]  # TOML has lists only
+
+
+class Table(BaseModel):
+    """Base of all tables: immutable, and a key that is not known is an error."""
+
+    # TOML has types of its own: a text where a number belongs is a mistake, not a number.
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelTable(Table):
+    """What is trained."""
+
+    source: Annotated[str, Field(pattern=f"^(hf:.+|{_REFERENCE})$")] = Field(
+        description="'module:function' that returns the model (modules beside this file are found first), or 'hf:PATH' "
+        "of a transformers config.json or the directory it lies in: built with random weights"
+    )
+    args: dict[str, Any] = Field(
+        default={},
+        description="keyword arguments of the function (vocab_size and seq_len, where it names them, default to the "
+        "tokenizer's, if there is one, and data.seq_len), or values that replace those of the transformers config",
+    )
+    loss: _Reference | None = Field(
+        default=None,
+        description="'module:function' called as loss(model_input, model_output); "
+        "default: cross-entropy of the next token, nats per token; where data.source is a function, the loss that the "
+        "model's output carries",
+    )
+
+
+class DataTable(Table):
+    """What it is trained on."""
+
+    source: str | list[str] = Field(
+        default="stdlib",
+        description="'stdlib' (the Python standard library's own sources), a text file, a glob, or a list of these; or "
+        "'module:function' that returns a torch Dataset or an iterable of samples, equal on every rank: a dictionary "
+        "is passed to the model by name, a tuple or list in order, a tensor alone",
+    )
+    args: dict[str, Any] = Field(
+        default={},
+        description="keyword arguments of the function (seq_len and seed, where it names them, default to data.seq_len "
+        "and run.seed)",
+    )
+    tokenizer: str = Field(default="bytes", description="'bytes' (257 ids), or the path of a tokenizers JSON file")
+    seq_len: Annotated[int, Field(ge=2)] = Field(default=256, description="tokens per sequence")
+    cache_dir: str | None = Field(
+        default=None, description="folder for tokenized corpora; default: meshwright/ in the user's cache directory"
+    )
+
+    @property
+    def function(self) -> str | None:
+        """The reference to a function that returns samples; None where the source is text."""
+        is_function = isinstance(self.source, str) and re.fullmatch(_REFERENCE, self.source)
+        return str(self.source) if is_function else None
+
+    @model_validator(mode="after")
+    def _args_are_the_functions(self) -> Self:
+        if self.args and self.function is None:
+            raise ValueError("args beside a source 'module:function' only")
+        return self
+
+
+class StrategyTable(Table):
+    """How it is distributed."""
+
+    methods: str | list[Any] = Field(
+        default="auto",
+        description="'auto', text such as \"zero2 + amp_native(dtype='bf16')\", or a list of names and "
+        "[name, config] pairs (see: meshwright methods)",
+    )
+    file: str | None = Field(default=None, description="strategy.json of an earlier run, instead of methods")
+    excluded: list[str] = Field(default=[], description="methods that 'auto' must not use")
+    included: list[str] = Field(default=[], description="methods that 'auto' must use")
+    cluster: str | None = Field(
+        default=None,
+        description="what 'auto' predicts seconds with: a file of meshwright calibrate, or a preset's name",
+    )
+    time_limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None, description="seconds in which 'auto' runs the best few; noted in the file of cluster"
+    )
+
+    @field_validator("methods")
+    @classmethod
+    def _no_path(cls, methods: Any) -> Any:
+        if isinstance(methods, str) and methods.strip().endswith(".json"):
+            raise ValueError("methods; a path belongs into strategy.file")
+        return methods
+
+    @model_validator(mode="after")
+    def _decided_once(self) -> Self:
+        if self.file is not None and self.methods != "auto":
+            raise ValueError("methods or file, not both")
+        if (self.excluded or self.included) and not self.is_automatic:
+            raise ValueError("excluded and included beside methods = 'auto' only")
+        if self.time_limit is not None and not self.is_automatic:
+            raise ValueError("time_limit beside methods = 'auto' only")
+        return self
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether Meshwright chooses."""
+        return self.file is None and self.methods == "auto"
+
+
+class OptimizerTable(Table):
+    """How weights are updated. Keys left out keep the optimizer's own defaults."""
+
+    name: Annotated[str, Field(pattern=f"^([a-z_0-9]+|{_REFERENCE})$")] = Field(
+        default="adamw",
+        description="'adamw' (fused), 'sgd', 'lamb', 'adafactor', 'came', 'galore', 'galore_8bit', 'muon' (AdamW for "
+        "embeddings, heads and vectors), or 'module:Class' of any torch optimizer",
+    )
+    lr: Annotated[float, Field(ge=0)] = Field(default=3e-4, description="peak learning rate")
+    weight_decay: Annotated[float, Field(ge=0)] | None = Field(default=None, description="weight decay")
+    betas: _Betas | None = Field(default=None, description="decay rates of Adam's two moments (of CAME's three)")
+    eps: Annotated[float, Field(gt=0)] | None = Field(default=None, description="added to Adam's denominator")
+    momentum: Annotated[float, Field(ge=0)] | None = Field(default=None, description="momentum of sgd")
+    args: dict[str, Any] = Field(default={}, description="further keyword arguments of the optimizer")
+    schedule: Decay = Field(default="cosine", description="how the rate falls after warm-up, over run.steps")
+    warmup_steps: _NonNegative = Field(default=0, description="steps of linear warm-up")
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.1, description="lowest rate as a fraction of lr"
+    )
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+        default=1.0, description="gradients are clipped to this norm; 'none' measures without clipping"
+    )
+
+    @field_validator("max_grad_norm", mode="before")
+    @classmethod
+    def _none(cls, value: Any) -> Any:
+        return None if value == "none" else value  # TOML has no null
+
+
+class RunTable(Table):
+    """How long, how large, where."""
+
+    steps: _Count = Field(default=1000, description="optimizer steps of the whole run")
+    batch_size: _Count = Field(default=8, description="sequences per step over all ranks")
+    num_micro_batches: _Count = Field(default=1, description="parts into which each rank cuts its share of a batch")
+    num_workers: _NonNegative = Field(
+        default=0, description="processes of each rank that load samples ahead of its steps; 0 for streams"
+    )
+    checkpoint_every: _Count | None = Field(
+        default=None, description="steps between checkpoints; default: one at the end"
+    )
+    keep_checkpoints: _Count = Field(default=2, description="newest checkpoints kept")
+    save_frozen: bool = Field(
+        default=True,
+        description="save parameters that are not trained too; without them the model function must make them again, "
+        "equal, when the run is resumed",
+    )
+    background_checkpoints: bool = Field(
+        default=False, description="write checkpoints while training goes on, from a copy in host memory"
+    )
+    grace_s: Annotated[float, Field(gt=0)] = Field(
+        default=25.0, description="seconds that a run has to save and leave after SIGTERM or Ctrl-C"
+    )
+    hang_limit_s: Annotated[float, Field(gt=0)] = Field(
+        default=300.0, description="seconds without a new step after which the rank that holds up the others is named"
+    )
+    seed: _NonNegative = Field(default=0, description="seed of weights, order of samples and dropout")
+    nproc: _Count | None = Field(
+        default=None, description="processes on this machine; default: one per CUDA device, or 1"
+    )
+    log_every: _Count = Field(default=10, description="steps between printed lines where there is no terminal")
+    memory_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="GB (10^9 bytes) that one rank may plan with; default: what the device has"
+    )
+    device: Literal["auto", "cpu"] = Field(default="auto", description="'auto' (CUDA where there is some) or 'cpu'")
+    tensorboard: bool = Field(default=True, description="write TensorBoard events, if it is installed")
+    out: str | None = Field(
+        default=None, description="run directory; default: runs/<name of this file>-<time>, where you are"
+    )
+
+
+class TrainConfig(Table):
+    """A training file."""
+
+    model: ModelTable
+    data: DataTable = DataTable()
+    strategy: StrategyTable = StrategyTable()
+    optimizer: OptimizerTable = OptimizerTable()
+    run: RunTable = RunTable()
+
+
+# --- Reading a training file: TOML and ``--set`` into a validated config, with every mistake named at once.
+
+_HELP = "meshwright train --help-config lists every key"
+
+
+def read_config(file: Path, changes: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+    """Reads a training file.
+
+    Args:
+        file: TOML file.
+        changes: ``table.key=value`` texts, as ``--set`` takes them; later ones win.
+        overrides: Values by dotted key that win over all; None leaves a key as it is.
+
+    Raises:
+        ConfigError: When the file cannot be read, or naming every key that is wrong.
+    """
+    content = _read_toml(file)
+    for change in changes:
+        _put(content, *_parse_change(change))
+    for key, value in (overrides or {}).items():
+        if value is not None:
+            _put(content, key, value)
+    return parse_config(content, str(file))
+
+
+def parse_config(content: Mapping[str, Any], where: str) -> TrainConfig:
+    """Validates the content of a training file.
+
+    Raises:
+        ConfigError: Naming every key that is wrong.
+    """
+    try:
+        return TrainConfig.model_validate(dict(content))
+    except ValidationError as error:
+        raise _explained(error, where) from None
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return _parsed(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read",
+            expected="a TOML file",
+            got=error.strerror or str(error),
+            fix="name a training file; examples/gpt2/stdlib.toml is one",
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not TOML", expected="tables of key = value", got=str(error), fix=_HELP) from None
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The tables of a TOML text, whose integers have 64 bits: Python's own have no end, and long ones no text.
+
+    Raises:
+        ValueError: When it is none.
+    """
+    content = tomllib.loads(text)
+    left: list[Any] = [content]
+    while left:
+        value = left.pop()
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError("an integer of more than 64 bits")
+        left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return content
+
+
+def _parse_change(change: str) -> tuple[str, Any]:
+    key, equals, text = change.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(
+            "--set takes a key and a value",
+            expected="table.key=value, such as optimizer.lr=1e-3",
+            got=repr(change),
+            fix="write it as --set table.key=value",
+        )
+    try:
+        return key.strip(), _parsed(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return key.strip(), text.strip()  # shells strip quotes: run.device=cpu is meant as text
+
+
+def _put(content: dict[str, Any], key: str, value: Any) -> None:
+    *tables, last = key.split(".")
+    table = content
+    for depth, name in enumerate(tables):
+        table = table.setdefault(name, {})
+        if not isinstance(table, dict):
+            raise ConfigError(
+                f"{key} cannot be set",
+                expected=f"{'.'.join(tables[: depth + 1])} to be a table",
+                got=repr(table),
+                fix="see meshwright train --help-config",
+            )
+    table[last] = value
+
+
+def _explained(error: ValidationError, where: str) -> ConfigError:
+    expected: dict[str, list[str]] = {}
+    got: dict[str, str] = {}
+    for each in error.errors():
+        # Deeper parts of the location name alternatives of a type, which a user has not written.
+        names = [str(part) for part in each["loc"][:2]]
+        key = ".".join(names)
+        got.setdefault(key, _got(each, key))
+        wanted = _expected(each, names)
+        if wanted not in expected.setdefault(key, []):
+            expected[key].append(wanted)
+    count = f"{len(expected)} mistakes" if len(expected) > 1 else "a mistake"
+    return ConfigError(
+        f"{where} has {count}",
+        expected="; ".join(f"{key}: {' or '.join(wanted)}" if key else wanted[0] for key, wanted in expected.items()),
+        got="; ".join(got.values()),
+        fix=_HELP,
+    )
+
+
+def _expected(each: Any, names: list[str]) -> str:
+    if each["type"] == "extra_forbidden":
+        known = _keys(names[:-1])
+        hint = did_you_mean(names[-1], known) or f"; keys are {', '.join(known)}"
+        return f"no such key{hint}"
+    if each["type"] == "missing":
+        return "a value" if each["loc"] == tuple(names) else "more values"
+    if each["type"] == "model_type":
+        return "a table"
+    message = each["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if each["type"] == "string_pattern_mismatch":
+        return _description(names) or message
+    return message
+
+
+def _got(each: Any, key: str) -> str:
+    if each["type"] == "missing" and each["loc"] == tuple(key.split(".")):
+        return f"no {key}"
+    value = repr(each["input"]) if not isinstance(each["input"], Table) else "both"
+    shown = value if len(value) < 80 else value[:80] + "…"
+    return f"{key} = {shown}" if key and value != "both" else "a combination of them"
+
+
+def _table(names: list[str]) -> type[BaseModel]:
+    table: Any = TrainConfig
+    for name in names:
+        table = table.model_fields[name].annotation
+    return table
+
+
+def _keys(names: list[str]) -> list[str]:
+    return list(_table(names).model_fields)
+
+
+def _description(names: list[str]) -> str | None:
+    return _table(names[:-1]).model_fields[names[-1]].description
+
+
+# --- ``meshwright train --help-config``: every key of a training file, from the models that validate it.
+
+_WIDTH = 100
+
+
+def config_help() -> str:
+    """All tables and keys with type, default and description, as TOML comments one could paste into a file."""
+    lines = ["# A training file for: meshwright train FILE.toml", "# Relative paths start at the file's own folder."]
+    for name, field in TrainConfig.model_fields.items():
+        table: type[Table] = field.annotation  # type: ignore[assignment]
+        lines += ["", f"[{name}]", f"# {table.__doc__}"]
+        for key, entry in table.model_fields.items():
+            lines += ["", *_described(entry), f"{'' if entry.is_required() else '# '}{key} = {_default(entry)}"]
+    return "\n".join(lines)
+
+
+def _described(entry: FieldInfo) -> Iterator[str]:
+    limits = "".join(f", {symbol} {limit}" for symbol, limit in _limits(entry))
+    text = f"{_type_name(entry.annotation)}{limits}: {entry.description}"
+    return (f"# {line}" for line in textwrap.wrap(text, _WIDTH, break_on_hyphens=False))
+
+
+def _default(entry: FieldInfo) -> str:
+    if entry.is_required():
+        return '"…"'
+    return "…" if entry.default is None else _toml(entry.default)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _type_name(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_name(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_name(each) for each in arguments if each is not types.NoneType)
+    if origin is typing.Literal:
+        return " | ".join(f"'{each}'" for each in arguments)
+    if origin in (list, tuple):
+        items = sorted({_type_name(each) for each in arguments if each is not Ellipsis})
+        return "list" if items == ["anything"] else f"list of {' or '.join(items)}"
+    names = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "anything"}
+    return names.get(origin or annotation, "table")
+
+
+def _limits(entry: FieldInfo) -> Iterator[tuple[str, Any]]:
+    # Limits sit on the field itself, or on the inner type of an optional key; both print alike.
+    found = re.findall(r"\b(Ge|Gt|Le)\((?:ge|gt|le)=([\d.]+)\)", f"{entry.metadata} {entry.annotation}")
+    symbols = {"Ge": "≥", "Gt": ">", "Le": "≤"}
+    return ((symbols[kind], limit) for kind, limit in found)

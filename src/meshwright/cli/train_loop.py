@@ -1,0 +1,241 @@
+"""Run the training loop of ``meshwright train``: steps, checkpoints, anomalies and rollbacks."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshwright.cli.run_display import Observer, print_report
+from meshwright.cli.run_files import ANOMALIES, append_line
+from meshwright.cli.session import Session, open_session
+from meshwright.cli.train_options import Options
+from meshwright.data import GlobalOrder
+from meshwright.errors import CheckpointError, LossSpikeError, UnsoundStepError
+from meshwright.optim import OuterOptimizer
+from meshwright.runtime import (
+    StopSignals,
+    agreed,
+    gather_objects,
+    peak_memory_bytes,
+    print_rank,
+    rank,
+    shutdown_distributed,
+)
+from meshwright.runtime.watch import Watch
+from meshwright.store.entries import generator_tensors, set_generators
+from meshwright.store.manifest import step_name
+from meshwright.training.accelerated import StepResult
+
+_ROLLBACKS = 3
+"""To one checkpoint, each with other batches behind it."""
+_DONE = {"skip": "skipped", "warn": "taken", "rollback": "rolled back"}
+
+
+class Anomalies:
+    """What a training loop does about steps that ``skip_nonfinite`` and ``loss_spike`` object to.
+
+    Args:
+        session: Between two steps.
+        observer: On rank 0; None on the others.
+    """
+
+    def __init__(self, session: Session, observer: Observer | None) -> None:
+        self._session, self._observer = session, observer
+        names = session.accelerated.strategy.names
+        self._looks = "skip_nonfinite" in names or "loss_spike" in names
+        self._generators = generator_tensors() if self._looks else {}
+        self._rollbacks: dict[int, int] = {}  # by the step of the checkpoint
+
+    def begin(self) -> None:
+        """Before a step: if it ends the run, its random numbers have not been drawn."""
+        if self._looks:
+            self._generators = generator_tensors()
+
+    def end(self, error: UnsoundStepError) -> None:
+        """A step has ended the run: its samples are written down and the state before it is saved; collective."""
+        session, state = self._session, self._session.state
+        what = "loss spike" if isinstance(error, LossSpikeError) else "not finite"
+        self._write(what, "stopped", state.step + 1, state.samples_seen, {"message": str(error)})
+        set_generators(self._generators)
+        try:
+            session.store.wait()
+        except CheckpointError as failed:  # of an earlier state: this one is to be saved all the same
+            error.add_note(f"An earlier checkpoint is missing: {failed}")
+        saved = session.store.newest()
+        if saved is None or saved.name != step_name(state.step):
+            saved = session.store.save(state)
+        error.add_note(f"The state after step {state.step} is in {saved}, and the samples of step {state.step + 1} are")
+        error.add_note(f"in {session.run_dir / ANOMALIES}.")
+
+    def look(self, result: StepResult) -> bool:
+        """After a step that was counted: writes it down where it did not reach the weights or was a spike.
+
+        Returns:
+            Whether the run went back to a checkpoint: collective then.
+        """
+        if not self._looks or not (result.skipped or result.spike):
+            return False
+        state, batch_size = self._session.state, self._session.prepared.config.run.batch_size
+        told = {"loss": float(result.loss), "grad_norm": float(result.grad_norm)}
+        what, done = "loss spike" if result.spike else "not finite", _DONE[result.spike or "skip"]
+        self._write(what, done, state.step, state.samples_seen - batch_size, told)
+        if result.spike != "rollback":
+            return False
+        self._roll_back()
+        return True
+
+    def _write(self, what: str, done: str, step: int, first: int, told: Mapping[str, object]) -> None:
+        """The samples are indices into the dataset, null of a stream; ``first_sample`` is their position in the run."""
+        if self._observer is None:
+            return
+        batch_size = self._session.prepared.config.run.batch_size
+        order = self._session.order
+        samples = order.samples(first, batch_size) if isinstance(order, GlobalOrder) else None  # a stream numbers none
+        record = {"step": step, "what": what, "done": done, **told, "first_sample": first, "samples": samples}
+        append_line(self._session.run_dir / ANOMALIES, record)
+
+    def _roll_back(self) -> None:
+        """Loads the newest checkpoint and goes on with the batches that come now: those in between are left out."""
+        session, state = self._session, self._session.state
+        spiked, seen = state.step, state.samples_seen
+        now = state.extra, state.strategy
+        if session.store.newest() is None:
+            raise self._error("there is no checkpoint to go back to yet", "set run.checkpoint_every lower, or use skip")
+        info = session.store.load(state)
+        state.extra, state.strategy = now
+        state.samples_seen = seen
+        times = self._rollbacks[info.step] = self._rollbacks.get(info.step, 0) + 1
+        if times > _ROLLBACKS:
+            what = f"the run has gone back to step {info.step} {_ROLLBACKS} times, and the loss rose again"
+            raise self._error(what, "resume from an earlier checkpoint, or with a lower learning rate")
+        if self._observer is not None:
+            self._observer.rewind(info.step)
+        text = f"back from step {spiked} to step {info.step}; the batches in between are left out"
+        print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
+
+    def _error(self, what: str, fix: str) -> LossSpikeError:
+        step = self._session.state.step
+        error = LossSpikeError(
+            f"A loss spike cannot be undone: {what}", expected="a checkpoint to go on from", got=f"step {step}", fix=fix
+        )
+        agreed(error)
+        return error
+
+
+# --- The training loop of ``meshwright train``: steps, checkpoints, and rank 0 telling what happens.
+
+_ASK_REPLICAS_EVERY = 10
+
+
+def train(options: Options) -> int:
+    """Trains, as one rank of the world; collective.
+
+    Returns:
+        0, or 128 + the signal that ended the run early, after a checkpoint.
+
+    Raises:
+        MeshwrightError: What ``open_session`` or a checkpoint raises.
+    """
+    session = open_session(options)
+    run, start = session.prepared.config.run, session.state.step
+    if start >= run.steps:
+        print_rank(f"meshwright: {session.run_dir} is at step {start} of {run.steps} already: nothing to do")
+        shutdown_distributed()
+        return 0
+    observer = Observer(session) if rank() == 0 else None
+    with observer or contextlib.nullcontext(), StopSignals(run.grace_s) as signals, Watch(run.hang_limit_s) as watch:
+        stopped_by = _steps(session, observer, signals, watch)
+    peak_bytes = max(gather_objects(peak_memory_bytes(session.accelerated.device)))
+    if observer is not None:
+        print_report(session, observer.records, peak_bytes)
+    if stopped_by:
+        name = signal.Signals(stopped_by).name
+        print_rank(f"meshwright: stopped by {name} after step {session.state.step}, which is saved", file=sys.stderr)
+    shutdown_distributed()
+    return 128 + stopped_by if stopped_by else 0
+
+
+def _steps(session: Session, observer: Observer | None, signals: StopSignals, watch: Watch) -> int:
+    """Steps and checkpoints up to the end of the run, or to the signal that is returned."""
+    run, start, accelerated = session.prepared.config.run, session.state.step, session.accelerated
+    assert accelerated.dataloader is not None
+    batches = iter(accelerated.dataloader)
+    outer = accelerated.optim if isinstance(accelerated.optim, OuterOptimizer) else None
+    anomalies = Anomalies(session, observer)
+    while session.state.step < run.steps:
+        watch.beat()
+        anomalies.begin()
+        try:
+            result = _step(session, observer, batches, is_first=session.state.step == start)
+        except UnsoundStepError as error:
+            with watch.paused():
+                anomalies.end(error)
+            raise
+        with watch.paused() if result.spike == "rollback" else contextlib.nullcontext():
+            if anomalies.look(result):
+                continue
+        step = session.state.step
+        is_last = step == run.steps
+        # Replicas that meet rarely are not made to wait for each other after every step.
+        asked = signals.asked() if outer is None or step % _ASK_REPLICAS_EVERY == 0 else 0
+        if is_last and outer is not None:
+            outer.synchronize()  # else the end of the last block would be in no weights
+        if is_last or asked or (run.checkpoint_every is not None and step % run.checkpoint_every == 0):
+            with watch.paused():
+                session.store.save(session.state, non_blocking=run.background_checkpoints and not (is_last or asked))
+        if asked and not is_last:
+            return asked
+    return 0
+
+
+def _step(session: Session, observer: Observer | None, batches: Iterator[Any], *, is_first: bool) -> StepResult:
+    """One optimizer step, counted and told."""
+    accelerated, state = session.accelerated, session.state
+    assert accelerated.optim is not None
+    lr = float(accelerated.optim.param_groups[0]["lr"])
+    started_s = time.perf_counter()
+    if is_first:
+        result, measured = accelerated.measured_step(next(batches))
+    else:
+        result, measured = accelerated.step(next(batches)), None
+    state.step += 1
+    state.samples_seen += session.prepared.config.run.batch_size
+    if observer is not None:
+        record = _record(session, result, lr, started_s)
+        if measured is not None:
+            observer.show_measured(measured)
+        observer.show_step(record)
+    return result
+
+
+def _record(session: Session, result: StepResult, lr: float, started_s: float) -> dict[str, Any]:
+    """One line of ``metrics.jsonl``."""
+    loss, grad_norm = float(result.loss), float(result.grad_norm)  # waits for the device: only now is the step over
+    step_time_s = time.perf_counter() - started_s
+    samples = session.prepared.config.run.batch_size
+    tokens = samples * session.tokens_per_sample if session.tokens_per_sample is not None else None
+    return {
+        "step": session.state.step,
+        "loss": loss,
+        "lr": lr,
+        "grad_norm": grad_norm,
+        "tokens_per_s": tokens / step_time_s if tokens is not None else None,
+        "step_time_s": step_time_s,
+        "peak_memory_bytes": peak_memory_bytes(session.accelerated.device),
+        "skipped": result.skipped,
+        "mfu": _mfu(session, step_time_s),
+        "samples_per_s": samples / step_time_s,
+    }
+
+
+def _mfu(session: Session, step_time_s: float) -> float | None:
+    """Model FLOPs utilisation, as PaLM defines it (Chowdhery et al. 2022): recomputed operations do not count."""
+    accelerated, flops = session.accelerated, session.accelerated.plan.step.flops
+    if flops is None or session.peak_flops_per_s is None:
+        return None
+    flops_per_step = flops * accelerated.num_micro_batches * accelerated.num_replicas
+    return flops_per_step / (step_time_s * session.peak_flops_per_s)

@@ -1,0 +1,218 @@
+"""Find the model and the optimizer that a training file names."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.cli.references import call_reference, resolve_reference, takes
+from meshwright.cli.train_config import ModelTable, OptimizerTable
+from meshwright.errors import ConfigError, ModelError, did_you_mean, join_names
+from meshwright.loss import next_token_loss
+from meshwright.nn.batches import to_device
+from meshwright.optim import (
+    CAME,
+    Adafactor,
+    GaLoreAdamW,
+    GaLoreAdamW8bit,
+    Lamb,
+    Muon,
+    get_galore_param_groups,
+    muon_param_groups,
+)
+from meshwright.planner.config_models import check_config_path, model_of_config, predicts_next_token, read_model_config
+
+_HF = "hf:"
+_KEY = "model.source"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """How to make a model, and how it is called and judged."""
+
+    build: Callable[[int | None, int | None], nn.Module]
+    """(vocab_size, seq_len), None where the data has none -> model with random weights."""
+    loss_func: Callable[[Any, Any], Any] | None
+    """None: the loss that the model's output carries."""
+    prepare_input: Callable[[Any, torch.device], Any]
+    model_input_format: str | None
+    """As of ``accelerate``; for samples of a function it depends on what a sample is."""
+
+
+def model_source(table: ModelTable, folder: Path, *, of_text: bool = True) -> ModelSource:
+    """Finds what ``[model]`` names, without building it.
+
+    Args:
+        table: The table.
+        folder: Of the training file; its modules are importable already.
+        of_text: Whether batches are token ids; of any other the model's output carries the loss, unless one is named.
+
+    Raises:
+        ConfigError: When something it names is not there.
+    """
+    loss = resolve_reference(table.loss, "model.loss") if table.loss is not None else None
+    judged = next_token_loss if of_text and loss is None else loss
+    if not table.source.startswith(_HF):
+        function = resolve_reference(table.source, _KEY)
+        return ModelSource(functools.partial(_from_function, function, table), judged, to_device, None)
+    path = folder / Path(table.source.removeprefix(_HF)).expanduser()
+    check_config_path(path, _KEY)
+    build = functools.partial(_from_hf, path, table, judged is next_token_loss)
+    return ModelSource(build, judged, _by_name, "unpack_dict")
+
+
+def _by_name(batch: Any, device: torch.device) -> Any:
+    moved = to_device(batch, device)
+    return {"input_ids": moved} if isinstance(moved, torch.Tensor) else moved
+
+
+def _from_function(
+    function: Callable[..., Any], table: ModelTable, vocab_size: int | None, seq_len: int | None
+) -> nn.Module:
+    known = {"vocab_size": vocab_size, "seq_len": seq_len}
+    fitting = {name: value for name, value in known.items() if value is not None and takes(function, name)}
+    model = call_reference(
+        function,
+        table.source,
+        {**fitting, **table.args},
+        key="model",
+        expected="a torch.nn.Module",
+        error_cls=ModelError,
+    )
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"The model function {table.source} returned no model",
+            expected="a torch.nn.Module",
+            got=type(model).__name__,
+            fix="return the model",
+        )
+    return model
+
+
+def _from_hf(
+    path: Path, table: ModelTable, must_be_causal: bool, vocab_size: int | None, seq_len: int | None
+) -> nn.Module:
+    config = read_model_config(path, table.args, _KEY)
+    _check_sizes(config, vocab_size, seq_len)
+    model = model_of_config(config, path)
+    if must_be_causal and not predicts_next_token(model, config):
+        raise ConfigError(
+            f"{type(model).__name__} is no causal language model, and text is for predicting the next token",
+            expected="the config of one, such as GPT-2's or Llama's",
+            got=f"model.source = {table.source!r} with data.source a text",
+            fix="let data.source = 'module:function' return samples with labels (examples/bert), or name a model.loss",
+        )
+    return model
+
+
+def _check_sizes(config: Any, vocab_size: int | None, seq_len: int | None) -> None:
+    sizes = (("vocab_size", vocab_size, "the tokenizer"), ("max_position_embeddings", seq_len, "data.seq_len"))
+    for name, needed, who in sizes:
+        if needed is not None and (has := getattr(config, name, None)) is not None and has < needed:
+            raise ModelError(
+                f"The model is too small for {who}",
+                expected=f"{name} of {needed} or more",
+                got=f"{name} = {has}",
+                fix=f"set it in model.args, for example {name} = {needed}",
+            )
+
+
+# --- The optimizer of a training file.
+
+_KEYS = ("weight_decay", "betas", "eps", "momentum")
+
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """What a training file's optimizer stands for."""
+
+    build: Callable[..., Optimizer]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    groups: Callable[..., list[dict[str, Any]]] | None = None
+    """``groups(model, **own)`` makes parameter groups; keywords of its own are taken out of ``args``."""
+
+
+_KNOWN: dict[str, NamedOptimizer] = {
+    # Fused AdamW is one kernel per update instead of a dozen, on the CPU too.
+    "adamw": NamedOptimizer(torch.optim.AdamW, {"fused": True}),
+    "sgd": NamedOptimizer(torch.optim.SGD),
+    "lamb": NamedOptimizer(Lamb),
+    # A training file always has a rate; relative steps would contradict it.
+    "adafactor": NamedOptimizer(Adafactor, {"relative_step": False, "scale_parameter": False}),
+    "came": NamedOptimizer(CAME),
+    "galore": NamedOptimizer(GaLoreAdamW, groups=get_galore_param_groups),
+    "galore_8bit": NamedOptimizer(GaLoreAdamW8bit, groups=get_galore_param_groups),
+    "muon": NamedOptimizer(Muon, groups=muon_param_groups),
+}
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """An optimizer with all that ``accelerate`` is told of it."""
+
+    build: Callable[..., Optimizer]
+    arguments: dict[str, Any]
+    param_func: Callable[[nn.Module], list[dict[str, Any]]] | None
+
+
+def optimizer_of(table: OptimizerTable) -> OptimizerChoice:
+    """The optimizer's class, its keyword arguments and how it groups parameters.
+
+    Raises:
+        ConfigError: When there is no such class, or it does not take a key that is set.
+    """
+    known = _KNOWN[table.name] if table.name in _KNOWN else NamedOptimizer(_referred(table.name))
+    given = {key: value for key in _KEYS if (value := getattr(table, key)) is not None}
+    of_groups = _own_keywords(known.groups) & table.args.keys()
+    arguments = {key: value for key, value in table.args.items() if key not in of_groups}
+    where = {key: f"optimizer.{key}" for key in given} | {key: f"optimizer.args.{key}" for key in arguments}
+    _check_keys(table.name, known.build, where)
+    options = {key: table.args[key] for key in of_groups}
+    if known.groups is get_galore_param_groups:
+        options["weight_decay"] = given.get("weight_decay", 0.0)
+    groups = known.groups
+    return OptimizerChoice(
+        known.build,
+        {"lr": table.lr, **known.arguments, **given, **arguments},
+        None if groups is None else lambda model: groups(model, **options),
+    )
+
+
+def _referred(name: str) -> Callable[..., Optimizer]:
+    if ":" in name:
+        return resolve_reference(name, "optimizer.name")
+    raise ConfigError(
+        f"Unknown optimizer {name!r}{did_you_mean(name, _KNOWN)}",
+        expected=f"{join_names(_KNOWN)}, or 'module:Class'",
+        got=f"optimizer.name = {name!r}",
+        fix="correct the name",
+    )
+
+
+def _own_keywords(groups: Callable[..., Any] | None) -> set[str]:
+    if groups is None:
+        return set()
+    return set(list(inspect.signature(groups).parameters)[1:]) - {"weight_decay", "decay"}
+
+
+def _check_keys(name: str, optimizer: Callable[..., Optimizer], keys: dict[str, str]) -> None:
+    parameters = list(inspect.signature(optimizer).parameters.values())[1:]
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return
+    known = [each.name for each in parameters]
+    for key, where in keys.items():
+        if key not in known:
+            raise ConfigError(
+                f"{name} takes no {key!r}{did_you_mean(key, known)}",
+                expected=f"keys from {join_names(known, limit=20)}",
+                got=where,
+                fix=f"leave {where} out",
+            )

@@ -1,0 +1,167 @@
+"""What ``meshwright train`` was asked for: the command line, and everything it names found and checked."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.cli.references import find_modules_beside
+from meshwright.cli.run_files import check_run_dir, is_restart
+from meshwright.cli.train_config import StrategyTable, Table, TrainConfig, read_config
+from meshwright.cli.train_data import Corpus, Samples, find_corpus, find_samples
+from meshwright.cli.train_model import ModelSource, OptimizerChoice, model_source, optimizer_of
+from meshwright.cost import find_cluster
+from meshwright.data import numbers_that_divide
+from meshwright.errors import ConfigError, DataError
+from meshwright.methods import GradientAccumulation, resolve
+from meshwright.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    file: Path
+    nproc: int | None = None
+    steps: int | None = None
+    resume: bool = False
+    out: Path | None = None
+    changes: tuple[str, ...] = ()
+    traceback: bool = False
+    max_restarts: int = 0
+
+    def read(self) -> TrainConfig:
+        """The training file with this command line's changes.
+
+        Raises:
+            ConfigError: Naming every key that is wrong.
+        """
+        return read_config(self.file, self.changes, {"run.steps": self.steps, "run.nproc": self.nproc})
+
+    def arguments(self, run_dir: Path) -> list[str]:
+        """The command line of one rank of this run."""
+        return [
+            "train", str(self.file), "--out", str(run_dir),
+            *(["--nproc", str(self.nproc)] if self.nproc is not None else []),
+            *(["--steps", str(self.steps)] if self.steps is not None else []),
+            *(["--resume"] if self.resume else []),
+            *(["--traceback"] if self.traceback else []),
+            *(word for change in self.changes for word in ("--set", change)),
+        ]  # fmt: skip
+
+    def resume_command(self, run_dir: Path, steps: int) -> str:
+        """The command line that goes on with this run up to ``steps``."""
+        words = ["meshwright", "train", str(self.file), "--out", str(run_dir), "--resume", "--steps", str(steps)]
+        words += ["--nproc", str(self.nproc)] if self.nproc is not None else []
+        return shlex.join([*words, *(word for change in self.changes for word in ("--set", change))])
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that a training file names, found; nothing is built, started or written yet."""
+
+    config: TrainConfig
+    run_dir: Path | None  # None: nobody has named one
+    model: ModelSource
+    corpus: Corpus | Samples
+    strategy: Strategy | None  # None: choose one
+    optimizer: OptimizerChoice
+    cluster: str | None = None  # a preset's name, or the path of a file
+
+    @property
+    def backend(self) -> str | None:
+        """Backend for ``init_distributed``."""
+        return "gloo" if self.config.run.device == "cpu" else None
+
+
+def prepare(options: Options, world: int) -> Prepared:
+    """Reads and checks everything that can be checked before ranks meet.
+
+    Args:
+        options: The command line.
+        world: Number of ranks that will train.
+
+    Raises:
+        MeshwrightError: When something is wrong, or is not there.
+    """
+    config, folder = options.read(), options.file.resolve().parent
+    find_modules_beside(folder)
+    run_dir = _run_dir(options, config, folder)
+    optimizer = optimizer_of(config.optimizer)
+    strategy = _strategy(config.strategy, folder)
+    _check_batch(config, strategy, world)
+    if options.resume and run_dir is None:
+        raise ConfigError(
+            "--resume needs the run to go on with", expected="--out RUN_DIR", got="no --out", fix="name the directory"
+        )
+    if run_dir is not None and not is_restart(run_dir):  # which has written there itself
+        check_run_dir(run_dir, resume=options.resume)
+    of_text = config.data.function is None
+    model = model_source(config.model, folder, of_text=of_text)
+    corpus = find_corpus(config.data, folder) if of_text else find_samples(config.data)
+    return Prepared(config, run_dir, model, corpus, strategy, optimizer, _cluster(config.strategy, folder))
+
+
+def _run_dir(options: Options, config: TrainConfig, folder: Path) -> Path | None:
+    if options.out is not None:
+        return options.out
+    return folder / Path(config.run.out).expanduser() if config.run.out is not None else None
+
+
+def _strategy(table: StrategyTable, folder: Path) -> Strategy | None:
+    if table.is_automatic:
+        return None
+    return Strategy(table.methods if table.file is None else folder / Path(table.file).expanduser())
+
+
+def _cluster(table: StrategyTable, folder: Path) -> str | None:
+    name = table.cluster
+    if name is None:
+        return None
+    name = str(folder / Path(name).expanduser()) if Path(name).suffix else name
+    find_cluster(name)  # what is wrong with it is told before anything is started
+    return name
+
+
+def _check_batch(config: TrainConfig, strategy: Strategy | None, world: int) -> None:
+    axes = dict(resolve(strategy or Strategy(), world).axes)
+    replicas = axes.get("data", 1) * axes.get("zero", 1)
+    said = strategy.get("gradient_accumulation") if strategy is not None else None
+    micro_batches = said.num_micro_batches if isinstance(said, GradientAccumulation) else config.run.num_micro_batches
+    parts = replicas * micro_batches
+    if config.run.batch_size % parts:
+        below = config.run.batch_size // parts * parts
+        nearest = f"{below} or {below + parts}" if below else str(parts)
+        raise DataError(
+            "run.batch_size does not divide: it counts sequences over all ranks",
+            expected=f"a multiple of {parts} ({replicas} replicas x {micro_batches} micro-batches)",
+            got=str(config.run.batch_size),
+            fix=f"use {nearest}{numbers_that_divide(config.run.batch_size, micro_batches)}",
+        )
+
+
+def unless_said(strategy: Strategy | None, method: str, table: Table, key: str) -> Any:
+    """A value of the configuration; None where it is a default and a method of the strategy says the same thing."""
+    is_default = key not in table.model_fields_set
+    return None if strategy is not None and method in strategy and is_default else getattr(table, key)
+
+
+def number_of_processes(config: TrainConfig) -> int:
+    """Ranks to start on this machine: as configured, else one per CUDA device, else one.
+
+    Raises:
+        ConfigError: When there are fewer CUDA devices than ranks.
+    """
+    devices = torch.cuda.device_count() if config.run.device == "auto" else 0
+    if devices and config.run.nproc is not None and config.run.nproc > devices:
+        raise ConfigError(
+            "There are more processes than CUDA devices",
+            expected=f"at most {devices}",
+            got=f"{config.run.nproc}",
+            fix="use a smaller --nproc, or train on the CPU with --set run.device=cpu",
+        )
+    return config.run.nproc or devices or 1

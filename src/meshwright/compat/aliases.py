@@ -1,0 +1,68 @@
+"""Names and modules that users know from other places of the package than where they live.
+
+See [Note: documented names that moved] in :mod:`meshwright.runtime.lazy`.
+"""
+
+from __future__ import annotations
+
+from meshwright.runtime.lazy import alias_modules, alias_names
+
+_BMTRAIN = "meshwright.compat.bmtrain"
+_COLOSSALAI = "meshwright.compat.colossalai"
+
+# Modules and all that lies below them.
+MODULES = {
+    "meshwright.accelerated": "meshwright.training.accelerated",
+    "meshwright.atorch": "meshwright.compat.atorch",
+    "meshwright.auto": "meshwright.training.accelerate",
+    "meshwright.benchmark": f"{_BMTRAIN}.benchmark",
+    "meshwright.booster": _COLOSSALAI,
+    "meshwright.booster.launch": f"{_COLOSSALAI}.booster",
+    "meshwright.booster.lora": f"{_COLOSSALAI}.checkpoint_io",
+    "meshwright.booster.plugin": _COLOSSALAI,
+    "meshwright.distributed": "meshwright.comm",
+    "meshwright.nn.optimizer": f"{_COLOSSALAI}.optimizers",
+    **{
+        f"meshwright.nn.optimizer.{name}": f"{_COLOSSALAI}.optimizers"
+        for name in (
+            "adafactor",
+            "came",
+            "distributed_adafactor",
+            "distributed_came",
+            "distributed_galore",
+            "distributed_lamb",
+            "galore",
+            "lamb",
+        )
+    },
+    "meshwright.optim.manager": f"{_BMTRAIN}.optim_manager",
+    "meshwright.planning": "meshwright.planner",
+    "meshwright.utils": f"{_BMTRAIN}.utils",
+}
+
+# Package -> module -> names.
+NAMES = {
+    "meshwright.lr_scheduler": {
+        f"{_BMTRAIN}.lr_schedules": "Cosine Exponential Linear NoDecay Noam WSD WarmupLRScheduler",
+    },
+    "meshwright.nn": {
+        f"{_BMTRAIN}.block": "Block CheckpointBlock no_sync",
+        f"{_BMTRAIN}.block_list": "TransformerBlockList",
+        f"{_BMTRAIN}.distributed_module": "DistributedModule",
+        f"{_BMTRAIN}.layers": "ColumnParallelLinear Linear RowParallelLinear VPEmbedding",
+        f"{_BMTRAIN}.model_setup": "BMTrainModelWrapper grouped_parameters init_parameters",
+        f"{_BMTRAIN}.parameter": "DistributedParameter ParameterInitializer",
+        f"{_BMTRAIN}.pipeline_block_list": "PipelineTransformerBlockList",
+    },
+    "meshwright.optim": {
+        f"{_BMTRAIN}.optim_manager": "OptimManager",
+        f"{_COLOSSALAI}.optimizers": "cast_to_distributed",
+    },
+}
+
+
+def install() -> None:
+    """Make every documented name importable; nothing is imported before somebody asks for it."""
+    alias_modules(MODULES)
+    for package, homes in NAMES.items():
+        alias_names(package, {name: module for module, names in homes.items() for name in names.split()})

@@ -1,0 +1,37 @@
+"""BMTrain's ``benchmark``: measures a collective and prints the table, as ``meshwright bench-comm`` does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.comm import Measurement, benchmark_collectives
+from meshwright.comm.bandwidth import benchmark_table
+from meshwright.runtime import rank
+from meshwright.runtime.terminal import PlainConsole
+
+
+def all_gather(**options: Any) -> list[Measurement]:
+    """Measures all-gather and prints the table on rank 0; options are those of ``benchmark_collectives``."""
+    return _shown("all_gather", options)
+
+
+def reduce_scatter(**options: Any) -> list[Measurement]:
+    """Measures reduce-scatter and prints the table on rank 0; options are those of ``benchmark_collectives``."""
+    return _shown("reduce_scatter", options)
+
+
+def send_recv(**options: Any) -> list[Measurement]:
+    """Measures sends from even ranks to odd ones and prints the table on rank 0; options as above."""
+    return _shown("send_recv", options)
+
+
+def all_reduce(**options: Any) -> list[Measurement]:
+    """Measures all-reduce and prints the table on rank 0; options are those of ``benchmark_collectives``."""
+    return _shown("all_reduce", options)
+
+
+def _shown(op: str, options: dict[str, Any]) -> list[Measurement]:
+    measurements = benchmark_collectives([op], **options)
+    if rank() == 0:
+        PlainConsole().print(benchmark_table(measurements))
+    return measurements

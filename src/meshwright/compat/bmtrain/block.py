@@ -1,0 +1,293 @@
+"""BMTrain's ``Block``: a module gathered when it runs, recomputed in backward, and released on demand."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.compat.bmtrain.distributed_module import has_run, prepare_root, shard_as_unit
+from meshwright.compat.bmtrain.parameter import keeping_records
+from meshwright.errors import ModelError
+from meshwright.inspect import Record, captured, hand_over, recording_active
+from meshwright.nn.fsdp_units import parameter_groups
+from meshwright.nn.module_structure import subclass_like
+from meshwright.nn.recompute_buffers import recompute_contexts
+from meshwright.runtime import ShardAxes, note_gathered, require_distributed, settings
+
+BlockMode = Literal["BLOCK", "PIPE"]
+_STATE = "_meshwright_block"
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """What a block was asked for. Kept in the module, so all Blocks of one module share it."""
+
+    use_checkpoint: bool
+    zero_level: int
+    unit: Any
+    """The first Block of the module: the one that FSDP2 knows."""
+    place: int | None
+    """Its number on all ranks, if all of them gather in every call: not in a pipeline's stage, nor below level 3."""
+
+
+_PLACES = itertools.count()
+
+
+class Block(nn.Module):
+    """``Block(module)`` shards a module over all ranks, gathers it when it runs, and recomputes it in backward.
+
+    The result *is* the module in all but identity: an instance of its class with the same attributes, submodules,
+    parameter names and hooks. Any arguments and keywords pass through, and any result; tensors nested in them keep
+    their gradients. Several Blocks of one module share its weights.
+
+    Args:
+        module: Plain parameters in it are split as they are, so they must be equal on all ranks.
+        use_checkpoint: Keep only the block's inputs and run its forward again in backward (Chen et al. 2016).
+        zero_level: 3 frees the gathered parameters after forward and gathers them again in backward; 2 keeps them in
+            between; 1 also accumulates whole gradients under :func:`no_sync`. None takes ``init_distributed``'s.
+        initialized: For BMTrain's callers; parameters are sharded as they are either way.
+        mode: For BMTrain's callers, ``"BLOCK"`` or ``"PIPE"``: a PipelineTransformerBlockList takes Blocks of both.
+        axes: The ranks of a pipeline stage, on which distributed parameters are already; None for all ranks.
+
+    Raises:
+        LaunchError: Before ``init_distributed``.
+        ModelError: For what cannot be sharded, and for another Block of the same module with other options.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes an instance of a subclass of the module's class, around the module's own ``__dict__``."""
+        if cls is not Block:  # code of the wrapped class makes another of its kind, as slices of nn.Sequential do
+            return _wrapped_class(cls)(*args, **kwargs)
+        return _around(*args, **kwargs)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        use_checkpoint: bool = True,
+        zero_level: int | None = None,
+        initialized: bool = False,
+        mode: BlockMode = "BLOCK",
+        *,
+        axes: ShardAxes | None = None,
+    ) -> None:
+        # No nn.Module.__init__: the module's own state is there already.
+        _check_mode(mode)
+        level = settings().zero_level if zero_level is None else zero_level
+        known: BlockState | None = self.__dict__.get(_STATE)
+        if known is None:
+            _check_level(level)
+            shard_as_unit(self, reshard_after_forward=level == 3, axes=axes)
+            place = next(_PLACES) if axes is None else None
+            self.__dict__[_STATE] = BlockState(use_checkpoint, level, self, place if level == 3 else None)
+        elif (known.use_checkpoint, known.zero_level) != (use_checkpoint, level):
+            raise ModelError(
+                "A module is wrapped in two Blocks with different options",
+                expected=f"use_checkpoint={known.use_checkpoint}, zero_level={known.zero_level}, as in its first Block",
+                got=f"use_checkpoint={use_checkpoint}, zero_level={level}",
+                fix="wrap it alike in all places: its parameters are gathered in one way",
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the block; parameters gathered without autograd are freed at once."""
+        prepare_root(self)
+        if self._state.place is not None:
+            note_gathered(self._state.place)
+        result = super().__call__(*args, **kwargs)
+        if isinstance(result, _Recorded):
+            hand_over(result.records, result.tensors)
+            result = result.output
+        if not torch.is_grad_enabled():
+            self.free()  # no backward will do it, and the next step changes the shards
+        return result
+
+    def after_failure(self) -> None:
+        """Gathers and frees as a forward does that does not fail: other ranks may not have failed, and wait for it."""
+        self.unit.unshard()
+        if self._state.zero_level == 3 or not torch.is_grad_enabled():
+            self.free()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        if has_run(self.unit):
+            _refuse_other_dtypes(self, fn)
+        with keeping_records(self.parameters()):
+            return super()._apply(fn, recurse)
+
+    def free(self) -> None:
+        """Frees the gathered parameters, if they are: the shards remain."""
+        self.unit.reshard()
+
+    @property
+    def unit(self) -> Any:
+        """The first Block of this module: the FSDP2 module, with FSDP2's own methods."""
+        return self._state.unit
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward, under recomputation if asked for."""
+        run = super().forward
+        if recording_active():
+            run = functools.partial(_recorded, run)
+        if self._state.use_checkpoint and torch.is_grad_enabled():
+            return checkpoint(run, *args, use_reentrant=False, **recompute_contexts([self]), **kwargs)
+        return run(*args, **kwargs)
+
+    @property
+    def _state(self) -> BlockState:
+        state: BlockState | None = self.__dict__.get(_STATE)
+        if state is None:
+            raise ModelError(
+                "A Block was used that has moved to another stage of a pipeline",
+                expected="calls of the PipelineTransformerBlockList that it was put into",
+                got=f"one of a {_wrapped_class(type(self)).__name__} by itself",
+                fix="call the list",
+            )
+        return state
+
+
+class _Recorded(NamedTuple):
+    """What a block's forward returns while an inspector records: FSDP2's hooks must see the recorded tensors, too."""
+
+    output: Any
+    records: list[Record]
+    tensors: list[torch.Tensor]
+
+
+def _recorded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> _Recorded:
+    with captured() as records:
+        output = run(*args, **kwargs)
+    return _Recorded(output, records, [record.tensor for record in records])
+
+
+def block_of(module: nn.Module) -> Block | None:
+    """The first Block of a module or of its Blocks, which share their attributes; None for one without."""
+    state: BlockState | None = module.__dict__.get(_STATE)
+    return state.unit if state is not None else None
+
+
+def unwrapped(block: Block) -> nn.Module:
+    """The module of a Block, no longer sharded by FSDP2: a Block of it can be made anew. Others of it stay Blocks."""
+    del block.__dict__[_STATE]
+    module: nn.Module = object.__new__(_wrapped_class(type(block)))
+    object.__setattr__(module, "__dict__", block.__dict__)
+    return module
+
+
+def _around(module: nn.Module, *_: Any, **__: Any) -> Block:
+    require_distributed("A Block")
+    if not isinstance(module, nn.Module) or isinstance(module, Block):
+        raise ModelError(
+            "A Block needs a module to wrap",
+            expected="an nn.Module that is no Block yet",
+            got="a Block" if isinstance(module, Block) else type(module).__name__,
+            fix="pass the module itself; wrap it once for every place in which it is used",
+        )
+    block: Block = object.__new__(subclass_like(type(module), Block))
+    object.__setattr__(block, "__dict__", module.__dict__)
+    return block
+
+
+def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of the module inside a class made by :func:`_around`."""
+    return cls.__mro__[cls.__mro__.index(Block) + 1]
+
+
+def _refuse_other_dtypes(block: Block, fn: Callable[..., Any]) -> None:
+    """FSDP2 keeps the buffers it gathers into, in the dtype of the first forward."""
+    for name, parameter in block.named_parameters():
+        dtype = fn(torch.empty(0, dtype=parameter.dtype)).dtype
+        if dtype != parameter.dtype:
+            raise ModelError(
+                "A Block that has run cannot change its dtype",
+                expected=f"{name} to stay {parameter.dtype}",
+                got=str(dtype),
+                fix="convert the model before its first forward, or save it and load it into a new one",
+            )
+
+
+CheckpointBlock = Block
+"""BMTrain 0.2.0's name."""
+
+
+def _check_level(level: int) -> None:
+    if level not in (1, 2, 3):
+        raise ModelError(
+            "zero_level is not a ZeRO level", expected="1, 2 or 3", got=repr(level), fix="use 3 to shard everything"
+        )
+
+
+def _check_mode(mode: str) -> None:
+    if mode not in ("BLOCK", "PIPE"):
+        raise ModelError(
+            "mode is not one of BMTrain's", expected="'BLOCK' or 'PIPE'", got=repr(mode), fix="leave it out"
+        )
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Accumulates whole gradients in Blocks of ``zero_level`` 1; the next backward outside reduces them all at once.
+
+    For all micro-batches but the last. Blocks of level 2 and 3 never hold whole gradients: they reduce in every
+    backward, and accumulate what they reduced.
+    """
+    units = {module.unit for module in model.modules() if isinstance(module, Block)}
+    units = {unit for unit in units if unit._state.zero_level == 1}
+    for unit in units:
+        unit.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True)
+
+
+# --- Taking a Block apart again, so that the ranks of a pipeline stage may shard its module. FSDP2 knows no way back.
+
+
+def check_can_be_released(block: Block) -> None:
+    """Refuses a Block that has run: FSDP2 has set up buffers for it.
+
+    Raises:
+        ModelError: Saying so.
+    """
+    if has_run(block.unit):
+        raise ModelError(
+            "A Block that has run cannot move onto a pipeline stage",
+            expected="Blocks that nobody has called yet",
+            got=f"a {type(block).__name__} that has run",
+            fix="put the blocks into the PipelineTransformerBlockList before the model's first forward",
+        )
+
+
+def released(block: Block) -> tuple[nn.Module, BlockState]:
+    """The module of a Block without what sharding added, but for its parameters; and what the Block was asked for.
+
+    The module shares its attributes with all Blocks of it: these cannot run until it is in a Block again.
+    """
+    state = block._state
+    for unit in [module for module in state.unit.modules() if isinstance(module, FSDPModule)]:
+        _unshard_unit(unit)
+    return unwrapped(block), state
+
+
+def _unshard_unit(unit: Any) -> None:
+    """Undoes ``fully_shard`` of one module, whose parameters stay the DTensors that they are."""
+    state = fully_shard.state(unit)  # type: ignore[attr-defined]
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for group in parameter_groups(unit):
+        for parameter in group.fsdp_params:
+            parameter._post_load_hook_handle.remove()
+    del _module_state_mapping[unit]
+    unit.__dict__[STATE_KEY] = {key: kept for key, kept in unit.__dict__[STATE_KEY].items() if kept is not state}
+    unit.__dict__[REGISTRY_KEY].pop("fully_shard", None)
+    unit.__class__ = type(unit).__bases__[1]  # behind FSDPModule

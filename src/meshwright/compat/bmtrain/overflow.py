@@ -1,0 +1,295 @@
+"""Detect overflow in gradients over all ranks, and move the loss scale alike on every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from meshwright.errors import ConfigError, ModelError
+from meshwright.optim.dtensors import (
+    Peers,
+    by_kind,
+    held_of,
+    local_norms,
+    local_tensor,
+    num_replicas,
+    numbers_of,
+    reduced,
+)
+from meshwright.optim.outer import OuterOptimizer
+from meshwright.runtime import take_order
+
+
+class LossScale:
+    """Multiplies the loss so that small fp16 gradients do not vanish (Micikevicius et al. 2018, §3.2).
+
+    Args:
+        value: Starting scale; None for no scaling, a scale of 1 that never changes.
+        factor: Overflow divides the scale by it and growth multiplies; a factor below 1 is taken as its inverse.
+        steps: Steps without overflow after which the scale grows; None for a fixed scale.
+        lowest: The scale never falls below.
+        highest: The scale never grows above.
+
+    Raises:
+        ConfigError: When the numbers do not make a scale.
+    """
+
+    def __init__(
+        self, value: float | None, factor: float = 2.0, steps: int | None = 1024, lowest: float = 1.0,
+        highest: float = float("inf"),
+    ) -> None:  # fmt: skip
+        self.enabled = value is not None
+        self.value = 1.0 if value is None else float(value)
+        self.factor = 1.0 / factor if 0 < factor < 1 else float(factor)
+        self.steps = steps
+        self.lowest = float(lowest)
+        self.highest = float(highest)
+        self.clean_steps = 0
+        """Steps without overflow since the scale last changed."""
+        self._check()
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether overflow and growth change it."""
+        return self.enabled and self.steps is not None
+
+    def overflow(self) -> bool:
+        """Lowers the scale after an overflow; returns whether there was room to."""
+        self.clean_steps = 0
+        if not self.dynamic:
+            return False
+        before = self.value
+        self.value = max(before / self.factor, self.lowest)
+        return self.value < before
+
+    def clean(self) -> None:
+        """Counts a step without overflow, and grows when there were enough."""
+        if not self.dynamic or self.steps is None:
+            return
+        self.clean_steps += 1
+        if self.clean_steps >= self.steps:
+            self.value = min(self.value * self.factor, self.highest)
+            self.clean_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, under BMTrain's names for the arguments."""
+        return {
+            "loss_scale": self.value,
+            "loss_scale_enabled": self.enabled,
+            "loss_scale_factor": self.factor,
+            "loss_scale_steps": self.steps,
+            "min_loss_scale": self.lowest,
+            "max_loss_scale": self.highest,
+            "clean_steps": self.clean_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over :meth:`state_dict`; BMTrain's own, which has the first two entries only, keeps the rest."""
+        self.enabled = bool(state["loss_scale_enabled"])
+        self.value = float(state["loss_scale"])
+        self.factor = float(state.get("loss_scale_factor", self.factor))
+        self.steps = state.get("loss_scale_steps", self.steps)
+        self.lowest = float(state.get("min_loss_scale", self.lowest))
+        self.highest = float(state.get("max_loss_scale", self.highest))
+        self.clean_steps = int(state.get("clean_steps", 0))
+
+    def _check(self) -> None:
+        if not 1 < self.factor < float("inf"):
+            raise _bad("loss_scale_factor", self.factor, "a number other than 1, above 0", "use 2")
+        if self.steps is not None and self.steps < 1:
+            raise _bad("loss_scale_steps", self.steps, "1 or more steps, or None", "use None for a fixed scale")
+        if not 0 < self.lowest <= self.highest:
+            limits = f"{self.lowest} and {self.highest}"
+            raise _bad("min_loss_scale or max_loss_scale", limits, "0 < min_loss_scale <= max_loss_scale", "swap them")
+        if self.enabled and not (self.lowest <= self.value <= self.highest and self.value < float("inf")):
+            expected = f"a finite number from min_loss_scale {self.lowest} to max_loss_scale {self.highest}"
+            raise _bad("loss_scale", self.value, expected, "begin with 2**16, or leave it out for no scaling")
+
+
+def _bad(name: str, value: Any, expected: str, fix: str) -> ConfigError:
+    return ConfigError(f"{name} does not make a loss scale", expected=expected, got=repr(value), fix=fix)
+
+
+# --- Measures of many gradients over all ranks: their norm, and whether all are finite.
+
+
+def norm_and_count(
+    parameters: Iterable[torch.Tensor], norm_type: float, count: int, peers: Peers | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of all gradients in the world as if they were one vector, in one all-reduce; every rank calls it.
+
+    Each rank adds what it holds, divided by how many ranks hold the same: tensors of any meshes share one reduction,
+    and pipeline stages add up. The host does not wait.
+
+    Args:
+        parameters: This rank's, with gradients or without: plain ones, equal on all ranks that hold them, and DTensors.
+        norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
+        count: Any number of this rank's own; travels along.
+        peers: The ranks of one replica, whose gradients count; None for the world.
+
+    Returns:
+        0-dim fp64 norm, and the count of the rank that has most (a sum over ranks when ``norm_type`` is finite).
+
+    Raises:
+        ModelError: When a gradient is an unreduced partial sum.
+    """
+    infinite = norm_type == float("inf")
+    by_replicas: dict[int, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            replicas = num_replicas(parameter.grad, peers, held_of(parameter))
+            by_replicas.setdefault(replicas, []).append(numbers_of(local_tensor(parameter.grad), norm_type))
+    parts = []
+    for replicas, group in by_replicas.items():
+        for kind in by_kind(group):
+            # fp64: a sum of few numbers, whose powers must not overflow.
+            norms = torch.stack(local_norms(kind, norm_type)).double()
+            parts.append(norms.max() if infinite else norms.pow(norm_type).sum() / replicas)
+    device = parts[0].device if parts else torch.device("cpu")
+    every = torch.stack([part.to(device) for part in parts]) if parts else torch.zeros(1, dtype=torch.float64)
+    # A maximum over ranks may lose a nan, but not an infinity.
+    own = every.nan_to_num(nan=float("inf")).max() if infinite else every.sum()
+    vector = torch.stack([own, torch.full((), float(count), dtype=torch.float64, device=device)])
+    norm, total = reduced(vector, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, peers).unbind()
+    return (norm if infinite else norm.pow(1.0 / norm_type)), total
+
+
+def any_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """1 when one of this rank's plain tensors holds inf or nan, else 0; 0-dim fp32. Reads them once, writes nothing."""
+    found = [~torch.isfinite(torch.stack(torch._foreach_norm(kind, float("inf")))).all() for kind in by_kind(tensors)]
+    return _any([flag.float() for flag in found])
+
+
+def unscale_and_find_nonfinite(tensors: Iterable[torch.Tensor], inverse_scale: float) -> torch.Tensor:
+    """Multiplies this rank's plain tensors in place, and finds inf or nan in the same pass; result as above."""
+    found = []
+    for kind in by_kind(tensors):
+        flag = torch.zeros((), dtype=torch.float32, device=kind[0].device)
+        factor = torch.full((), inverse_scale, dtype=torch.float32, device=kind[0].device)
+        torch._amp_foreach_non_finite_check_and_unscale_(kind, flag, factor)
+        found.append(flag)
+    return _any(found)
+
+
+def _any(flags: list[torch.Tensor]) -> torch.Tensor:
+    if not flags:
+        return torch.zeros(())
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).max()
+
+
+def parameters_in(param_groups: Iterable[Mapping[str, Any] | torch.Tensor]) -> list[torch.Tensor]:
+    """All parameters of groups, or listed by themselves, each once."""
+    found: dict[int, torch.Tensor] = {}
+    for group in param_groups:
+        members = [group] if isinstance(group, torch.Tensor) else group["params"]
+        found.update({id(parameter): parameter for parameter in members})
+    return list(found.values())
+
+
+# --- Which gradients are known to be finite already, and whether the others are.
+
+
+def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's shards of the gradients that exist."""
+    return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+class GradientWatch:
+    """Remembers norms that were taken: a finite norm says that its gradients are finite, for as long as nobody writes
+    to them. That saves a pass over gradients that were clipped.
+    """
+
+    def __init__(self) -> None:
+        # Local gradients, by identity, with the version they had and the norm they are part of.
+        self._measured: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def remember(self, norm: torch.Tensor, gradients: Iterable[torch.Tensor]) -> None:
+        """Notes the norm of local gradients, over all ranks, as they are now."""
+        self._measured.update({id(gradient): (gradient, gradient._version, norm) for gradient in gradients})
+
+    def is_measured(self, gradient: torch.Tensor) -> bool:
+        """Whether a norm was taken of this local gradient and nobody has written to it since."""
+        measured, version, _ = self._measured.get(id(gradient), (None, 0, None))
+        return measured is gradient and version == gradient._version
+
+    def any_nonfinite(
+        self, plain: list[torch.Tensor], to_unscale: list[torch.Tensor], inverse_scale: float
+    ) -> torch.Tensor:
+        """1 when a gradient of this rank, or a norm that one of them is part of, is inf or nan, else 0; 0-dim fp32.
+
+        Args:
+            plain: Local gradients, which are left as they are.
+            to_unscale: Others; those of which no norm was taken are multiplied by ``inverse_scale`` in the same pass.
+            inverse_scale: See there.
+        """
+        known = [self._measured[id(gradient)] for gradient in [*plain, *to_unscale] if self.is_measured(gradient)]
+        norms = {id(norm): norm for _, _, norm in known}
+        flags = [any_nonfinite([gradient for gradient in plain if not self.is_measured(gradient)])]
+        fresh = [gradient for gradient in to_unscale if not self.is_measured(gradient)]
+        flags.append(unscale_and_find_nonfinite(fresh, inverse_scale))
+        flags += [(~torch.isfinite(norm)).float() for norm in norms.values()]
+        device = next((flag.device for flag in flags if flag.device.type != "cpu"), flags[0].device)
+        return torch.stack([flag.to(device) for flag in flags]).max()
+
+    def forget(self) -> None:
+        """Begins anew, with the next step's gradients."""
+        self._measured = {}
+
+
+# --- The one meeting of all ranks per step: what any of them has found, and whether they have run the same model.
+
+
+def on_any_rank(found: torch.Tensor, flags: tuple[bool, ...], peers: Peers | None) -> list[bool]:
+    """Whether any rank's flags are set; one all-reduce, for which the host waits.
+
+    Args:
+        found: A 0-dim fp32 flag on the device of the gradients.
+        flags: Others, on the host.
+        peers: The ranks of one replica; None for the world.
+
+    Returns:
+        All of them, ``found`` first.
+
+    Raises:
+        ModelError: On every rank, when ranks have gathered other Blocks, or in another order.
+    """
+    order = float(take_order())
+    host = torch.tensor([order, -order, *map(float, flags)]).to(found.device, non_blocking=True)
+    any_found, highest, lowest, *rest = reduced(torch.cat([found.reshape(1), host]), dist.ReduceOp.MAX, peers).tolist()
+    if highest != -lowest:
+        raise ModelError(
+            "The ranks have run different Blocks since the last step, and got each other's weights",
+            expected="the same Blocks in the same order on every rank: all of them gather each one together",
+            got="others, or another order, on some rank (this step has changed no weight)",
+            fix="let all ranks decide alike which layers run, by a torch.Generator of one seed: other draws differ "
+            "between ranks",
+        )
+    return [bool(each) for each in (any_found, *rest)]
+
+
+# --- An OptimManager over outer optimizers: every replica decides for itself, and all count alike.
+
+
+def prepare_gradients(optimizers: Iterable[Optimizer]) -> None:
+    """Averages gradients over replicas where a synchronous warm-up asks for it."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, OuterOptimizer):
+            optimizer.prepare_gradients()
+
+
+def peers_of(optimizers: Iterable[Optimizer]) -> Peers | None:
+    """The ranks that decide together: those of one replica where there are replicas, None for the world."""
+    outer = next((each for each in optimizers if isinstance(each, OuterOptimizer)), None)
+    return None if outer is None else Peers(outer.replicas.inside, outer.replicas.num_inside)
+
+
+def count_skipped(optimizer: Optimizer, scheduler: Any) -> None:
+    """A step that this replica skips and others take: counts and learning rates must not drift apart."""
+    if isinstance(optimizer, OuterOptimizer):
+        optimizer.count_step()
+        if scheduler is not None:
+            scheduler.step()

@@ -1,0 +1,158 @@
+"""BMTrain's small tools: framed prints, memory reports, running averages."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+import torch
+
+from meshwright.errors import ConfigError
+from meshwright.runtime import peak_memory_bytes, print_rank
+
+_COLUMNS = 60
+
+
+def print_block(title: str, text: str | None = None, file: TextIO | None = None) -> None:
+    """Prints text between two rules of 60 columns, the upper with the title in its middle; on rank 0 only.
+
+    Args:
+        title: A few words; a title that is longer than the rule stands as it is.
+        text: What to say; None prints the title alone.
+        file: Where; None means standard output.
+    """
+    lines = [f" {title} ".center(_COLUMNS, "=")]
+    lines += [text, "=" * _COLUMNS] if text is not None else []
+    print_rank("\n".join(lines), file=file or sys.stdout)
+
+
+def print_dict(title: str, content: Mapping[str, Any], file: TextIO | None = None) -> None:
+    """Prints one line ``name: value`` per entry as a block, the values aligned; on rank 0 only.
+
+    Args:
+        title: See :func:`print_block`.
+        content: What to print.
+        file: Where; None means standard output.
+    """
+    width = max((len(str(name)) for name in content), default=0) + 1
+    print_block(title, "\n".join(f"{f'{name}:':<{width}} {value}" for name, value in content.items()), file)
+
+
+# --- What memory a rank holds, told aloud.
+
+_GIB = 2**30
+_STATUS_FIELDS = ("VmRSS", "VmHWM", "RssAnon", "RssFile", "RssShmem", "VmSwap")
+
+
+def see_memory(message: str, detail: bool = False) -> dict[str, int]:
+    """Prints rank 0's memory, and forgets CUDA's peak so that the next call tells of what came between (BMTrain).
+
+    Args:
+        message: What has just been done.
+        detail: Print the CUDA allocator's own summary, or the kinds of the process's memory on the CPU, instead of
+            two numbers.
+
+    Returns:
+        On every rank, its own numbers: ``allocated_bytes`` and ``max_allocated_bytes`` since the last call where the
+        process computes on CUDA; else ``resident_bytes`` (Linux) and ``max_resident_bytes`` of the process so far.
+    """
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())
+        numbers = {
+            "allocated_bytes": torch.cuda.memory_allocated(device),
+            "max_allocated_bytes": peak_memory_bytes(device),
+        }
+        details = torch.cuda.memory_summary(device) if detail else ""
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        status = _process_status()
+        resident = {"resident_bytes": status["VmRSS"]} if "VmRSS" in status else {}
+        numbers = {**resident, "max_resident_bytes": peak_memory_bytes(torch.device("cpu"))}
+        details = _lines(status) if detail else ""
+    print_rank(f"{message}\n{details or _lines(numbers)}")
+    return numbers
+
+
+def _lines(numbers: dict[str, int]) -> str:
+    return "\n".join(f"  {name.removesuffix('_bytes')}: {size / _GIB:.3f} GiB" for name, size in numbers.items())
+
+
+def _process_status() -> dict[str, int]:
+    """The kinds of memory of this process in bytes, as Linux lists them; empty elsewhere."""
+    try:
+        with open("/proc/self/status") as status:
+            fields = dict(line.split(":", 1) for line in status)
+    except OSError:
+        return {}
+    return {name: int(fields[name].split()[0]) * 1024 for name in _STATUS_FIELDS if name in fields}
+
+
+# --- A running average for logs.
+
+
+class AverageRecorder:
+    """Exponential moving average of what is recorded, right from the first record on.
+
+    Each record ``x`` makes ``v = alpha * v + (1 - alpha) * x``, from ``v = 0`` on. ``value`` after ``n`` records is
+    ``v / (1 - alpha^n)``: the bias correction of Adam (Kingma & Ba 2015), as in BMTrain.
+
+    Args:
+        alpha: How much of the past each record keeps, in [0, 1).
+        start_value: What ``value`` is before the first record. It leaves no trace afterwards. (BMTrain starts ``v``
+            with it and corrects as though it had not: with 1 and alpha 0.9, a first record of 2 would read 11.)
+
+    Raises:
+        ConfigError: When ``alpha`` is outside [0, 1).
+    """
+
+    def __init__(self, alpha: float = 0.9, start_value: float = 0.0) -> None:
+        _check_alpha(alpha)
+        self.alpha, self.start_value = alpha, start_value
+        self._decayed_sum = 0.0
+        # 1 - alpha^n, kept by the same recursion as the sum: a constant series reads exactly as itself.
+        self._weight = 0.0
+
+    def record(self, value: float) -> None:
+        """Takes one value in; a tensor of one element is read from its device."""
+        self._decayed_sum = self.alpha * self._decayed_sum + (1 - self.alpha) * float(value)
+        self._weight = self.alpha * self._weight + (1 - self.alpha)
+
+    @property
+    def value(self) -> float:
+        """The average so far."""
+        return self._decayed_sum / self._weight if self._weight else self.start_value
+
+    def state_dict(self) -> dict[str, float]:
+        """Everything that the next value depends on."""
+        return {
+            "alpha": self.alpha,
+            "start_value": self.start_value,
+            "decayed_sum": self._decayed_sum,
+            "weight": self._weight,
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Goes on where another recorder was.
+
+        Raises:
+            ConfigError: When the state is not one of a recorder; nothing has changed then.
+        """
+        missing = [name for name in self.state_dict() if name not in state]
+        if missing:
+            raise ConfigError(
+                "The state is not that of an AverageRecorder",
+                expected=", ".join(self.state_dict()),
+                got=f"no {', '.join(missing)}",
+                fix="pass what state_dict() returned",
+            )
+        _check_alpha(state["alpha"])
+        self.alpha, self.start_value = state["alpha"], state["start_value"]
+        self._decayed_sum, self._weight = state["decayed_sum"], state["weight"]
+
+
+def _check_alpha(alpha: float) -> None:
+    if not 0 <= alpha < 1:
+        raise ConfigError(
+            "alpha is not a share of the past", expected="0 <= alpha < 1", got=repr(alpha), fix="use 0.9 if in doubt"
+        )

@@ -1,0 +1,303 @@
+"""A plugin: a named strategy with ColossalAI's keyword arguments, and the few options that no strategy has."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from meshwright.data import global_batch_loader
+from meshwright.errors import ConfigError, did_you_mean
+from meshwright.methods import SAMPLED, resolve
+from meshwright.runtime import coordinate_of, rank, world_size
+from meshwright.strategy import Strategy
+
+
+def inert(default: Any, why: str) -> Any:
+    """An argument that is accepted and changes nothing here; the user is told once when it is not the default."""
+    return field(default=default, metadata={"inert": why})
+
+
+def near(default: Any, what: str) -> Any:
+    """An argument that means something close to what it means in ColossalAI; the user is told once what."""
+    return field(default=default, metadata={"near": what})
+
+
+def only(default: Any, what: str, fix: str) -> Any:
+    """An argument with one possible value: any other would change the result, and cannot be honoured."""
+    return field(default=default, metadata={"only": what, "fix": fix})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Plugin(ABC):
+    """Base of all plugins. A plugin is immutable; it can be used by several boosters.
+
+    Args:
+        methods: Methods to add to the plugin's strategy, such as ``["checkpoint"]``; in any form a Strategy reads.
+
+    Raises:
+        ConfigError: For a value that cannot be honoured.
+        TypeError: For an argument that does not exist.
+    """
+
+    methods: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            if "only" in option.metadata and not self._is_default(option):
+                raise ConfigError(
+                    f"{type(self).__name__}: {option.name} asks for {option.metadata['only']}, which it cannot do",
+                    expected=repr(option.default),
+                    got=repr(getattr(self, option.name)),
+                    fix=option.metadata["fix"],
+                )
+        max_norm, norm_type = self.clipping
+        if not (max_norm >= 0 and norm_type > 0):
+            raise ConfigError(
+                f"{type(self).__name__}: max_norm and norm_type are no norm to clip by",
+                expected="max_norm of 0 (no clipping) or more, and norm_type above 0",
+                got=f"{max_norm!r} and {norm_type!r}",
+                fix="leave them out to train without clipping",
+            )
+
+    @abstractmethod
+    def strategy(self, world: int) -> Strategy:
+        """The strategy for a number of ranks.
+
+        Raises:
+            ConfigError: When the plugin's sizes do not fit the world.
+        """
+
+    def with_methods(self, methods: Sequence[Any]) -> Strategy:
+        """A strategy of these methods and the user's own; a user's replaces one of the same name."""
+        strategy = Strategy(list(methods))
+        for method in Strategy(list(self.methods)).methods:
+            strategy = strategy.with_method(method)
+        return strategy
+
+    @property
+    def controls_precision(self) -> bool:
+        """Whether the precision is the plugin's, not ``Booster(mixed_precision=)``."""
+        return True
+
+    @property
+    def clipping(self) -> tuple[float, float]:
+        """Largest gradient norm (0: no clipping) and the p of the p-norm, applied in every optimizer step."""
+        return 0.0, 2.0
+
+    @property
+    def ddp_options(self) -> Mapping[str, Any]:
+        """Keyword arguments of DistributedDataParallel, for strategies that replicate parameters."""
+        return {}
+
+    @property
+    def outputs_in_fp32(self) -> bool:
+        """Whether the model's outputs are cast to fp32."""
+        return False
+
+    def notices(self) -> list[str]:
+        """What the user should know of arguments that change nothing, or mean something else; one sentence each."""
+        given = [option for option in fields(self) if not self._is_default(option)]
+        said = [
+            (each, f" changes nothing; {each.metadata['inert']}" if "inert" in each.metadata else each.metadata["near"])
+            for each in given
+            if not {"inert", "near"}.isdisjoint(each.metadata)
+        ]
+        return [f"{type(self).__name__}: {each.name}={getattr(self, each.name)!r}{text}" for each, text in said]
+
+    def prepare_model(self, model: nn.Module, device: torch.device) -> list[str]:
+        """Changes modules of the plain model before its strategy is applied; returns notices."""
+        return []
+
+    def num_micro_batches(self, batch_size: int) -> int:
+        """Into how many micro-batches ``execute_pipeline`` cuts a batch of this rank."""
+        return 1
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        num_workers: int = 0,
+        distributed_sampler_cls: type | None = None,
+        **kwargs: Any,
+    ) -> DataLoader[Any]:
+        """A dataloader whose batches are this rank's share: ranks that hold one replica together get the same ones.
+
+        Args:
+            dataset: torch Dataset.
+            batch_size: Samples per batch of one replica (not of all together).
+            shuffle: Shuffle, in the order that ``seed`` and ``set_epoch`` of the loader decide.
+            seed: Seed of the order, equal on all ranks.
+            drop_last: Drop the last incomplete batch.
+            pin_memory: As in torch's DataLoader.
+            num_workers: As in torch's DataLoader; workers are seeded by torch, each one differently.
+            distributed_sampler_cls: Used instead of torch's DistributedSampler.
+            **kwargs: Further arguments of torch's DataLoader.
+
+        Raises:
+            DataError, ConfigError: When these do not fit together.
+        """
+        replica, num_replicas = self._replica()
+        options = {"drop_last": drop_last, "pin_memory": pin_memory, "num_workers": num_workers, **kwargs}
+        return global_batch_loader(
+            dataset,
+            loader_args={"batch_size": batch_size * num_replicas, "shuffle": shuffle, **options},
+            replica=replica,
+            num_replicas=num_replicas,
+            sampler_cls=distributed_sampler_cls,
+            sampler_seed=seed,
+        )
+
+    def _replica(self) -> tuple[int, int]:
+        """Which data-parallel replica this rank belongs to, and how many there are."""
+        axes = resolve(self.strategy(world_size()), world_size()).axes
+        sizes, here = dict(axes), coordinate_of(rank(), axes)
+        replica, replicas = 0, 1
+        for axis in SAMPLED:
+            replica = replica * sizes.get(axis, 1) + here.get(axis, 0)
+            replicas *= sizes.get(axis, 1)
+        return replica, replicas
+
+    def _is_default(self, option: Field[Any]) -> bool:
+        return bool(getattr(self, option.name) == option.default)
+
+    def __repr__(self) -> str:
+        shown = [option for option in fields(self) if option.default is MISSING or not self._is_default(option)]
+        arguments = ", ".join(f"{option.name}={getattr(self, option.name)!r}" for option in shown)
+        return f"{type(self).__name__}({arguments})"
+
+
+# --- Arguments that several of ColossalAI's plugins share, and what they mean for a strategy.
+
+PRECISIONS = ("fp32", "fp16", "bf16")
+_FUSED = "PyTorch's scaled_dot_product_attention and torch.compile fuse what can be fused"
+
+
+def compressed() -> Any:
+    """The argument ``fp8_communication``."""
+    return near(False, " is the method comm: gradients travel in int8, gathered weights in fp8, with a scale per block")
+
+
+def fused() -> Any:
+    """A switch of hand-written kernels: it changes speed and never results."""
+    return inert(False, _FUSED)
+
+
+def sequence_overlap() -> Any:
+    """The argument ``enable_sequence_overlap``, which ColossalAI has dropped since: by its name only."""
+    return field(default=False, kw_only=True, metadata={"inert": "what overlaps is torch's to decide"})
+
+
+class LossScaleArguments(Plugin):
+    """The dynamic loss scale, used when the precision is fp16.
+
+    Names only: each plugin declares them where ColossalAI has them, so that they have its places and defaults.
+    """
+
+    initial_scale: float
+    min_scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    max_scale: float
+
+    def check_precision(self, precision: str) -> None:
+        """Refuses a precision that is none, and numbers that make no loss scale.
+
+        Raises:
+            ConfigError, StrategyError: Saying which.
+        """
+        Strategy(self.precision_methods(precision))
+
+    def precision_methods(self, precision: str, *, master_weights: bool = True) -> list[Any]:
+        """The method that a precision means: half for fp16 and bf16, none for fp32.
+
+        Raises:
+            ConfigError: When the precision is not one of the three.
+        """
+        check_choice(self, "precision", precision, PRECISIONS)
+        if precision == "fp32":
+            return []
+        keys: dict[str, Any] = {"dtype": precision, "master_weights": master_weights}
+        if precision == "fp16":
+            keys["loss_scale"] = {name: getattr(self, name) for name in LossScaleArguments.__annotations__}
+        return [("half", keys)]
+
+
+def check_choice(plugin: Plugin, name: str, value: object, choices: tuple[Any, ...]) -> None:
+    """Refuses a value that is none of the choices.
+
+    Raises:
+        ConfigError: Naming them.
+    """
+    if value not in choices:
+        known = [each for each in choices if isinstance(each, str)]
+        raise ConfigError(
+            f"{type(plugin).__name__}: {name} is none of its values{did_you_mean(str(value), known)}",
+            expected=" or ".join(map(repr, choices)),
+            got=repr(value),
+            fix=f"choose another {name}",
+        )
+
+
+def in_fp8(products: bool, communication: bool, *, gathers: bool) -> list[Any]:
+    """The methods that ``use_fp8`` and ``fp8_communication`` mean.
+
+    Args:
+        products: ``use_fp8``: as in ColossalAI, each tensor is scaled by its own largest value.
+        communication: ``fp8_communication``.
+        gathers: Whether weights are sharded, and travel too.
+    """
+    wire = ("comm", {"all_gather": "fp8" if gathers else None, "reduce": "int8"})
+    return [*([("fp8", "tensorwise")] if products else []), *([wire] if communication else [])]
+
+
+def offloaded(cpu_offload: bool) -> list[Any]:
+    """The method that ``cpu_offload`` means: master weights and states on the host, where they are updated."""
+    return [("offload", "optimizer")] if cpu_offload else []
+
+
+def mesh_of(plugin: Plugin, world: int, sizes: Mapping[str, int], rest: str) -> dict[str, Any]:
+    """The ``parallel_mode`` config of a mesh whose ``rest`` axis takes what the other sizes leave of the world.
+
+    Args:
+        plugin: For the error.
+        world: Number of ranks.
+        sizes: Argument sizes by mesh axis, innermost first.
+        rest: The axis that takes the rest.
+
+    Raises:
+        ConfigError: When they do not divide the world.
+    """
+    product = 1
+    for axis, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(
+                f"{type(plugin).__name__}: the size of the {axis} axis is not a number of ranks",
+                expected="1 or more",
+                got=repr(size),
+                fix="use 1 for an axis that is not split",
+            )
+        product *= size
+    if world % product:
+        raise ConfigError(
+            f"{type(plugin).__name__}: the sizes do not divide the world",
+            expected=f"a divisor of {world} ranks",
+            got=" x ".join(f"{axis} {size}" for axis, size in sizes.items()) + f" = {product}",
+            fix=f"start a multiple of {product} processes, or change the sizes",
+        )
+    axes = {axis: size for axis, size in sizes.items() if size > 1 and axis != "data"}
+    axes[rest] = world // product
+    if sizes.get("data", 1) > 1 and rest != "data":
+        axes["data"] = sizes["data"]
+    return {"axes": list(axes.items())}

@@ -1,0 +1,297 @@
+"""Calibration: the share of stated peaks that real kernels and collectives reach, measured and learned."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from meshwright.errors import ConfigError
+
+LEAST, MOST = 0.1, 10.0  # what is further off is no matter of a few factors
+MOST_CALL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Learned:
+    """By how much longer things take in training steps than a calibration says.
+
+    Args:
+        computing: Kernels of blocks and of the update.
+        collectives: Their bytes.
+        call_s: Seconds that each collective takes beside what it was measured to.
+        num_runs: Candidates that it was learned from.
+    """
+
+    computing: float = 1.0
+    collectives: float = 1.0
+    call_s: float = 0.0
+    num_runs: int = 0
+
+    def applied(self, known: Calibration) -> Calibration:
+        """The calibration with everything as long as it is."""
+        devices = {name: self._efficiency(each) for name, each in known.devices.items()}
+        return dataclasses.replace(
+            known, devices=devices, constants=self._constants(known.constants), num_runs=self.num_runs
+        )
+
+    def _efficiency(self, known: Efficiency) -> Efficiency:
+        return dataclasses.replace(
+            known,
+            update=known.update / self.computing,
+            intra=known.intra / self.collectives,
+            inter=known.inter / self.collectives,
+        )
+
+    def _constants(self, known: Constants) -> Constants:
+        # Those of shards have seconds of their own where they were measured, and else those of all.
+        of_shards = known.shard_s + self.call_s if known.shard_s else 0.0
+        return dataclasses.replace(
+            known, in_step=known.in_step * self.computing, call_s=known.call_s + self.call_s, shard_s=of_shards
+        )
+
+
+def learned_from(data: Mapping[str, Any]) -> Learned:
+    """Reads what ``dataclasses.asdict`` made of it.
+
+    Raises:
+        TypeError, ValueError: When it is something else.
+    """
+    found = Learned(**data)
+    bounds = {"computing": (LEAST, MOST), "collectives": (LEAST, MOST), "call_s": (0.0, MOST_CALL_S)}
+    for name, (least, most) in bounds.items():
+        value = getattr(found, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            raise ValueError(f"learned.{name} must be a number from {least:g} to {most:g}, and is {value!r}")
+    if isinstance(found.num_runs, bool) or not isinstance(found.num_runs, int) or found.num_runs < 0:
+        raise ValueError(f"learned.num_runs must be a count, and is {found.num_runs!r}")
+    return found
+
+
+# --- How much of a device's and a link's stated peak real kernels and collectives reach: a few fitted numbers each.
+
+FORMAT = "meshwright.efficiencies"
+_LEAST = 1e-12  # efficiencies are divided by
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Fractions of stated peaks, fitted to published runs (``benchmarks/fit.py``) or measured on a machine.
+
+    Args:
+        matmul: Of the peak of half-precision (and fp32) matrix products, in large ones.
+        fp8: Of the peak of fp8 products, in large ones.
+        fp4: Of the peak of 4-bit products, in large ones; None: as ``fp8``.
+        attention: Of the half-precision peak, in fused attention with heads of width 128.
+        memory: Of the memory bandwidth, in kernels that are bound by it.
+        intra: Of the bandwidth of links inside a node.
+        inter: Of the bandwidth of links between nodes.
+        attention_backward: Speed of fused attention's backward beside its forward's.
+        attention_fp32: As ``attention``, of the fp32 peak in fp32; None: the same fraction.
+        attention_backward_fp32: As ``attention_backward``, in fp32; None: the same.
+        cached: Speed of the bytes of a kernel that fit into the device's cache beside that of its memory.
+        update: Speed of the optimizer's update beside other kernels that are bound by memory.
+        all_reduce: Of what links reach (``intra``, ``inter``), in all-reduces; so are those that follow.
+    """
+
+    matmul: float = 0.75
+    fp8: float = 0.55
+    fp4: float | None = None
+    attention: float = 0.45
+    memory: float = 0.8
+    intra: float = 0.75
+    inter: float = 0.7
+    attention_backward: float = 1.0
+    attention_fp32: float | None = None
+    attention_backward_fp32: float | None = None
+    cached: float = 1.0
+    update: float = 1.0
+    all_reduce: float = 1.0
+    all_gather: float = 1.0
+    reduce_scatter: float = 1.0
+    all_to_all: float = 1.0
+    send: float = 1.0
+
+    def of_matmul(self, dtype: str) -> float:
+        """Of the peak of a precision, in large products."""
+        if dtype == "fp4" and self.fp4 is not None:
+            return self.fp4
+        return self.fp8 if dtype in ("fp8", "fp4") else self.matmul
+
+    def of_attention(self, dtype: str) -> tuple[float, float]:
+        """Of the peak in forward, and the speed of backward beside it."""
+        forward, backward = self.attention, self.attention_backward
+        if dtype == "fp32":
+            forward = forward if self.attention_fp32 is None else self.attention_fp32
+            backward = backward if self.attention_backward_fp32 is None else self.attention_backward_fp32
+        return forward, backward
+
+    def of_collective(self, kind: str) -> float:
+        """Of what links reach, in one kind of collective; a broadcast travels as a send does."""
+        return getattr(self, "send" if kind == "broadcast" else kind)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What all devices share.
+
+    Args:
+        gap_s: From the end of one kernel to the start of the next.
+        interference: By how much computing slows down while a collective runs beside it (Galvatron: 0.1 to 0.3).
+        power: Exponent of sustained power in sustained arithmetic.
+        step_s: Once per step: the optimizer's launch, reading the loss, loading a batch.
+        call_s: What a collective costs beside its bytes and hops.
+        hop: By how much a hop between nodes takes longer than the link's latency.
+        p2p_s: What handing on to the next stage of a pipeline costs beside its bytes: ranks wait for each other.
+        narrow: Exponent by which attention slows down with heads narrower than 128.
+        flash1: Speed of the first generation of fused attention (Triton's) beside the second, in forward.
+        vendor: Of the half-precision peak, what fused attention reaches that is written for its generation of devices
+            (cuDNN's; FlashAttention-3 on Hopper: Shah et al. 2024, Fig. 5 and 6).
+        early: Speed of products beside today's in the first year of a generation of devices, before libraries knew it.
+        blocks: Speed of fp8 products with a scale for each 32 elements beside those with one for each tensor (6.8 and
+            7.2 ms for the same products on B300: Transformer Engine's documentation, gemm_profiling).
+        tile: Times the bytes of its operands that a product's first and last tiles cost beside its arithmetic.
+        host_s: What the host takes to launch one kernel of a module that is not compiled: a block cannot be faster.
+        operator_s: The same of one operator of a model that was traced: of these a module has several.
+        rowwise_bytes: Moved for each element of an fp8 product's inputs that is scaled row by row, beside the cast.
+        async_tensor: Share of tensor-parallel collectives that is left when they run beside the products they feed.
+        function_s: Per element to which a function (an exponential, a normalisation) is applied, beside its bytes:
+            nothing on GPUs, where that hides behind the bytes.
+        product_s: What a matrix product takes beside its arithmetic and bytes: on CPUs its operands are packed anew.
+        reduce_scatter_s: What a reduce-scatter costs beside that: gloo polls for a millisecond, NCCL does not.
+        accumulation: Times that the bytes of a gradient are moved when a further micro-batch adds to it; 0 where that
+            is in other constants.
+        spread: Deviation of devices of one kind in sustained arithmetic, as a share of it (Sinha et al. 2022 found 8 %
+            between the slower and the faster of whole clusters).
+        shared: Computing time lost per second of a collective beside it, where both run on the same cores: 1 on CPUs.
+        in_step: Seconds of kernels in a step over those of the same kernels alone; 1 where the rates were fitted to
+            whole steps.
+        half_in_step: Times as long as ``in_step`` that products and attention take in half precision, with their casts.
+        sharded: Seconds of the bytes that are gathered and reduced of shards over those of bare collectives: they are
+            copied in and out of one buffer.
+        shard_s: What one of these takes beside its bytes, ranks that wait included; 0: what a bare collective does.
+        wait_s: Seconds until the second of two ranks arrives at a collective that computing waits for, and both go on.
+        per_core: Ranks that take turns on a core of a CPU: what one leaves idle, another uses.
+    """
+
+    gap_s: float = 3e-6
+    interference: float = 0.2
+    power: float = 0.4
+    step_s: float = 5e-3
+    call_s: float = 2e-5
+    hop: float = 1.0
+    p2p_s: float = 2e-4
+    narrow: float = 0.2
+    flash1: float = 0.71
+    vendor: float = 0.53
+    host_s: float = 5e-5
+    operator_s: float = 1.5e-5
+    early: float = 0.9
+    blocks: float = 0.945
+    tile: float = 1.2
+    rowwise_bytes: float = 5.0
+    async_tensor: float = 0.5
+    function_s: float = 0.0
+    product_s: float = 0.0
+    reduce_scatter_s: float = 0.0
+    accumulation: float = 0.0
+    spread: float = 0.0
+    shared: float = 0.0
+    in_step: float = 1.0
+    half_in_step: float = 1.0
+    sharded: float = 1.0
+    shard_s: float = 0.0
+    wait_s: float = 0.0
+    per_core: float = 1.0
+
+    def waits_s(self, ranks: int) -> float:
+        """Until the last of so many arrives: of independent delays the longest grows with the logarithm."""
+        return self.wait_s * math.log2(ranks) if ranks > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Efficiencies by device family, and the constants that go with them.
+
+    Args:
+        devices: Efficiencies by family.
+        constants: That go with them.
+        machine: Where they were measured; None: nowhere alone.
+        num_runs: Candidates of dry runs that they were corrected by.
+    """
+
+    devices: Mapping[str, Efficiency]
+    constants: Constants = Constants()
+    machine: str | None = None
+    num_runs: int = 0
+
+    def of(self, family: str) -> Efficiency:
+        """Of a device family; where it was never fitted, the default."""
+        return self.devices.get(family) or self.devices.get("default") or Efficiency()
+
+
+def read_calibration(text: str) -> Calibration:
+    """Reads the JSON that ``benchmarks/fit.py`` and a calibration write.
+
+    Raises:
+        ConfigError: When it is not such a file, or names what is not known.
+    """
+    try:
+        data = json.loads(text)
+        if data.get("format") != FORMAT:
+            raise ValueError(f"format {data.get('format')!r}")
+        return calibration_from(data)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            "A calibration cannot be read",
+            expected=f'JSON with "format": "{FORMAT}", "devices" and "constants"',
+            got=str(error),
+            fix="write it with benchmarks/fit.py, or leave it out for the fitted presets",
+        ) from None
+
+
+def calibration_from(data: Mapping[str, Any]) -> Calibration:
+    """Of the tables ``devices`` and ``constants``, ``machine``, and what was ``learned``.
+
+    Raises:
+        KeyError, TypeError, AttributeError, ValueError: When they are not what they should be.
+    """
+    if not isinstance(data, Mapping):
+        raise ValueError("calibration is no table")
+    machine = data.get("machine")
+    if machine is not None and not isinstance(machine, str):
+        raise ValueError(f"calibration.machine is {machine!r}")
+    devices = {name: Efficiency(**_numbers(entry, _LEAST)) for name, entry in data["devices"].items()}
+    known = Calibration(devices, Constants(**_numbers(data["constants"])), machine)
+    return learned_from(data["learned"]).applied(known) if "learned" in data else known
+
+
+def calibration_tables(calibration: Calibration) -> dict[str, Any]:
+    """The tables that :func:`calibration_from` reads."""
+    devices = {name: dataclasses.asdict(entry) for name, entry in calibration.devices.items()}
+    machine = {} if calibration.machine is None else {"machine": calibration.machine}
+    return machine | {"devices": devices, "constants": dataclasses.asdict(calibration.constants)}
+
+
+def write_calibration(calibration: Calibration, **notes: Any) -> str:
+    """The JSON of a calibration; ``notes`` say where its numbers come from."""
+    return json.dumps({"format": FORMAT, **notes, **calibration_tables(calibration)}, indent=2) + "\n"
+
+
+@functools.cache
+def fitted() -> Calibration:
+    """The presets that the package carries, fitted to published runs."""
+    return read_calibration((resources.files("meshwright.cost") / "efficiencies.json").read_text())
+
+
+def _numbers(entry: Mapping[str, Any], least: float = 0.0) -> dict[str, float]:
+    found = {name: float(value) for name, value in entry.items() if isinstance(value, int | float)}
+    wrong = {name: value for name, value in found.items() if not least <= value <= 1 / _LEAST}
+    if wrong:
+        raise ValueError(f"{wrong}: what is reached is a positive number")
+    return found

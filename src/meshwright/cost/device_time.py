@@ -1,0 +1,388 @@
+"""Seconds of one device's work: kernels, the optimizer's update, and copies to and from host and disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.rank_memory import (
+    average_bytes,
+    copy_bytes,
+    element_bytes,
+    held_bytes,
+    homes_of,
+    keeps_state,
+    shape_on,
+    state_bytes,
+)
+from meshwright.cost.step import ATTENTION_BACKWARD_FLOPS, Copy, Step
+
+if TYPE_CHECKING:
+    from meshwright.cost.calibration import Constants, Efficiency
+    from meshwright.cost.device_specs import Device
+    from meshwright.cost.step import Op
+
+
+@dataclass(frozen=True)
+class Casts:
+    """Bytes moved for each element that is cast around the three products of a layer.
+
+    Args:
+        input: In forward, of the layer's input.
+        weight: In forward.
+        gradient: In backward, of the gradient of the layer's result.
+        input_again: In backward, where forward's cast was not kept.
+        weight_again: In backward, likewise.
+    """
+
+    input: float
+    weight: float
+    gradient: float
+    input_again: float = 0.0
+    weight_again: float = 0.0
+
+    @property
+    def listed(self) -> float:
+        """Of each operand of a product that is listed in backward by itself: the mean of all four that both have."""
+        return (self.gradient + self.input_again + self.weight_again) / 4
+
+    def times(self, factor: float) -> Casts:
+        """The same with more bytes, or fewer."""
+        parts = (self.input, self.weight, self.gradient, self.input_again, self.weight_again)
+        return Casts(*(factor * part for part in parts))
+
+
+# Both backward products cast what they take anew, their shared gradient twice.
+_EACH = Casts(3, 3, 6, 3, 3)
+# Transformer Engine casts a tensor once for all products that take it. ``delayed`` reads 2 bytes and writes one in each
+# of two layouts, with the largest value found on the way; ``current`` finds that in a pass of its own (2 more). What
+# the documentation's timings of 12 products leave when those of products already cast are taken off (gemm_profiling of
+# 2.13: 15,872 tokens through layers of 4096 and 16384 on B300 and H200) is 3 to 4 bytes an element for ``delayed``, 6
+# to 7 for ``current``, 5 for blocks of 32 (``blocks``) and 8 for 4 bits with their transforms (``nvfp4``), of memory
+# that reaches 0.9 of what is stated. torchao's layers keep inputs as they are; compiled, ``tensorwise`` reads a tensor
+# for its largest value and once more, and writes the gradient in two layouts.
+CASTS: Mapping[str, Casts] = {
+    "delayed": Casts(4, 4, 4),
+    "current": Casts(6, 6, 6),
+    "blocks": Casts(5, 5, 5),
+    "nvfp4": Casts(8, 8, 8),
+    "tensorwise": Casts(5, 5, 6, 5, 5),
+    "rowwise": _EACH,
+    "mxfp8": _EACH,
+}
+"""Of products in 8 and 4 bits, by how tensors are scaled (``Op.scaling``)."""
+
+
+def casts_of(op: Op, rowwise_bytes: float) -> Casts:
+    """Of an op's products; none but in 8 and 4 bits.
+
+    Args:
+        op: A product.
+        rowwise_bytes: What scales by rows move beside each cast.
+    """
+    if op.dtype not in ("fp8", "fp4"):
+        return Casts(0, 0, 0)
+    known = CASTS.get(op.scaling, _EACH)
+    if op.scaling == "rowwise":
+        known = known.times(1 + rowwise_bytes / _EACH.input)
+    return known if op.casts_weight else Casts(known.input, 0, known.gradient, known.input_again)
+
+
+# --- Seconds of one kernel: matrix products, fused attention and kernels bound by memory, forward and backward.
+#
+# A kernel takes the time of its arithmetic plus that of its bytes plus a gap. The sum, rather than the larger of the
+# two (a roofline), is what a tile's prologue and epilogue and the spread between its first and last block cost;
+# products of narrow matrices reach less of the peak for it.
+
+_HEAD_WIDTH = 128  # that ``Efficiency.attention`` is stated for
+# The first generation's, in Triton, is 1.3 to 1.5 times slower than the second in forward and twice in backward (Dao
+# 2023, §4.1, from memory). That it gains nothing from wide heads is what llm-foundry's runs show.
+_FLASH1_BACKWARD = 0.7
+_BLOCKS = ("blocks", "mxfp8")  # a scale for each 32 elements
+_ITEMSIZE = {"fp32": (4, 4), "half": (2, 2), "fp8": (1, 2), "fp4": (0.5, 2)}  # of inputs and outputs in memory
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device with what it reaches: all that a kernel's time depends on."""
+
+    device: Device
+    efficiency: Efficiency
+    constants: Constants
+    num_devices: int = 1
+
+    @property
+    def sustained(self) -> float:
+        """Fraction of the peak clock that the power allows, in the slowest of all devices: the others wait for it.
+
+        Of ``N`` speeds that are spread normally the least lies about ``sqrt(2 ln N)`` deviations below the mean.
+        """
+        slowest = 1 + self.constants.spread * math.sqrt(2 * math.log(self.num_devices))
+        return self.device.power_fraction**self.constants.power / slowest
+
+    def matmul_flops_per_s(self, dtype: str) -> float:
+        """What large products reach."""
+        fraction = self.efficiency.of_matmul(dtype)
+        return self.device.peak_flops_per_s(dtype) * fraction * self.sustained
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What memory-bound kernels reach."""
+        return self.device.bandwidth_bytes_per_s * self.efficiency.memory
+
+    def move_s(self, num_bytes: float) -> float:
+        """Seconds of a kernel's bytes: those that fit into the cache, and the others."""
+        cached = min(num_bytes, self.device.cache_bytes)
+        return (cached / self.efficiency.cached + num_bytes - cached) / self.bytes_per_s
+
+    def attention_flops_per_s(self, width: int, dtype: str, variant: str = "") -> float:
+        """What fused attention reaches with heads of a width."""
+        slower = self.constants.flash1 if variant == "flash1" else 1.0
+        fraction = self.constants.vendor if variant == "vendor" else self.efficiency.of_attention(dtype)[0] * slower
+        narrow = 1.0 if variant == "flash1" else min(1.0, width / _HEAD_WIDTH) ** self.constants.narrow
+        peak = self.device.peak_flops_per_s("half" if dtype in ("fp8", "fp4") else dtype)
+        return peak * fraction * narrow * self.sustained
+
+
+def forward_s(op: Op, machine: Machine) -> float:
+    """Seconds of an op in forward, all its ``count``."""
+    return 0.0 if op.moment == "backward" else _kernel_s(op, machine)
+
+
+def _kernel_s(op: Op, machine: Machine) -> float:
+    gap = machine.constants.gap_s
+    if op.kind == "move":
+        return op.count * (machine.move_s(op.num_bytes) + _functions_s(op, machine) + gap)
+    if op.kind == "attention":
+        return _attention_s(op, machine) + op.count * gap
+    casts = casts_of(op, machine.constants.rowwise_bytes)
+    of_input, of_weight = (casts.listed,) * 2 if op.moment == "backward" else (casts.input, casts.weight)
+    cast = of_input * op.m * op.k + of_weight * op.k * op.n
+    return op.count * (_matmul_s(op.m, op.n, op.k, op, machine, cast) + gap)
+
+
+def backward_s(op: Op, machine: Machine) -> float:
+    """Seconds of its backward, recomputation included."""
+    gap = machine.constants.gap_s
+    again = forward_s(op, machine) * op.recomputed if op.recomputed else 0.0
+    if op.moment == "forward":
+        return again
+    if op.moment == "backward" and op.kind != "attention":
+        return _kernel_s(op, machine)
+    if op.kind == "move":
+        moved = 2 * op.num_bytes if op.backward_bytes is None else op.backward_bytes
+        return again + op.count * (machine.move_s(moved) + _functions_s(op, machine) + gap)
+    if op.kind == "attention":
+        speed = machine.efficiency.of_attention(op.dtype)[1] * (_FLASH1_BACKWARD if op.variant == "flash1" else 1.0)
+        slower = ATTENTION_BACKWARD_FLOPS / speed
+        return again + _attention_s(op, machine) * slower + op.count * gap
+    casts = casts_of(op, machine.constants.rowwise_bytes)
+    cast = casts.gradient * op.m * op.n + casts.weight_again * op.k * op.n
+    of_input = _matmul_s(op.m, op.k, op.n, op, machine, cast)
+    of_weight = _matmul_s(op.k, op.n, op.m, op, machine, casts.input_again * op.m * op.k)
+    return again + op.count * (of_input + of_weight + 2 * gap)
+
+
+def _functions_s(op: Op, machine: Machine) -> float:
+    return op.functions * machine.constants.function_s
+
+
+def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine, cast_bytes: float) -> float:
+    """One product, and the casts before it."""
+    size_in, size_out = _ITEMSIZE[op.dtype]
+    moved = machine.constants.tile * (size_in * (m * k + k * n) + size_out * m * n) + cast_bytes
+    spent = 2 * m * n * k / (machine.matmul_flops_per_s(op.dtype) * _speed(op, machine)) + machine.move_s(moved)
+    return machine.constants.product_s + op.batch * spent
+
+
+def _speed(op: Op, machine: Machine) -> float:
+    """Of a product beside others of its precision."""
+    early = machine.constants.early if op.variant == "early" else 1.0
+    return early * (machine.constants.blocks if op.scaling in _BLOCKS else 1.0)
+
+
+def _attention_s(op: Op, machine: Machine) -> float:
+    moved = 2 * op.batch * op.count * op.k * (2 * op.m + 2 * op.n)
+    return op.flops / machine.attention_flops_per_s(op.k, op.dtype, op.variant) + machine.move_s(moved)
+
+
+# --- Seconds of the optimizer's update: bound by the memory's bandwidth, or by the host that launches its kernels.
+
+_FP32_BYTES = 4
+
+
+def accumulated_bytes(step: Step, *, whole: bool) -> int:
+    """Of the gradients that micro-batches add up: whole ones, or this rank's shards."""
+    axis = None if whole else step.gradients.axis
+    return sum(
+        count * math.prod(shape_on(step, parameter, axis)) * element_bytes(parameter, step.gradients.itemsize)
+        for count, parameter in step.every_parameter()
+        if parameter.trainable
+    )
+
+
+def update_s(step: Step, machine: Machine) -> float:
+    """Clips (reads gradients), then reads weights, gradients and state and writes weights and state, each once."""
+    moved = 0
+    for count, parameter in step.every_parameter():
+        if not parameter.trainable:
+            continue
+        numel = math.prod(shape_on(step, parameter, step.optimizer.axis))
+        state = sum(
+            math.prod(parameter.shape[dim] for dim in each.dims) * each.itemsize
+            for each in parameter.states
+            if each.dims and keeps_state(step, parameter, each)
+        )
+        state = state * numel // max(parameter.numel, 1)
+        weight = element_bytes(parameter, step.held_itemsize(parameter))
+        master = _FP32_BYTES if step.has_master(parameter) else 0
+        gradient = element_bytes(parameter, step.gradients.itemsize)
+        moved += count * (2 * state + numel * (2 * (weight + master) + 3 * gradient))
+        if step.average is not None:  # reads what was updated, reads and writes the average
+            moved += count * (numel * (master or weight) + 2 * average_bytes(step, parameter)) // step.average.every
+    return moved / (machine.bytes_per_s * machine.efficiency.update)
+
+
+def launched_s(step: Step, machine: Machine) -> float:
+    """The host's time for operators that the optimizer runs for each parameter by itself."""
+    if step.on_cpu:
+        return 0.0
+    each = sum(
+        count * parameter.updating.operators
+        for count, parameter in step.every_parameter()
+        if parameter.trainable and parameter.updating is not None
+    )
+    return each * machine.constants.operator_s
+
+
+# --- Bytes that an offloading step moves between device, host and disk: what its copy streams and its disk must carry.
+
+
+def copies(step: Step) -> tuple[Copy, ...]:
+    """Every copy of a step on the rank that holds most; nothing where nothing is offloaded.
+
+    Parameters and gradients travel in the type they are held in. On a CPU the same bytes move within its memory.
+    """
+    found = (*_activations(step), *_parameters(step), *_updates(step), *_disk(step))
+    return tuple(copy for copy in found if copy.bytes_per_step > 0)
+
+
+def _activations(step: Step) -> tuple[Copy, ...]:
+    size = step.activations.hosted_bytes * step.num_micro_batches if step.activations is not None else 0
+    return Copy("device", "host", size, "forward"), Copy("host", "device", size, "backward")
+
+
+def _parameters(step: Step) -> tuple[Copy, ...]:
+    """Shards come for every gather, and their gradients leave after every reduction."""
+    inside = outside = trained = 0
+    names = [block.name for block in step.blocks for _ in block.parameters]
+    for name, home, (_, parameter) in zip(names, homes_of(step), step.every_parameter(), strict=True):
+        size = home.parameters * held_bytes(step, parameter)
+        inside, outside = (inside, outside + size) if name == "outside" else (inside + size, outside)
+        trained += size if parameter.trainable else 0
+    repeats = step.num_micro_batches if step.gathered == "unit" else 1
+    reductions = 1 if step.whole_gradients else step.num_micro_batches
+    return (
+        Copy("host", "device", (inside + outside) * repeats, "forward"),
+        Copy("host", "device", inside * repeats if step.gathered == "unit" else 0, "backward"),
+        Copy("device", "host", trained * reductions, "backward"),
+    )
+
+
+def _updates(step: Step) -> tuple[Copy, ...]:
+    early = late = 0
+    for home, (_, parameter) in zip(homes_of(step), step.every_parameter(), strict=True):
+        early += home.gradients * held_bytes(step, parameter)
+        late += home.optimizer * held_bytes(step, parameter)
+    reductions = 1 if step.whole_gradients else step.num_micro_batches
+    return (
+        Copy("device", "host", early * reductions, "backward"),
+        Copy("device", "host", late, "update"),
+        Copy("host", "device", early + late, "update"),
+    )
+
+
+def _disk(step: Step) -> tuple[Copy, ...]:
+    if step.hosted is None or not step.hosted.on_disk:
+        return ()
+    size = sum(
+        home.copied * copy_bytes(step, parameter) + (home.count - home.on_device) * state_bytes(step, parameter)
+        for home, (_, parameter) in zip(homes_of(step), step.every_parameter(), strict=True)
+    )
+    return Copy("disk", "host", size, "update"), Copy("host", "disk", size, "update")
+
+
+# --- Seconds of what is offloaded: copies between memories, and the update in host memory.
+
+
+@dataclass(frozen=True)
+class Copying:
+    """Seconds of a step's copies, were they alone.
+
+    Args:
+        forward_s: Beside forward, in the direction that carries more: links work in both at once.
+        backward_s: Beside backward.
+        update_s: At the update, which waits for them.
+        hides: Whether they run beside computing: on a CPU they take its cores.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    hides: bool = True
+
+    def left_s(self, forward_s: float, backward_s: float) -> float:
+        """What does not hide behind so many seconds of forward and of backward."""
+        if not self.hides:
+            return self.forward_s + self.backward_s
+        return max(0.0, self.forward_s - forward_s) + max(0.0, self.backward_s - backward_s)
+
+
+NO_COPIES = Copying()
+
+
+def copying(step: Step, cluster: Cluster) -> Copying:
+    """The copies of a step on a cluster."""
+    if step.hosted is None and not (step.activations is not None and step.activations.hosted_bytes):
+        return NO_COPIES
+    every = copies(step)
+    forward, backward, update = (
+        _seconds([copy for copy in every if copy.moment == moment], step, cluster)
+        for moment in ("forward", "backward", "update")
+    )
+    return Copying(forward, backward, update, hides=not step.on_cpu)
+
+
+def hosted_share(step: Step) -> float:
+    """Of the elements that train, those whose update runs in host memory."""
+    if step.hosted is None:
+        return 0.0
+    here = there = 0
+    for home, (_, parameter) in zip(homes_of(step), step.every_parameter(), strict=True):
+        if parameter.trainable:
+            numel = 1
+            for size in shape_on(step, parameter, step.optimizer.axis):
+                numel *= size
+            here += home.on_device * numel
+            there += (home.count - home.on_device) * numel
+    return there / (here + there) if here + there else 0.0
+
+
+def _seconds(every: Sequence[Copy], step: Step, cluster: Cluster) -> float:
+    """The slowest of the ways: each direction of the link to the host, the host's memory under both, and the disk."""
+    ways: dict[tuple[str, ...], float] = {}
+    for copy in every:
+        way: tuple[str, ...]
+        if "disk" in (copy.source, copy.target):
+            way, seconds = ("disk",), cluster.disk.latency_s + copy.bytes_per_step / cluster.disk.bytes_per_s
+        elif step.on_cpu:  # within one memory: read and written
+            way, seconds = ("host",), 2 * copy.bytes_per_step / cluster.device.bandwidth_bytes_per_s
+        else:
+            way, link = (copy.source, copy.target), cluster.host_share
+            seconds = link.latency_s + copy.bytes_per_step / link.bytes_per_s
+            ways["host",] = ways.get(("host",), 0.0) + copy.bytes_per_step / cluster.host_memory.bytes_per_s
+        ways[way] = ways.get(way, 0.0) + seconds
+    return max(ways.values(), default=0.0)

@@ -1,0 +1,405 @@
+"""Peak memory of a simulated step: what is live at each moment, and what the allocator has reserved by then."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from meshwright.cost.activations import Activations, BackwardAt, Transient
+from meshwright.cost.rank_memory import (
+    Memory,
+    element_bytes,
+    held_bytes,
+    memory,
+    whole_gradients,
+    whole_weights,
+    whole_weights_bytes,
+)
+from meshwright.cost.step import Step
+
+AVERAGING = ("data", "sequence", "context")
+"""The axes over which plain data parallelism averages gradients, that of the name of its traffic first."""
+
+_BUCKET_BYTES = 250 * 2**20  # DDP sends so much at once, and does not wait for it before the next
+
+
+def copied_out(step: Step) -> list[tuple[int, int]]:
+    """The moments of forward at which gathered weights are there twice: flat as they arrived, and in place.
+
+    What is flat is freed at once on a CPU; elsewhere only when the next unit has gathered its own.
+
+    Returns:
+        Bytes of both, and of what is saved by then for backward.
+    """
+    every = whole_weights(step)
+    if not every:
+        return []
+    outside = sum(size for block, size in every if block.name == "outside")
+    blocks = sorted(
+        (size for block, size in every if block.name != "outside" for _ in range(block.count)), reverse=True
+    )
+    arrives = 0 if step.shards_in_memory else 1  # where ranks share memory, weights are flat there
+    if not blocks:
+        return [((1 + arrives) * outside, 0 if is_freed_at_once(step) else _saved_bytes(step))]
+    first = (1 + arrives) * outside + (0 if is_freed_at_once(step) else blocks[0])
+    flat = arrives * blocks[0]
+    if step.gathered == "model":
+        return [(first, 0), (outside + sum(blocks) + flat, _saved_before_the_last_block(step))]
+    ahead = 1 if is_freed_at_once(step) else 2
+    return [(first, 0), (outside + flat + sum(blocks[:ahead]), _saved_before_the_last_block(step))]
+
+
+def exchanged_in_memory(step: Step) -> int:
+    """A rank's share of the memory through which ranks of one host hand on weights and gradients of shards.
+
+    There is room for three units of gathered weights, which all ranks share, and for one of each rank's gradients.
+    """
+    if not step.shards_in_memory:
+        return 0
+    gathered = sorted(
+        size for block, size in whole_weights(step) for _ in range(1 if block.name == "outside" else block.count)
+    )
+    reduced = max((size for _, size in whole_gradients(step)), default=0)
+    return sum(gathered[-3:]) // step.size(step.shard_axis) + reduced
+
+
+def averages_in_buckets(step: Step) -> bool:
+    """Whether DDP averages: gradients are parts of its buffers, which last."""
+    split = step.size("tensor") * step.size("expert") > 1
+    averaged = math.prod(map(step.size, AVERAGING)) > 1
+    return step.shard_axis is None and step.stages is None and averaged and not split
+
+
+def broadcast_bytes(step: Step) -> int:
+    """Of the model's buffers, those that lie packed at once while DDP takes them over from its first rank."""
+    if not averages_in_buckets(step) or not any(p.trainable for _, p in step.every_parameter()):
+        return 0
+    filled, full = 0, []
+    for buffer in step.buffers:
+        filled += buffer.numel * element_bytes(buffer, step.buffers_itemsize)
+        if filled >= _BUCKET_BYTES:
+            full.append(filled)
+            filled = 0
+    return max(sum(pair) for pair in itertools.pairwise([0, *full, filled]))
+
+
+def is_freed_at_once(step: Step) -> bool:
+    """Whether FSDP2 lets go of what it has gathered as soon as that is copied, as it does where gathers run apart."""
+    return step.on_cpu and step.wire is None
+
+
+def last_gathered_bytes(step: Step) -> int:
+    """What is flat yet behind the blocks in forward: the last block's weights; where there is none, the model's."""
+    if is_freed_at_once(step):
+        return 0
+    every = whole_weights(step)
+    inside = [size for block, size in every if block.name != "outside"]
+    return max(inside) if inside else sum(size for _, size in every)
+
+
+def _saved_bytes(step: Step) -> int:
+    return step.activations.saved_bytes if step.activations is not None else 0
+
+
+def _saved_before_the_last_block(step: Step) -> int:
+    """Of one micro-batch; ranks of a pipeline gather before they hold several."""
+    known = step.activations
+    if known is None or step.stages is not None:
+        return 0
+    if not known.transients:  # nor is it known where something is saved
+        return known.saved_bytes - min(known.outside_bytes, known.saved_bytes)
+    behind = known.transients[-1].place
+    return sum(size for kept in known.kept_at for (place,), size in kept if place < behind - 1)
+
+
+# --- What a rank holds while one place of its model after the other runs backward.
+
+
+def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]]:
+    """Yields whether a place lies behind the blocks, and what is held at its own peak.
+
+    Args:
+        step: With transients.
+        whole: Its memory.
+    """
+    known = step.activations
+    assert known is not None
+    behind = step.stages.num_blocks if step.stages is not None else known.transients[-1].place
+    single = BackwardAt(0, (1,), (step.num_micro_batches > 1,))
+    for now in known.backward_at or (single,):
+        held = sum(count * sum(size for _, size in kept) for count, kept in zip(now.held, known.kept_at, strict=True))
+        kept = {place: size for (place,), size in known.kept_at[now.stage]}
+        buffers, own = _received_bytes(step, now), _of_stage(step, known, now.stage)
+        left, returned = sum(each.left for each in own), sum(each.returned for each in own)
+        working = {place: size for (place,), size in known.working_at}
+        for each in own:
+            remains = sum(other.remains for other in own if other.place > each.place)
+            later = sum(size for place, size in kept.items() if place > each.place) - buffers - left - remains
+            activations = held - later + each.most(with_gradients=not _accumulates(step, now))
+            gradients, gathered = _Gradients(step, whole, known, now).at(each)
+            at_peak = dataclasses.replace(
+                whole,
+                gradients=gradients,
+                gathered=gathered + _weights(step, each.place, behind),
+                activations=activations,
+                recomputation=working.get(each.place, 0),
+                host_gradients=0 if step.num_micro_batches == 1 else whole.host_gradients,
+            )
+            yield each.place == behind, at_peak
+            if 0 <= each.place < behind and (on_way := _exchanged_bytes(step)):
+                weights = _weights(step, each.place, behind)
+                yield (
+                    False,
+                    dataclasses.replace(
+                        at_peak,
+                        activations=held - later - kept.get(each.place, 0),
+                        gathered=weights + on_way + known.transients[-1].gradients,
+                        recomputation=0,
+                    ),
+                )
+            if each.forward and not (step.gathered == "model" and step.num_micro_batches > 1):  # gathered before
+                most = max(instant.activations for instant in each.forward)
+                yield (
+                    each.place == behind,
+                    dataclasses.replace(
+                        at_peak,
+                        activations=held - later - left + returned + most,
+                        gathered=at_peak.gathered + last_gathered_bytes(step),
+                    ),
+                )
+
+
+def _received_bytes(step: Step, now: BackwardAt) -> int:
+    """Buffers for what stages receive: torch keeps one for every micro-batch, those that forward saves among them."""
+    stages = step.stages
+    if stages is None or stages.boundary_bytes is None:
+        return 0
+    count = 0
+    for stage, held in zip(stages.own, now.held, strict=True):
+        if stage > 0 and stages.ranks[stage - 1] != stages.here:
+            count += step.num_micro_batches - held
+        if stage + 1 < len(stages.ranks) and stages.ranks[stage + 1] != stages.here:
+            count += step.num_micro_batches
+    return count * stages.boundary_bytes
+
+
+def _of_stage(step: Step, known: Activations, stage: int) -> list[Transient]:
+    if step.stages is None:
+        return list(known.transients)
+    own = step.stages.own[stage]
+    return [each for each in known.transients if step.stages.has(own, (each.place,))]
+
+
+def _accumulates(step: Step, now: BackwardAt) -> bool:
+    """Whether gradients are added to others, or copied to where they belong, as soon as they are complete."""
+    if step.shard_axis is not None and not step.whole_gradients:
+        return False
+    return now.accumulated[now.stage] or averages_in_buckets(step)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gradients:
+    """Those of parameters that are there already while a place runs backward."""
+
+    step: Step
+    whole: Memory
+    known: Activations
+    now: BackwardAt
+
+    def at(self, place: Transient) -> tuple[int, int]:
+        """As they last, and whole ones on their way to shards."""
+        own = _of_stage(self.step, self.known, self.now.stage)
+        later = sum(each.gradients for each in own if each.place > place.place)
+        if self.step.shard_axis is not None:
+            return self._sharded(place, later)
+        total = sum(each.gradients for each in self.known.transients)
+        if averages_in_buckets(self.step):
+            return total * (2 if self.step.num_micro_batches > 1 else 1), 0
+        others = sum(
+            each.gradients
+            for stage, begun in enumerate(self.now.accumulated)
+            if begun and stage != self.now.stage
+            for each in _of_stage(self.step, self.known, stage)
+        )
+        return others + (sum(each.gradients for each in own) if self.now.accumulated[self.now.stage] else later), 0
+
+    def _sharded(self, place: Transient, later: int) -> tuple[int, int]:
+        every = whole_gradients(self.step)
+        if self.step.whole_gradients and self.step.num_micro_batches > 1:
+            if any(self.now.accumulated):
+                return 0, sum(block.count * size for block, size in every)
+            return 0, later
+        total = sum(each.gradients for each in self.known.transients)
+        behind = self.known.transients[-1]
+        waiting = behind.gradients if place.place < behind.place else 0
+        if self.step.shards_in_memory:  # where those lie that have been packed
+            every = []
+        reduced = max((size for block, size in every if block.name != "outside"), default=0)
+        on_way = waiting + (reduced if later > waiting else 0)
+        if self.step.num_micro_batches > 1:
+            before = sum(size for block, size in every if block.name == "outside")  # of the micro-batch before
+            return self.whole.gradients, on_way if later > waiting else on_way + before
+        return self.whole.gradients * (later - waiting) // max(total, 1), on_way
+
+
+def _exchanged_bytes(step: Step) -> int:
+    """Of a block whose gradients a CPU reduces: all of them packed, what arrives in their place, and the shard.
+
+    The shard alone where ranks share the memory of the others.
+    """
+    if not step.on_cpu or step.whole_gradients or step.size(step.shard_axis) == 1:
+        return 0
+    largest = max((size for block, size in whole_gradients(step) if block.name != "outside"), default=0)
+    return (0 if step.shards_in_memory else 2 * largest) + largest // step.size(step.shard_axis)
+
+
+def _largest_block(step: Step) -> int:
+    return max((size for block, size in whole_weights(step) if block.name != "outside"), default=0)
+
+
+def _weights(step: Step, place: int, behind: int) -> int:
+    """Whole weights while a place runs backward: its block's, those gathered next, and what is outside the blocks.
+
+    Those that a step gathers once are freed block by block in the last micro-batch alone.
+    """
+    whole = whole_weights_bytes(step)
+    if step.gathered == "nothing" or not whole:
+        return 0
+    every = whole_weights(step)
+    outside = sum(size for block, size in every if block.name == "outside")
+    if step.gathered == "model":
+        blocks = whole - outside
+        return whole if step.num_micro_batches > 1 else outside + blocks * min(place + 1, behind) // max(behind, 1)
+    largest = _largest_block(step)
+    # What is gathered ahead is flat as yet, in memory that counts already where ranks share it.
+    ahead = 1 if step.gathers_ahead and place > 0 and not step.shards_in_memory else 0
+    return outside + (largest * (1 + ahead) if 0 <= place < behind else 0)
+
+
+# --- Peak memory of a simulated step: what lives at each of its moments, and what an allocator has reserved by then.
+
+Moment = Literal["gather", "loss", "recomputation", "reduction", "update"]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most one rank holds.
+
+    Args:
+        moment: When: as forward gathers or receives weights and buffers, as the loss runs backward, as the last block
+            does, as the last gradients are reduced, or at the update.
+        memory: By class, at that moment.
+        allocated_bytes: Of tensors.
+        reserved_bytes: Of the caching allocator, which keeps what it once took, stream by stream.
+    """
+
+    moment: Moment
+    memory: Memory
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+def peak(step: Step, but_for: Collection[Moment] = ()) -> Peak:
+    """The moment at which a rank holds most, and how much.
+
+    Args:
+        step: What it computes.
+        but_for: Moments that are not looked at; never the update.
+    """
+    every = {moment: held for moment, held in moments(step).items() if moment not in but_for}
+    moment = max(every, key=lambda each: every[each].total)
+    return Peak(moment, every[moment], every[moment].total, _reserved(every, whole_weights_bytes(step)))
+
+
+def moments(step: Step) -> dict[Moment, Memory]:
+    """What a rank holds at each moment that competes for the peak.
+
+    Before a part of the model computes in forward, what was gathered is copied to where it is used. As the loss runs
+    backward everything that forward saved is alive, and no gradient but those that accumulate. When
+    the last block does (recomputed or not) what the loss kept is free. When the gradients outside the blocks are
+    reduced, nothing saved is left; at the update, all gradients are there, and what the optimizer holds for a moment.
+    """
+    most, known = memory(step), step.activations
+    whole = dataclasses.replace(most, updating=0)
+    saved = known.saved_bytes if known is not None else 0
+    behind = min(known.outside_bytes, saved) if known is not None else 0
+    at_loss = saved + (known.loss_bytes if known is not None else 0)
+    weights, (accumulated, of_block, of_outside) = whole_weights_bytes(step), _gradients(step)
+    # Shards of gradients that accumulate whole are made as these are reduced, and take their place.
+    shards_last = step.num_micro_batches > 1 and not step.whole_gradients
+    lasting = whole.gradients if shards_last or step.shard_axis is None else 0
+
+    def at(gradients: int, gathered: int, activations: int, recomputation: int = 0) -> Memory:
+        return dataclasses.replace(
+            whole, gradients=gradients, gathered=gathered, activations=activations, recomputation=recomputation
+        )
+
+    loss = at(lasting, weights + accumulated, at_loss)
+    recomputed = at(lasting, weights + accumulated + of_block, saved - behind, whole.recomputation)
+    if known is not None and known.transients:
+        found = sorted(backward_by_place(step, whole), key=lambda each: each[1].total)
+        recomputed = next((held for is_behind, held in reversed(found) if not is_behind), found[-1][1])
+        loss = next((held for is_behind, held in reversed(found) if is_behind), recomputed)
+    # Gradients that accumulate whole are none yet where only the first micro-batch gathers.
+    before = (0, 0) if step.gathered == "model" else (lasting, accumulated)
+    copied = [at(before[0], before[1] + size, kept) for size, kept in copied_out(step)]
+    copied += [at(whole.gradients, size, 0) for size in [broadcast_bytes(step)] if size]
+    found_at: dict[Moment, Memory] = {
+        **({"gather": max(copied, key=lambda each: each.total)} if copied else {}),
+        "loss": loss,
+        "recomputation": recomputed,
+        "reduction": at(whole.gradients, weights + accumulated + of_outside, 0),
+        "update": _at_update(step, most),
+    }
+    shared = exchanged_in_memory(step)
+    return {moment: dataclasses.replace(held, gathered=held.gathered + shared) for moment, held in found_at.items()}
+
+
+def _at_update(step: Step, most: Memory) -> Memory:
+    """All gradients, and what the optimizer holds for a moment.
+
+    Of real modules FSDP2 has freed what it gathered, and DDP keeps its buffers beside fp32 gradients of half weights.
+    """
+    known = step.activations
+    real = known is not None and bool(known.transients)
+    gathered = 0 if real or step.gathered != "model" else whole_weights_bytes(step)
+    beside = real and step.master is not None and averages_in_buckets(step)
+    buffers = sum(count * held_bytes(step, p) for count, p in step.every_parameter() if p.trainable) if beside else 0
+    return dataclasses.replace(
+        most, gradients=most.gradients + buffers, gathered=gathered, activations=0, recomputation=0, returned=0
+    )
+
+
+def _gradients(step: Step) -> tuple[int, int, int]:
+    """Whole gradients that accumulate, those of blocks that are computed and reduced, and of what is outside.
+
+    Two blocks at once; beside gradients that accumulate, which are there already, one.
+    """
+    each = whole_gradients(step)
+    accumulates = step.whole_gradients and step.num_micro_batches > 1
+    inside = max((size for block, size in each if block.name != "outside"), default=0)
+    outside = sum(size for block, size in each if block.name == "outside")
+    if accumulates:
+        return sum(block.count * size for block, size in each), inside, outside
+    return 0, 2 * inside, outside
+
+
+def _reserved(every: dict[Moment, Memory], weights: int) -> int:
+    """The allocator keeps blocks per stream: gathered weights, and gradients as shards, come from streams of their own.
+
+    What computes allocates on one stream; what it holds there at its own peak stays reserved.
+    """
+
+    def computing(each: Memory) -> int:
+        twice = max(each.gradients - whole.gradients, 0)  # in DDP's buffers, too
+        kept = (each.activations or 0) + each.recomputation + each.returned + each.updating
+        return kept + max(each.gathered - weights, 0) + twice
+
+    whole = every["update"]
+    lasting = whole.parameters + whole.master + whole.optimizer + whole.buffers + whole.gradients
+    lasting += whole.outer + whole.average
+    return lasting + weights + max(computing(each) for each in every.values())

@@ -1,0 +1,425 @@
+"""Bytes of a simulated step on one rank, by memory class, and which parameters are offloaded."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from meshwright.cost.step import Block, Buffer, Parameter, Placement, StateTensor, Step
+
+
+def balanced_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Gives every thing one owner, the largest first to whoever has least (Graham's LPT rule).
+
+    No rank gets more than 4/3 of what the best division gives the fullest; equal on every rank that asks.
+
+    Returns:
+        The owner of each.
+    """
+    loads = [0] * num_ranks
+    owners = [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        owners[index] = min(range(num_ranks), key=lambda rank: loads[rank])
+        loads[owners[index]] += sizes[index]
+    return owners
+
+
+# --- Which parameters are offloaded: one rule for the real job and for the simulated step.
+
+
+def pick_largest(keys: Sequence[tuple[Any, ...]], sizes: Sequence[int], budget: float) -> set[int]:
+    """Takes things, the largest first, as long as they fit into what is left of a budget.
+
+    Args:
+        keys: Break ties between equal sizes, in the same way wherever the same things are asked about.
+        sizes: Of each thing.
+        budget: Most that the chosen may sum up to.
+
+    Returns:
+        The positions of the chosen.
+    """
+    picked = pick_numbers(keys, sizes, [1] * len(sizes), budget)
+    return {place for place, number in enumerate(picked) if number}
+
+
+def pick_numbers(
+    keys: Sequence[tuple[Any, ...]], sizes: Sequence[int], counts: Sequence[int], budget: float
+) -> list[int]:
+    """The same of things that there are several of: how many of each are chosen.
+
+    Args:
+        keys: As of :func:`pick_largest`.
+        sizes: Of one of each.
+        counts: How many of each there are.
+        budget: Most that the chosen may sum up to.
+    """
+    chosen, left = [0] * len(sizes), budget + 1e-6  # a fraction of 1 must fit in spite of rounding
+    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], keys[place], place)):
+        size, count = sizes[place], counts[place]
+        if left >= size:
+            chosen[place] = min(count, int(left // size)) if size else count
+            left -= chosen[place] * size
+    return chosen
+
+
+@dataclass
+class Home:
+    """How many of the equal instances of a parameter live where; every instance counts once."""
+
+    count: int  # instances in all
+    parameters: int = 0  # the parameter itself is on the host, with its gradient and states
+    gradients: int = 0  # states are on the host, and gradients leave in backward
+    optimizer: int = 0  # states are on the host, and gradients stay on the device until the update
+
+    @property
+    def on_device(self) -> int:
+        """Instances with nothing on the host."""
+        return self.count - self.parameters - self.gradients - self.optimizer
+
+    @property
+    def copied(self) -> int:
+        """Instances with a copy of the parameter on the host, where it is updated."""
+        return self.gradients + self.optimizer
+
+
+def homes_of(step: Step) -> list[Home]:
+    """The homes of the parameters of a step, in the order of ``every_parameter``."""
+    homes = [Home(count) for count, _ in step.every_parameter()]
+    if step.hosted is None:
+        return homes
+    _place_parameters(step, homes)
+    listed = [parameter for _, parameter in step.every_parameter()]
+    keys, sizes = [_whole_shape(step, each) for each in listed], [whole_numel(step, each) for each in listed]
+    trained = [size if each.trainable else 0 for size, each in zip(sizes, listed, strict=True)]
+    total = sum(home.count * size for home, size in zip(homes, trained, strict=True))
+    taken = sum(home.parameters * size for home, size in zip(homes, trained, strict=True))
+    left = [home.count - home.parameters if each.trainable else 0 for home, each in zip(homes, listed, strict=True)]
+    hosted = pick_numbers(keys, sizes, left, step.hosted.optimizer * total - taken)
+    early = [
+        number if each.sharded or step.shard_axis is None else 0 for number, each in zip(hosted, listed, strict=True)
+    ]
+    leaving = pick_numbers(keys, sizes, early, step.hosted.gradients * total - taken)
+    for home, number, gone in zip(homes, hosted, leaving, strict=True):
+        home.optimizer, home.gradients = number - gone, gone
+    return homes
+
+
+def whole_numel(step: Step, parameter: Parameter) -> int:
+    """Elements of the whole parameter, before a tensor axis divides it."""
+    return parameter.numel * (step.size("tensor") if parameter.tensor_dim is not None else 1)
+
+
+def _whole_shape(step: Step, parameter: Parameter) -> tuple[int, ...]:
+    parts = step.size("tensor")
+    return tuple(size * parts if dim == parameter.tensor_dim else size for dim, size in enumerate(parameter.shape))
+
+
+def _place_parameters(step: Step, homes: list[Home]) -> None:
+    """Parameters leave by unit of sharding: a block, or all that lies outside of the blocks."""
+    assert step.hosted is not None
+    if step.shard_axis is None or not step.hosted.parameters:
+        return
+    sizes, counts = [_sharded_numel(step, block) for block in step.blocks], [block.count for block in step.blocks]
+    budget = step.hosted.parameters * sum(size * count for size, count in zip(sizes, counts, strict=True))
+    chosen, first = pick_numbers([()] * len(sizes), sizes, counts, budget), 0
+    for number, block in zip(chosen, step.blocks, strict=True):
+        for offset, parameter in enumerate(block.parameters):
+            if parameter.sharded:
+                homes[first + offset].parameters = number
+        first += len(block.parameters)
+
+
+def _sharded_numel(step: Step, block: Block) -> int:
+    return sum(whole_numel(step, parameter) for parameter in block.parameters if parameter.sharded)
+
+
+# --- Bytes of a simulated step on one rank, by class; exact for parameters, gradients, optimizer state and buffers.
+
+_FP32_BYTES = 4
+_COMPUTING = ("activations", "recomputation", "returned")  # classes of which nothing is left at the update
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank at the peak of a step, by class."""
+
+    parameters: int
+    master: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    gathered: int  # whole copies of sharded parameters and gradients while a step runs
+    activations: int | None  # saved by forward for backward, for one micro-batch; None: unknown
+    outer: int = 0  # global weights and outer momentum of replicas that synchronise rarely
+    average: int = 0  # a moving average of the weights
+    recomputation: int = 0  # saved again while the largest recomputed part runs backward
+    returned: int = 0  # offloaded activations that are back on the device at once
+    updating: int = 0  # what the optimizer holds for a moment: at the update, when no activations are left
+    host_parameters: int = 0  # in host memory beside a device, or apart from the model where the host is the device
+    host_master: int = 0  # copies of parameters, which the optimizer updates in their place
+    host_gradients: int = 0
+    host_optimizer: int = 0
+    host_activations: int = 0
+    host_average: int = 0
+    disk_master: int = 0
+    disk_optimizer: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of the classes on the device, of activations and what an update holds the larger; unknown ones are 0."""
+        names = (field.name for field in fields(self) if not field.name.startswith(("host_", "disk_")))
+        computing = sum(map(self._sized, _COMPUTING))
+        return sum(map(self._sized, names)) - min(computing, self.updating)
+
+    @property
+    def host_total(self) -> int:
+        """Sum of all classes on the host."""
+        return sum(self._sized(field.name) for field in fields(self) if field.name.startswith("host_"))
+
+    def _sized(self, name: str) -> int:
+        return getattr(self, name) or 0
+
+
+def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
+    """Predicts the bytes of every class on the rank at ``coordinate`` (axis name -> index; absent axes count as 0).
+
+    Rank 0 of the sharding axis holds the most: shards are cut as ``torch.chunk`` does, the remainder last.
+    """
+    where = coordinate or {}
+    homes = homes_of(step)
+
+    def total(bytes_of: Callable[[Parameter], int], number_of: Callable[[Home], int]) -> int:
+        pairs = zip(homes, step.every_parameter(), strict=True)
+        return sum(number * bytes_of(parameter) for home, (_, parameter) in pairs if (number := number_of(home)))
+
+    def gradient(p: Parameter) -> int:
+        return _local_bytes(step, p, step.gradients, where) if p.trainable else 0
+
+    def states(p: Parameter) -> int:
+        return sum(_state_bytes(step, p, state, where) for state in p.states)
+
+    def scalars(p: Parameter) -> int:
+        return sum(_state_bytes(step, p, state, where) for state in p.states if _is_scalar(state))
+
+    def copied(p: Parameter) -> int:
+        return copy_bytes(step, p, where)
+
+    on_disk, known = step.hosted is not None and step.hosted.on_disk, step.activations
+    host_master, host_states = total(copied, lambda home: home.copied), total(states, lambda h: h.count - h.on_device)
+    host_scalars = total(scalars, lambda home: home.count - home.on_device) if on_disk else host_states
+    return Memory(
+        parameters=total(lambda p: held_bytes(step, p, where), lambda home: home.count - home.parameters),
+        master=total(lambda p: _master_bytes(step, p, where), lambda home: home.on_device),
+        gradients=total(gradient, lambda home: home.on_device)
+        + total(lambda p: held_bytes(step, p, where), lambda home: home.optimizer),
+        optimizer=total(states, lambda home: home.on_device),
+        buffers=sum(buffer.numel * element_bytes(buffer, step.buffers_itemsize) for buffer in step.buffers),
+        gathered=_gathered_bytes(step),
+        activations=known.saved_bytes if known is not None else None,
+        outer=_outer_bytes(step, where),
+        average=total(lambda p: average_bytes(step, p, where), lambda home: home.on_device),
+        recomputation=known.working_bytes if known is not None else 0,
+        returned=known.returned_bytes if known is not None else 0,
+        updating=_updating_bytes(step, homes, where),
+        host_parameters=total(lambda p: held_bytes(step, p, where), lambda home: home.parameters),
+        host_master=0 if on_disk else host_master,
+        host_gradients=total(copied, lambda home: home.copied) + total(gradient, lambda home: home.parameters),
+        host_optimizer=host_scalars,
+        host_activations=known.hosted_bytes if known is not None else 0,
+        host_average=total(lambda p: average_bytes(step, p, where), lambda home: home.count - home.on_device),
+        disk_master=host_master if on_disk else 0,
+        disk_optimizer=host_states - host_scalars,
+    )
+
+
+def held_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
+    """Bytes of one rank's part of a parameter, as the model holds it."""
+    placement = Placement(step.parameters.axis, step.held_itemsize(parameter))
+    return _local_bytes(step, parameter, placement, where or {})
+
+
+def copy_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
+    """Bytes of the host's copy of one rank's part of a parameter: fp32 for half where there are master weights."""
+    itemsize = element_bytes(parameter, step.parameters.itemsize)
+    if step.master is not None and parameter.floating:
+        itemsize = max(itemsize, _FP32_BYTES)
+    return math.prod(shape_on(step, parameter, step.parameters.axis, where)) * itemsize
+
+
+def average_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
+    """Bytes of the moving average of one rank's part of a parameter; 0 where none is kept."""
+    if step.average is None or not parameter.trainable:
+        return 0
+    itemsize = step.average.itemsize or max(parameter.itemsize, _FP32_BYTES)
+    return math.prod(shape_on(step, parameter, step.parameters.axis, where)) * itemsize
+
+
+def state_bytes(step: Step, parameter: Parameter) -> int:
+    """Bytes of the states of one rank's part of a parameter, without counters."""
+    return sum(_state_bytes(step, parameter, state, {}) for state in parameter.states if not _is_scalar(state))
+
+
+def keeps_state(step: Step, parameter: Parameter, state: StateTensor) -> bool:
+    """Whether the optimizer keeps a state at all: one only for half precision where it updates a parameter in half."""
+    return not state.only_for_half or element_bytes(parameter, step.optimizer.itemsize) < _FP32_BYTES
+
+
+def _is_scalar(state: StateTensor) -> bool:
+    return not state.dims and state.numel_apart == 1
+
+
+def local_shape(shape: tuple[int, ...], parts: int, index: int) -> tuple[int, ...]:
+    """Shape of chunk ``index`` of ``parts`` along dim 0, as ``torch.chunk`` and FSDP2 cut it; a scalar stays whole."""
+    if not shape or parts == 1:
+        return shape
+    rows = math.ceil(shape[0] / parts)
+    return (max(0, min(shape[0], rows * (index + 1)) - rows * index), *shape[1:])
+
+
+def padded_bytes(step: Step, parameter: Parameter, itemsize: int) -> int:
+    """Bytes of a parameter (or its gradient) in a collective over the sharding axis: every rank sends equal rows."""
+    parts = step.size(step.shard_axis)
+    if not parameter.shape:
+        return itemsize
+    return math.ceil(parameter.shape[0] / parts) * parts * math.prod(parameter.shape[1:]) * itemsize
+
+
+def element_bytes(tensor: Parameter | Buffer, itemsize: int | None) -> int:
+    """Bytes per element under a precision; integer tensors keep their own."""
+    return itemsize if itemsize is not None and tensor.floating else tensor.itemsize
+
+
+def gathered_itemsize(step: Step, parameter: Parameter) -> int:
+    """Bytes per element of a parameter that is gathered."""
+    own = parameter.gather_itemsize
+    return own if own is not None else element_bytes(parameter, step.compute_itemsize)
+
+
+def shape_on(
+    step: Step, parameter: Parameter, axis: str | None, where: Mapping[str, int] | None = None
+) -> tuple[int, ...]:
+    """Shape of the part of a parameter that the rank at ``where`` holds, when an axis shards it (None: whole)."""
+    where = where or {}
+    if axis is None or not parameter.sharded:
+        return parameter.shape
+    return local_shape(parameter.shape, step.size(axis), where.get(axis, 0))
+
+
+def _local_bytes(step: Step, parameter: Parameter, placement: Placement, where: Mapping[str, int]) -> int:
+    shape = shape_on(step, parameter, placement.axis, where)
+    return math.prod(shape) * element_bytes(parameter, placement.itemsize)
+
+
+def _master_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) -> int:
+    if not parameter.trainable or not parameter.floating or not step.has_master(parameter):
+        return 0
+    axis = step.master.axis if step.master is not None else None
+    return math.prod(shape_on(step, parameter, axis, where)) * _FP32_BYTES
+
+
+def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Mapping[str, int]) -> int:
+    shape = shape_on(step, parameter, step.optimizer.axis, where)
+    updated = step.optimizer.itemsize  # of what is updated; None: parameters and states are as they were given
+    if not keeps_state(step, parameter, state):
+        return 0
+    itemsize = updated if updated is not None and state.dims and not state.own_type else state.itemsize
+    return math.prod(shape[dim] for dim in state.dims) * state.numel_apart * itemsize
+
+
+def _updating_bytes(step: Step, homes: Sequence[Home], where: Mapping[str, int]) -> int:
+    """The most that the update of one group holds for a moment on the device.
+
+    Methods that divide some of a group's parameters over another mesh than the rest have both updated apart.
+    """
+    together: dict[Hashable, int] = {}
+    apart: dict[Hashable, int] = {}
+
+    def size(parameter: Parameter, tensors: tuple[StateTensor, ...]) -> int:
+        return sum(_state_bytes(step, parameter, tensor, where) for tensor in tensors)
+
+    for home, (_, p) in zip(homes, step.every_parameter(), strict=True):
+        if p.updating is not None and p.trainable and home.on_device:
+            key = (p.updating.group, p.tensor_dim is not None, p.expert is not None, p.sharded)
+            together[key] = together.get(key, 0) + home.on_device * size(p, p.updating.together)
+            apart[key] = max(apart.get(key, 0), size(p, p.updating.apart))
+    return max((together[key] + apart[key] for key in together), default=0)
+
+
+def _outer_bytes(step: Step, where: Mapping[str, int]) -> int:
+    outer = step.outer
+    if outer is None or outer.on_host:
+        return 0
+    # Dealt out by the sizes of whole tensors, on which all ranks of a replica agree.
+    held = [
+        (parameter.numel * _tensor_parts(step, parameter), _wide_bytes(step, parameter, where))
+        for count, parameter in step.every_parameter()
+        for _ in range(count)
+        if parameter.trainable and parameter.floating
+    ]
+    owners = balanced_owners([numel for numel, _ in held], step.size(outer.split_axis))
+    own = where.get(outer.split_axis or "", 0)
+    return outer.num_tensors * sum(size for (_, size), owner in zip(held, owners, strict=True) if owner == own)
+
+
+def _tensor_parts(step: Step, parameter: Parameter) -> int:
+    return step.size("tensor") if parameter.tensor_dim is not None else 1
+
+
+def _wide_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) -> int:
+    return math.prod(shape_on(step, parameter, step.parameters.axis, where)) * max(parameter.itemsize, _FP32_BYTES)
+
+
+def _gathered_bytes(step: Step) -> int:
+    """Whole parameters and gradients that live at once beside the shards.
+
+    ``unit``: the parameters outside blocks stay whole through a step, and two blocks are whole at once (the one that
+    runs and the one prefetched). ``model``: all are whole from forward to backward. Gradients of two units are whole at
+    once (computed, and being reduced), or all of them while they accumulate.
+    """
+    gradients = whole_gradients(step)
+    largest = max((size for _, size in gradients), default=0)
+    if step.whole_gradients and step.num_micro_batches > 1:
+        return whole_weights_bytes(step) + sum(block.count * size for block, size in gradients) + largest
+    return whole_weights_bytes(step) + 2 * largest
+
+
+def whole_weights_bytes(step: Step) -> int:
+    """Whole copies of sharded parameters that live at once."""
+    weights = whole_weights(step)
+    if step.gathered == "model":
+        return sum(block.count * size for block, size in weights)
+    inside = [size for block, size in weights if block.name != "outside"]
+    at_once = 1 if step.shards_in_memory else 2  # the next block's, gathered ahead, are in that memory
+    return sum(size for block, size in weights if block.name == "outside") + at_once * max(inside, default=0)
+
+
+def whole_weights(step: Step) -> list[tuple[Block, int]]:
+    """Per distinct block, the bytes of one's gathered weights."""
+    if not _gathers(step):
+        return []
+    return [(block, _whole_bytes(step, block, functools.partial(gathered_itemsize, step))) for block in step.blocks]
+
+
+def whole_gradients(step: Step) -> list[tuple[Block, int]]:
+    """Per distinct block, the bytes of one's gradients before they are reduced to shards."""
+    if not _gathers(step):
+        return []
+    reduced = functools.partial(element_bytes, itemsize=step.reduce_itemsize)
+    return [(block, _whole_bytes(step, block, reduced, trainable_only=True)) for block in step.blocks]
+
+
+def _gathers(step: Step) -> bool:
+    return step.gathered != "nothing" and step.size(step.shard_axis) > 1
+
+
+def _whole_bytes(
+    step: Step, block: Block, itemsize: Callable[[Parameter], int], *, trainable_only: bool = False
+) -> int:
+    return sum(
+        padded_bytes(step, parameter, itemsize(parameter))
+        for parameter in block.parameters
+        if parameter.sharded and (parameter.trainable or not trainable_only)
+    )

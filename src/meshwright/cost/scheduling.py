@@ -1,0 +1,404 @@
+"""Schedules played against time: tasks on the streams of a rank, and the actions of a pipeline over its ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Task:
+    """One piece of work.
+
+    Args:
+        name: What it is, for people.
+        stream: What runs it: ``compute``, ``link``, ``copy``, or a rank's of these.
+        seconds: How long it takes.
+        after: Indices of the tasks that must have ended before; all of them stand earlier in the list.
+    """
+
+    name: str
+    stream: str
+    seconds: float
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """A task as it ran."""
+
+    name: str
+    stream: str
+    start_s: float
+    end_s: float
+    critical: bool = False  # whether a shorter one would have ended the whole earlier
+
+
+def schedule(tasks: Sequence[Task]) -> list[Event]:
+    """Runs tasks as early as their streams and what they wait for allow; marks the critical path."""
+    free: dict[str, tuple[float, int]] = {}  # per stream: when it is free, and which task it ran last
+    starts: list[float] = []
+    ends: list[float] = []
+    cause: list[int] = []
+    for index, task in enumerate(tasks):
+        start, waits_for = free.get(task.stream, (0.0, -1))
+        for other in task.after:
+            if ends[other] > start:
+                start, waits_for = ends[other], other
+        starts.append(start)
+        ends.append(start + task.seconds)
+        cause.append(waits_for)
+        free[task.stream] = ends[index], index
+    critical = _critical(ends, cause)
+    return [
+        Event(task.name, task.stream, starts[index], ends[index], index in critical) for index, task in enumerate(tasks)
+    ]
+
+
+def makespan_s(tasks: Sequence[Task]) -> float:
+    """When the last of them ends."""
+    free: dict[str, float] = {}
+    ends: list[float] = []
+    for task in tasks:
+        start = free.get(task.stream, 0.0)
+        for other in task.after:
+            if ends[other] > start:
+                start = ends[other]
+        free[task.stream] = start + task.seconds
+        ends.append(start + task.seconds)
+    return max(ends, default=0.0)
+
+
+def _critical(ends: Sequence[float], cause: Sequence[int]) -> set[int]:
+    found: set[int] = set()
+    index = max(range(len(ends)), key=ends.__getitem__, default=-1)
+    while index >= 0:
+        found.add(index)
+        index = cause[index]
+    return found
+
+
+# --- Forward and backward of one micro-batch on one rank, with the gathers and reductions that run beside them.
+
+_PLAYED = 8  # of many blocks: after so many, each further one takes the same
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one micro-batch by block, without those beside computing."""
+
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    outside_forward_s: float
+    outside_backward_s: float
+    gather_forward_s: float  # per block
+    gather_backward_s: float  # per block
+    reduce_s: float  # per block
+    gather_outside_s: float  # of what is outside the blocks
+    reduce_outside_s: float
+    interference: float
+    shared: float = 0.0
+    gathers_ahead: bool = True  # in backward: while the block before computes, and not after it
+
+    @property
+    def forward_total_s(self) -> float:
+        """Computing in forward."""
+        return sum(self.forward_s) + self.outside_forward_s
+
+    @property
+    def backward_total_s(self) -> float:
+        """Computing in backward."""
+        return sum(self.backward_s) + self.outside_backward_s
+
+    @property
+    def compute_s(self) -> float:
+        """Computing in both."""
+        return self.forward_total_s + self.backward_total_s
+
+    @property
+    def all_gathers_s(self) -> float:
+        """All gathers of forward and backward, were they alone."""
+        return self.gather_outside_s + (self.gather_forward_s + self.gather_backward_s) * len(self.forward_s)
+
+    @property
+    def all_reductions_s(self) -> float:
+        """All reductions, were they alone."""
+        return self.reduce_outside_s + self.reduce_s * len(self.forward_s)
+
+
+def pass_s(passes: Passes, *, gather: bool, reduce: bool) -> float:
+    """Seconds of the micro-batch; of many blocks, the mean one is played a few times and then continued."""
+    count = len(passes.forward_s)
+    if not (gather and passes.all_gathers_s) and not (reduce and passes.all_reductions_s):
+        return passes.compute_s
+    if count <= _PLAYED:
+        return makespan_s(pass_tasks(passes, gather=gather, reduce=reduce))
+    forward, backward = sum(passes.forward_s) / count, sum(passes.backward_s) / count
+
+    def of(blocks: int) -> float:
+        fewer = dataclasses.replace(passes, forward_s=(forward,) * blocks, backward_s=(backward,) * blocks)
+        return makespan_s(pass_tasks(fewer, gather=gather, reduce=reduce))
+
+    few = of(_PLAYED)
+    return few + (count - _PLAYED) * (few - of(_PLAYED - 1))
+
+
+def pass_tasks(passes: Passes, *, gather: bool, reduce: bool) -> list[Task]:
+    """The micro-batch as tasks on the streams ``compute`` and ``link``.
+
+    Two blocks are whole at once: a gather waits for the computation of the block before the last.
+    """
+    tasks: list[Task] = []
+    count = len(passes.forward_s)
+
+    def add(name: str, stream: str, seconds: float, *after: int) -> int:
+        tasks.append(Task(name, stream, seconds, tuple(index for index in after if index >= 0)))
+        return len(tasks) - 1
+
+    gathers = gather and passes.gather_forward_s > 0
+    again = gather and passes.gather_backward_s > 0
+    sends = passes.reduce_s if reduce else 0.0
+    slowed_forward = _slowed(passes, passes.gather_forward_s if gathers else 0.0, sum(passes.forward_s))
+    beside = (passes.gather_backward_s if again and passes.gathers_ahead else 0.0) + sends
+    slowed_backward = _slowed(passes, beside, sum(passes.backward_s))
+    before = add("gather outside", "link", passes.gather_outside_s) if gathers else -1
+    computed: list[int] = []
+    for index in range(count):
+        ready = before
+        if gathers:
+            waits = computed[index - 2] if index >= 2 else -1
+            ready = add(f"gather {index}", "link", passes.gather_forward_s, waits)
+        computed.append(add(f"forward {index}", "compute", passes.forward_s[index] * slowed_forward, ready))
+    add("forward outside", "compute", passes.outside_forward_s, before)
+    last = add("backward outside", "compute", passes.outside_backward_s)
+    done: list[int] = [last]
+    order = list(reversed(range(count)))
+    ready = add(f"gather {order[0]} again", "link", passes.gather_backward_s) if again and order else -1
+    for turn, index in enumerate(order):
+        # The next gather is issued before the reduction of this block: on one link it would else wait for it.
+        following = order[turn + 1] if turn + 1 < count else None
+        name = f"gather {following} again"
+        after = -1
+        if again and following is not None and passes.gathers_ahead:
+            after = add(name, "link", passes.gather_backward_s, done[-1])
+        done.append(add(f"backward {index}", "compute", passes.backward_s[index] * slowed_backward, ready))
+        if again and following is not None and not passes.gathers_ahead:
+            after = add(name, "link", passes.gather_backward_s, done[-1])
+        if sends:
+            add(f"reduce {index}", "link", sends, done[-1])
+        ready = after
+    if sends:
+        add("reduce outside", "link", passes.reduce_outside_s, done[-1])
+    return tasks
+
+
+def _slowed(passes: Passes, per_block_s: float, compute_s: float) -> float:
+    """Computing beside a collective shares memory and multiprocessors with it."""
+    if compute_s <= 0:
+        return 1.0
+    busy = per_block_s * len(passes.forward_s) / compute_s
+    return 1 + passes.interference * min(1.0, busy) + passes.shared * busy
+
+
+# --- Seconds of a pipeline: the order in which each rank computes, played through with each rank's own times.
+
+Action = tuple[str, int, int]  # F or B, the stage, the micro-batch
+SPLIT_BACKWARD = ("zbv", "dualpipev")  # schedules that leave gradients of weights for later
+
+_PLAYED_ACTIONS = 100_000
+_SETTLED_ROUNDS = 1  # after so many rounds over the ranks every further micro-batch takes the same
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What one rank's part of one micro-batch takes.
+
+    Args:
+        forward_s: All its stages, forward.
+        backward_s: All its stages, backward.
+    """
+
+    forward_s: float
+    backward_s: float
+
+
+@functools.cache
+def order(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[Action]]:
+    """What every rank computes, in order.
+
+    ``gpipe`` (Huang et al. 2019), ``1f1b`` (Narayanan et al. 2019) and ``interleaved`` (Narayanan et al. 2021, §2.2) as
+    they are; the schedules that split backward (``zbv``, ``dualpipev``) have an order of their own, see
+    :func:`pipeline_s`.
+    """
+    return [_row(schedule, rank, ranks, stages_per_rank, micro_batches) for rank in range(ranks)]
+
+
+def pipeline_s(
+    schedule: str, times: Sequence[StageTimes], hop_s: float, stages_per_rank: int, micro_batches: int
+) -> float:
+    """Seconds from the first forward to the last backward.
+
+    Args:
+        schedule: Its name.
+        times: Of every rank of the pipeline.
+        hop_s: From one stage to the next.
+        stages_per_rank: Stages of a rank.
+        micro_batches: Of a step. Beyond a few rounds each takes as long as those before.
+    """
+    ranks = len(times)
+    slowest = max(each.forward_s + each.backward_s for each in times)
+    if ranks == 1:
+        return slowest * micro_batches
+    if ranks * ranks * stages_per_rank > _PLAYED_ACTIONS:  # of so many ranks: as if all were the slowest
+        return slowest * micro_batches + (ranks - 1) * (slowest / stages_per_rank + 2 * hop_s)
+    if schedule in SPLIT_BACKWARD:
+        return _split_s(times, hop_s, stages_per_rank, micro_batches)
+    settled = micro_batches if schedule == "gpipe" else settled_after(schedule, ranks, micro_batches)
+
+    def played(number: int) -> float:
+        rows = order(schedule, ranks, stages_per_rank, number)
+        return max(end for _, _, end in play(rows, times, hop_s, stages_per_rank))
+
+    whole = played(settled)
+    if settled == micro_batches:
+        return whole
+    each = _per_round(schedule, ranks, micro_batches)
+    rate = max((whole - played(settled - each)) / each, slowest)  # hops that the ranks wait for count, too
+    return whole + (micro_batches - settled) * rate
+
+
+def _split_s(times: Sequence[StageTimes], hop_s: float, stages_per_rank: int, micro_batches: int) -> float:
+    """Schedules that split backward: gradients of weights wait until a rank has nothing else to do."""
+    ranks, slowest = len(times), max(each.forward_s + each.backward_s for each in times)
+    # Qi et al. 2024, Table 2 and DeepSeek-AI 2025, Table 2: with I = W = F the bubble is at most a rank's F a hop.
+    full = slowest * micro_batches + (ranks - 1) * (slowest / 6 / stages_per_rank + 2 * hop_s)
+    # That takes enough micro-batches to fill all stages. Few of them follow the first one through all stages and back,
+    # and no rank has anything to do meanwhile but gradients of weights; the first rank's last ones come at the end.
+    weights = [min(each.forward_s, each.backward_s / 2) for each in times]  # as much as forward, and no recomputation
+    there_and_back = [each.forward_s + each.backward_s - own for each, own in zip(times, weights, strict=True)]
+    few = sum(there_and_back) + (micro_batches - 1) * max(there_and_back) + weights[0]
+    return max(full, few + 2 * stages_per_rank * (ranks - 1) * hop_s)
+
+
+def settled_after(schedule: str, ranks: int, micro_batches: int) -> int:
+    """So many micro-batches show what all of them do: every further round of them takes as long as the last."""
+    each = _per_round(schedule, ranks, micro_batches)
+    return min(micro_batches, (_SETTLED_ROUNDS + 1) * each + micro_batches % each)
+
+
+def _per_round(schedule: str, ranks: int, micro_batches: int) -> int:
+    """Micro-batches that go through one stage of a rank before the next stage's turn; torch makes rounds equal."""
+    return micro_batches // max(1, micro_batches // ranks) if schedule == "interleaved" else ranks
+
+
+def play(
+    rows: Sequence[Sequence[Action]], times: Sequence[StageTimes], hop_s: float, stages_per_rank: int
+) -> list[tuple[int, Action, float]]:
+    """Plays an order through: ``(rank, action, when it ends)``, as they end."""
+    ranks, last = len(rows), len(rows) * stages_per_rank - 1
+    done: dict[Action, float] = {}
+    clock, position = [0.0] * ranks, [0] * ranks
+    played: list[tuple[int, Action, float]] = []
+    waiting = set(range(ranks))
+    while waiting:
+        before = len(played)
+        for rank in sorted(waiting):
+            row = rows[rank]
+            while position[rank] < len(row):
+                action = row[position[rank]]
+                ready = ready_s(action, last, hop_s, done)
+                if ready is None:
+                    break
+                seconds = times[rank].forward_s if action[0] == "F" else times[rank].backward_s
+                clock[rank] = max(clock[rank], ready) + seconds / stages_per_rank
+                done[action] = clock[rank]
+                played.append((rank, action, clock[rank]))
+                position[rank] += 1
+        waiting = {rank for rank in waiting if position[rank] < len(rows[rank])}
+        if len(played) == before:
+            raise ValueError("the order of a pipeline waits for itself")
+    return played
+
+
+def ready_s(action: Action, last: int, hop_s: float, done: dict[Action, float]) -> float | None:
+    """When an action's input is there; None while what makes it has not been played."""
+    kind, stage, part = action
+    if kind == "F":
+        source = ("F", stage - 1, part) if stage else None
+    else:
+        source = ("B", stage + 1, part) if stage < last else ("F", stage, part)
+    if source is None:
+        return 0.0
+    end = done.get(source)
+    return None if end is None else end + (0.0 if source[1] == stage else hop_s)
+
+
+def _row(schedule: str, rank: int, ranks: int, stages_per_rank: int, micro_batches: int) -> list[Action]:
+    if schedule == "gpipe":
+        forwards, backwards = _passes(rank, ranks, 1, micro_batches, micro_batches)
+        return [*forwards, *backwards]
+    each = _per_round(schedule, ranks, micro_batches)
+    forwards, backwards = _passes(rank, ranks, stages_per_rank, micro_batches, each)
+    if stages_per_rank == 1:
+        warm_up = ranks - rank - 1
+    else:
+        warm_up = (ranks - rank - 1) * 2 + (stages_per_rank - 1) * each
+    warm_up = min(warm_up, len(forwards))
+    row = forwards[:warm_up]
+    for index in range(len(forwards) - warm_up):
+        row += [forwards[warm_up + index], backwards[index]]
+    return row + backwards[len(forwards) - warm_up :]
+
+
+def _passes(
+    rank: int, ranks: int, per_rank: int, micro_batches: int, per_round: int
+) -> tuple[list[Action], list[Action]]:
+    """A rank's forwards and its backwards: round by round, stage after stage."""
+    forwards: list[Action] = []
+    backwards: list[Action] = []
+    for first in range(0, micro_batches, per_round):
+        parts = range(first, min(first + per_round, micro_batches))
+        for turn in range(per_rank):
+            forwards += [("F", turn * ranks + rank, part) for part in parts]
+            backwards += [("B", (per_rank - 1 - turn) * ranks + rank, part) for part in parts]
+    return forwards, backwards
+
+
+# --- A pipeline whose ranks take turns on fewer cores: what one leaves idle, another uses, as far as it has work.
+
+
+def play_on_cores(
+    rows: Sequence[Sequence[Action]], times: Sequence[StageTimes], hop_s: float, stages_per_rank: int, cores: int
+) -> float:
+    """Seconds until the last action ends: whoever is ready first takes the core that is free first.
+
+    Args:
+        rows: What every rank computes, in order.
+        times: Of every rank, with a core of its own.
+        hop_s: From one stage to the next.
+        stages_per_rank: Stages of a rank.
+        cores: Of all ranks together.
+
+    Raises:
+        ValueError: When the order waits for itself.
+    """
+    ranks, last = len(rows), len(rows) * stages_per_rank - 1
+    done: dict[Action, float] = {}
+    clock, position, free = [0.0] * ranks, [0] * ranks, [0.0] * cores
+    for _ in range(sum(map(len, rows))):
+        known = [
+            (max(clock[rank], ready), rank)
+            for rank in range(ranks)
+            if position[rank] < len(rows[rank])
+            and (ready := ready_s(rows[rank][position[rank]], last, hop_s, done)) is not None
+        ]
+        if not known:
+            raise ValueError("the order of a pipeline waits for itself")
+        ready, rank = min(known)
+        action, core = rows[rank][position[rank]], free.index(min(free))
+        seconds = times[rank].forward_s if action[0] == "F" else times[rank].backward_s
+        free[core] = clock[rank] = done[action] = max(ready, free[core]) + seconds / stages_per_rank
+        position[rank] += 1
+    return max(done.values())

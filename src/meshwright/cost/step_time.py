@@ -1,0 +1,440 @@
+"""Seconds of the simulated step: one rank block by block, then all streams and pipeline ranks together."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from meshwright.cost.calibration import Calibration, fitted
+from meshwright.cost.cluster import Cluster
+from meshwright.cost.device_time import (
+    NO_COPIES,
+    Copying,
+    Machine,
+    accumulated_bytes,
+    backward_s,
+    copying,
+    forward_s,
+    hosted_share,
+    launched_s,
+    update_s,
+)
+from meshwright.cost.scheduling import (
+    SPLIT_BACKWARD,
+    Event,
+    Passes,
+    StageTimes,
+    order,
+    pass_s,
+    pass_tasks,
+    pipeline_s,
+    play_on_cores,
+    schedule,
+)
+from meshwright.cost.step import Block, Op, Step, Traffic
+from meshwright.cost.traffic import Network, collective_s, group_of, ring_s
+
+_FORWARD_SHARE = 1 / 3  # of ``Step.flops``, where only their sum is known
+_MOMENTS = ("forward", "backward")
+_SMALL_SHARE = 8  # of the largest messages: those that are small beside them
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank's micro-batches.
+
+    Args:
+        passes: A micro-batch; it gathers and reduces what every one does, or else what the first and the last do.
+        last: The last one: it reduces what is reduced once a step, too.
+        inline_s: Collectives that its blocks wait for, per micro-batch.
+        update_s: The optimizer's update, with what it sends.
+        gathers_each: Whether every micro-batch gathers, and not the first alone.
+        reduces_each: Whether every micro-batch reduces, and not the last alone.
+        accumulate_s: Of every micro-batch after the first, adding to the gradients.
+        copying: Between memories, where something is offloaded.
+    """
+
+    passes: Passes
+    last: Passes
+    inline_s: float
+    update_s: float
+    gathers_each: bool
+    reduces_each: bool
+    accumulate_s: float = 0.0
+    copying: Copying = NO_COPIES
+
+
+def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
+    """The seconds of one rank's micro-batch on a cluster."""
+    efficiency = known.of(cluster.device.efficiency)
+    machine = Machine(cluster.device, efficiency, known.constants, cluster.num_devices)
+    network = Network(cluster, efficiency, known.constants)
+    inline = {moment: inline_s(step, network, moment) for moment in _MOMENTS}
+    hidden = [each for each in step.traffic if each.hidden and each.moment != "update" and each.kind != "send"]
+    gathers_each = any(each.per_micro_batch for each in hidden if _gathers(each))
+    reduces_each = any(each.per_micro_batch for each in hidden if not _gathers(each))
+    passes, moved = _passes(step, machine, network, inline), copying(step, cluster)
+
+    def reducing(wanted: Callable[[Traffic], bool]) -> Passes:
+        reductions = (each for each in hidden if not _gathers(each) and wanted(each))
+        seconds = sum(_of_micro_batch(step, each, network) for each in reductions)
+        return _with_reduction(step, passes, seconds)
+
+    return Rank(
+        passes=reducing(lambda each: each.per_micro_batch or not reduces_each),
+        last=reducing(lambda each: True),
+        inline_s=inline["forward"] + inline["backward"],
+        update_s=updated_s(step, machine, cluster, moved)
+        + sum(one_s(step, t, network) for t in step.traffic if t.moment == "update"),
+        copying=moved,
+        gathers_each=gathers_each,
+        reduces_each=reduces_each,
+        accumulate_s=known.constants.accumulation
+        * known.constants.in_step
+        * accumulated_bytes(step, whole=not reduces_each)
+        / machine.bytes_per_s,
+    )
+
+
+def updated_s(step: Step, machine: Machine, cluster: Cluster, moved: Copying) -> float:
+    """Seconds of the update: of the device, and then of what is in host memory, with the copies it waits for."""
+    here = max(update_s(step, machine), launched_s(step, machine) - _ahead_s(step, machine))
+    share = 0.0 if step.on_cpu else hosted_share(step)
+    slower = machine.bytes_per_s * machine.efficiency.update / cluster.host_memory.bytes_per_s
+    return here * (1 - share + share * slower) + moved.update_s
+
+
+def _ahead_s(step: Step, machine: Machine) -> float:
+    """By how much the host is ahead of the device when it comes to the update: as its launches leave it in backward."""
+    if step.waits_to_update:
+        return 0.0
+    blocks = (block for block in step.blocks if block.name != "outside")
+    return sum(
+        block.count * max(0.0, _seconds(block.ops, machine)[1] - _behind_s(block.ops, machine)) for block in blocks
+    )
+
+
+def one_s(step: Step, traffic: Traffic, network: Network) -> float:
+    """Seconds of a step's collectives of one kind, were they alone."""
+    group = group_of(step.axes, (traffic.axis,), network.cluster.devices_per_node, step.counted_again)
+    known, calls = network.constants, traffic.calls
+    reduction = "all_to_all" if step.on_cpu else "reduce_scatter"  # of shards
+    if traffic.hidden and traffic.kind in ("all_gather", reduction):
+        bytes_s = collective_s(traffic.kind, traffic.bytes_per_step, group, network, 0 if known.shard_s else calls)
+        return (bytes_s * known.sharded + calls * known.shard_s) / traffic.every
+    seconds = collective_s(traffic.kind, traffic.bytes_per_step, group, network, calls)
+    if traffic.hidden:
+        seconds += calls * known.waits_s(group.size)
+    return seconds / traffic.every * (known.async_tensor if traffic.beside else 1.0)
+
+
+def _gathers(traffic: Traffic) -> bool:
+    return traffic.kind == "all_gather"
+
+
+def _of_micro_batch(step: Step, traffic: Traffic, network: Network) -> float:
+    return one_s(step, traffic, network) / (step.num_micro_batches if traffic.per_micro_batch else 1)
+
+
+def inline_s(step: Step, network: Network, moment: str) -> float:
+    """Seconds of the collectives that a micro-batch's blocks wait for, in forward or in backward."""
+    waited_for = [each for each in step.traffic if each.moment == moment and not each.hidden and each.kind != "send"]
+    seconds = sum(one_s(step, each, network) for each in waited_for)
+    seconds += sum(each.calls * network.constants.waits_s(step.size(each.axis)) for each in _met(waited_for))
+    return seconds / step.num_micro_batches + ring_s(step, network, moment)
+
+
+def _met(waited_for: Sequence[Traffic]) -> list[Traffic]:
+    """Those at which ranks wait for each other: small messages, of norms' gradients, follow others at once."""
+    large = max((each.bytes_per_step / each.calls for each in waited_for), default=0.0) / _SMALL_SHARE
+    return [each for each in waited_for if each.bytes_per_step / each.calls >= large]
+
+
+def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, float]) -> Passes:
+    """What one micro-batch computes and gathers; reductions are left at nothing."""
+    blocks = [block for block in step.blocks if block.name != "outside"]
+    forward, backward, outside = _computing(step, blocks, machine)
+    count = max(len(forward), 1)
+    gathered = {
+        moment: sum(
+            _of_micro_batch(step, each, network)
+            for each in step.traffic
+            if each.hidden and _gathers(each) and each.moment == moment
+        )
+        for moment in _MOMENTS
+    }
+    share = _outside_share(step)
+    return Passes(
+        forward_s=tuple(seconds + inline["forward"] / count for seconds in forward),
+        backward_s=tuple(seconds + inline["backward"] / count for seconds in backward),
+        outside_forward_s=outside[0] + (0.0 if forward else inline["forward"]),
+        outside_backward_s=outside[1] + (0.0 if backward else inline["backward"]),
+        gather_forward_s=gathered["forward"] * (1 - share) / count,
+        gather_backward_s=gathered["backward"] / count,
+        reduce_s=0.0,
+        gather_outside_s=gathered["forward"] * share,
+        reduce_outside_s=0.0,
+        interference=machine.constants.interference,
+        gathers_ahead=step.gathers_ahead,
+        shared=machine.constants.shared,
+    )
+
+
+def _computing(
+    step: Step, blocks: list[Block], machine: Machine
+) -> tuple[list[float], list[float], tuple[float, float]]:
+    """Seconds of every block's forward and backward, and of what is outside; from the FLOPs alone without ops."""
+    outside = [op for block in step.blocks if block.name == "outside" for op in block.ops if _runs_here(step, op)]
+    apart = _seconds(outside, machine)
+    if any(block.ops for block in step.blocks):
+        each = [_block_s(block.ops, machine) for block in blocks]
+    else:
+        forward, backward = _from_flops(step, machine)
+        count = sum(block.count for block in blocks)
+        if not count:
+            return [], [], (forward, backward)
+        each = [(forward / count, backward / count)] * len(blocks)
+    times = [seconds for block, seconds in zip(blocks, each, strict=True) for _ in range(block.count)]
+    slower = machine.constants.in_step
+    ahead, back = [slower * seconds for seconds, _ in times], [slower * seconds for _, seconds in times]
+    return ahead, back, (slower * apart[0], slower * apart[1])
+
+
+def _block_s(ops: tuple[Op, ...], machine: Machine) -> tuple[float, float]:
+    """Seconds of one block's forward and backward: of its kernels, or of launching them where these are short."""
+    forward, backward = _seconds(ops, machine)
+    launched = sum(_launch_s(op, machine) for op in ops if op.moment != "backward")
+    return max(forward, launched), max(backward, _behind_s(ops, machine))
+
+
+def _behind_s(ops: Sequence[Op], machine: Machine) -> float:
+    """Of launching the kernels of a block's backward, and what it recomputes."""
+    behind = sum(_launch_s(op, machine) for op in ops if op.moment != "forward" or op.recomputed)
+    return behind + sum(_launch_s(op, machine) for op in ops if op.moment == "both" and op.recomputed)
+
+
+def _launch_s(op: Op, machine: Machine) -> float:
+    known = machine.constants
+    return op.count * (known.operator_s if op.traced else known.host_s)
+
+
+def _seconds(ops: Sequence[Op], machine: Machine) -> tuple[float, float]:
+    """Forward and backward of kernels."""
+    forward = backward = 0.0
+    for op in ops:
+        slower = machine.constants.half_in_step if op.kind != "move" and op.dtype == "half" else 1.0
+        forward += slower * forward_s(op, machine)
+        backward += slower * backward_s(op, machine)
+    return forward, backward
+
+
+def _from_flops(step: Step, machine: Machine) -> tuple[float, float]:
+    """Of the whole model, and of what is recomputed, were all their work large products."""
+    rate = machine.matmul_flops_per_s("half" if step.compute_itemsize == 2 else "fp32")
+    whole = (step.flops or 0) / rate
+    return whole * _FORWARD_SHARE, whole * (1 - _FORWARD_SHARE) + step.recompute_flops / rate
+
+
+def _runs_here(step: Step, op: Op) -> bool:
+    return op.on_rank is None or step.stages is None or op.on_rank == step.stages.here
+
+
+def _with_reduction(step: Step, passes: Passes, seconds: float) -> Passes:
+    share, count = _outside_share(step), max(len(passes.forward_s), 1)
+    return dataclasses.replace(passes, reduce_s=seconds * (1 - share) / count, reduce_outside_s=seconds * share)
+
+
+def _outside_share(step: Step) -> float:
+    """Of the parameters, what lies outside the blocks."""
+    sizes = [(block.name, block.count * sum(p.numel for p in block.parameters)) for block in step.blocks]
+    whole = sum(size for _, size in sizes)
+    inside = sum(size for name, size in sizes if name != "outside")
+    return 1 - inside / whole if whole and inside else 1.0
+
+
+def seconds_of(step: Step, traffic: Traffic, cluster: Cluster, known: Calibration) -> float:
+    """Seconds of a step's collectives of one kind on a cluster, were they alone."""
+    return one_s(step, traffic, Network(cluster, known.of(cluster.device.efficiency), known.constants))
+
+
+# --- The simulated step in seconds: streams for computing and for each direction of traffic, played through.
+#
+# A rank computes its blocks on one stream. Collectives that can hide (gathers and reductions of parameters and
+# gradients) run on another, in the order in which FSDP2 issues them: one block ahead in forward and in backward. Those
+# that cannot (of tensor and sequence parallelism) are part of the blocks' time. Pipelines play each rank's times
+# through their schedule. Equal blocks are played a few times and continued.
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step, and where they go: the parts add up to the whole."""
+
+    step_time_s: float
+    compute_s: float  # kernels of all micro-batches on the slowest rank
+    inline_s: float  # collectives that its blocks wait for
+    exposed_s: float  # gathers and reductions that did not hide, and computing that they slowed down
+    bubble_s: float  # waiting for other stages of a pipeline
+    update_s: float
+    overhead_s: float
+    copies_s: float = 0.0  # between memories, that did not hide
+
+    @property
+    def binds(self) -> str:
+        """The largest part."""
+        parts = {"compute": self.compute_s, "tensor or sequence collectives": self.inline_s}
+        parts |= {"copies between memories": self.copies_s}
+        parts |= {"data collectives": self.exposed_s, "pipeline bubble": self.bubble_s, "update": self.update_s}
+        parts |= {"launch, batch and loss": self.overhead_s}
+        return max(parts, key=parts.__getitem__)
+
+
+def simulate(
+    steps: Step | Sequence[Step], cluster: Cluster, calibration: Calibration | None = None, *, in_turn: bool = False
+) -> StepTime:
+    """Seconds of a step on a cluster.
+
+    Args:
+        steps: The step of a rank after all ``cost`` twins; with a pipeline, of every rank of its axis.
+        cluster: What it runs on.
+        calibration: What kernels and links reach; None: what the cluster was measured to, or else the fitted presets.
+        in_turn: Whether gradients are reduced only when backward has ended, and not beside it.
+    """
+    every = [steps] if isinstance(steps, Step) else list(steps)
+    known = calibration or cluster.calibration or fitted()
+    played: dict[Step, Rank] = {}
+    for step in every:
+        if step not in played:
+            played[step] = rank_of(step, cluster, known)
+    ranks = [played[step] for step in every]
+    return _together(every, ranks, cluster, known, in_turn=in_turn)
+
+
+def timeline(step: Step, cluster: Cluster, calibration: Calibration | None = None) -> list[Event]:
+    """The events of one micro-batch that gathers and reduces, forward and backward, on one rank."""
+    known = calibration or cluster.calibration or fitted()
+    return schedule(pass_tasks(rank_of(step, cluster, known).last, gather=True, reduce=True))
+
+
+def _together(
+    steps: Sequence[Step], ranks: Sequence[Rank], cluster: Cluster, known: Calibration, *, in_turn: bool
+) -> StepTime:
+    micro_batches = steps[0].num_micro_batches
+    overhead = known.constants.step_s
+    slowest = max(ranks, key=lambda each: each.passes.compute_s)
+    update = max(each.update_s for each in ranks)
+    if len(steps) > 1:
+        busy, compute, exposed, bubble = _pipelined(steps, ranks, cluster, known, in_turn=in_turn)
+    else:
+        busy = _replicated(slowest, micro_batches, in_turn=in_turn)
+        compute, bubble = slowest.passes.compute_s * micro_batches, 0.0
+        exposed = busy - compute
+    inline = slowest.inline_s * micro_batches
+    accumulating = (micro_batches - 1) * max(each.accumulate_s for each in ranks)
+    busy, compute = busy + accumulating, compute + accumulating
+    copied = max(_copies_left_s(each, micro_batches) for each in ranks)
+    whole = busy + copied + update + overhead
+    return StepTime(whole, compute - inline, inline, exposed, bubble, update, overhead, copied)
+
+
+def _copies_left_s(rank: Rank, micro_batches: int) -> float:
+    passes = rank.passes
+    return rank.copying.left_s(passes.forward_total_s * micro_batches, passes.backward_total_s * micro_batches)
+
+
+def _replicated(rank: Rank, micro_batches: int, *, in_turn: bool) -> float:
+    """All micro-batches of a rank without a pipeline, one after the other."""
+
+    def one(first: bool, last: bool) -> float:
+        gather, reduce = rank.gathers_each or first, rank.reduces_each or last
+        passes = rank.last if last else rank.passes
+        if in_turn and reduce:
+            return pass_s(passes, gather=gather, reduce=False) + passes.all_reductions_s
+        return pass_s(passes, gather=gather, reduce=reduce)
+
+    if micro_batches == 1:
+        return one(True, True)
+    middle = one(False, False) if micro_batches > 2 else 0.0
+    return one(True, False) + (micro_batches - 2) * middle + one(False, True)
+
+
+def _pipelined(
+    steps: Sequence[Step], ranks: Sequence[Rank], cluster: Cluster, known: Calibration, *, in_turn: bool
+) -> tuple[float, float, float, float]:
+    """Seconds until the last backward, of computing, of collectives that did not hide, and of waiting."""
+    step = steps[0]
+    stages = step.stages
+    assert stages is not None
+    per_rank = len(stages.ranks) // (max(stages.ranks) + 1)
+    times = [stage_times(each) for each in ranks]
+    micro_batches = step.num_micro_batches
+    slowest = max(each.forward_s + each.backward_s for each in times) * micro_batches
+    whole = played_s(step, times, hop_s(step, cluster, known), known)
+    rounds = 0.0 if in_turn else last_rounds(len(ranks), per_rank, micro_batches)
+    once = max(_left_s(each, once_s(each), each.passes.backward_total_s * rounds) for each in ranks)
+    compute = max(each.passes.compute_s for each in ranks) * micro_batches
+    return whole + once, compute, once + slowest - compute, whole - slowest
+
+
+def played_s(step: Step, times: Sequence[StageTimes], hop: float, known: Calibration) -> float:
+    """Seconds until the last backward of a pipeline ends, on cores of its ranks' own or on those that they share."""
+    stages = step.stages
+    assert stages is not None
+    per_rank, micro_batches = len(stages.ranks) // (max(stages.ranks) + 1), step.num_micro_batches
+    if known.constants.per_core <= 1:
+        return pipeline_s(stages.schedule, times, hop, per_rank, micro_batches)
+    slowest = max(each.forward_s + each.backward_s for each in times) * micro_batches
+    return max(_on_shared_cores(stages.schedule, times, hop, per_rank, micro_batches, known), slowest)
+
+
+def _on_shared_cores(
+    schedule: str, times: Sequence[StageTimes], hop: float, per_rank: int, micro_batches: int, known: Calibration
+) -> float:
+    """Of ranks that take turns on cores; their times are those of ranks that all compute at once."""
+    turns = known.constants.per_core
+    alone = [StageTimes(each.forward_s / turns, each.backward_s / turns) for each in times]
+    cores = max(1, round(len(times) / turns))
+    if schedule in SPLIT_BACKWARD:  # they leave next to nothing idle, where there are micro-batches enough
+        busy = sum(each.forward_s + each.backward_s for each in alone) * micro_batches / cores
+        return max(busy, pipeline_s(schedule, alone, hop, per_rank, micro_batches))
+    return play_on_cores(order(schedule, len(times), per_rank, micro_batches), alone, hop, per_rank, cores)
+
+
+def _left_s(rank: Rank, collectives_s: float, computing_s: float) -> float:
+    """Of collectives beside computing, what does not hide behind it: on shared cores nothing does."""
+    hidden = min(collectives_s, computing_s)
+    return collectives_s - hidden * (1 - min(rank.passes.shared, 1.0))
+
+
+def hop_s(step: Step, cluster: Cluster, known: Calibration) -> float:
+    """Seconds from one stage of a pipeline to the next."""
+    network = Network(cluster, known.of(cluster.device.efficiency), known.constants)
+    group = group_of(step.axes, ("pipeline",), cluster.devices_per_node, step.counted_again)
+    size = step.stages.boundary_bytes if step.stages is not None else None
+    return collective_s("send", size or 0, group, network) + known.constants.p2p_s + known.constants.wait_s
+
+
+def once_s(rank: Rank) -> float:
+    """Gathers and reductions of a pipeline's rank once a step: as its last backward runs, and only that hides them."""
+    reductions = rank.last.all_reductions_s - (rank.passes.all_reductions_s if rank.reduces_each else 0.0)
+    return reductions + (0.0 if rank.gathers_each else rank.passes.all_gathers_s)
+
+
+def last_rounds(ranks: int, stages: int, micro_batches: int) -> float:
+    """Micro-batches' backwards behind which a rank's reductions hide: they begin with its first stage that is done.
+
+    A rank with several stages takes a round of micro-batches through each in turn.
+    """
+    return 1 + (min(ranks, micro_batches) - 1) * (1 - 1 / stages)
+
+
+def stage_times(rank: Rank) -> StageTimes:
+    """What one micro-batch takes a rank of a pipeline, with the collectives that each one runs."""
+    passes = rank.passes
+    forward = passes.forward_total_s
+    if rank.gathers_each:
+        forward += _left_s(rank, passes.all_gathers_s, forward)
+    backward = passes.backward_total_s
+    if rank.reduces_each:
+        backward += _left_s(rank, passes.all_reductions_s, backward)
+    return StageTimes(forward, backward)

@@ -1,0 +1,301 @@
+"""Turn text files into a memory-mapped token file, and into windows of tokens for training."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import ConfigError, DataError
+
+STDLIB = "stdlib"
+"""The source name that stands for the Python standard library's own ``.py`` files."""
+
+# Installed packages differ from machine to machine; tests and their data are hardly text anybody would learn from.
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test"})
+_GLOB_CHARACTERS = frozenset("*?[")
+
+
+def find_files(source: str | Sequence[str], base: Path) -> list[Path]:
+    """Finds the files of a corpus.
+
+    Args:
+        source: ``"stdlib"``, a file path or a glob (``**`` crosses folders), or a sequence of these. ``~`` is expanded.
+        base: Folder against which relative paths and globs are read.
+
+    Returns:
+        Absolute paths in sorted order; a file reached in several ways is listed once.
+
+    Raises:
+        DataError: When there is no source, or one of them matches no file.
+    """
+    sources = [source] if isinstance(source, str) else list(source)
+    if not sources:
+        raise DataError(
+            "The corpus has no files",
+            expected=f"{STDLIB!r}, file paths or globs",
+            got="an empty list",
+            fix=f"name at least one file; {STDLIB!r} is on every machine",
+        )
+    found = sorted(path for each in sources for path in _match(each, base))
+    distinct: dict[Path, Path] = {}
+    for path in found:
+        distinct.setdefault(path.resolve(), path)
+    return list(distinct.values())
+
+
+def _match(source: str, base: Path) -> list[Path]:
+    if source == STDLIB:
+        return _standard_library()
+    pattern = os.path.abspath(base / Path(source).expanduser())
+    # A file whose name happens to hold glob characters is that file.
+    names = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+    files = [Path(name) for name in names if os.path.isfile(name)]
+    if not files:
+        raise _nothing_found(source, pattern)
+    return files
+
+
+def _nothing_found(source: str, pattern: str) -> DataError:
+    kind = "Glob" if _GLOB_CHARACTERS & set(source) else "File"
+    if os.path.isdir(pattern):
+        got, fix = f"the folder {pattern}", f"name its files, for example {source.rstrip('/')}/**/*.txt"
+    else:
+        got, fix = f"nothing at {pattern}", "correct the path; relative ones start at the folder shown under 'got'"
+    return DataError(f"{kind} {source!r} matches no file", expected="one file or more", got=got, fix=fix)
+
+
+def _standard_library() -> list[Path]:
+    root = sysconfig.get_path("stdlib")
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not found:
+        raise DataError(
+            "This Python has no readable standard library",
+            expected=f".py files under {root}",
+            got="none: a frozen or zipped interpreter, most likely",
+            fix="name text files of your own as the corpus",
+        )
+    return found
+
+
+# --- Tokens on disk: a corpus is tokenized once into one flat file that every rank maps into memory.
+
+Progress = Callable[[int, int], None]
+"""Called with (done_bytes, total_bytes) of text."""
+
+_FORMAT_VERSION = 1
+# Large files are tokenized in pieces that end with a line, so memory does not grow with the file.
+# Part of the format: where pieces end decides which tokens a merging tokenizer makes there.
+_PIECE_BYTES = 8 * 2**20
+
+
+def token_cache(files: Sequence[Path], tokenizer: Tokenizer, directory: Path, progress: Progress | None = None) -> Path:
+    """Tokenizes files into one ``.npy`` file, or finds the one made earlier.
+
+    The file's name is a hash of every file's path, size and modification time, of the tokenizer and of the format, so
+    changed texts get a new file. It appears under its name only when complete; processes that build it at the same
+    time disturb each other in nothing but speed. A file of the wrong length or header is built again.
+
+    Args:
+        files: Text files, one document each, in the order in which their tokens shall stand.
+        tokenizer: Its ids are stored in the smallest unsigned type that holds its vocabulary.
+        directory: Where the cache lies; made if absent.
+        progress: Called after every piece while tokenizing; not called when the cache is found.
+
+    Returns:
+        Path of the cache: a one-dimensional array, every document followed by the end-of-text id.
+
+    Raises:
+        DataError: When there are no files, or one of them cannot be read.
+    """
+    if not files:
+        raise DataError("There is nothing to tokenize", expected="one file or more", got="none", fix="name some files")
+    path = directory / f"tokens-{_key(files, tokenizer)}.npy"
+    if _is_complete(path, _token_type(tokenizer)):
+        return path
+    directory.mkdir(parents=True, exist_ok=True)
+    # In the same directory, so that the renaming is atomic; a name of its own, so that builders do not meet.
+    partial = directory / f".{path.name}.{uuid.uuid4().hex}.partial"
+    try:
+        with open(partial, "xb") as out:
+            _build(out, files, tokenizer, progress or (lambda done_bytes, total_bytes: None))
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def open_tokens(path: Path) -> np.ndarray:
+    """Maps a token file into memory, read-only: unsigned integers of shape (num_tokens,).
+
+    Raises:
+        DataError: When the file is absent, cut short, or not a token file.
+    """
+    try:
+        dtype, num_tokens, offset = _header(path)
+        # A longer file would map as well, but nobody can say which part of it is right.
+        if os.path.getsize(path) != offset + num_tokens * dtype.itemsize:
+            raise ValueError(f"{os.path.getsize(path)} bytes for {num_tokens} tokens")
+        return np.memmap(path, dtype, "r", offset, (num_tokens,))
+    except Exception as error:  # numpy reads headers as Python, and fails as its parser does
+        raise DataError(
+            f"{path} is not a complete token file",
+            expected="a flat .npy file of unsigned integers, as token_cache writes it",
+            got=str(error),
+            fix="delete it and call token_cache again",
+        ) from error
+
+
+def _header(path: Path) -> tuple[np.dtype, int, int]:
+    """Type and number of the tokens and where they begin, in bytes.
+
+    Checked before anything is mapped: types without a size end the process in numpy's C (a division by zero).
+    """
+    with open(path, "rb") as file:
+        version = np.lib.format.read_magic(file)
+        if version != (1, 0):
+            raise ValueError(f"version {version} of the format")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+        offset = file.tell()
+    if len(shape) != 1 or dtype.kind != "u" or dtype.itemsize == 0:
+        raise ValueError(f"an array of shape {shape} and type {dtype}")
+    return dtype, shape[0], offset
+
+
+def _is_complete(path: Path, token_type: np.dtype) -> bool:
+    try:
+        return path.exists() and open_tokens(path).dtype == token_type
+    except DataError:
+        return False
+
+
+def _token_type(tokenizer: Tokenizer) -> np.dtype:
+    return np.min_scalar_type(tokenizer.vocab_size - 1)
+
+
+def _key(files: Sequence[Path], tokenizer: Tokenizer) -> str:
+    with _readable(files):
+        stats = [(str(path.absolute()), stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]]
+    identity = json.dumps([_FORMAT_VERSION, tokenizer.fingerprint, tokenizer.end_of_text, stats])
+    return hashlib.sha256(identity.encode()).hexdigest()[:20]
+
+
+def _build(out: BinaryIO, files: Sequence[Path], tokenizer: Tokenizer, progress: Progress) -> None:
+    token_type = _token_type(tokenizer)
+    _write_header(out, token_type, num_tokens=0)
+    start = out.tell()
+    end_of_text = np.array([tokenizer.end_of_text], dtype=token_type)
+    with _readable(files):
+        total_bytes = sum(path.stat().st_size for path in files)
+        done_bytes = 0
+        for path in files:
+            for piece in _pieces(path):
+                out.write(tokenizer.encode(piece).astype(token_type).tobytes())
+                done_bytes += len(piece)
+                progress(done_bytes, total_bytes)
+            out.write(end_of_text.tobytes())
+    num_tokens = (out.tell() - start) // token_type.itemsize
+    out.seek(0)
+    _write_header(out, token_type, num_tokens)
+    assert out.tell() == start, "numpy pads headers so that a longer shape fits"
+    out.flush()
+    os.fsync(out.fileno())  # a power cut after the renaming must not leave a complete name on incomplete bytes
+
+
+def _write_header(out: BinaryIO, token_type: np.dtype, num_tokens: int) -> None:
+    description = np.lib.format.dtype_to_descr(token_type)
+    header = {"descr": description, "fortran_order": False, "shape": (num_tokens,)}
+    np.lib.format.write_array_header_1_0(out, header)
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as text:
+        while piece := text.read(_PIECE_BYTES):
+            yield piece if piece.endswith(b"\n") else piece + text.readline()
+
+
+@contextlib.contextmanager
+def _readable(files: Sequence[Path]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or Path(error.filename) not in files:
+            raise  # the cache's own trouble: a full or read-only disk
+        raise DataError(
+            "A file of the corpus cannot be read",
+            expected="readable files",
+            got=str(error),
+            fix="leave it out, or make it readable for this user",
+        ) from error
+
+
+# --- Windows over a token file, as a torch dataset.
+
+
+class TokenDataset(Dataset[torch.Tensor]):
+    """Non-overlapping windows of a token file; the tokens stay on disk until they are asked for.
+
+    Item ``i`` is an int64 tensor of shape (seq_len,): tokens ``i * seq_len`` to ``(i + 1) * seq_len``. Tokens behind
+    the last whole window are left out. May be sent to DataLoader workers, forked or spawned.
+
+    Args:
+        path: Token file, as ``token_cache`` writes it.
+        seq_len: Tokens per window.
+
+    Raises:
+        ConfigError: When ``seq_len`` is not a positive count.
+        DataError: When the file is damaged, or shorter than one window.
+    """
+
+    def __init__(self, path: Path, seq_len: int) -> None:
+        if seq_len < 1:
+            raise ConfigError(
+                "seq_len is not a count", expected="1 or more", got=repr(seq_len), fix="give the tokens per sample"
+            )
+        self.path = Path(path)
+        self.seq_len = seq_len
+        self._tokens: np.ndarray = open_tokens(self.path)
+        if len(self) == 0:
+            raise DataError(
+                "The corpus is shorter than one sequence",
+                expected=f"at least {seq_len} tokens (seq_len)",
+                got=f"{self.num_tokens} tokens in {self.path}",
+                fix="add text, or train on shorter sequences",
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the file, those behind the last whole window included."""
+        return int(self._tokens.size)
+
+    def __len__(self) -> int:
+        return self.num_tokens // self.seq_len
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
+        start = (index % len(self)) * self.seq_len
+        return torch.from_numpy(self._tokens[start : start + self.seq_len].astype(np.int64))
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickled memory map carries the whole file with it; the other process maps the file itself.
+        return {key: value for key, value in vars(self).items() if key != "_tokens"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._tokens = open_tokens(self.path)

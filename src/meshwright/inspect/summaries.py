@@ -1,0 +1,278 @@
+"""Summaries of models and tensors over all ranks: ``inspect_model``, ``inspect_tensor``, ``format_summary``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from meshwright.errors import InspectError
+from meshwright.inspect.recording import (
+    Record,
+    Recorded,
+    StagePass,
+    in_order,
+    numbered,
+    placed,
+    recording_into,
+    refuse_nesting,
+)
+from meshwright.inspect.statistics import Row, Shape, Table, entry, fill, is_first_of_team, merged
+from meshwright.runtime import gather_from
+
+OUTLINE = "_meshwright_outline"
+"""In the ``__dict__`` of a module that stands for one on another rank: that module, without memory."""
+
+_ORDER = "_names_in_order"  # of a model of which ranks hold different parts
+# Wrapper modules that a name passes through.
+_TRANSPARENT = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def keep_name_order(model: nn.Module, names: Sequence[str]) -> None:
+    """Notes the order of all names of a model of which ranks hold different parts, on all of them alike."""
+    model.__dict__[_ORDER] = tuple(names)
+
+
+def inspect_model(
+    model: nn.Module, pattern: str | None = None, prefix: str = "", *, param_name: str | None = None
+) -> list[dict[str, Any]]:
+    """Statistics of the parameters whose names match, equal to those of the whole tensors on one rank.
+
+    Collective: every rank calls it, and all together exchange one small table, whatever the number and size of the
+    parameters; no parameter is gathered. Parameters may be plain (equal on all ranks) or sharded over any mix of
+    meshes. Ranks may hold different parts of the model, as pipeline stages do: the result is of all of them.
+
+    Call it between steps. FSDP2 modules that hold gathered weights after a forward are sharded again first.
+
+    Args:
+        model: Plain, or prepared by ``accelerate``; names are those of the plain model. Tied parameters are listed
+            under each of their names.
+        pattern: ``fnmatch`` pattern for ``prefix + name``, such as ``"*.linear*"``; None means all of them.
+        prefix: Put before every name.
+        param_name: BMTrain's name for ``pattern``.
+
+    Returns:
+        One dict per parameter in the model's order, equal on every rank, with keys name, shape, max, min, std, mean,
+        grad_std, grad_mean.
+        Standard deviations are unbiased (``torch.std``; 0.0 for a single element); gradient statistics are 0.0 where
+        there is no gradient. Seed: BMTrain.
+
+    Raises:
+        InspectError: When a parameter is on the meta device or complex, or a gradient an unreduced partial sum; and
+            for both ``pattern`` and ``param_name``.
+    """
+    wanted = _pattern(pattern, param_name)
+    found = gather_from(lambda: (list(_names(model, prefix)), fill(_rows(model, wanted, prefix))))
+    tables = [table for _, table in found]
+    shapes = {name: shape for table in tables for name, shape in zip(table.names, table.shapes, strict=True)}
+    told = [prefix + name for name in model.__dict__.get(_ORDER, ())]
+    # Else rank 0's order, in which ranks that stand at other places of a model follow.
+    order = told or list(dict.fromkeys(name for names, _ in found for name in names))
+    names, moments = merged(tables, one_team=True, order=order)
+    return [entry(name, shapes[name], both, no_grad=0.0) for name, both in zip(names, moments, strict=True)]
+
+
+def _pattern(pattern: str | None, param_name: str | None) -> str:
+    if pattern is not None and param_name is not None:
+        raise InspectError(
+            "inspect_model was given two patterns",
+            expected="pattern, or BMTrain's name for it, param_name",
+            got=f"{pattern!r} and {param_name!r}",
+            fix="leave param_name out",
+        )
+    given = param_name if pattern is None else pattern
+    return "*" if given is None else given
+
+
+def _names(model: nn.Module, prefix: str) -> Iterator[str]:
+    """All names of parameters, those of other ranks too where something stands for them here."""
+    wrappers = _ddp_paths(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        outline = module.__dict__.get(OUTLINE)
+        if outline is not None:
+            names += [name for name, _ in outline.named_parameters(remove_duplicate=False)]
+        yield from (prefix + _plain_name(f"{path}.{name}" if path else name, wrappers) for name in names)
+
+
+def _rows(model: nn.Module, pattern: str, prefix: str) -> list[Row]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # gathered weights are copies in another precision, and have no gradient
+    wrappers = _ddp_paths(model)
+    named = [
+        (prefix + _plain_name(name, wrappers), parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    ]
+    return [
+        Row(name, tuple(parameter.shape), parameter, parameter.grad)
+        for name, parameter in named
+        if fnmatch.fnmatchcase(name, pattern)
+    ]
+
+
+def _ddp_paths(model: nn.Module) -> list[str]:
+    return [path for path, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
+
+
+def _plain_name(name: str, wrappers: list[str]) -> str:
+    """The name without what DDP (at the paths ``wrappers``), torch.compile and torch's checkpoint wrapper add."""
+    for path in reversed(wrappers):  # inner ones first: outer paths stay as they were
+        start = f"{path}." if path else ""
+        if name.startswith(f"{start}module."):
+            name = start + name[len(start) + len("module.") :]
+    for wrapper in _TRANSPARENT:
+        name = name.replace(wrapper, "")
+    return name
+
+
+# --- ``inspect_tensor``: collects the tensors that a model records, and summarises them over all ranks.
+
+
+class Inspector:
+    """The tensors recorded inside one :func:`inspect_tensor`, in the order of their recording.
+
+    It keeps them, and the graphs they are part of, alive.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[Record | StagePass] = []  # filled while the `with` block runs
+
+    @property
+    def summary(self) -> list[dict[str, Any]]:
+        """This rank's records: name, summary_name, group, shape (here), requires_grad and ``tensor``.
+
+        The tensors are differentiable: a loss may be built from them and go backward. DDP asks that such a loss
+        reaches every parameter, as the model's output does; else it leaves gradients unreduced. FSDP2 gathers weights
+        again in backward only for a module's outputs: see :mod:`meshwright.inspect.recording` for how a sharded module
+        passes on what is recorded inside it.
+
+        Of a pipeline these are the records of this rank's stages, numbered among themselves. A schedule's micro-batches
+        are put together, detached, with their gradients.
+        """
+        told, records = placed(self._entries)
+        return [
+            {
+                "name": record.name,
+                "summary_name": name,
+                "group": record.group,
+                "shape": tuple(record.tensor.shape),
+                "requires_grad": record.keeps_grad and record.tensor.requires_grad,
+                "tensor": record.tensor,
+            }
+            for name, record in zip(numbered(told.labels), records, strict=True)
+        ]
+
+    def get_summary(self) -> list[dict[str, Any]]:
+        """Statistics of every recorded tensor over all ranks; call it after the ``with`` block, on every rank.
+
+        Costs one exchange of a small table. It reads the tensors as they are now: called again after backward, it
+        has the gradients.
+
+        Of a pipeline all stages' records are there, in the order of the model in one process: what is recorded before
+        the blocks counts on the first stage, what is between two blocks on the stage of the first of them.
+
+        Returns:
+            One dict per tensor, equal on every rank, with keys name (``"{group.}{k}.{name}"`` for the k-th of its
+            name), shape, max, min, std, mean, grad_std, grad_mean. The elements of all ranks are taken together:
+            ``shape[0]`` is the sum over ranks (other dims as on rank 0), std is the unbiased one of all elements.
+            BMTrain takes the root of the ranks' mean variance instead, which leaves out how far their means are
+            apart. Gradient statistics are None where no rank has a gradient; gradients are as backward left them,
+            loss scale included.
+
+        Raises:
+            InspectError: When ranks recorded different names, or a tensor has no statistics.
+        """
+        every = gather_from(self._told)
+        names, of_ranks = in_order([recorded for recorded, _ in every])
+        tables = [dataclasses.replace(table, names=own) for (_, table), own in zip(every, of_ranks, strict=True)]
+        names, moments = merged(tables, one_team=False, order=names)
+        return [
+            entry(name, _over_ranks(name, tables), both, no_grad=None)
+            for name, both in zip(names, moments, strict=True)
+        ]
+
+    def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
+        """The tensor recorded here as ``name`` in ``group``: the ``index``-th, or the first; None if there is none."""
+        records = placed(self._entries)[1]
+        found = [record.tensor for record in records if (record.name, record.group) == (name, group)]
+        wanted = 0 if index is None else index
+        return found[wanted] if 0 <= wanted < len(found) else None
+
+    def _told(self) -> tuple[Recorded, Table]:
+        told, records = placed(self._entries)
+        rows = [
+            Row(name, _rows_here(record.source), record.source, record.grad)
+            for name, record in zip(numbered(told.labels), records, strict=True)
+        ]
+        return told, fill(rows)
+
+
+def _rows_here(tensor: torch.Tensor) -> Shape:
+    """The tensor's shape, its first dim counted on one rank of those that hold it together."""
+    shape = tuple(tensor.shape)
+    return shape if is_first_of_team(tensor) or not shape else (0, *shape[1:])
+
+
+def _over_ranks(name: str, tables: list[Table]) -> Shape:
+    shapes = [table.shapes[table.names.index(name)] for table in tables if name in table.names]
+    return (sum(shape[0] for shape in shapes if shape), *shapes[0][1:]) if shapes[0] else ()
+
+
+@contextlib.contextmanager
+def inspect_tensor() -> Iterator[Inspector]:
+    """Records, inside the ``with`` block, what the model's code passes to :func:`record_tensor`.
+
+    Example::
+
+        with inspect_tensor() as inspector:
+            loss = model(batch)
+            loss.backward()
+        print_rank(format_summary(inspector.get_summary()))
+
+    Raises:
+        InspectError: When another one is active.
+    """
+    refuse_nesting()
+    inspector = Inspector()
+    with recording_into(inspector._entries):
+        yield inspector
+
+
+# --- Summaries as text.
+
+_COLUMNS = ("name", "shape", "max", "min", "std", "mean", "grad_std", "grad_mean")
+_LEFT = 2  # name and shape; numbers stand to the right
+
+
+def format_summary(summary: Sequence[dict[str, Any]]) -> str:
+    """A summary as an aligned table, numbers with four decimals.
+
+    Args:
+        summary: What ``inspect_model`` or ``Inspector.get_summary`` returned, or several of them joined.
+
+    Returns:
+        A header and one line per tensor; columns as BMTrain's, none of them cut off.
+    """
+    lines = [_COLUMNS, *(tuple(_cell(line[column]) for column in _COLUMNS) for line in summary)]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(_COLUMNS))]
+    return "\n".join(_aligned(line, widths) for line in lines)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
+    cells = [
+        cell.ljust(width) if index < _LEFT else cell.rjust(width)
+        for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+    ]
+    return "  ".join(cells).rstrip()

@@ -1,0 +1,262 @@
+"""Cross entropy over a few rows of logits at a time, and the checks that every cross entropy shares."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import ConfigError, DataError, ModelError, did_you_mean
+
+
+class _Refuse(torch.autograd.Function):
+    """Identity of the gradients; differentiating it is the error."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, anchor: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.name = name
+        return tuple(None if gradient is None else gradient.view_as(gradient) for gradient in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ModelError(
+            f"The second derivative of {ctx.name} is not available",
+            expected="one backward pass through the loss",
+            got="a gradient that is differentiated again (create_graph=True)",
+            fix="use torch.nn.functional.cross_entropy for losses that contain gradients",
+        )
+
+
+def once(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a Function's ``backward``: its results are constants, and differentiating them is a clear error.
+
+    Without it a second differentiation would silently miss the terms that the saved values hide.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def wrapper(ctx: Any, *gradients: Tensor) -> Any:
+            with torch.no_grad():
+                results = backward(ctx, *gradients)
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # compiled graphs refuse it themselves
+                return results
+            anchor = torch.empty(0, requires_grad=True)
+            return _Refuse.apply(name, anchor, *results)
+
+        return wrapper
+
+    return decorate
+
+
+# --- What the cross entropies refuse, before anything is computed.
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def check_options(reduction: str, label_smoothing: float) -> None:
+    """Refuses a reduction that does not exist and a smoothing that is not a fraction."""
+    if reduction not in REDUCTIONS:
+        raise ConfigError(
+            f"Unknown reduction {reduction!r}{did_you_mean(str(reduction), REDUCTIONS)}",
+            expected=f"one of {', '.join(REDUCTIONS)}",
+            got=repr(reduction),
+            fix="use one of these",
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ConfigError(
+            "label_smoothing is not a fraction",
+            expected="0 to 1",
+            got=repr(label_smoothing),
+            fix="use 0 for targets that are certain",
+        )
+
+
+def check_plain(name: str, tensor: Tensor) -> None:
+    """Refuses a sharded tensor: its other rows or columns are on other ranks."""
+    if isinstance(tensor, DTensor):
+        raise ModelError(
+            f"The loss cannot work on a DTensor ({name})",
+            expected="the whole tensor, on every rank",
+            got=f"placements {tuple(tensor.placements)}",
+            fix=f"pass {name}.full_tensor(), or compute the loss in the forward of the module that holds it, where it "
+            "is gathered",
+        )
+
+
+def check_floating(name: str, tensor: Tensor) -> None:
+    """Refuses what has no gradient."""
+    if not tensor.is_floating_point():
+        raise ModelError(
+            f"The loss needs {name} that are floating-point numbers",
+            expected="fp16, bf16 or fp32",
+            got=str(tensor.dtype),
+            fix=f"convert the {name}, or check the order of the arguments",
+        )
+
+
+def check_target(target: Tensor, expected: tuple[int, ...]) -> None:
+    """Refuses targets that are not one class index per row."""
+    if target.is_floating_point() or target.is_complex() or tuple(target.shape) != expected:
+        raise DataError(
+            "The targets are not one class per row",
+            expected=f"class indices (int64) of shape {expected}",
+            got=f"{target.dtype} of shape {tuple(target.shape)}",
+            fix="for class probabilities use torch.nn.functional.cross_entropy"
+            if target.is_floating_point()
+            else "give every row of the input one target",
+        )
+
+
+def check_class_weight(class_weight: Tensor | None, num_classes: int, name: str) -> None:
+    """Refuses class weights that are not one constant per class."""
+    if class_weight is None:
+        return
+    check_plain(name, class_weight)
+    if tuple(class_weight.shape) != (num_classes,) or class_weight.requires_grad:
+        raise ModelError(
+            f"{name} is not one constant per class",
+            expected=f"shape ({num_classes},), without a gradient",
+            got=f"shape {tuple(class_weight.shape)}{', with a gradient' if class_weight.requires_grad else ''}",
+            fix=f"give as many weights as there are classes, detached (the loss is not differentiated by {name})",
+        )
+
+
+# --- Cross entropy of a few rows of logits at a time, in at least fp32. Shapes: n rows (tokens) · C classes.
+#
+# With f = logits − max, s = Σ exp f, t the target, w the class weights and ε the label smoothing (Szegedy et al. 2016),
+#
+# loss = (1 − ε)·w_t·(log s − f_t) + ε/C·Σ_c w_c·(log s − f_c)
+# ∂loss/∂f_c = ((1 − ε)·w_t + ε/C·Σ w)·exp(f_c)/s − (1 − ε)·w_t·[c = t] − ε/C·w_c
+#
+# which is what ``torch.nn.functional.cross_entropy`` computes. Keeping max and s apart, instead of their log-sum-exp,
+# stays exact for logits that are large and close together.
+
+# Elements worked on at a time: about what stays in a core's cache, or what fills a GPU (64 MiB in fp32).
+_CPU_ELEMENTS, _GPU_ELEMENTS = 2**18, 2**24
+
+
+class Rows(NamedTuple):
+    """What each row is to predict."""
+
+    target_n1: Tensor  # int64; class 0 where the row is ignored
+    kept_n: Tensor  # bool
+    weight_n: Tensor  # of the target's class; 0 where the row is ignored
+    class_weight_C: Tensor | None
+    label_smoothing: float
+
+    def part(self, rows: slice) -> Rows:
+        """Some of the rows."""
+        return self._replace(target_n1=self.target_n1[rows], kept_n=self.kept_n[rows], weight_n=self.weight_n[rows])
+
+
+class Softmax(NamedTuple):
+    """exp(logits − max), not yet divided by its sum."""
+
+    exps_nC: Tensor
+    max_n1: Tensor
+    sum_n1: Tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type to compute in: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def make_rows(
+    target_n: Tensor, dtype: torch.dtype, class_weight_C: Tensor | None, ignore_index: int, label_smoothing: float
+) -> Rows:
+    """Sorts out which rows count and how much; ``dtype`` is that of the logits."""
+    kept_n = target_n != ignore_index
+    target_n = torch.where(kept_n, target_n, 0).long()
+    if class_weight_C is None:
+        weight_n = kept_n.to(wide(dtype))
+    else:
+        class_weight_C = class_weight_C.to(wide(dtype))
+        weight_n = torch.where(kept_n, class_weight_C[target_n], 0.0)
+    return Rows(target_n.unsqueeze(1), kept_n, weight_n, class_weight_C, label_smoothing)
+
+
+def row_losses(logits_nC: Tensor, rows: Rows, *, overwrite: bool = False) -> tuple[Tensor, Softmax]:
+    """The loss of every row (n,), 0 where it is ignored, and what the gradient is made of.
+
+    ``overwrite`` computes in the logits' own memory where their type allows.
+    """
+    max_n1 = logits_nC.amax(1, keepdim=True).to(wide(logits_nC.dtype))
+    shifted_nC = logits_nC.sub_(max_n1) if overwrite and logits_nC.dtype == max_n1.dtype else logits_nC - max_n1
+    at_target_n = shifted_nC.gather(1, rows.target_n1).squeeze(1)
+    smooth_n = _weighted_sum(shifted_nC, rows) if rows.label_smoothing > 0 else None
+    exps_nC = shifted_nC.exp_()
+    sum_n1 = exps_nC.sum(1, keepdim=True)
+    log_n = sum_n1.squeeze(1).log()
+    loss_n = (1.0 - rows.label_smoothing) * rows.weight_n * (log_n - at_target_n)
+    if smooth_n is not None:
+        num_classes = logits_nC.shape[1]
+        loss_n += rows.label_smoothing / num_classes * (sum_of_weights(rows, num_classes) * log_n - smooth_n)
+    return torch.where(rows.kept_n, loss_n, 0.0), Softmax(exps_nC, max_n1, sum_n1)
+
+
+def row_gradients_(softmax: Softmax, rows: Rows, upstream_n: Tensor, out_nC: Tensor) -> Tensor:
+    """Writes the logits' gradient into ``out_nC``, which may be ``softmax.exps_nC`` (used up either way); returns it.
+
+    ``upstream_n`` is the gradient of each row's loss.
+    """
+    exps_nC, num_classes = softmax.exps_nC, softmax.exps_nC.shape[1]
+    # An ignored row's upstream gradient can be 1/0, in a mean that the caller takes over no rows at all.
+    upstream_n1 = torch.where(rows.kept_n, upstream_n, 0.0).unsqueeze(1)
+    hard_n1 = upstream_n1 * (1.0 - rows.label_smoothing) * rows.weight_n.unsqueeze(1)
+    soft_n1 = upstream_n1 * (rows.label_smoothing / num_classes)
+    scale_n1 = (hard_n1 + soft_n1 * sum_of_weights(rows, num_classes)) / softmax.sum_n1
+    at_target_n1 = exps_nC.gather(1, rows.target_n1) * scale_n1 - hard_n1
+    if rows.label_smoothing == 0:
+        torch.mul(exps_nC, scale_n1, out=out_nC)
+    elif rows.class_weight_C is None:
+        torch.sub(exps_nC.mul_(scale_n1), soft_n1, out=out_nC)
+        at_target_n1 -= soft_n1
+    else:
+        out_nC.copy_(exps_nC.mul_(scale_n1).addcmul_(soft_n1, rows.class_weight_C, value=-1.0))
+        at_target_n1 -= soft_n1 * rows.class_weight_C[rows.target_n1]
+    return out_nC.scatter_(1, rows.target_n1, at_target_n1.to(out_nC.dtype))
+
+
+def _weighted_sum(values_nC: Tensor, rows: Rows) -> Tensor:
+    return values_nC.sum(1) if rows.class_weight_C is None else values_nC.mv(rows.class_weight_C)
+
+
+def sum_of_weights(rows: Rows, num_classes: int) -> Tensor | float:
+    """The weights of all classes, added up."""
+    return float(num_classes) if rows.class_weight_C is None else rows.class_weight_C.sum()
+
+
+def mean(total: Tensor, rows: Rows) -> Tensor:
+    """The summed loss over the weights of the targets that count, as torch divides it; nan when no row counts."""
+    some_count = rows.kept_n.any()
+    # Not 0/0: its gradient would be nan too, and torch's is 0.
+    return torch.where(some_count, total, torch.nan) / torch.where(some_count, rows.weight_n.sum(), 1.0)
+
+
+def rows_at_a_time(logits_NC: Tensor) -> int:
+    """How many rows of logits to work on at once."""
+    num_rows, num_classes = logits_NC.shape
+    # A compiler fuses the whole thing into one pass; without data there is nothing to hold.
+    if torch.compiler.is_compiling() or isinstance(logits_NC, FakeTensor):
+        return max(num_rows, 1)
+    return max(1, (_CPU_ELEMENTS if logits_NC.device.type == "cpu" else _GPU_ELEMENTS) // max(num_classes, 1))
+
+
+def slices(num_rows: int, rows_at_a_time: int) -> Iterator[slice]:
+    """Cuts ``num_rows`` into slices."""
+    for start in range(0, num_rows, rows_at_a_time):
+        yield slice(start, min(start + rows_at_a_time, num_rows))
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Types are chosen here; autocast would take the products down to half precision."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # the first knows no autocast
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)

@@ -1,0 +1,362 @@
+"""Compute the cross entropy of a linear head in chunks, without ever holding all the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.errors import ConfigError, ModelError
+from meshwright.loss.cross_entropy_rows import (
+    Rows,
+    check_class_weight,
+    check_floating,
+    check_options,
+    check_plain,
+    check_target,
+    make_rows,
+    mean,
+    once,
+    row_gradients_,
+    row_losses,
+    slices,
+    wide,
+    without_autocast,
+)
+from meshwright.runtime.autograd_function import Function
+
+_SMALLEST_CHUNK = 256  # with fewer, reading and writing the gradient of the weight takes longer than the products
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight, bias).float(), target, …)`` without the logits.
+
+    With ``"mean"`` and ``"sum"`` forward also computes the gradients and keeps them for backward, three products in
+    all, as many as the plain computation; without gradients it computes the loss alone. With ``"none"`` backward
+    computes the logits again, a fourth product. The gradient of the weight is summed over the chunks in fp32.
+
+    Under autocast hidden, weight and bias are taken in its type, as ``F.linear`` does. Under ``torch.compile`` it runs
+    as it is, between two compiled graphs.
+
+    Args:
+        hidden: Input of the head (…, D), such as (B, S, D); fp16, bf16, fp32 or fp64.
+        weight: Weight of the head (C, D), such as the embedding's; its own type may differ only under autocast.
+        target: Class indices (…).
+        bias: Bias of the head (C,).
+        class_weight: Weights of the classes (C,), constants.
+        ignore_index: Tokens with this target count for nothing.
+        reduction: ``"mean"`` (over the weights of the targets that count), ``"sum"`` or ``"none"``.
+        label_smoothing: Part of the target spread over all classes (Szegedy et al. 2016), 0 to 1.
+        chunk_size: Tokens at a time. None: as many as make the logits about as large as ``hidden``, at least 256.
+
+    Returns:
+        fp32 (fp64 for fp64): 0-dim, or of ``target``'s shape for ``"none"``. A mean over no tokens is nan with a
+        gradient of 0, as in torch.
+
+    Raises:
+        ModelError: When shapes or types do not fit, for DTensors, and for the second derivative.
+        DataError: When ``target`` is not one class index per token.
+        ConfigError: For an option that does not exist or is out of range.
+    """
+    check_options(reduction, label_smoothing)
+    _check_chunk_size(chunk_size)
+    options = (class_weight, ignore_index, reduction, label_smoothing, chunk_size)
+    if torch.compiler.is_compiling():
+        # Traced, all chunks would become one graph, whose partitioner keeps their logits for backward.
+        return torch.compiler.disable(_linear_cross_entropy)(hidden, weight, target, bias, *options)
+    return _linear_cross_entropy(hidden, weight, target, bias, *options)
+
+
+def _linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    chunk_size: int | None,
+) -> Tensor:
+    hidden, weight, bias = in_autocast_type(hidden, weight, bias)
+    _check_head(hidden, weight, bias)
+    check_plain("target", target)
+    check_target(target, tuple(hidden.shape[:-1]))
+    check_class_weight(class_weight, weight.shape[0], "class_weight")
+    num_tokens, num_classes, width = target.numel(), *weight.shape
+    hidden_ND = hidden.reshape(num_tokens, width)
+    rows = make_rows(target.reshape(-1), hidden.dtype, class_weight, ignore_index, label_smoothing)
+    chunk = chunk_size or default_chunk_size(num_tokens, width, num_classes)
+    if reduction == "none":
+        return _EachLoss.apply(hidden_ND, weight, bias, chunk, *rows).view(target.shape)
+    total = _SumOfLosses.apply(hidden_ND, weight, bias, chunk, torch.is_grad_enabled(), *rows)
+    return total if reduction == "sum" else mean(total, rows)
+
+
+def default_chunk_size(num_tokens: int, width: int, num_classes: int) -> int:
+    """Tokens at a time: the power of two that makes the logits at least as large as ``hidden``, and 256 or more."""
+    even = num_tokens * width / max(num_classes, 1)
+    return max(_SMALLEST_CHUNK, 1 << max(0, int(even) - 1).bit_length())
+
+
+def in_autocast_type(*tensors: Tensor | None) -> list[Any]:
+    """The tensors as ``F.linear`` would take them; the conversions are part of the graph."""
+    kind = next(each.device.type for each in tensors if each is not None)
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    takes = [each is not None and each.is_floating_point() and each.dtype != torch.float64 for each in tensors]
+    return [each.to(dtype) if take and each is not None else each for take, each in zip(takes, tensors, strict=True)]
+
+
+def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    given = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, tensor in given.items():
+        check_plain(name, tensor)
+        check_floating(name, tensor)
+    fits = hidden.dim() >= 1 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
+    fits = fits and (bias is None or tuple(bias.shape) == (weight.shape[0],))
+    if not fits or len({tensor.dtype for tensor in given.values()}) > 1:
+        raise ModelError(
+            "Head and hidden states do not fit together",
+            expected="hidden (…, D), weight (C, D) and bias (C,) of one type",
+            got=", ".join(f"{name} {tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in given.items()),
+            fix="pass the input and the weight of the head's nn.Linear; for mixed types use autocast",
+        )
+
+
+def _check_chunk_size(chunk_size: int | None) -> None:
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ConfigError(
+            "chunk_size is not a number of tokens", expected="1 or more", got=repr(chunk_size), fix="leave it out"
+        )
+
+
+class _SumOfLosses(Function):
+    """The sum of all losses; its gradients are computed beside it, and scaled in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_CD: Tensor, bias_C: Tensor | None, chunk: int, train: bool, *rows: Any
+    ) -> Tensor:
+        every = Rows(*rows)
+        ctx.dtype = hidden_ND.dtype
+        if not (train and any(ctx.needs_input_grad)):
+            return head_losses(hidden_ND, weight_CD, bias_C, every, chunk).sum()
+        loss_N, gradients = head_gradients(hidden_ND, weight_CD, bias_C, every, chunk, None, ctx.needs_input_grad[:3])
+        ctx.save_for_backward(*gradients)
+        return loss_N.sum()
+
+    @staticmethod
+    @once("LinearCrossEntropy")
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = (scaled(gradient, upstream, ctx.dtype) for gradient in ctx.saved_tensors)
+        return (*gradients, *[None] * 7)
+
+
+class _EachLoss(Function):
+    """Losses (N,); backward, which alone knows how much each one counts, computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_CD: Tensor, bias_C: Tensor | None, chunk: int, *rows: Any
+    ) -> Tensor:
+        every = Rows(*rows)
+        ctx.chunk, ctx.label_smoothing = chunk, every.label_smoothing
+        ctx.save_for_backward(
+            hidden_ND, weight_CD, bias_C, every.target_n1, every.kept_n, every.weight_n, every.class_weight_C
+        )
+        return head_losses(hidden_ND, weight_CD, bias_C, every, chunk)
+
+    @staticmethod
+    @once("LinearCrossEntropy")
+    def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_CD, bias_C, *row_tensors = ctx.saved_tensors
+        every = Rows._make([*row_tensors, ctx.label_smoothing])
+        _, gradients = head_gradients(
+            hidden_ND, weight_CD, bias_C, every, ctx.chunk, upstream_N, ctx.needs_input_grad[:3]
+        )
+        return (*(None if each is None else each.to(hidden_ND.dtype) for each in gradients), *[None] * 6)
+
+
+class LinearCrossEntropy(nn.Module):
+    """Module of :func:`linear_cross_entropy`: ``loss_func(hidden, head.weight, target)``.
+
+    It holds no weight: the head's may be tied to an embedding, or sharded; call it in the forward of the module that
+    holds the weight, where FSDP has gathered it.
+
+    Args:
+        ignore_index: See the function, as are the others.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        label_smoothing: 0 to 1.
+        class_weight: (C,).
+        chunk_size: Tokens at a time.
+    """
+
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        class_weight: Tensor | None = None,
+        chunk_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_options(reduction, label_smoothing)
+        _check_chunk_size(chunk_size)
+        self.register_buffer("class_weight", class_weight)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.chunk_size = chunk_size
+
+    def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The loss in fp32: hidden (…, D), weight (C, D), target (…), bias (C,)."""
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            target,
+            bias,
+            class_weight=self.class_weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            chunk_size=self.chunk_size,
+        )
+
+    def extra_repr(self) -> str:
+        """The options."""
+        return (
+            f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
+            f"label_smoothing={self.label_smoothing}, chunk_size={self.chunk_size}"
+        )
+
+
+# --- A linear head, its losses and its gradients, some tokens at a time. N tokens · n of them · D width · C classes.
+
+# Largest part of a product that waits to be added, or of a gradient that is converted (64 MiB in fp32).
+_BLOCK_ELEMENTS = 2**24
+
+# The logits' gradient before it is divided by the number of tokens: fp16 rounds probabilities below 6e-8 to nothing,
+# and with 100,000 classes many are hardly above. Multiplied by this they keep their digits.
+_FP16_LIFT = 256.0
+
+
+class HeadGradients(NamedTuple):
+    """None for what needs no gradient."""
+
+    hidden_ND: Tensor | None  # in the type of hidden
+    weight_CD: Tensor | None  # in at least fp32, as the bias
+    bias_C: Tensor | None
+
+
+def head_losses(hidden_ND: Tensor, weight_CD: Tensor, bias_C: Tensor | None, rows: Rows, chunk: int) -> Tensor:
+    """The loss of every token (N,)."""
+    loss_N = torch.empty_like(rows.weight_n)
+    with without_autocast(hidden_ND.device):
+        for some in slices(hidden_ND.shape[0], chunk):
+            logits_nC = F.linear(hidden_ND[some], weight_CD, bias_C)
+            loss_N[some] = row_losses(logits_nC, rows.part(some), overwrite=True)[0]
+            del logits_nC  # else it would live beside the next ones
+    return loss_N
+
+
+def head_gradients(
+    hidden_ND: Tensor,
+    weight_CD: Tensor,
+    bias_C: Tensor | None,
+    rows: Rows,
+    chunk: int,
+    upstream_N: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, HeadGradients]:
+    """The losses, and the gradients of their sum weighted by ``upstream_N``.
+
+    Args:
+        hidden_ND: See :func:`head_losses`, as are the next four.
+        weight_CD: Head.
+        bias_C: Head.
+        rows: What each token is to predict.
+        chunk: Tokens at a time.
+        upstream_N: The gradient of each loss; None for ones, which gives the gradients of the plain sum.
+        wanted: Which of the gradients of hidden, weight and bias to compute.
+    """
+    loss_N = torch.empty_like(rows.weight_n)
+    gradients = _zeros(hidden_ND, weight_CD, wanted)
+    lift = _FP16_LIFT if upstream_N is None and hidden_ND.dtype == torch.float16 else 1.0
+    upstream_N = torch.full_like(loss_N, lift) if upstream_N is None else upstream_N
+    with without_autocast(hidden_ND.device):
+        for some in slices(hidden_ND.shape[0], chunk):
+            logits_nC = F.linear(hidden_ND[some], weight_CD, bias_C)
+            loss_N[some], softmax = row_losses(logits_nC, rows.part(some), overwrite=True)
+            # In fp32 the exponentials already lie where the logits were; in half precision the logits are done with.
+            row_gradients_(softmax, rows.part(some), upstream_N[some], logits_nC)
+            del softmax
+            _add(gradients, some, logits_nC, hidden_ND[some], weight_CD, 1.0 / lift)
+            del logits_nC
+    return loss_N, gradients
+
+
+def _zeros(hidden_ND: Tensor, weight_CD: Tensor, wanted: Sequence[bool]) -> HeadGradients:
+    type_of_sums = wide(weight_CD.dtype)
+    return HeadGradients(
+        torch.empty_like(hidden_ND, memory_format=torch.contiguous_format) if wanted[0] else None,
+        torch.zeros(weight_CD.shape, dtype=type_of_sums, device=weight_CD.device) if wanted[1] else None,
+        weight_CD.new_zeros(weight_CD.shape[0], dtype=type_of_sums) if wanted[2] else None,
+    )
+
+
+def _add(
+    gradients: HeadGradients, some: slice, slope_nC: Tensor, hidden_nD: Tensor, weight_CD: Tensor, factor: float
+) -> None:
+    """Adds the part of one chunk; ``slope_nC`` is the gradient of its logits, over ``factor``."""
+    if gradients.hidden_ND is not None:
+        product_nD = _product(slope_nC, weight_CD)
+        gradients.hidden_ND[some] = product_nD if factor == 1.0 else product_nD.mul_(factor)
+    if gradients.weight_CD is not None and slope_nC.dtype == gradients.weight_CD.dtype:
+        # In place; addmm_ is not counted by FlopCounterMode.
+        torch.addmm(gradients.weight_CD, slope_nC.t(), hidden_nD, out=gradients.weight_CD)
+    elif gradients.weight_CD is not None:
+        num_classes, width = weight_CD.shape
+        for block in slices(num_classes, max(1, _BLOCK_ELEMENTS // width)):
+            gradients.weight_CD[block].add_(_product(slope_nC[:, block].t(), hidden_nD), alpha=factor)
+    if gradients.bias_C is not None:
+        gradients.bias_C.add_(slope_nC.sum(0, dtype=gradients.bias_C.dtype), alpha=factor)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """A product that no fp16 sum overflows: in fp32 where the device can, or where fp16 would need it."""
+    if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    if left.dtype == torch.float16:
+        return left.float() @ right.float()
+    return left @ right
+
+
+def scaled(gradient: Tensor | None, factor: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """``gradient · factor`` (0-dim) in ``dtype``, multiplied in fp32 and rounded once."""
+    if gradient is None:
+        return None
+    result = torch.empty_like(gradient, dtype=dtype)
+    # With dims, the factor takes part in type promotion; a 0-dim one would be rounded to half precision first.
+    factor = factor.reshape([1] * gradient.dim())
+    per_row = max(1, gradient[:1].numel())
+    for some in slices(gradient.shape[0], max(1, _BLOCK_ELEMENTS // per_row)):
+        torch.mul(gradient[some], factor, out=result[some])
+    return result

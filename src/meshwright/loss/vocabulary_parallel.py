@@ -1,0 +1,201 @@
+"""Cross entropy of logits whose classes are divided over ranks. N rows · c of C classes (one rank's).
+
+Three numbers per row are put together over the ranks (Shoeybi et al. 2019, §3): the largest logit, the sum of
+exponentials, and the target's logit. ``rows`` has the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.comm.collectives import all_gather
+from meshwright.comm.transport import members_of, reduced
+from meshwright.loss.cross_entropy_rows import (
+    Rows,
+    check_class_weight,
+    check_options,
+    check_target,
+    make_rows,
+    mean,
+    once,
+    rows_at_a_time,
+    slices,
+    without_autocast,
+)
+from meshwright.runtime import tensor_mesh
+from meshwright.runtime.autograd_function import Function
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How classes are divided over ranks, and how these put numbers together.
+
+    Args:
+        first: This rank's first class.
+        size: All classes.
+        sum: Sum of a tensor over the ranks, without gradients.
+        max: Maximum over the ranks, without gradients.
+        gather: All ranks' logits (…, c) as (…, C), with gradients.
+    """
+
+    first: int
+    size: int
+    sum: Callable[[Tensor], Tensor]
+    max: Callable[[Tensor], Tensor]
+    gather: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of_tensor_group(cls, num_local: int) -> Vocabulary:
+        """``num_local`` classes on every rank of BMTrain's tensor group, in the order of the ranks."""
+        members = members_of(tensor_mesh())
+        return cls(
+            first=members.rank * num_local,
+            size=members.size * num_local,
+            sum=lambda value: reduced(value, "sum", members),
+            max=lambda value: reduced(value, "max", members),
+            gather=lambda part: (
+                all_gather(part.movedim(-1, 0).contiguous(), tensor_mesh()).flatten(0, 1).movedim(0, -1)
+            ),
+        )
+
+
+def parallel_cross_entropy(
+    logits_Nc: Tensor,
+    target_N: Tensor,
+    vocabulary: Vocabulary,
+    class_weight_C: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """What ``torch.nn.functional.cross_entropy`` computes of the whole logits, which no rank holds; collective.
+
+    Args:
+        logits_Nc: This rank's, of any floating-point type; computed in at least fp32.
+        target_N: Class indices, equal on all ranks.
+        vocabulary: Where the classes are.
+        class_weight_C: Of all classes, constants.
+        ignore_index: Rows with this target count for nothing.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        label_smoothing: 0 to 1.
+
+    Returns:
+        fp32 (fp64 for fp64), equal on all ranks: 0-dim, or (N,) for ``"none"``.
+
+    Raises:
+        ModelError: When the class weights do not fit, and for the second derivative.
+        DataError: When the target is not one class index per row.
+        ConfigError: For an unknown reduction or a smoothing that is not a fraction.
+    """
+    check_options(reduction, label_smoothing)
+    check_target(target_N, tuple(logits_Nc.shape[:1]))
+    check_class_weight(class_weight_C, vocabulary.size, "weight")
+    rows = make_rows(target_N, logits_Nc.dtype, class_weight_C, ignore_index, label_smoothing)
+    loss_N = parallel_row_losses(logits_Nc, rows, vocabulary)
+    if reduction == "none":
+        return loss_N
+    return loss_N.sum() if reduction == "sum" else mean(loss_N.sum(), rows)
+
+
+def parallel_row_losses(
+    logits_Nc: Tensor, rows: Rows, vocabulary: Vocabulary, *, sums_upstream: bool = False
+) -> Tensor:
+    """The loss of every row (N,), equal on all ranks; 0 where it is ignored. Collective.
+
+    Args:
+        logits_Nc: This rank's.
+        rows: Of all C classes, equal on all ranks.
+        vocabulary: Where the classes are.
+        sums_upstream: Every rank's loss counts: backward adds their upstream gradients up, as backward of all exchanges
+            of :mod:`meshwright.nn` does. Else one loss counts, which all ranks compute alike.
+    """
+    _check_targets(rows, vocabulary.size)
+    loss_N: Tensor = _ParallelRowLosses.apply(logits_Nc, vocabulary, sums_upstream, *rows)
+    return loss_N
+
+
+def _check_targets(rows: Rows, num_classes: int) -> None:
+    """No rank would miss a class that is nobody's."""
+    inside = (rows.target_n1 >= 0) & (rows.target_n1 < num_classes)
+    torch._assert_async(inside.all(), f"targets are not in 0..{num_classes - 1}")  # type: ignore[call-arg]
+
+
+class _ParallelRowLosses(Function):
+    """Losses (N,) of logits (N, c)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_Nc: Tensor, vocabulary: Vocabulary, sums_upstream: bool, *rows: Any) -> Tensor:
+        every = Rows(*rows)
+        place_N1, here_N1 = _places(every, vocabulary.first, logits_Nc.shape[1])
+        max_N1 = vocabulary.max(logits_Nc.amax(1, keepdim=True).to(every.weight_n.dtype))
+        with without_autocast(logits_Nc.device):
+            sums_KN1 = vocabulary.sum(_local_sums(logits_Nc, max_N1, every, place_N1, here_N1, vocabulary.first))
+        log_N, at_target_N = sums_KN1[0].squeeze(1).log(), sums_KN1[1].squeeze(1)
+        loss_N = (1.0 - every.label_smoothing) * every.weight_n * (log_N - at_target_N)
+        if every.label_smoothing > 0:
+            total = vocabulary.size if every.class_weight_C is None else every.class_weight_C.sum()
+            loss_N += every.label_smoothing / vocabulary.size * (total * log_N - sums_KN1[2].squeeze(1))
+        ctx.vocabulary, ctx.sums_upstream, ctx.label_smoothing = vocabulary, sums_upstream, every.label_smoothing
+        row_tensors = every.target_n1, every.kept_n, every.weight_n, every.class_weight_C
+        ctx.save_for_backward(logits_Nc, *row_tensors, max_N1, sums_KN1[0].clone())
+        return torch.where(every.kept_n, loss_N, 0.0)
+
+    @staticmethod
+    @once("parallel_cross_entropy")
+    def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
+        logits_Nc, *row_tensors, max_N1, sum_N1 = ctx.saved_tensors
+        every = Rows._make([*row_tensors, ctx.label_smoothing])
+        place_N1, here_N1 = _places(every, ctx.vocabulary.first, logits_Nc.shape[1])
+        weights_c = _local_weights(every, logits_Nc, ctx.vocabulary.first)
+        if ctx.sums_upstream:
+            upstream_N = ctx.vocabulary.sum(upstream_N)
+        # An ignored row's upstream gradient can be 1/0, in a mean that the caller takes over no rows at all.
+        upstream_N1 = torch.where(every.kept_n, upstream_N, 0.0).unsqueeze(1)
+        hard_N1 = upstream_N1 * (1.0 - every.label_smoothing) * every.weight_n.unsqueeze(1)
+        soft_N1 = upstream_N1 * (every.label_smoothing / ctx.vocabulary.size)
+        total = ctx.vocabulary.size if every.class_weight_C is None else every.class_weight_C.sum()
+        scale_N1 = (hard_N1 + soft_N1 * total) / sum_N1
+        gradient_Nc = torch.empty_like(logits_Nc, memory_format=torch.contiguous_format)
+        with without_autocast(logits_Nc.device):
+            for some in slices(logits_Nc.shape[0], rows_at_a_time(logits_Nc)):
+                slope_nc = (logits_Nc[some] - max_N1[some]).exp_().mul_(scale_N1[some])
+                if every.label_smoothing > 0:
+                    slope_nc -= soft_N1[some] * weights_c
+                slope_nc.scatter_add_(1, place_N1[some], torch.where(here_N1[some], -hard_N1[some], 0.0))
+                gradient_Nc[some] = slope_nc
+                del slope_nc  # frees it before the next one is made
+        return (gradient_Nc, *[None] * 7)
+
+
+def _places(rows: Rows, first: int, num_classes: int) -> tuple[Tensor, Tensor]:
+    """The target's place among this rank's classes (0 where it is not among them), and whether it is."""
+    place_N1 = rows.target_n1 - first
+    here_N1 = (place_N1 >= 0) & (place_N1 < num_classes)
+    return torch.where(here_N1, place_N1, 0), here_N1
+
+
+def _local_weights(rows: Rows, logits_Nc: Tensor, first: int) -> Tensor:
+    num_classes = logits_Nc.shape[1]
+    if rows.class_weight_C is None:
+        return rows.weight_n.new_ones(num_classes)
+    return rows.class_weight_C[first : first + num_classes]
+
+
+def _local_sums(logits_Nc: Tensor, max_N1: Tensor, rows: Rows, place_N1: Tensor, here_N1: Tensor, first: int) -> Tensor:
+    """Of every row: the sum of exponentials, the target's logit, and with smoothing the weighted sum of logits."""
+    smooth = rows.label_smoothing > 0
+    weights_c = _local_weights(rows, logits_Nc, first)
+    sums_KN1 = max_N1.new_empty((3 if smooth else 2, *max_N1.shape))
+    for some in slices(logits_Nc.shape[0], rows_at_a_time(logits_Nc)):
+        shifted_nc = logits_Nc[some] - max_N1[some]
+        sums_KN1[1, some] = torch.where(here_N1[some], shifted_nc.gather(1, place_N1[some]), 0.0)
+        if smooth:
+            sums_KN1[2, some, 0] = shifted_nc.mv(weights_c)
+        sums_KN1[0, some] = shifted_nc.exp_().sum(1, keepdim=True)
+        del shifted_nc
+    return sums_KN1

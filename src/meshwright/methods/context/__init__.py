@@ -1,1 +1,0 @@
-"""Attention in a ring of ranks that each have a part of the tokens, for ``context_parallel``."""

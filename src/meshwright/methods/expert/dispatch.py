@@ -1,0 +1,448 @@
+"""Dispatch tokens to the ranks of their experts and back, for stacked and listed experts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from meshwright.errors import ModelError
+from meshwright.methods.expert.expert_layers import StackedExperts
+from meshwright.methods.tensor.split_layers import lent, local
+from meshwright.runtime import preserved_rng
+from meshwright.runtime.autograd_function import Function
+
+
+class ExpertAxis:
+    """The ranks that hold the parts of one layer's experts; each has tokens of its own.
+
+    Gradients of experts are sums over the tokens of all these ranks, where those of other parameters are averaged over
+    them later. So what enters the experts' backward is divided by the number of ranks, and what leaves it towards the
+    tokens is multiplied again: averaging over the other data ranks then gives experts the mean over all ranks too.
+
+    Args:
+        mesh: A mesh of one axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.group = mesh.get_group()
+        self.index, self.size = mesh.get_local_rank(), mesh.size()
+
+    def counts(self, sent: torch.Tensor) -> torch.Tensor:
+        """Tells every rank a row of ``(ranks, n)`` integers; returns what each rank has told this one, likewise."""
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        return received
+
+    def send(self, rows: torch.Tensor, sent: list[int], received: list[int], *, grad: bool) -> torch.Tensor:
+        """Sends rows to the experts' ranks.
+
+        Args:
+            rows: ``(sum of sent, features)``, those for rank 0 first.
+            sent: Rows for every rank.
+            received: Rows from every rank.
+            grad: Whether there will be a backward pass, in which all ranks must take part.
+
+        Returns:
+            ``(sum of received, features)``, those of rank 0 first.
+        """
+        return self._exchange(rows, sent, received, grad, float(self.size))
+
+    def send_back(self, rows: torch.Tensor, sent: list[int], received: list[int], *, grad: bool) -> torch.Tensor:
+        """The way back of :meth:`send`; the lists are those of this way."""
+        return self._exchange(rows, sent, received, grad, 1 / self.size)
+
+    def _exchange(
+        self, rows: torch.Tensor, sent: list[int], received: list[int], grad: bool, scale: float
+    ) -> torch.Tensor:
+        # A rank whose rows need no gradient, since it has none, must be there in backward as well.
+        anchor = torch.zeros((), device=rows.device, requires_grad=True) if grad else None
+        result: torch.Tensor = _Exchange.apply(rows, anchor, self.group, sent, received, scale)
+        return result
+
+
+class _Exchange(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        anchor: torch.Tensor | None,
+        group: dist.ProcessGroup,
+        sent: list[int],
+        received: list[int],
+        scale: float,
+    ) -> torch.Tensor:
+        ctx.group, ctx.sent, ctx.received, ctx.scale = group, sent, received, scale
+        return _exchanged(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        back = _exchanged(gradient, ctx.received, ctx.sent, ctx.group)
+        return back.mul_(ctx.scale), None, None, None, None, None
+
+
+def _exchanged(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+# --- Stacked experts: tokens are sorted by expert, sent, computed by the module's own code, and sent back.
+#
+# Shapes: T tokens of this rank, k experts for each, H features; R rows arrive at this rank's experts.
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of experts: tokens (T, H), the experts of each (T, k), their weights (T, k)."""
+
+    hidden: torch.Tensor
+    index: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Reads a call by position or keyword.
+
+        Raises:
+            ModelError: When these are not tokens, an index and weights.
+        """
+        names = list(inspect.signature(type(module).forward).parameters)[1:4]
+        given = [*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs)]
+        if len(given) != len(names) or not all(isinstance(each, torch.Tensor) for each in given):
+            raise _called_otherwise(module, f"{len(args)} arguments and {sorted(kwargs)}")
+        hidden, index, weights = given
+        if index.is_floating_point() or index.shape != weights.shape or index.dim() != 2 or hidden.dim() != 2:
+            raise _called_otherwise(module, f"shapes {[tuple(each.shape) for each in given]}")
+        return cls(hidden, index, weights)
+
+
+def _called_otherwise(module: nn.Module, got: str) -> ModelError:
+    return ModelError(
+        f"expert_parallel: {type(module).__name__} is not called as experts are",
+        expected="tokens (T, H), the experts of each (T, k) and their weights (T, k)",
+        got=got,
+        fix="call a module of stacked experts in this way",
+    )
+
+
+def run_rows(forward: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """The module's own forward on rows (R, H), each for one expert, with weights of one."""
+    return forward(rows, experts[:, None], rows.new_ones((rows.shape[0], 1)))
+
+
+class StackedDispatch:
+    """Stands about the forward of a module of stacked experts whose parameters are DTensors over the axis.
+
+    Args:
+        layer: The experts, with parameters that are divided.
+        axis: The ranks that hold them.
+    """
+
+    def __init__(self, layer: StackedExperts, axis: ExpertAxis) -> None:
+        self._module, self._axis, self._num_experts = layer.module, axis, layer.num_experts
+        self.compute_dtype: torch.dtype | None = None
+        """Precision in which weights compute that nobody gathers; None: their own."""
+
+    def __call__(self, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """In the place of ``forward``."""
+        call, axis = Call.of(self._module, args, kwargs), self._axis
+        weights = {name: local(p) for name, p in self._module.named_parameters(recurse=False)}
+        grad = torch.is_grad_enabled() and any(t.requires_grad for t in (call.hidden, *weights.values()))
+        if self.compute_dtype is not None:
+            weights = {name: weight.to(self.compute_dtype) for name, weight in weights.items()}
+        order, sent, received, experts = self._routes(call.index)
+        top_k = call.index.shape[1]
+        arrived = axis.send(call.hidden[order // top_k], sent, received, grad=grad)
+        with lent(self._module, dict(weights)):
+            computed = _run(forward, arrived, experts)
+        back = axis.send_back(computed.to(call.hidden.dtype), received, sent, grad=grad)
+        # In the order of tokens; zeros where none was sent. No sums at random places: they would not be repeatable.
+        every = back.new_zeros((call.index.numel(), back.shape[1])).index_copy(0, order, back)
+        weighted = every.view(*call.index.shape, -1) * call.weights[..., None]
+        return weighted.sum(1).to(call.hidden.dtype)
+
+    def _routes(self, index: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor]:
+        """What goes where: positions in (T·k) by expert, rows to and from every rank, this rank's expert of each.
+
+        An index of ``num_experts`` stands for none: such pairs are not sent.
+        """
+        size, per_rank = self._axis.size, self._num_experts // self._axis.size
+        flat = index.reshape(-1)
+        by_expert, order = flat.sort(stable=True)
+        bounds = torch.searchsorted(by_expert, torch.arange(self._num_experts + 1, device=index.device))
+        counts = bounds.diff().view(size, per_rank)
+        told = self._axis.counts(counts)
+        sent, received = torch.stack([counts.sum(1), told.sum(1)]).tolist()  # the one wait for the device
+        experts = torch.arange(per_rank, device=index.device).repeat(size)
+        experts = experts.repeat_interleave(told.flatten(), output_size=sum(received))
+        return order[: sum(sent)], sent, received, experts
+
+
+def _run(forward: Callable[..., torch.Tensor], arrived: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    if arrived.shape[0]:
+        return run_rows(forward, arrived, experts)
+    # A row of zeros, so that weights without tokens get gradients of zeros, as in one process.
+    rows = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
+    return run_rows(forward, rows, experts.new_zeros(1))[:0]
+
+
+# --- Listed experts: a block's forward runs twice, to ask its experts and to be answered.
+#
+# What a block asks expert 3 is known only after expert 2 has answered, unless the answers do not matter: so the block
+# runs once with answers of zeros, which only tells what is asked of every expert. All of it travels in one exchange,
+# the experts of this rank answer all ranks, and the block runs again with the answers. Random draws are the same both
+# times.
+#
+# Shapes: rows of H features; an expert returns as many rows and features as it takes.
+
+Question = tuple[int, torch.Tensor]
+"""The number of an expert and what it is given: (…, H)."""
+Hear = Callable[[int, torch.Tensor], torch.Tensor]
+
+_NOT_ASKED = -1  # a count: unlike 0, for which an expert runs on no rows
+
+
+class DividedExperts(nn.Module):
+    """Stands in a block where the list of its experts was, and holds those of this rank under their own names.
+
+    A block can index it, loop over it and call what it gets, which tells ``hear`` instead of computing.
+
+    Args:
+        experts: All experts.
+        numbers: Those that this rank keeps.
+    """
+
+    def __init__(self, experts: nn.ModuleList, numbers: range) -> None:
+        super().__init__()
+        self.numbers = numbers
+        self.run_always = False
+        """Whether experts run that nobody asks: where their gradients are reduced by what must find some."""
+        self.compute_dtype: torch.dtype | None = None
+        """Precision in which weights compute that nobody gathers; None: their own."""
+        self._count = len(experts)
+        self.hear: Hear | None = None
+        for number in numbers:
+            self.add_module(str(number), experts[number])
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        if not -self._count <= int(number) < self._count:
+            raise IndexError(number)
+        return functools.partial(self._call, int(number) % self._count)
+
+    def __iter__(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        return map(self.__getitem__, range(self._count))
+
+    def _call(self, number: int, given: torch.Tensor) -> torch.Tensor:
+        if self.hear is None:
+            raise ModelError(
+                "expert_parallel: an expert is called outside its block's forward",
+                expected="calls in the forward of the module that holds the list",
+                got=f"a call of expert {number}",
+                fix="move the loop over experts into that module",
+            )
+        return self.hear(number, given)
+
+    def forward(self, arrived: torch.Tensor, counts: Sequence[Sequence[int]], dtype: torch.dtype) -> torch.Tensor:
+        """Runs this rank's experts on what all ranks ask.
+
+        Args:
+            arrived: Rows by rank and expert.
+            counts: For every rank the rows for each expert here; below zero: not asked.
+            dtype: Of the answers.
+
+        Returns:
+            The answers, in the order of the rows.
+        """
+        parts = list(arrived.split([max(count, 0) for of_rank in counts for count in of_rank]))
+        for position, number in enumerate(self.numbers):
+            if self.run_always or any(of_rank[position] >= 0 for of_rank in counts):
+                places = range(position, len(parts), len(self.numbers))
+                rows = torch.cat([parts[place] for place in places])
+                answers = self._run(self.get_submodule(str(number)), rows)
+                check_answer(number, rows, answers)
+                answered = answers.to(dtype).split([parts[place].shape[0] for place in places])
+                for place, answer in zip(places, answered, strict=True):
+                    parts[place] = answer
+        return torch.cat([part.to(dtype) for part in parts])
+
+    def _run(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        with contextlib.ExitStack() as stack:
+            for module in expert.modules() if self.compute_dtype is not None else ():
+                own = module.named_parameters(recurse=False)
+                stack.enter_context(lent(module, {name: p.to(self.compute_dtype) for name, p in own}))
+            answers: torch.Tensor = expert(rows)
+        return answers
+
+
+def changed_input(block: nn.Module) -> ModelError:
+    """What to say of a block that cannot run twice on its input."""
+    return ModelError(
+        f"expert_parallel: {type(block).__name__} changes its input in place",
+        expected="an input that is the same after forward: the block runs twice",
+        got="another version of a tensor",
+        fix="write x = x * noise, not x *= noise",
+    )
+
+
+def check_answer(number: int, given: torch.Tensor, answer: Any) -> None:
+    """Refuses experts that return something else than a tensor of the shape they take.
+
+    Raises:
+        ModelError: Naming the expert.
+    """
+    if not isinstance(answer, torch.Tensor) or answer.shape != given.shape:
+        raise ModelError(
+            f"expert_parallel: expert {number} does not return what can be sent back",
+            expected=f"a tensor of shape {tuple(given.shape)}, as it takes",
+            got=str(tuple(answer.shape)) if isinstance(answer, torch.Tensor) else type(answer).__name__,
+            fix="keep what changes the number of features in the block",
+        )
+
+
+def questions_of(block: nn.Module, run: Callable[[], Any], listen: Callable[[Hear | None], None]) -> list[Question]:
+    """What a block asks its experts, found by running it with answers of zeros.
+
+    Args:
+        block: Its buffers are as before afterwards, and so are random generators.
+        run: Runs its forward.
+        listen: Sets who hears the experts' calls; None at the end.
+
+    Raises:
+        ModelError: When the block changes its input, which the second run would find changed.
+    """
+    asked: list[Question] = []
+
+    def note(number: int, given: torch.Tensor) -> torch.Tensor:
+        asked.append((number, given))
+        return torch.zeros_like(given, dtype=answer_dtype(given))
+
+    listen(note)
+    try:
+        with preserved_rng(), preserved_buffers(block):
+            run()
+    finally:
+        listen(None)
+    return asked
+
+
+@contextlib.contextmanager
+def preserved_buffers(module: nn.Module) -> Iterator[None]:
+    """Leaves a module's buffers as they were before the block."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def answering(asked: Sequence[Question], answers: Sequence[torch.Tensor]) -> Hear:
+    """Gives the answers in the order in which questions were asked.
+
+    Raises:
+        ModelError: From what is returned, when the second run asks something else.
+    """
+    remaining = iter(list(zip(asked, answers, strict=True)))
+
+    def answer(number: int, given: torch.Tensor) -> torch.Tensor:
+        (expected, noted), found = next(remaining, ((None, None), None))
+        if number != expected or noted is None or found is None or given.shape != noted.shape:
+            raise ModelError(
+                "expert_parallel: a block asks its experts differently when it runs again",
+                expected=f"expert {expected} with {None if noted is None else tuple(noted.shape)}",
+                got=f"expert {number} with {tuple(given.shape)}",
+                fix="let what experts are given depend on the block's input and its random draws alone, not on "
+                "answers of other experts or on attributes that forward changes",
+            )
+        return found
+
+    return answer
+
+
+def answer_dtype(given: torch.Tensor) -> torch.dtype:
+    """In which experts answer: autocast's precision where it is on."""
+    kind = given.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given.dtype
+
+
+class ListedDispatch:
+    """Stands about the forward of a block that calls the experts in a list.
+
+    Args:
+        block: The block, with ``experts`` in the place of its list.
+        experts: Those of this rank.
+        axis: The ranks that hold them.
+        features: H, where it is known: for a rank whose block asks nothing.
+    """
+
+    def __init__(self, block: nn.Module, experts: DividedExperts, axis: ExpertAxis, features: int | None) -> None:
+        self._block, self._experts, self._axis, self._features = block, experts, axis, features
+        self._trains = any(parameter.requires_grad for parameter in experts.parameters())
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of ``forward``."""
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        versions = [tensor._version for tensor in inputs]
+        asked = questions_of(self._block, functools.partial(forward, *args, **kwargs), self._listen)
+        if [tensor._version for tensor in inputs] != versions:
+            raise changed_input(self._block)
+        answers, link = self._ask(asked, next(tensor for tensor in inputs if tensor.is_floating_point()))
+        self._listen(answering(asked, answers))
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._listen(None)
+        return output if link is None else _linked(output, link)
+
+    def _listen(self, hear: Hear | None) -> None:
+        self._experts.hear = hear
+
+    def _ask(self, asked: Sequence[Question], like: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """The answers, in the order of the questions; and a zero to add where this rank has asked for no row.
+
+        Without it the block's output would not depend on the exchange, in whose backward the others wait.
+        """
+        axis = self._axis
+        order = sorted(range(len(asked)), key=lambda each: asked[each][0])
+        features = asked[0][1].shape[-1] if asked else self._features or like.shape[-1]
+        rows = [asked[each][1].reshape(-1, features) for each in order]
+        counts = [_NOT_ASKED] * len(self._experts)
+        for each, part in zip(order, rows, strict=True):
+            number = asked[each][0]
+            counts[number] = max(counts[number], 0) + part.shape[0]
+        told = axis.counts(torch.tensor(counts, device=like.device).view(axis.size, -1)).tolist()
+        sent = [sum(max(count, 0) for count in part) for part in torch.tensor(counts).view(axis.size, -1).tolist()]
+        received = [sum(max(count, 0) for count in part) for part in told]
+        grad = torch.is_grad_enabled() and (self._trains or any(part.requires_grad for part in (*rows, like)))
+        arrived = axis.send(torch.cat(rows or [like.new_empty((0, features))]), sent, received, grad=grad)
+        computed = self._experts(arrived, told, answer_dtype(like))
+        back = axis.send_back(computed, received, sent, grad=grad)
+        answers: list[torch.Tensor] = [back] * len(asked)
+        for each, answer in zip(order, back.split([part.shape[0] for part in rows]) if rows else (), strict=True):
+            answers[each] = answer.view(asked[each][1].shape)
+        return answers, back.sum() if grad and not sum(sent) else None
+
+
+def _linked(output: Any, link: torch.Tensor) -> Any:
+    """The output, whose first tensor now depends on a zero."""
+    leaves, form = tree_flatten(output)
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            leaves[place] = leaf + link.to(leaf.dtype)
+            break
+    return tree_unflatten(leaves, form)

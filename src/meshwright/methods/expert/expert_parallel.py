@@ -1,0 +1,277 @@
+"""Divide experts over the mesh axis `expert`: the method and its trace."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Literal
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from meshwright.cost import Block, Boundary, Parameter, Step, send_boundaries
+from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
+from meshwright.methods.expert.dispatch import Call, answer_dtype
+from meshwright.methods.expert.divided_experts import divide, prove
+from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts, expert_layers
+from meshwright.methods.replace.model_changes import without_grouped_kernels
+from meshwright.nn import class_names
+from meshwright.runtime import check_equal
+
+_COUNT_BYTES = 8  # a number of rows
+
+
+class ExpertTrace:
+    """Lets a plain model run as one of the ranks of an expert axis would; nothing is sent, all is counted.
+
+    Args:
+        model: The model.
+        layers: Its experts.
+        ranks: Size of the axis.
+
+    Raises:
+        ModelError: When listed experts cannot be divided.
+    """
+
+    divides_batch: ClassVar[bool] = True
+
+    def __init__(self, model: nn.Module, layers: Sequence[ExpertLayer], ranks: int) -> None:
+        parameters = dict(model.named_parameters())
+        self._model, self._layers = model, layers
+        self._proved = {layer: prove(layer, ranks) for layer in layers if isinstance(layer, ListedExperts)}
+        self.experts = {
+            parameters[name]: (number, layer.num_experts) for layer in layers for name, number in layer.names()
+        }
+        """For every expert's parameter the number of its expert in a list (None: stacked), and of how many."""
+        self.dims: dict[nn.Parameter, int] = {}
+        """The dims of parameters that the axis divides as it divides work: none."""
+        self.stands_in = False
+        """Whether stacked experts only count: for those that cannot run without data."""
+        self._stack: list[nn.Module] = []  # the modules that run
+        self._log: list[tuple[nn.Module, ...]] = []
+        self._sent: list[tuple[Literal["forward", "backward"], int, int, tuple[nn.Module, ...]]] = []
+
+    def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The shape a trace computes with: the whole, as one rank's rows are for all experts here."""
+        return tuple(parameter.shape)
+
+    @contextlib.contextmanager
+    def running(self, log: list[tuple[nn.Module, ...]]) -> Iterator[None]:
+        """Around one forward pass.
+
+        Args:
+            log: Grows with every tensor saved for backward.
+        """
+        self._log, self._sent, self._stack = log, [], []
+        with contextlib.ExitStack() as stack:
+            for module in self._model.modules():
+                stack.callback(module.register_forward_pre_hook(self._enter).remove)
+                stack.callback(module.register_forward_hook(self._leave, prepend=True, always_call=True).remove)
+            for layer in self._layers:
+                if isinstance(layer, StackedExperts):
+                    stack.callback(
+                        layer.module.register_forward_pre_hook(self._counted(layer), with_kwargs=True).remove
+                    )
+                elif self._proved[layer] is not None:
+                    stack.enter_context(mock.patch.object(layer.block, "forward", self._mean_forward(layer)))
+                if self.stands_in and isinstance(layer, StackedExperts):
+                    stack.enter_context(mock.patch.object(layer.module, "forward", _stand_in(layer.module)))
+            stack.enter_context(without_grouped_kernels())
+            yield
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._stack.append(module)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def _counted(self, layer: StackedExperts) -> Callable[..., None]:
+        def count(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            call = Call.of(module, args, kwargs)
+            grad = call.hidden.requires_grad or any(weight.requires_grad for weight in module.parameters())
+            size = call.index.numel() * call.hidden.shape[1] * call.hidden.element_size()
+            self._count(layer, size, size, grad=grad)
+
+        return count
+
+    def _mean_forward(self, layer: ListedExperts) -> Callable[..., torch.Tensor]:
+        """Gives every expert as many of the block's tokens, and adds up the answers."""
+        features, rate = self._proved[layer] or (0, 0.0)
+
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            hidden = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            tokens = hidden.reshape(-1, features)
+            places = torch.arange(round(tokens.shape[0] * rate), device=hidden.device) % tokens.shape[0]
+            grad = hidden.requires_grad or any(weight.requires_grad for weight in layer.experts.parameters())
+            numel = len(places) * features
+            self._count(layer, numel * hidden.element_size(), numel * answer_dtype(hidden).itemsize, grad=grad)
+            parts = tokens[places].tensor_split(layer.num_experts)
+            answers = torch.cat([expert(part) for expert, part in zip(layer.experts, parts, strict=True)])
+            return torch.zeros_like(tokens).index_add(0, places, answers.to(tokens.dtype)).view(hidden.shape)
+
+        return forward
+
+    def _count(self, layer: ExpertLayer, asked: int, answered: int, *, grad: bool) -> None:
+        """Counts, in bytes, the numbers of rows that ranks tell each other, the rows, and the answers."""
+        position, around = len(self._log), tuple(self._stack)
+        for size in (layer.num_experts * _COUNT_BYTES, asked, answered):
+            self._sent.append(("forward", size, position, around))
+        for size in (asked, answered) if grad else ():
+            self._sent.append(("backward", size, position, around))
+
+    def boundaries(self, model: nn.Module, log: list[tuple[nn.Module, ...]]) -> tuple[Boundary, ...]:
+        """What the last run sends in one micro-batch."""
+        found = []
+        paths = {module: path for path, module in model.named_modules()}
+        for moment, size, position, around in self._sent:
+            needed = {module for stack in log[position:] for module in stack}
+            needed_in = _names([module for module in around if module in needed])
+            path = paths[around[-1]]
+            found.append(Boundary("all_to_all", moment, size, _names(around), needed_in, path, axis="expert"))
+        return tuple(found)
+
+
+def _names(modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    return tuple(sorted({name for module in modules for name in class_names(module)}))
+
+
+def _stand_in(module: nn.Module) -> Callable[..., torch.Tensor]:
+    """Something of the shape of the answers, for which gradients are needed if they are for the experts."""
+    weights = list(module.parameters())
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        hidden = Call.of(module, args, kwargs).hidden
+        anchor = torch.zeros((), dtype=hidden.dtype, device=hidden.device)
+        return hidden + anchor.requires_grad_(any(weight.requires_grad for weight in weights))
+
+    return forward
+
+
+# --- ``expert_parallel``: the experts of every layer are divided over the mesh axis ``expert``; tokens travel to them.
+
+AXIS: Literal["expert"] = "expert"
+_WHOLE = "this version sends tokens between ranks that hold all other layers whole"
+_OTHER_SAMPLES = "this version sends tokens between ranks that take different samples"
+
+
+class ExpertParallel(Method):
+    """Each rank along the axis ``expert`` holds an equal part of every layer's experts (GShard: Lepikhin et al. 2020).
+
+    The ranks take different samples, as data-parallel ranks do. An all-to-all sends tokens to the ranks of their
+    experts, which compute with the layer's own code; another sends the answers back, where they are multiplied by the
+    router's weights. No token is dropped.
+
+    Stacked experts (transformers': Mixtral, Qwen-MoE, DeepSeek, …) are found by structure; lists of experts that a
+    plain block loops over by "expert" in the list's name, or by ``experts``. A layer is tried out in parts before it is
+    divided, where a block takes one tensor.
+
+    Config: None, or ``{"experts": ["blocks.*.moe.units"]}`` to name the modules that hold experts.
+    """
+
+    method_name: ClassVar[str] = "expert_parallel"
+    phase: ClassVar[Phase] = Phase.TENSOR
+    summary: ClassVar[str] = "divides experts over the expert axis; tokens are sent to them and back"
+    effect: ClassVar[str] = "memory: experts / n. Communication: two all-to-alls of tokens per layer and pass"
+    seed_name: ClassVar[str | None] = "ColossalAI: ep_size"
+    axis: ClassVar[str | None] = AXIS
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        *(
+            Conflict(
+                other=name,
+                reason=reason,
+                fix="use zero1, zero2 or fsdp, over zero or the expert axis itself, to lower a rank's memory",
+            )
+            for name, reason in {
+                "tensor_parallel": _WHOLE,
+                "pipeline_parallel": _WHOLE,
+                "sequence_parallel": _OTHER_SAMPLES,
+                "context_parallel": _OTHER_SAMPLES,
+                "outer": "this version does not synchronise experts between replicas",
+            }.items()
+        ),
+        *(
+            Conflict(
+                other=name,
+                reason="gradients of what they leave out are averaged over all ranks, and those of experts are not",
+                fix="leave these keys out",
+                when=lambda own, other: bool(other.atorch_ignored_cls) or other.wrap_trainable_outmost,
+                other_keys="atorch_ignored_cls or wrap_trainable_outmost",
+            )
+            for name in SHARDING
+        ),
+    )
+
+    experts: tuple[str, ...] = ()
+
+    def trace(self, model: nn.Module, ranks: int) -> ExpertTrace:
+        """What predictions need to run the model as one of ``ranks`` ranks."""
+        return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks)
+
+    def check(self, job: Job) -> None:
+        """Refuses models whose experts cannot be divided."""
+        if job.size(AXIS) == 1:
+            return
+        layers = expert_layers(job.model, self.experts, job.size(AXIS))
+        # Kept: trying out takes time.
+        job.expert_layers = [(layer, _features(layer, job)) for layer in layers]
+
+    def apply(self, job: Job) -> None:
+        """Divides the experts; the rest of the model stays whole on every rank."""
+        if job.size(AXIS) == 1:
+            return
+        said = _summary(job)
+        check_equal("The division of the experts", said, "give every rank the same model")
+        job.notices.append(said)
+        job.experts = divide(job.model, job.expert_layers, job.require_mesh()[AXIS], job.device)
+        job.expert_layers = []  # they would keep the experts of other ranks
+        job.is_split = True
+        if job.shard_axis is None:
+            job.model.to(job.device)
+
+    def cost(self, step: Step) -> Step:
+        """A rank's part of the experts, and what is exchanged where every expert is sent as many tokens as any other.
+
+        Real bytes are those in the mean over the ranks; a rank whose experts are liked receives more.
+        """
+        ranks = step.size(AXIS)
+        if ranks == 1:
+            return step
+        step = step.replace(blocks=tuple(_divided(block, step, ranks) for block in step.blocks))
+        return send_boundaries(step, AXIS)
+
+
+def _features(layer: ExpertLayer, job: Job) -> int | None:
+    proved = prove(layer, job.size(AXIS))
+    if proved is None and isinstance(layer, ListedExperts):
+        job.notices.append(f"expert_parallel: {layer.path} was not tried out in parts: it takes more than one tensor")
+    return proved[0] if proved is not None else None
+
+
+def _summary(job: Job) -> str:
+    sizes = {name: parameter.numel() for name, parameter in job.model.named_parameters()}
+    inside = sum(sizes[name] for layer, _ in job.expert_layers for name, _ in layer.names())
+    counts = sorted({layer.num_experts for layer, _ in job.expert_layers})
+    return (
+        f"expert_parallel divides {100 * inside / sum(sizes.values()):.0f}% of the parameters over {job.size(AXIS)} "
+        f"ranks: {' or '.join(map(str, counts))} experts in each of {len(job.expert_layers)} layers"
+    )
+
+
+def _divided(block: Block, step: Step, ranks: int) -> Block:
+    parts = (_part(parameter, step, ranks) for parameter in block.parameters)
+    return dataclasses.replace(block, parameters=tuple(part for part in parts if part is not None))
+
+
+def _part(parameter: Parameter, step: Step, ranks: int) -> Parameter | None:
+    """What the first rank of the axis holds; None: nothing. Experts of a list are equal, so others hold as much."""
+    if parameter.expert is None:
+        return parameter
+    number, experts = parameter.expert
+    if number is not None and number >= experts // ranks:
+        return None
+    shape = parameter.shape if number is not None else (parameter.shape[0] // ranks, *parameter.shape[1:])
+    # Ranks along the axis hold different experts: there is nobody to shard them over, where it is the only one.
+    return dataclasses.replace(parameter, shape=shape, sharded=step.shard_axis != AXIS)

@@ -1,1 +1,0 @@
-"""Parts of ``fp8``: which layers, on which hardware, by which library, and what it costs."""

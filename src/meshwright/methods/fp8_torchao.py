@@ -1,0 +1,159 @@
+"""Build dynamically scaled 8-bit layers with torchao, and put them into a model while it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.errors import StrategyError
+from meshwright.nn import wrap_method
+from meshwright.nn.fp8 import Fp8Linear, Fp8Options, to_fp8, to_plain
+
+if TYPE_CHECKING:
+    from meshwright.cost import Scaling
+
+
+_MODULES = {"mxfp8": "torchao.prototype.moe_training.mxfp8_linear"}  # no stable place has it yet
+
+
+def require_torchao(recipe: str) -> Any:
+    """The torchao module of a recipe.
+
+    Raises:
+        StrategyError: When torchao is not there, or too old or new for the recipe.
+    """
+    name = _MODULES.get(recipe, "torchao.float8")
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise StrategyError(
+            f"fp8: the recipe {recipe!r} needs torchao",
+            expected="the package torchao, of a version that the extra 'fp8' names",
+            got=str(error),
+            fix='install it: pip install "meshwright[fp8]"; or use the recipe "delayed", which needs no package',
+        ) from error
+
+
+def to_torchao(layers: Iterable[nn.Linear], recipe: str, *, rows: int, emulate: bool, all_gather: bool) -> None:
+    """Lets layers multiply in 8 bits by a recipe of torchao, in place.
+
+    Args:
+        layers: Of class ``nn.Linear`` itself.
+        recipe: ``tensorwise``, ``rowwise`` or ``mxfp8``.
+        rows: The number of input rows is filled up with zeros to a multiple of this.
+        emulate: Multiply in the input's type.
+        all_gather: Let FSDP2 gather the weights in 8 bits.
+    """
+    change = _to_mx(emulate) if recipe == "mxfp8" else _to_float8(recipe, emulate, all_gather)
+    for layer in layers:
+        change(layer)
+        wrap_method(layer, "forward", functools.partial(filled_up, rows))
+
+
+def _to_float8(recipe: str, emulate: bool, all_gather: bool) -> Callable[[nn.Linear], None]:
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    chosen = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, enable_fsdp_float8_all_gather=all_gather
+    )
+
+    def change(layer: nn.Linear) -> None:
+        made = Float8Linear.from_float(layer, config=chosen)
+        # In place, so that hooks stay and whoever knows the layer, such as a plan of tensor_parallel, still does.
+        layer.__class__ = Float8Linear
+        layer.__dict__.update({key: value for key, value in made.__dict__.items() if key not in layer.__dict__})
+        layer.weight = made.weight
+
+    return change
+
+
+def _to_mx(emulate: bool) -> Callable[[nn.Linear], None]:
+    from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+
+    made = MXFP8Linear(
+        32, 32, kernel_preference=KernelPreference.EMULATED if emulate else KernelPreference.AUTO, device="meta"
+    )
+
+    def change(layer: nn.Linear) -> None:
+        layer.__class__ = MXFP8Linear
+        layer.__dict__.update({key: value for key, value in made.__dict__.items() if key not in layer.__dict__})
+
+    return change
+
+
+def filled_up(rows: int, forward: Callable[[Any], Any], input: Any) -> Any:
+    """The gradient of a weight sums over rows, which must come in whole tiles; rows of zeros add nothing."""
+    flat = input.reshape(-1, input.shape[-1])
+    missing = -flat.shape[0] % rows
+    if not missing:
+        return forward(input)
+    output = forward(F.pad(flat, (0, 0, 0, missing)))[: flat.shape[0]]
+    return output.reshape(*input.shape[:-1], output.shape[-1])
+
+
+def scales_ahead(model: nn.Module) -> Callable[[], None]:
+    """What to do after every step where FSDP2 gathers in 8 bits: the scales of all weights, in one all-reduce.
+
+    Loading other weights forgets them: the next gather then asks for each weight on its own.
+    """
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    def forget(*_: Any) -> None:
+        for parameter in model.parameters():
+            local = getattr(parameter, "_local_tensor", parameter)
+            if hasattr(local, "_precomputed_scale"):
+                local._precomputed_scale = None
+
+    model.register_load_state_dict_post_hook(forget)
+    return functools.partial(precompute_float8_dynamic_scale_for_fsdp, model)
+
+
+# --- What predictions need: the model for a while as ``fp8`` will make it.
+
+
+class Fp8Trace:
+    """Lets a plain model run as one whose layers multiply in 8 bits.
+
+    Args:
+        layers: By name.
+        options: Of delayed scaling; None for torchao's layers, which save what they would anyway, and cast it again.
+        num_weights: The weights, with the number of layers that share each.
+        rows: What torchao's layers fill rows up to.
+        scaling: The recipe: how tensors are scaled.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Linear],
+        options: Fp8Options | None,
+        num_weights: Mapping[nn.Parameter, int],
+        rows: int,
+        scaling: Scaling,
+    ) -> None:
+        self.layers, self.scaling = layers, scaling
+        self._options, self.num_weights, self._rows = options, num_weights, rows
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around one forward; leaves the model as it was."""
+        try:
+            for layer in self.layers.values():
+                if self._options is not None:
+                    to_fp8(layer, self._options)
+                else:
+                    wrap_method(layer, "forward", functools.partial(filled_up, self._rows))
+            yield
+        finally:
+            for layer in self.layers.values():
+                if isinstance(layer, Fp8Linear):
+                    to_plain(layer)
+                layer.__class__ = nn.Linear

@@ -1,0 +1,288 @@
+"""Make replicas equal, average their gradients during backward, and keep the hooks on gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from meshwright.errors import ModelError, join_names
+from meshwright.optim import local_tensor
+from meshwright.store.entries import stored_name, unwrapped
+
+_NONE = -1  # torch's number of a backward pass where there is none
+_BUCKET_BYTES = 25 * 2**20  # DDP's: large enough for bandwidth, small enough to start early
+
+
+@torch.no_grad()
+def broadcast_states(model: nn.Module, device: torch.device) -> None:
+    """Rank 0's values on every rank: without it each shard would come from another initialisation.
+
+    Args:
+        model: On ``device`` or the CPU, where it stays.
+        device: Whose links carry the values, tensor by tensor: those between hosts are slow, or no group knows them.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        here = tensor.detach()
+        there = here.to(device)
+        dist.broadcast(there, src=0)
+        if there is not here:
+            here.copy_(there)
+
+
+class GradientAverager:
+    """All-reduces buckets of local gradients as backward completes them, in one order on all ranks.
+
+    Args:
+        model: Its trainable parameters must be equal along ``group``, shard by shard. Only a forward of this module
+            starts averaging; its output must lead to the loss.
+        group: The ranks to average over.
+        allow_unused: Whether parameters may get no gradient in a step; such a parameter keeps none if no rank has one.
+        in_backward: False averages only when :meth:`average` is called.
+        only: The parameters to average; None: all of the model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        *,
+        allow_unused: bool,
+        in_backward: bool = True,
+        only: Collection[nn.Parameter] | None = None,
+    ) -> None:
+        self._group, self._allow_unused, self._in_backward = group, allow_unused, in_backward
+        self._names = {p: name for name, p in model.named_parameters() if only is None or p in only}
+        self._hooked: set[nn.Parameter] = set()
+        self._trains: list[bool] = []
+        self._buckets: list[list[nn.Parameter]] = []
+        self._bucket_of: dict[nn.Parameter, int] = {}
+        self._renew()
+        self._enabled = True  # False: micro-batches whose gradients only accumulate
+        self._running = _NONE  # the backward pass that has begun; it stays where one fails
+        self._missing: list[int] = []  # how many parameters of each bucket have no gradient yet in this pass
+        self._works: list[tuple[dist.Work, torch.Tensor, list[nn.Parameter]]] = []  # sent, in order of the buckets
+        if in_backward:
+            model.register_forward_hook(self._after_forward)
+
+    def _renew(self) -> None:
+        """Buckets of the parameters that train now: some may have been frozen since the last pass, or unfrozen."""
+        trains = [parameter.requires_grad for parameter in self._names]
+        if trains == self._trains:
+            return
+        self._trains = trains
+        trainable = [parameter for parameter in self._names if parameter.requires_grad]
+        self._buckets = _cut(trainable)
+        self._bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
+        for parameter in trainable if self._in_backward else ():
+            if parameter not in self._hooked:
+                self._hooked.add(parameter)
+                parameter.register_post_accumulate_grad_hook(self._ready)
+
+    def average(self) -> None:
+        """Averages the gradients as they are now."""
+        self._renew()
+        self._works = []
+        self._end()
+
+    @contextlib.contextmanager
+    def accumulating(self, is_last: bool) -> Iterator[None]:
+        """Around forward and backward of a micro-batch: only the last one's backward averages."""
+        before, self._enabled = self._enabled, is_last
+        try:
+            yield
+        finally:
+            self._enabled = before
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._renew()
+        for leaf in tree_leaves(output) if self._buckets else ():
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._begin)
+
+    def _begin(self, gradient: torch.Tensor) -> None:
+        """First thing of a backward pass: its end is known only to the engine."""
+        backward = torch._C._current_graph_task_id()
+        if self._enabled and self._running != backward:
+            self._running, self._works = backward, []
+            self._missing = [len(bucket) for bucket in self._buckets]
+            Variable._execution_engine.queue_callback(self._end)
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        if self._running == torch._C._current_graph_task_id() and parameter in self._bucket_of:
+            self._missing[self._bucket_of[parameter]] -= 1  # type: ignore[index]
+            while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
+                self._send()
+
+    def _send(self) -> None:
+        """Sends the next bucket; parameters without a gradient send zeros, so that all ranks send alike."""
+        bucket = self._buckets[len(self._works)]
+        parts = [
+            (torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)).flatten() for p in bucket
+        ]
+        if self._allow_unused:
+            parts.append(torch.stack([parts[0].new_tensor(float(p.grad is not None)) for p in bucket]))
+        flat = torch.cat(parts)
+        flat /= self._group.size()
+        self._works.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, bucket))  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        self._running = _NONE
+        while len(self._works) < len(self._buckets):
+            self._send()
+        unused: list[str] = []
+        for work, flat, bucket in self._works:
+            work.wait()
+            unused += self._take(flat, bucket)
+        self._works = []
+        if unused:
+            raise ModelError(
+                "Parameters took no part in a step, and their gradients are to be averaged",
+                expected="a gradient for every parameter that trains",
+                got=join_names(unused),
+                fix="pass find_unused_parameters=True, or freeze them with requires_grad_(False)",
+            )
+
+    def _take(self, flat: torch.Tensor, bucket: list[nn.Parameter]) -> list[str]:
+        """Copies averages into the gradients; returns the parameters that have none and ought to."""
+        sizes = [local_tensor(parameter).numel() for parameter in bucket]
+        averages = flat.split([*sizes, len(bucket)] if self._allow_unused else sizes)
+        unused = []
+        for index, (parameter, average) in enumerate(zip(bucket, averages, strict=False)):
+            if parameter.grad is None:
+                if not self._allow_unused:
+                    unused.append(self._names[parameter])
+                    continue
+                if not averages[-1][index]:
+                    continue  # nobody has one; only a rank without asks, so no other waits for the answer
+                parameter.grad = torch.zeros_like(parameter)
+            local = local_tensor(parameter.grad)
+            local.copy_(average.view_as(local))
+        return unused
+
+
+def average_every_backward(replicas: DistributedDataParallel) -> None:
+    """Lets DDP average what each of several backwards through one forward adds (``retain_graph``): it waits for one.
+
+    Averaging what is averaged already changes nothing. Where parameters may be unused DDP has to look at the output
+    again, which is gone: there the first backward alone is averaged, as in DDP itself.
+    """
+
+    def after_forward(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() or not replicas.require_backward_grad_sync or torch.compiler.is_compiling():
+            return
+        passes: set[int] = set()
+
+        def begin(gradient: torch.Tensor) -> None:
+            backward = torch._C._current_graph_task_id()
+            if passes and backward not in passes and _is_at_rest(replicas):
+                replicas.reducer._rebuild_buckets()  # as before a forward: by the order of one pass, not of two
+                replicas.reducer.prepare_for_backward([])
+            passes.add(backward)
+
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(begin)
+
+    if not (replicas.find_unused_parameters or replicas.static_graph):
+        replicas.register_forward_hook(after_forward)
+
+
+def _is_at_rest(replicas: DistributedDataParallel) -> bool:
+    """Whether DDP waits for no parameter of a backward that has begun: each of several may run through a part."""
+    try:
+        replicas._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
+
+
+def refuse_frozen(model: nn.Module) -> None:
+    """Lets DDP's forward fail where a parameter has been frozen for which DDP waits in every step.
+
+    Raises:
+        ModelError: At the next forward that trains, naming them.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+    def check(*_: object) -> None:
+        frozen = [name for name, parameter in trained.items() if not parameter.requires_grad]
+        if frozen and torch.is_grad_enabled():
+            raise ModelError(
+                "Parameters were frozen after their gradients had been promised to all replicas",
+                expected="the parameters that trained when the strategy was applied",
+                got=join_names(frozen),
+                fix="pass find_unused_parameters=True, freeze them before, or set their learning rate to 0",
+            )
+
+    model.register_forward_pre_hook(check)
+
+
+def _cut(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Buckets of one type each, last parameters first: about the order in which backward completes them."""
+    buckets: list[list[nn.Parameter]] = []
+    open_buckets: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
+    for parameter in reversed(parameters):
+        bucket, size = open_buckets.get(parameter.dtype, ([], 0))
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(parameter)
+        size += local_tensor(parameter).nbytes
+        open_buckets[parameter.dtype] = (bucket, size) if size < _BUCKET_BYTES else ([], 0)
+    return buckets
+
+
+# --- Hooks on the gradients of parameters, where a method puts other parameters in their place.
+#
+# Who has registered one on a parameter expects it to be called. torch would drop it without a word: methods make new
+# parameters, and FSDP2 computes with a third kind, which it gathers, while the hooks are on the shards.
+
+_Registered = OrderedDict[int, Callable[[torch.Tensor], Any]]
+"""torch's own: a handle removes its hook from it, wherever it lies by then."""
+
+
+class GradientHooks:
+    """What ``register_hook`` and ``register_post_accumulate_grad_hook`` have put on a model's parameters until now.
+
+    Args:
+        model: Before anything is changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._hooked = {
+            name: parameter
+            for name, parameter in _named(model).items()
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        }
+
+    def carry_over(self, model: nn.Module) -> None:
+        """Puts them on the parameters that the model has in the same places now."""
+        present = _named(model) if self._hooked else {}
+        for name, before in self._hooked.items():
+            now = present.get(name)  # None: another rank of a pipeline holds it
+            if now is None or now is before:
+                continue
+            if before._backward_hooks:
+                now._backward_hooks = before._backward_hooks
+            accumulated = getattr(before, "_post_accumulate_grad_hooks", None)
+            if accumulated:
+                now.register_post_accumulate_grad_hook(functools.partial(_call_all, accumulated))
+
+
+def _call_all(hooks: _Registered, parameter: torch.Tensor) -> None:
+    for hook in tuple(hooks.values()):
+        hook(parameter)
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {stored_name(name): parameter for name, parameter in unwrapped(model).named_parameters()}

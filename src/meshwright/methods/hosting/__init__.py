@@ -1,1 +1,0 @@
-"""What is in host memory or on disk: the parts of ``offload``."""

@@ -1,0 +1,329 @@
+"""Choose where a model is cut into pipeline stages, balancing time and memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
+from meshwright.nn import find_blocks
+
+
+@dataclass(frozen=True)
+class Outside:
+    """A parameter that lies in no block of the list."""
+
+    name: str
+    trained_on: tuple[int, ...]  # pipeline ranks
+    lent_to: tuple[int, ...] = ()  # ranks that compute with it to no effect: a buffer there, of its first value
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model in stages, as plain data: rank 0 decides it, every rank follows it."""
+
+    path: str  # of the block list
+    bounds: tuple[int, ...]  # stage s computes blocks bounds[s] … bounds[s + 1] - 1
+    ranks: tuple[int, ...]  # the pipeline rank of every stage
+    outside: tuple[Outside, ...]  # by the first of its names
+    late: frozenset[str] = frozenset()  # names of parameters whose modules run after the blocks only
+    boundary_bytes: int | None = None  # what one sample hands from block to block; None: unknown
+
+    @property
+    def num_stages(self) -> int:
+        """Stages over all ranks."""
+        return len(self.ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline axis."""
+        return max(self.ranks) + 1
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages on each rank."""
+        return self.num_stages // self.num_ranks
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Blocks of every stage."""
+        return tuple(end - first for first, end in itertools.pairwise(self.bounds))
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of one pipeline rank, ascending."""
+        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
+
+    def stage_of_block(self, index: int) -> int:
+        """The stage that computes a block."""
+        return next(stage for stage in range(self.num_stages) if index < self.bounds[stage + 1])
+
+    def stage_of(self, name: str) -> int | None:
+        """The stage of the block that a parameter, buffer or module lies in; None outside the list."""
+        index = _index_in(self.path, name)
+        return self.stage_of_block(index) if index is not None else None
+
+    def rank_of(self, name: str) -> int | None:
+        """Its pipeline rank; None outside the list."""
+        stage = self.stage_of(name)
+        return self.ranks[stage] if stage is not None else None
+
+    def ranks_running(self, path: str) -> tuple[int, ...]:
+        """The pipeline ranks that run a module with parameters."""
+        rank = self.rank_of(path)
+        if rank is not None:
+            return (rank,)
+        if any(name.rpartition(".")[0] == path for name in self.late):
+            return (self.ranks[-1],)
+        own = next((item for item in self.outside if item.name.rpartition(".")[0] == path), None)
+        return tuple(range(self.num_ranks)) if own is None else own.trained_on + own.lent_to
+
+    def rank_of_block(self, index: int) -> int:
+        """The pipeline rank that holds a block."""
+        return self.ranks[self.stage_of_block(index)]
+
+
+def _index_in(path: str, name: str) -> int | None:
+    """The block that a name lies in; None for one outside the list."""
+    return int(name[len(path) + 1 :].partition(".")[0]) if name.startswith(path + ".") else None
+
+
+def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]:
+    """The list that is cut: the one named, or the only one whose modules hold parameters.
+
+    Raises:
+        StrategyError: When ``named`` is not such a list.
+        ModelError: When none is named and there is none, or several.
+    """
+    seen: dict[str, nn.ModuleList] = {}
+    for path, _ in find_blocks(model):
+        where = path.rpartition(".")[0]
+        found = model.get_submodule(where)
+        assert isinstance(found, nn.ModuleList)
+        seen[where] = found
+    if named is not None:
+        if named not in seen:
+            raise StrategyError(
+                f"pipeline_parallel: blocks names no list of blocks{did_you_mean(named, seen)}",
+                expected=f"one of {join_names(seen)}",
+                got=repr(named),
+                fix="name the nn.ModuleList that the model's forward loops over",
+            )
+        return named, seen[named]
+    if len(seen) != 1:
+        lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        raise ModelError(
+            "pipeline_parallel: it cannot be told which blocks of the model to cut",
+            expected="one nn.ModuleList that the model's forward loops over",
+            got=f"{len(seen)} that hold parameters ({join_names(seen)}); all lists: {join_names(lists)}",
+            fix=f"name it: ('pipeline_parallel', {{'blocks': {list(seen)[-1]!r}}})"
+            if seen
+            else "put the model's layers into an nn.ModuleList; or train it with fsdp, which needs no such list",
+        )
+    return next(iter(seen.items()))
+
+
+def check_apart(model: nn.Module, path: str) -> None:
+    """Refuses parameters that a block shares with another or with what lies outside: they would train apart.
+
+    Raises:
+        ModelError: Naming one.
+    """
+    homes: dict[nn.Parameter, tuple[str, int | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        index = _index_in(path, name)
+        first, home = homes.setdefault(parameter, (name, index))
+        if home != index:
+            raise ModelError(
+                "pipeline_parallel: a parameter is shared between blocks, or with the model around them",
+                expected="parameters that are shared within one block, or outside all blocks",
+                got=f"{first}, which is also {name}",
+                fix="give every block parameters of its own, or train this model with fsdp",
+            )
+
+
+def check_not_compiled(model: nn.Module, named: str | None) -> None:
+    """Refuses blocks that ``Module.compile`` was called on, or around: no stage could end behind one of them.
+
+    Raises:
+        ModelError: Naming one.
+    """
+    path, blocks = block_list(model, named)
+    around = {f"{path}.{index}" for index in range(len(blocks))} | set(itertools.accumulate(path.split("."), _joined))
+    compiled = [each for each in ("", *sorted(around)) if model.get_submodule(each)._compiled_call_impl is not None]
+    if compiled:
+        raise ModelError(
+            "pipeline_parallel: the model is compiled already, so that it cannot be run in stages",
+            expected="a plain model; parts of blocks may be compiled",
+            got=f"compile() was called on {compiled[0] or 'the model'}",
+            fix="leave that out, and add the method compile to the strategy",
+        )
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}"
+
+
+def given_bounds(split: Sequence[int], blocks: int, stages: int) -> tuple[int, ...]:
+    """The bounds of stages with so many blocks each, as the user gives them.
+
+    Raises:
+        StrategyError: When the numbers do not add up.
+    """
+    if len(split) != stages or sum(split) != blocks or min(split) < 1:
+        raise StrategyError(
+            "pipeline_parallel: split does not divide the blocks",
+            expected=f"{stages} numbers of 1 or more, one for every stage, that add up to {blocks}",
+            got=str(list(split)),
+            fix="correct the numbers, or leave split out",
+        )
+    return (0, *itertools.accumulate(split))
+
+
+def check_enough(blocks: int, stages: int) -> None:
+    """Refuses more stages than blocks.
+
+    Raises:
+        ModelError: Saying how many there are.
+    """
+    if blocks < stages:
+        raise ModelError(
+            "pipeline_parallel: there are fewer blocks than stages",
+            expected=f"at least {stages} blocks, one for every stage",
+            got=f"{blocks}",
+            fix="use a smaller pipeline axis, or fewer stages on a rank",
+        )
+
+
+# --- Where to cut: the dearest stage as cheap as possible, among the cuts whose ranks hold no more than they may.
+
+Range = tuple[int, int]
+"""Blocks of a stage: the first, and the end."""
+
+Need = Callable[[int, tuple[Range, ...]], int]
+"""``need(rank, ranges)``: bytes that a pipeline rank holds which computes these blocks; ranges are those of its first
+stages, in order, so that a part of a rank can be asked for. It grows with every block."""
+
+_MOST_VISITS = 10_000  # of one search; only ranks of several stages can come near
+
+
+class Balancer:
+    """Searches cuts into consecutive stages, none empty.
+
+    Args:
+        costs: Time of every block, in any unit.
+        ranks: The pipeline rank of every stage.
+        need: What a rank holds.
+    """
+
+    def __init__(self, costs: Sequence[float], ranks: Sequence[int], need: Need) -> None:
+        self._costs, self.ranks = list(costs), tuple(ranks)
+        self._sums: list[float] = [0, *itertools.accumulate(costs)]
+        self._ask = need
+        self._known: dict[tuple[int, tuple[Range, ...]], int] = {}
+        self._visits = 0
+        self.is_exhaustive = True
+        """Whether every search so far has looked at all there is."""
+
+    def fastest(self, limit_bytes: int) -> tuple[int, ...] | None:
+        """The bounds of the cut whose dearest stage is the cheapest of those that fit; None when none is found."""
+        blocks = range(len(self._costs))
+        bounds = sorted({self._sums[end + 1] - self._sums[first] for first in blocks for end in blocks[first:]})
+        best = self._within(bounds[-1], limit_bytes)
+        low, high = 0, len(bounds) - 1
+        while best is not None and low < high:  # the more time, the more cuts fit
+            middle = (low + high) // 2
+            found = self._within(bounds[middle], limit_bytes)
+            best, low, high = (found, low, middle) if found is not None else (best, middle + 1, high)
+        return best
+
+    def smallest(self) -> tuple[int, ...]:
+        """The bounds of the cut whose neediest rank needs least, but for a thousandth."""
+        best = (*range(self.num_stages), len(self._costs))
+        low, high = 0, self._most(best)
+        while high - low > high // 1000:
+            found = self._within(float("inf"), middle := (low + high) // 2)
+            best, low, high = (found, low, self._most(found)) if found is not None else (best, middle + 1, high)
+        return best
+
+    @property
+    def num_stages(self) -> int:
+        """Over all ranks."""
+        return len(self.ranks)
+
+    def _most(self, bounds: Sequence[int]) -> int:
+        return max(size for _, size in self.needs(bounds))
+
+    def needs(self, bounds: Sequence[int]) -> list[tuple[int, int]]:
+        """``(rank, bytes)`` of every rank under a cut."""
+        ranges = list(itertools.pairwise(bounds))
+        every = sorted(set(self.ranks))
+        return [(rank, self._need(rank, self._of(rank, ranges))) for rank in every]
+
+    def _of(self, rank: int, ranges: Sequence[Range]) -> tuple[Range, ...]:
+        return tuple(each for each, owner in zip(ranges, self.ranks, strict=False) if owner == rank)
+
+    def _need(self, rank: int, ranges: tuple[Range, ...]) -> int:
+        if (rank, ranges) not in self._known:
+            self._known[rank, ranges] = self._ask(rank, ranges)
+        return self._known[rank, ranges]
+
+    def _within(self, most_time: float, most_bytes: int) -> tuple[int, ...] | None:
+        """A cut whose stages take and whose ranks hold no more than that: the first in the order of its bounds."""
+        fewest = self._fewest_stages(most_time)
+        dead: set[tuple[int, int, tuple[Range, ...]]] = set()
+        self._visits = 0
+
+        def complete(ranges: tuple[Range, ...]) -> tuple[Range, ...] | None:
+            stage, first = len(ranges), ranges[-1][1] if ranges else 0
+            left = len(self.ranks) - stage
+            if left == 0:
+                return ranges if first == len(self._costs) else None
+            open_ranks = set(self.ranks[stage:])  # what these hold already matters from here on
+            held = tuple(each for each, rank in zip(ranges, self.ranks, strict=False) if rank in open_ranks)
+            if first + left > len(self._costs) or fewest[first] > left or (stage, first, held) in dead:
+                return None
+            self._visits += 1
+            if self._visits > _MOST_VISITS:
+                self.is_exhaustive = False
+                return None
+            rank = self.ranks[stage]
+            last = len(self._costs) - left + 1
+            for end in range(last if left == 1 else first + 1, last + 1):
+                following = (*ranges, (first, end))
+                takes, holds = self._sums[end] - self._sums[first], self._need(rank, self._of(rank, following))
+                if takes > most_time or holds > most_bytes:
+                    break  # more blocks take and hold more
+                found = complete(following)
+                if found is not None:
+                    return found
+            dead.add((stage, first, held))
+            return None
+
+        found = complete(())
+        return (0, *(end for _, end in found)) if found is not None else None
+
+    def _fewest_stages(self, most_time: float) -> list[int]:
+        """Per block: stages that all blocks from it on take at least."""
+        count = len(self._costs)
+        fewest = [0] * (count + 1)
+        for first in reversed(range(count)):
+            end = first
+            while end < count and self._sums[end + 1] - self._sums[first] <= most_time:
+                end += 1
+            fewest[first] = fewest[end] + 1 if end > first else count + 1
+        return fewest
+
+
+def balanced_bounds(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """The cut into consecutive stages, none empty, whose dearest stage is the cheapest possible.
+
+    Args:
+        costs: Of every block, in any unit of time; those of what is around the blocks belong to the first and the last.
+        stages: How many.
+    """
+    bounds = Balancer(costs, range(stages), lambda rank, ranges: 0).fastest(0)
+    assert bounds is not None, "there are as many blocks as stages"
+    return bounds

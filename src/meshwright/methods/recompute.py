@@ -1,0 +1,226 @@
+"""Run a module under selective recomputation and name the operators whose results are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint as torch_checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from meshwright.errors import ModelError, StrategyError
+from meshwright.nn import (
+    SameBuffers,
+    carried,
+    is_cache,
+    is_compiled,
+    outside_compiled,
+    recompute_contexts,
+    wrap_methods,
+)
+
+SELECTIVE = frozenset(
+    {
+        "aten.addmm", "aten.convolution", "aten.mm", "aten._grouped_mm", "aten._scaled_grouped_mm", "aten._scaled_mm",
+        "aten._efficient_attention_forward", "aten._flash_attention_forward",
+        "aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_fused_attention_overrideable",
+        "_c10d_functional.all_gather_into_tensor", "_c10d_functional.all_reduce",
+        "_c10d_functional.all_to_all_single", "_c10d_functional.reduce_scatter_tensor",
+        "flash_attn._flash_attn_forward", "flash_attn._flash_attn_varlen_forward",
+    }
+)  # fmt: skip
+"""What ``policy="selective"`` keeps: products with weights, fused attention and functional collectives.
+
+Products of activations (``aten.bmm``) are not among them: scores of attention that is not fused are large and cheap,
+and the first to be recomputed (Korthikanti et al. 2022, §5)."""
+
+_running: list[frozenset[str]] = []  # the choice of the modules whose forward runs now, innermost last
+
+
+def operator_name(operator: Any) -> str:
+    """An operator's name without its overload: ``"aten.mm"``."""
+    schema = getattr(operator, "_schema", None)
+    return schema.name.replace("::", ".") if schema is not None else f"higher_order.{operator.name()}"
+
+
+def can_keep(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a result can stand for running the operator again.
+
+    Not if it changes its arguments; a view holds no result of its own; and one that draws random numbers must draw them
+    again, or those that follow would be other ones.
+    """
+    schema = getattr(operator, "_schema", None)
+    if schema is None:
+        return True
+    if schema.is_mutable or operator.is_view:
+        return False
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return True
+    for index, argument in enumerate(schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[index] if index < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return bool(given == 0)
+    return False
+
+
+def kept_now(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the module that runs now keeps the result of this call."""
+    return bool(_running) and operator_name(operator) in _running[-1] and can_keep(operator, args, kwargs)
+
+
+def selective_contexts(kept: frozenset[str]) -> tuple[Any, Any]:
+    """The contexts of forward and of recomputation for torch's checkpoint."""
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = operator_name(operator) in kept and can_keep(operator, args, kwargs)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
+
+
+@contextlib.contextmanager
+def keeping(kept: frozenset[str]) -> Iterator[None]:
+    """Around the forward of a module: lets :func:`kept_now` know its choice."""
+    if torch.compiler.is_compiling():
+        yield
+        return
+    _running.append(kept)
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+def operator_names(value: Any) -> Any:
+    """An operator or its name, or several -> a tuple of names without overloads; ``full`` and ``selective`` stay.
+
+    Raises:
+        StrategyError: When one is not known to torch, or its results cannot be kept.
+    """
+    if value is None or value in ("full", "selective"):
+        return value
+    listed = value if isinstance(value, tuple | list | set | frozenset) else [value]
+    return tuple(sorted({_known_name(each) for each in listed}))
+
+
+def _known_name(value: Any) -> str:
+    packet = getattr(value, "overloadpacket", value)
+    written = str(packet) if isinstance(packet, torch._ops.OpOverloadPacket) else packet
+    if not isinstance(written, str):
+        raise _unknown(value)
+    namespace, _, rest = written.replace("::", ".").partition(".")
+    name = rest.partition(".")[0]
+    found = getattr(getattr(torch.ops, namespace), name, None) if namespace.isidentifier() and name else None
+    if not isinstance(found, torch._ops.OpOverloadPacket):
+        raise _unknown(value)
+    overloads = [getattr(found, overload) for overload in found.overloads()]
+    if all(each._schema.is_mutable or each.is_view for each in overloads):
+        raise StrategyError(
+            f"checkpoint: the results of {namespace}.{name} cannot be kept",
+            expected="operators that return new tensors",
+            got="one that returns a view, or changes its arguments",
+            fix="name the operators whose results it sees, such as aten.mm",
+        )
+    return f"{namespace}.{name}"
+
+
+def _unknown(value: Any) -> StrategyError:
+    return StrategyError(
+        "checkpoint: policy names an unknown operator",
+        expected="'full', 'selective', or operators such as 'aten.mm' that are registered in this process",
+        got=repr(value),
+        fix="correct the name, or import the package that registers it first",
+    )
+
+
+# --- Running a module's forward under torch's checkpoint, which runs it again in backward (Chen et al. 2016).
+
+# Offloading takes what autograd saves, and kept results are no part of it; torch 2.15 asks what is meant.
+_RESPECT = "respect_saved_tensors_hooks"
+_AS_EVER: dict[str, Any] = {_RESPECT: False} if _RESPECT in inspect.signature(torch_checkpoint).parameters else {}
+
+_KEEPING: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that keep results of operators
+
+
+def recompute(modules: Sequence[nn.Module], kept: frozenset[str], *, no_reentrant: bool) -> None:
+    """Makes modules run their forward again in backward; parameter names stay as they are.
+
+    Args:
+        modules: Whose forward is wrapped.
+        kept: Operators whose results are kept instead; only without reentrant autograd.
+        no_reentrant: False uses torch's reentrant implementation.
+    """
+    if not no_reentrant:
+        wrap_methods(modules, "forward", _reentrant)
+    elif kept:
+        _KEEPING.update(modules)
+        wrap_methods(modules, "forward", functools.partial(_selective, kept))
+    else:
+        wrap_methods(modules, "forward", _whole)
+
+
+def keeps_results(model: nn.Module) -> bool:
+    """Whether a module of the model keeps results of operators beside what autograd saves; compiled ones save them."""
+    return any(module in _KEEPING and not is_compiled(module) for module in outside_compiled(model))
+
+
+def _owner(forward: Callable[..., Any]) -> nn.Module:
+    """The module whose forward this is: ``wrap_methods`` hands on the method with its module as first argument."""
+    module: nn.Module = forward.args[0]  # type: ignore[attr-defined]
+    return module
+
+
+def _refuse_caches(args: Iterable[Any]) -> None:
+    cache = next((value for value in args if is_cache(value)), None)
+    if cache is not None:
+        raise ModelError(
+            "checkpoint: a block is called with a cache of keys and values, which recomputing would fill a second time",
+            expected="training without past_key_values",
+            got=type(cache).__name__,
+            fix="leave checkpoint out; prefix tuning cannot do without its cache, LoRA and prompt tuning need none",
+        )
+
+
+def _whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    _refuse_caches((*args, *kwargs.values()))
+    return torch_checkpoint(
+        carried(forward), *args, use_reentrant=False, **recompute_contexts([_owner(forward)]), **kwargs
+    )
+
+
+def _selective(kept: frozenset[str], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    _refuse_caches((*args, *kwargs.values()))
+    contexts = recompute_contexts([_owner(forward)], functools.partial(selective_contexts, kept))
+    with keeping(kept):
+        return torch_checkpoint(carried(forward), *args, use_reentrant=False, **_AS_EVER, **contexts, **kwargs)
+
+
+def _reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    _refuse_caches((*args, *kwargs.values()))
+    # It takes positional arguments only, and only those get gradients.
+    names, count, same, forward = list(kwargs), len(args), SameBuffers([_owner(forward)]), carried(forward)
+
+    def positional(*every: Any) -> Any:
+        # The first time it runs without gradients.
+        with same.again() if torch.is_grad_enabled() else same.first():
+            return forward(*every[:count], **dict(zip(names, every[count:], strict=True)))
+
+    return torch_checkpoint(positional, *args, *kwargs.values(), use_reentrant=True)

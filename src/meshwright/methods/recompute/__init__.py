@@ -1,1 +1,0 @@
-"""What ``checkpoint`` covers, and which results it keeps."""

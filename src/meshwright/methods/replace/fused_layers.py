@@ -1,0 +1,301 @@
+"""Replace norms, language-model heads and MLPs by fused kernels of torch and Liger."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.util
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.errors import ModelError, join_names
+from meshwright.loss import HeadLogits
+from meshwright.methods.replace.model_changes import NewForward, Replacement
+from meshwright.runtime import preserved_rng
+
+_EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # a few roundings of the result
+_PROBES = ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32))
+"""Types of input and weight: plain, half, and a half-precision input that meets fp32 weights."""
+
+
+@functools.cache
+def rms_forward(eps_name: str, plus_one: bool) -> Callable[..., Tensor]:
+    """A forward that is one fused operation of torch; the sum of squares is taken in fp32."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        (hidden,) = (*args, *kwargs.values())
+        weight: Any = self.weight
+        eps: Any = getattr(self, eps_name)
+        if plus_one:
+            return F.rms_norm(hidden.float(), weight.shape, 1.0 + weight.float(), eps).to(hidden.dtype)
+        if hidden.dtype == weight.dtype:
+            return F.rms_norm(hidden, weight.shape, weight, eps)
+        return weight * F.rms_norm(hidden, weight.shape, None, eps)
+
+    return forward
+
+
+def replace_rms_norms(model: nn.Module, into: Replacement) -> None:
+    """Adds a fused forward for every module of ``model`` that is proven to be an RMSNorm."""
+    known: dict[Any, Callable[..., Tensor] | None] = {}
+    changes = []
+    for module in model.modules():
+        eps_name = _eps_name(module)
+        if eps_name is None:
+            continue
+        key = (type(module), module.weight.shape, getattr(module, eps_name))  # type: ignore[union-attr]
+        if key not in known:
+            known[key] = proven_forward(module, eps_name)
+        forward = known[key]
+        if forward is not None:
+            changes.append(NewForward(module, forward))
+    names = ", ".join(sorted({type(change.module).__name__ for change in changes}))
+    into.add(f"rms_norm: {len(changes)} modules ({names}) use torch's fused one", changes)
+    if not changes:
+        into.left.append("rms_norm: there is no RMSNorm but torch's own")
+
+
+def _eps_name(module: nn.Module) -> str | None:
+    """The attribute that holds ε, if the module looks like a normalisation with one weight."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1 or module._buffers or module._modules or isinstance(module, nn.RMSNorm):
+        return None
+    if any(parameter is not None for name, parameter in module._parameters.items() if name != "weight"):
+        return None
+    return next((name for name in _EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
+
+
+def proven_forward(module: nn.Module, eps_name: str) -> Callable[..., Tensor] | None:
+    """The fused forward that computes what ``module`` computes, on random input and weights; None if neither does."""
+    for plus_one in (False, True):
+        forward = rms_forward(eps_name, plus_one)
+        try:
+            with torch.no_grad(), preserved_rng():
+                if all(_agree(module, forward, *dtypes) for dtypes in _PROBES):
+                    return forward
+        except Exception:  # another module than it looks: it wants other arguments, for one
+            return None
+    return None
+
+
+def _agree(module: nn.Module, forward: Callable[..., Tensor], dtype: torch.dtype, weight_dtype: torch.dtype) -> bool:
+    width: Any = module.weight.shape[0]  # type: ignore[union-attr,index]
+    generator = torch.Generator().manual_seed(0)
+    probe = copy.copy(module)  # without its hooks and its weight: called by its forward alone
+    weight = torch.rand(width, generator=generator).add(0.5).to(weight_dtype)
+    probe.__dict__ = {**module.__dict__, "_parameters": {"weight": nn.Parameter(weight)}}
+    # Some rows so small that ε counts.
+    scale = torch.tensor([1e-3, 1e-2, 1.0, 30.0]).view(-1, 1, 1)
+    hidden = (torch.randn(4, 3, width, generator=generator) * scale).to(dtype)
+    expected, got = type(module).forward(probe, hidden), forward(probe, hidden)
+    tolerance = _TOLERANCE[dtype]
+    return got.dtype == expected.dtype and torch.allclose(got, expected, rtol=tolerance, atol=tolerance * 1e-3)
+
+
+# --- The head of a language model whose logits are not computed where only their cross entropy is wanted.
+
+
+def replace_head(model: nn.Module, path: str | None, into: Replacement) -> None:
+    """Adds the change of the head: in training it returns :class:`~meshwright.loss.HeadLogits`.
+
+    Args:
+        model: Where the head is.
+        path: Of the head; None finds it.
+        into: What is added to.
+
+    Raises:
+        ModelError: When there is no head, or several.
+    """
+    found = _heads(model) if path is None else _named(model, path)
+    if len(found) != 1:
+        raise ModelError(
+            "module_replace: the head whose logits the loss is to do without is not clear",
+            expected="one nn.Linear from the width of an embedding to its number of entries",
+            got=join_names(found),
+            fix='name it: ("module_replace", {"loss": "path.of.the.head"})',
+        )
+    ((name, head),) = found.items()
+    shape = f"{head.in_features} x {head.out_features}"
+    into.add(f"fused_loss: the logits of {name} ({shape}) go into a cross entropy in parts", [NewForward(head, _lazy)])
+
+
+def _lazy(self: nn.Linear, input: Tensor) -> Tensor:
+    # In evaluation logits are read in other ways, and FSDP may free the weight before they are.
+    if not (self.training and torch.is_grad_enabled() and input.requires_grad):
+        return F.linear(input, self.weight, self.bias)
+    return HeadLogits.of(input, self.weight, self.bias)
+
+
+def _named(model: nn.Module, path: str) -> dict[str, nn.Linear]:
+    module = dict(model.named_modules()).get(path)
+    return {path: module} if type(module) is nn.Linear else {}
+
+
+def _heads(model: nn.Module) -> dict[str, nn.Linear]:
+    """What transformers calls the output embeddings; else layers of the shape of an embedding."""
+    getter: Any = getattr(model, "get_output_embeddings", None)
+    asked = getter() if getter is not None else None
+    if asked is not None:
+        return {path: m for path, m in model.named_modules() if m is asked and type(m) is nn.Linear}
+    tables = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {p: m for p, m in model.named_modules() if type(m) is nn.Linear and tuple(m.weight.shape) in tables}
+
+
+# --- Liger-Kernel's fused operations (Hsu et al. 2024), where it is installed and the job runs on CUDA: never needed.
+#
+# Modules stay; their forwards call Liger's functions. Liger's own patches would change classes of transformers for the
+# whole process. What a module computes is proven on the CPU, with small random weights, before a kernel takes its
+# place.
+
+_SWIGLU_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+
+
+def liger_functions(device: torch.device) -> Any:
+    """The module of Liger's functions; None where it is not installed or the device is not CUDA."""
+    if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
+        return None
+    return importlib.import_module("liger_kernel.transformers.functional")
+
+
+def replace_layer_norms(model: nn.Module, device: torch.device, into: Replacement) -> None:
+    """LayerNorm: torch's is one kernel already; Liger's reads and writes less in backward."""
+    _replace("layer_norm", _layer_norms(model), device, into)
+
+
+def replace_swiglus(model: nn.Module, device: torch.device, into: Replacement) -> None:
+    """MLPs that compute down(silu(gate(x)) · up(x))."""
+    _replace("swiglu", _swiglus(model), device, into)
+
+
+def replace_rotaries(model: nn.Module, device: torch.device, into: Replacement) -> None:
+    """Attention whose forward calls a function ``apply_rotary_pos_emb`` of its file."""
+    _replace("rotary", _rotaries(model), device, into)
+
+
+_Found = Iterator[tuple[nn.Module, Callable[[Any], Callable[..., Any]]]]
+"""Modules, and what makes their new forward of Liger's functions."""
+
+
+def _replace(name: str, found: _Found, device: torch.device, into: Replacement) -> None:
+    functions = liger_functions(device)
+    if functions is None:
+        count = sum(1 for _ in found)
+        if count:
+            into.left.append(f"{name}: {count} modules stay torch's, without liger-kernel on CUDA")
+        return
+    changes = [NewForward(module, make(functions)) for module, make in found]
+    into.add(f"{name}: {len(changes)} modules use liger-kernel", changes)
+
+
+def _layer_norms(model: nn.Module) -> _Found:
+    for module in model.modules():
+        if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.bias is not None:
+            yield module, _layer_norm_forward
+
+
+@functools.cache
+def _layer_norm_forward(functions: Any) -> Callable[..., Tensor]:
+    def forward(self: nn.LayerNorm, input: Tensor) -> Tensor:
+        if input.dtype != self.weight.dtype:  # under autocast
+            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        normalised: Tensor = functions.liger_layer_norm(input, self.weight, self.bias, self.eps)
+        return normalised
+
+    return forward
+
+
+def _swiglus(model: nn.Module) -> _Found:
+    known: dict[Any, bool] = {}
+    for module in model.modules():
+        for names in _SWIGLU_NAMES:
+            layers = [module._modules.get(name) for name in names]
+            if all(type(layer) is nn.Linear for layer in layers):
+                key = (type(module), names, str(getattr(module, "act_fn", None)))
+                if key not in known:
+                    known[key] = _is_swiglu(module, names)
+                if known[key]:
+                    yield module, functools.partial(_swiglu_forward, names)
+
+
+@functools.cache
+def _swiglu_forward(names: tuple[str, str, str], functions: Any) -> Callable[..., Tensor]:
+    gate, up, down = names
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        product: Tensor = getattr(self, down)(functions.liger_swiglu(getattr(self, gate)(x), getattr(self, up)(x)))
+        return product
+
+    return forward
+
+
+def _is_swiglu(module: nn.Module, names: tuple[str, str, str]) -> bool:
+    """Whether the module, with small layers in the places of its own, computes the formula."""
+    with preserved_rng(), torch.no_grad():
+        small = dict(zip(names, (nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)), strict=True))
+        probe = copy.copy(module)
+        probe.__dict__ = {**module.__dict__, "_modules": {**module._modules, **small}}
+        x = torch.randn(5, 4)
+        gate, up, down = small.values()
+        try:
+            got = type(module).forward(probe, x)
+        except Exception:  # another module than it looks
+            return False
+        return isinstance(got, Tensor) and torch.allclose(got, down(F.silu(gate(x)) * up(x)), atol=1e-6)
+
+
+def _rotaries(model: nn.Module) -> _Found:
+    known: dict[Callable[..., Any], bool] = {}
+    for module in model.modules():
+        forward = type(module).forward
+        code = getattr(forward, "__code__", None)
+        rotate = getattr(forward, "__globals__", {}).get("apply_rotary_pos_emb")
+        if code is None or rotate is None or "apply_rotary_pos_emb" not in code.co_names or _is_partial(module):
+            continue
+        if rotate not in known:
+            known[rotate] = _is_rotation(rotate)
+        if known[rotate]:
+            yield module, functools.partial(_rotary_forward, forward)
+
+
+@functools.cache
+def _rotary_forward(forward: types.FunctionType, functions: Any) -> Callable[..., Any]:
+    """The same forward that finds Liger's function where it looks up the other: this module alone is changed."""
+    names = {**forward.__globals__, "apply_rotary_pos_emb": functions.liger_rope}
+    changed = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    changed.__kwdefaults__ = forward.__kwdefaults__
+    return functools.update_wrapper(changed, forward)
+
+
+def _is_partial(module: nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    factors = (getattr(config, "partial_rotary_factor", None), parameters.get("partial_rotary_factor"))
+    return any(factor not in (None, 1, 1.0) for factor in factors)
+
+
+def _is_rotation(rotate: Callable[..., Any]) -> bool:
+    """Whether a function rotates the halves of queries and keys (batch, heads, tokens, features), as RoFormer does."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2))
+    angles = torch.rand(1, 3, 4, generator=generator).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def rotated(x: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos.unsqueeze(1) + torch.cat((-second, first), -1) * sin.unsqueeze(1)
+
+    try:
+        if len(inspect.signature(rotate).parameters) < 4:
+            return False
+        got = rotate(q, k, cos, sin)
+    except Exception:  # another function than its name says
+        return False
+    return all(torch.allclose(a, rotated(b), atol=1e-6) for a, b in zip(got, (q, k), strict=True))

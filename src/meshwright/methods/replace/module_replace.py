@@ -1,0 +1,190 @@
+"""``module_replace``: optimised modules in the place of plain ones. Seed: ATorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import field_validator
+from torch import nn
+
+from meshwright.cost import Step
+from meshwright.errors import StrategyError, did_you_mean, join_names
+from meshwright.methods.base import Conflict, Job, Method, Phase
+from meshwright.methods.replace.attention_backends import replace_attention
+from meshwright.methods.replace.fused_layers import (
+    replace_head,
+    replace_layer_norms,
+    replace_rms_norms,
+    replace_rotaries,
+    replace_swiglus,
+)
+from meshwright.methods.replace.model_changes import Replacement
+from meshwright.methods.replace.user_pairs import ATORCH_NAMES, BUILT_IN, registered_pairs, replace_pairs
+from meshwright.runtime import check_equal
+from meshwright.strategy import Strategy
+
+_WITH_LIGER = {"layer_norm": replace_layer_norms, "swiglu": replace_swiglus, "rotary": replace_rotaries}
+
+
+class ModuleReplace(Method):
+    """Faster or smaller modules where they compute the same; weights, names, hooks and modes stay.
+
+    Config: None for all pairs, built-in and registered; a list of names; or keys. Built in are ``attention``,
+    ``rms_norm``, ``layer_norm``, ``swiglu`` and ``rotary``; ``fused_loss`` is made when it is asked for. Users add
+    theirs with :func:`~meshwright.methods.register_replace_pair`.
+    """
+
+    method_name: ClassVar[str] = "module_replace"
+    phase: ClassVar[Phase] = Phase.REPLACE
+    summary: ClassVar[str] = "exchanges modules for optimised ones: attention, norms, loss, and pairs of your own"
+    effect: ClassVar[str] = "memory: no attention scores, with loss no logits. Time: fewer kernels. Communication: none"
+    seed_name: ClassVar[str | None] = "ATorch: module_replace"
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            other="tensor_parallel",
+            reason="it splits the classes of the head over ranks, and computes their cross entropy from the parts",
+            fix="leave loss out of module_replace",
+            when=lambda own, other: own.fuses_loss,
+            own_keys="loss=True",
+        ),
+        Conflict(
+            other="pipeline_parallel",
+            reason="it hands the output of the model from function to function in its schedule",
+            fix="leave loss out of module_replace",
+            when=lambda own, other: own.fuses_loss,
+            own_keys="loss=True",
+        ),
+        Conflict(
+            other="compile",
+            reason="the head, whose logits are not computed, would be inside what is compiled",
+            fix="leave whole out: compile has blocks then, and the head is outside them",
+            when=lambda own, other: own.fuses_loss and other.whole,
+            own_keys="loss=True",
+            other_keys="whole=True",
+        ),
+    )
+
+    include: tuple[str, ...] | None = None
+    """Names of pairs; None: all."""
+    exclude: tuple[str, ...] = ()
+    """Names of pairs to leave out."""
+    attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
+    """What attention becomes; ``auto`` exchanges eager attention for the best at hand and leaves the rest."""
+    loss: bool | str = False
+    """Whether cross entropies of the head's logits are computed without them; the path of the head names one."""
+
+    @classmethod
+    def from_short(cls, raw: Any) -> Mapping[str, Any]:
+        """Reads a name, or a list of names."""
+        if isinstance(raw, str):
+            return {"include": (raw,)}
+        if isinstance(raw, tuple | list | set | frozenset):
+            return {"include": tuple(sorted(raw) if isinstance(raw, set | frozenset) else raw)}
+        return super().from_short(raw)
+
+    @classmethod
+    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Takes ATorch's ``{name: None, …, "verbose": True}``."""
+        keys.pop("verbose", None)  # what is replaced is always said
+        named = tuple(key for key, value in keys.items() if key not in cls.model_fields and value in (None, {}))
+        if named and "include" not in keys:
+            keys = {key: value for key, value in keys.items() if key not in named} | {"include": named}
+        return keys
+
+    @field_validator("include", "exclude", mode="before")
+    @classmethod
+    def _names(cls, value: Any) -> Any:
+        listed = (value,) if isinstance(value, str) else value
+        if not isinstance(listed, tuple | list | set | frozenset):
+            return value
+        ordered = sorted(listed) if isinstance(listed, set | frozenset) else listed
+        return tuple(dict.fromkeys(ATORCH_NAMES.get(name, name) for name in ordered))
+
+    def wants(self, name: str) -> bool:
+        """Whether a pair is to be exchanged."""
+        return (self.include is None or name in self.include) and name not in self.exclude
+
+    def replacement(
+        self, model: nn.Module, strategy: Strategy, axes: Mapping[str, int], device: torch.device
+    ) -> Replacement:
+        """Finds out what is replaced in a plain model; nothing is changed.
+
+        Args:
+            model: The model.
+            strategy: All methods of the job, for the precision it computes in.
+            axes: Sizes of the mesh axes.
+            device: Where it trains.
+
+        Raises:
+            MeshwrightError: When a pair is unknown, does not fit the job, or cannot be made.
+        """
+        self._check_names()
+        dtype, found = compute_dtype(strategy), Replacement()
+        if self.wants("attention"):
+            only_sdpa = axes.get("sequence", 1) > 1
+            replace_attention(model, self.attention, dtype, device, found, only_sdpa=only_sdpa)
+        if self.wants("rms_norm"):
+            replace_rms_norms(model, found)
+        for name, replace in _WITH_LIGER.items():
+            if self.wants(name):
+                replace(model, device, found)
+        if self.fuses_loss:
+            replace_head(model, self.loss if isinstance(self.loss, str) else None, found)
+        replace_pairs(model, [pair for name, pair in registered_pairs().items() if self.wants(name)], dtype, found)
+        return found
+
+    @property
+    def fuses_loss(self) -> bool:
+        """Whether cross entropies are computed without logits."""
+        asked = bool(self.loss) or (self.include is not None and "fused_loss" in self.include)
+        return asked and "fused_loss" not in self.exclude
+
+    def _check_names(self) -> None:
+        known = (*BUILT_IN, *registered_pairs())
+        for name in (*(self.include or ()), *self.exclude):
+            if name not in known:
+                raise StrategyError(
+                    f"module_replace knows no pair {name!r}{did_you_mean(name, known)}",
+                    expected=f"names from {join_names(known)}",
+                    got=repr(name),
+                    fix="correct the name, or call register_replace_pair on every rank before",
+                )
+
+    def check(self, job: Job) -> None:
+        """Refuses DDP options under which outputs are searched for their graphs: logits that are not there have none.
+
+        What is replaced was found out before; see :func:`replacement_of`.
+        """
+        if self.fuses_loss and (job.find_unused_parameters or job.ddp_options.get("static_graph")):
+            raise StrategyError(
+                "module_replace: the loss cannot do without logits where DDP looks for unused parameters",
+                expected="find_unused_parameters=False, and no static_graph",
+                got=f"find_unused_parameters={job.find_unused_parameters}, ddp_options={dict(job.ddp_options)}",
+                fix="leave one of the two out",
+            )
+
+    def apply(self, job: Job) -> None:
+        """Puts in what was found, and says what."""
+        assert job.replacement is not None, "apply_strategy has found it"
+        check_equal(
+            "What module_replace replaces",
+            str(job.replacement),
+            "register the same pairs on every rank, and install the same packages",
+        )
+        job.replacement.put_in(job.model)
+        job.notices.append(f"module_replace: {job.replacement}")
+
+    def cost(self, step: Step) -> Step:
+        """As it is: a plan is traced and counted on the model with its modules replaced."""
+        return step
+
+
+def compute_dtype(strategy: Strategy) -> str:
+    """The precision a strategy computes in."""
+    for name in ("half", "amp_native"):
+        method = strategy.get(name)
+        if method is not None:
+            return str(method.dtype)  # type: ignore[attr-defined]
+    return "fp32"

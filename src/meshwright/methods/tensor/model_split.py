@@ -1,0 +1,374 @@
+"""Decide what a tensor axis splits in one model, tokens between blocks included."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from meshwright.errors import ModelError
+from meshwright.methods.tensor.axis_exchange import TensorAxis
+from meshwright.methods.tensor.block_trials import (
+    Adjustment,
+    RecordedBlock,
+    Refuted,
+    SampleRun,
+    record_calls,
+    signature,
+)
+from meshwright.methods.tensor.split_checks import check_layers, heads_of, stay_whole, vocabulary_embedding
+from meshwright.methods.tensor.split_plan import (
+    LINEAR,
+    PlannedLayer,
+    is_linear,
+    matches,
+    own_plan,
+    planned,
+    planned_layers,
+)
+from meshwright.methods.tensor.split_proof import TOKENS_DIM, BlockProof, SequenceTrial, first_hidden, with_argument
+from meshwright.methods.tensor.split_search import FoundPlan, find_plan
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """Where tokens are cut and put together; paths of modules."""
+
+    scopes: tuple[str, ...]  # modules, or layers, that take all tokens
+    first: tuple[str, ...]  # blocks before which tokens are cut
+    last: tuple[str, ...]  # blocks behind which they are put together
+    summed: tuple[str, ...]  # modules whose parameters are whole and whose gradients are summed over the ranks
+    blocks: tuple[str, ...]  # all blocks that work on parts of the tokens
+
+    def covers(self, path: str) -> bool:
+        """Whether a layer lies in a block that works on parts of the tokens."""
+        return any(path.startswith(block + ".") for block in self.blocks)
+
+    def gathers_above(self, path: str) -> bool:
+        """Whether a layer gets all tokens from a module around it."""
+        return any(path.startswith(scope + ".") for scope in self.scopes)
+
+
+@dataclass(frozen=True)
+class _Proved:
+    scopes: tuple[str, ...]
+    summed: tuple[str, ...]
+    output_dims: tuple[int | None, ...]
+
+
+def sequence_layout(
+    model: nn.Module,
+    layers: list[PlannedLayer],
+    adjustments: tuple[Adjustment, ...],
+    ranks: int,
+    sample: SampleRun | None,
+) -> SequenceLayout:
+    """Finds where a split model can work on parts of the tokens, and proves it on each kind of block.
+
+    Raises:
+        ModelError: When some block cannot, with the reason.
+    """
+    known: dict[Any, _Proved] = {}
+    dims: list[tuple[int | None, ...]] = []
+    scopes: list[str] = []
+    summed: list[str] = []
+    blocks = record_calls(model, sample, ranks)
+    for block in blocks:
+        block = _with_parts(block, dims, ranks)
+        inside = _within(block.path, layers)
+        key = signature(block), tuple((layer.path, layer.style.name) for layer in inside)
+        if key not in known:
+            known[key] = _prove(block, inside, _adjustments_within(block.path, adjustments), ranks)
+        dims.append(known[key].output_dims)
+        scopes += [f"{block.path}.{path}" for path in known[key].scopes]
+        summed += [f"{block.path}.{path}" if path else block.path for path in known[key].summed]
+    lists = [list(group) for _, group in itertools.groupby(blocks, lambda block: block.path.rpartition(".")[0])]
+    return SequenceLayout(
+        scopes=tuple(scopes),
+        first=tuple(group[0].path for group in lists),
+        last=tuple(group[-1].path for group in lists),
+        summed=tuple(summed),
+        blocks=tuple(block.path for block in blocks),
+    )
+
+
+def _with_parts(block: RecordedBlock, dims: list[tuple[int | None, ...]], ranks: int) -> RecordedBlock:
+    """Marks the hidden state as cut along the tokens, and what earlier blocks give split as they give it."""
+    assert block.call is not None
+    hidden = first_hidden((block.call.args, block.call.kwargs))
+    if hidden is None:
+        raise _cannot(block.path, "it takes no tensor (batch, tokens, features)")
+    check_tokens(tree_leaves((block.call.args, block.call.kwargs))[hidden], ranks)
+    split = {hidden: TOKENS_DIM}
+    for leaf, (giver, place) in block.given.items():
+        dim = dims[giver][place]
+        if dim is not None:
+            split[leaf] = dim
+    return dataclasses.replace(block, call=dataclasses.replace(block.call, split=tuple(split.items())))
+
+
+def _within(path: str, layers: list[PlannedLayer]) -> list[PlannedLayer]:
+    prefix = path + "."
+    return [
+        dataclasses.replace(layer, path=layer.path.removeprefix(prefix))
+        for layer in layers
+        if layer.path.startswith(prefix) and layer.style.dims
+    ]
+
+
+def _adjustments_within(path: str, adjustments: tuple[Adjustment, ...]) -> tuple[Adjustment, ...]:
+    return tuple(
+        dataclasses.replace(each, path=each.path[len(path) + 1 :])
+        for each in adjustments
+        if each.path == path or each.path.startswith(path + ".")
+    )
+
+
+def _prove(
+    block: RecordedBlock, layers: list[PlannedLayer], adjustments: tuple[Adjustment, ...], ranks: int
+) -> _Proved:
+    assert block.call is not None
+    odd = [layer.path for layer in layers if layer.style.splits_input or layer.style.output == "all_gather"]
+    if odd:
+        raise _cannot(block.path, f"{odd[0]} exchanges whole features")
+    proof = BlockProof(block.module, block.call, ranks)
+    reason = "no layer of it is split by columns"
+    for scopes in _scopes(block.module, layers):
+        try:
+            summed, dims = proof.holds(layers, adjustments, SequenceTrial(scopes, ranks))
+        except Refuted as refuted:
+            reason = str(refuted)
+            continue
+        # A row layer adds its bias to a part of the tokens, and sums its gradient itself.
+        rows = {layer.path for layer in layers}
+        modules = tuple(dict.fromkeys(name.rpartition(".")[0] for name in sorted(summed)))
+        return _Proved(scopes, tuple(path for path in modules if path not in rows), tuple(dims))
+    raise _cannot(block.path, reason)
+
+
+def _scopes(block: nn.Module, layers: list[PlannedLayer]) -> Iterator[tuple[str, ...]]:
+    """What may take all tokens: the modules in which layers split by columns lie, or these layers themselves."""
+    groups: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.style.gradient == "all_reduce":
+            groups.setdefault(layer.path.rpartition(".")[0], []).append(layer.path)
+    containers = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    choices = []
+    for parent, columns in groups.items():
+        is_module = parent and not isinstance(block.get_submodule(parent), containers)
+        choices.append([(parent,), tuple(columns)] if is_module else [tuple(columns)])
+    for chosen in itertools.product(*choices):
+        yield tuple(path for paths in chosen for path in paths)
+
+
+def _cannot(path: str, reason: str) -> ModelError:
+    return ModelError(
+        f"tensor_parallel: {path} cannot work on a part of the tokens",
+        expected="a block that treats tokens alike outside its split layers, with hidden states (batch, tokens, "
+        "features)",
+        got=reason,
+        fix="leave sequence=True out",
+    )
+
+
+def check_tokens(hidden: torch.Tensor, ranks: int) -> None:
+    """Refuses a number of tokens that the axis does not divide.
+
+    Raises:
+        ModelError: On every rank of the axis: all have the same tokens.
+    """
+    if hidden.shape[TOKENS_DIM] % ranks:
+        raise ModelError(
+            "tensor_parallel: the tensor axis does not divide the tokens, which sequence=True cuts",
+            expected=f"a multiple of {ranks} tokens",
+            got=str(hidden.shape[TOKENS_DIM]),
+            fix="pad the sequences, or leave sequence=True out",
+        )
+
+
+# --- Hooks that cut, gather and put together tokens, for ``sequence=True``.
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def let_exchange_tokens(model: nn.Module, layout: SequenceLayout, axis: TensorAxis) -> None:
+    """Cuts tokens before the first block, gathers them where a module needs all, puts them together behind the last.
+
+    Layers that take all tokens themselves are left to the caller, who shares the gathering between them.
+    """
+
+    def cut(hidden: torch.Tensor) -> torch.Tensor:
+        check_tokens(hidden, axis.size)
+        return axis.cut(hidden, TOKENS_DIM)
+
+    for path in layout.first:
+        change_hidden_input(model.get_submodule(path), cut)
+    for path in layout.last:
+        change_hidden_output(model.get_submodule(path), lambda hidden: axis.gather(hidden, TOKENS_DIM))
+    for path in layout.scopes:
+        if not is_linear(model.get_submodule(path)):
+            change_hidden_input(model.get_submodule(path), axis.gather_tokens)
+
+
+def change_hidden_input(module: nn.Module, change: Change) -> Any:
+    """Changes the hidden state that a module is called with; returns the hook."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return with_argument(args, kwargs, change)
+
+    return module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+
+
+def change_hidden_output(module: nn.Module, change: Change) -> Any:
+    """Changes the hidden state that a module returns; returns the hook."""
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        leaves, tree = tree_flatten(output)
+        place = first_hidden(leaves)
+        assert place is not None, "a block that was proved returns a hidden state"
+        leaves[place] = change(leaves[place])
+        return tree_unflatten(leaves, tree)
+
+    return module.register_forward_hook(leave)
+
+
+# --- What a tensor axis does to one model: the layers it splits, where that was read, and what is said about it.
+
+_FOUND: weakref.WeakKeyDictionary[nn.Module, dict[int, FoundPlan]] = weakref.WeakKeyDictionary()
+_LAYOUTS: weakref.WeakKeyDictionary[nn.Module, dict[Any, SequenceLayout]] = weakref.WeakKeyDictionary()
+"""Plans found so far, by model and number of ranks: prediction, check and application ask for the same one."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model is divided."""
+
+    layers: tuple[PlannedLayer, ...]
+    source: str
+    adjustments: tuple[Adjustment, ...] = ()
+    remarks: tuple[str, ...] = ()
+    sequence: SequenceLayout | None = None  # where tokens are cut and put together; None: every rank has all
+
+    def of_part(self, model: nn.Module) -> Split:
+        """The same for one pipeline rank's part of the model: without what it does not have."""
+        paths = {id(module): path for path, module in model.named_modules()}
+        held = (
+            layer
+            for layer in self.layers
+            if id(layer.module) in paths and next(layer.module.parameters(recurse=False), None) is not None
+        )
+        adjusted = (each for each in self.adjustments if each.path in paths.values())
+        return replace(self, layers=tuple(held), adjustments=tuple(adjusted))
+
+    def adjust(self, model: nn.Module) -> None:
+        """Sets the attributes that count what a rank has a part of."""
+        for adjustment in self.adjustments:
+            setattr(model.get_submodule(adjustment.path), adjustment.name, adjustment.value)
+
+    def summary(self, model: nn.Module, ranks: int) -> str:
+        """One line: what is split and how, layers of the same name in different blocks once."""
+        styles: dict[str, list[str]] = {}
+        for layer in self.layers:
+            name = re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", layer.path)
+            label = layer.style.name + (f" in {len(layer.parts)} parts" if layer.parts else "")
+            if layer.style.name == "replicated_with_grad_allreduce":
+                continue
+            if name not in styles.setdefault(label, []):
+                styles[label].append(name)
+        what = "; ".join(f"{label}: {', '.join(names)}" for label, names in styles.items())
+        split = {p for layer in self.layers for _, p, dim in layer.parameters() if dim is not None}
+        share = sum(p.numel() for p in split) / max(sum(p.numel() for p in model.parameters()), 1)
+        remarks = "".join(f"; {remark}" for remark in self.remarks)
+        return (
+            f"tensor_parallel splits {share:.0%} of the parameters over {ranks} ranks by {self.source}: {what}{remarks}"
+        )
+
+
+def _with_heads(model: nn.Module, layers: list[PlannedLayer], given: Mapping[str, str]) -> list[PlannedLayer]:
+    """Lets heads over the vocabulary return logits in parts, unless the user's entries want them gathered."""
+    embedding = vocabulary_embedding(model)
+    heads = heads_of(model, embedding[1]) if embedding is not None else []
+
+    def changed(layer: PlannedLayer) -> PlannedLayer:
+        is_head = layer.path in heads and layer.style.name == "colwise_gather_output"
+        return replace(layer, style=LINEAR["vocabulary_head"]) if is_head and not matches(given, layer.path) else layer
+
+    return [changed(layer) for layer in layers]
+
+
+def _without_vocabulary(
+    model: nn.Module, layers: list[PlannedLayer], given: Mapping[str, str], ranks: int
+) -> tuple[list[PlannedLayer], tuple[str, ...]]:
+    """Leaves embedding and head whole where the axis does not divide the words, unless the user's entries name them.
+
+    Such as a vocabulary to which a token for padding was added.
+    """
+    path, embedding = vocabulary_embedding(model) or ("", None)
+    if embedding is None or embedding.num_embeddings % ranks == 0:
+        return layers, ()
+    tied = [at for at, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight is embedding.weight]
+    names = dict.fromkeys([path, *tied, *heads_of(model, embedding)])
+    if any(layer.path in names and matches(given, layer.path) for layer in layers):
+        return layers, ()
+    left = [layer for layer in layers if layer.path not in names]
+    return left, (stay_whole(names, embedding, ranks),) if len(left) < len(layers) else ()
+
+
+def split_of(
+    model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None, *, sequence: bool = False
+) -> Split:
+    """The split of a model, with parts of the tokens between its layers if ``sequence``.
+
+    Raises:
+        ModelError: When the model cannot be split, with the reason.
+        StrategyError: When an entry of ``given`` names nothing in the model.
+    """
+    split = _whole_tokens(model, given, ranks, sample)
+    return _with_sequence(model, split, ranks, sample) if sequence else split
+
+
+def _with_sequence(model: nn.Module, split: Split, ranks: int, sample: SampleRun | None) -> Split:
+    if any(layer.place for layer in split.layers):
+        raise ModelError(
+            "tensor_parallel: adapters and sequence=True do not go together",
+            expected="all tokens where a half of an adapter is whole",
+            got="LoRA adapters, and a part of the tokens between the layers that are split",
+            fix="leave sequence=True (split_gather, ring) out",
+        )
+    known = _LAYOUTS.setdefault(model, {})
+    key = ranks, tuple((layer.path, layer.style.name, layer.parts) for layer in split.layers)
+    if key not in known:
+        known[key] = sequence_layout(model, list(split.layers), split.adjustments, ranks, sample)
+    layout = known[key]
+    present = {layer.path for layer in split.layers}
+    summed = [planned(model, p, "replicated_with_grad_allreduce") for p in layout.summed if p not in present]
+    remarks = (*split.remarks, "tokens are split between them")
+    return replace(split, layers=(*split.layers, *summed), remarks=remarks, sequence=layout)
+
+
+def _whole_tokens(model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None) -> Split:
+    """By the user's entries and the model's own plan, else by its data flow."""
+    if own_plan(model) or given:
+        layers = _with_heads(model, planned_layers(model, given), given)
+        layers, remarks = _without_vocabulary(model, layers, given, ranks)
+        check_layers(model, layers, ranks, proved=False)
+        return Split(tuple(layers), "the plan that was given" if given else "the model's own plan", remarks=remarks)
+    known = _FOUND.setdefault(model, {})
+    if ranks not in known:
+        known[ranks] = find_plan(model, sample, ranks)
+    found = known[ranks]
+    split = []
+    for path, entry in found.entries.items():
+        layer = planned(model, path, entry.style)
+        split.append(PlannedLayer(layer.path, layer.module, layer.style, layer.parent, entry.parts))
+    split = _with_heads(model, split, {})
+    check_layers(model, split, ranks, proved=True)
+    return Split(tuple(split), "the data flow of its blocks", found.adjustments, found.remarks)

@@ -1,0 +1,223 @@
+"""Refuse layers that a tensor axis cannot split, and find the vocabulary embedding and its head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import ModelError, join_names
+from meshwright.methods.tensor.split_plan import PlannedLayer
+from meshwright.nn import call_with, find_blocks
+
+_SEED = 5
+
+
+def vocabulary_entries(model: nn.Module, ranks: int) -> tuple[dict[str, str], str]:
+    """The layers over the vocabulary, with the style that splits each; nothing and a remark where they stay whole.
+
+    The vocabulary is that of the largest embedding outside the blocks. A head is a linear layer outside them that is
+    tied to it, or has as many outputs.
+    """
+    embedding = vocabulary_embedding(model)
+    if embedding is None:
+        return {}, ""
+    path, module = embedding
+    if any(getattr(module, key) for key in ("max_norm", "sparse", "scale_grad_by_freq")):
+        return {}, f"{path} does more than look up rows and stays whole"
+    heads = heads_of(model, module)
+    if module.num_embeddings % ranks:
+        return {}, stay_whole([path, *heads], module, ranks)
+    tied = {p: m for p, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight is module.weight}
+    odd = [p for p, m in tied.items() if not _adds_up(m, ranks)]
+    if odd:
+        return {}, f"{', '.join(odd)} does more than look up rows and stays whole"
+    return dict.fromkeys(tied, "embedding_rowwise") | dict.fromkeys(heads, "colwise_gather_output"), ""
+
+
+def stay_whole(paths: Iterable[str], embedding: nn.Embedding, ranks: int) -> str:
+    """What is said where the axis does not divide a vocabulary."""
+    return f"{', '.join(paths)} stay whole: {ranks} ranks do not divide a vocabulary of {embedding.num_embeddings}"
+
+
+def vocabulary_embedding(model: nn.Module) -> tuple[str, nn.Embedding] | None:
+    """The largest embedding outside the blocks with a head over it; the largest of all where none has one."""
+    inside = {module for _, block in find_blocks(model) for module in block.modules()}
+    found = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Embedding) and m not in inside]
+    return max(found, key=lambda pair: (bool(heads_of(model, pair[1])), pair[1].num_embeddings), default=None)
+
+
+def _adds_up(module: nn.Embedding, ranks: int) -> bool:
+    """Whether what ranks find in their rows, called with ids alone, adds up to what the whole embedding finds.
+
+    A subclass may shift or clamp ids, or be called with something else, as tables of positions are.
+    """
+    if type(module).forward is nn.Embedding.forward:
+        return True
+    rows = module.num_embeddings // ranks
+    ids = torch.tensor([0, 1 % rows, rows - 1, rows, module.num_embeddings - 1])
+    table = torch.randn(module.weight.shape[0], 1, generator=torch.Generator().manual_seed(_SEED))
+    try:
+        with torch.no_grad():
+            whole = call_with(module, {"weight": table}, (ids,), {})
+            parts = [
+                call_with(module, {"weight": part}, ((ids - first).clamp(0, rows - 1),), {})
+                * ((ids >= first) & (ids < first + rows)).unsqueeze(-1)
+                for first, part in zip(range(0, len(table), rows), table.split(rows), strict=True)
+            ]
+    except Exception:  # the code of a subclass may do anything
+        return False
+    return torch.stack(parts).sum(0).allclose(whole)
+
+
+def heads_of(model: nn.Module, embedding: nn.Embedding) -> list[str]:
+    """Paths of the linear layers that put out one logit for each word of an embedding."""
+    inside = {module for _, block in find_blocks(model) for module in block.modules()}
+    return [
+        path
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module not in inside
+        and (module.weight is embedding.weight or module.out_features == embedding.num_embeddings)
+    ]
+
+
+# --- What tensor parallelism refuses: sizes the axis does not divide, heads it cannot follow, layers left in between.
+
+_HEAD_SIZES = ("head_dim", "head_size")
+HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
+_OWN_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_kv_heads", "num_key_value_heads", "nhead")
+
+
+def check_layers(model: nn.Module, layers: list[PlannedLayer], ranks: int, *, proved: bool) -> None:
+    """Refuses what would fail or compute something else on ``ranks`` ranks.
+
+    Args:
+        model: The model.
+        layers: What is to be split.
+        ranks: Over how many ranks.
+        proved: The plan was tried out on the model's blocks: what their code does with it is known to be right.
+
+    Raises:
+        ModelError: Naming the layer.
+    """
+    for layer in layers:
+        _check_sizes(layer, ranks)
+    _check_tied(model, layers)
+    if proved:
+        return
+    _check_head_counts(model, layers, ranks)
+    for layer in layers:
+        _check_whole_heads(layer, ranks)
+    _check_own_counts(layers)
+    _check_between(layers)
+
+
+def _check_sizes(layer: PlannedLayer, ranks: int) -> None:
+    for name, parameter, dim in layer.parameters():
+        if dim is not None and parameter.shape[dim] % ranks:
+            words = isinstance(layer.module, nn.Embedding) or layer.style.output in ("all_gather", "logits")
+            pad = "pad the vocabulary with model.resize_token_embeddings(pad_to_multiple_of=…), " if words else ""
+            raise ModelError(
+                f"tensor_parallel: the tensor axis does not divide {layer.path}",
+                expected=f"a multiple of {ranks} in dim {dim} of its {name}",
+                got=f"shape {tuple(parameter.shape)}",
+                fix=f"{pad}use another size of the tensor axis, or leave it whole with plan={{{layer.path!r}: "
+                "'replicate'} (and what it is tied to)",
+            )
+
+
+def _check_head_counts(model: nn.Module, layers: list[PlannedLayer], ranks: int) -> None:
+    """transformers' attentions view their projections as (…, -1, head_dim): whole heads must fall to every rank."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    in_attention = any(
+        layer.style.name == "colwise" and "attention" in type(layer.parent).__name__.lower() for layer in layers
+    )
+    for name in HEAD_COUNTS:
+        count = getattr(config, name, None)
+        if in_attention and isinstance(count, int) and count % ranks:
+            raise undivided_heads(name, count, ranks)
+
+
+def undivided_heads(name: str, count: int, ranks: int) -> ModelError:
+    """The error for a number of heads that the axis does not divide."""
+    return ModelError(
+        f"tensor_parallel: the tensor axis does not divide {name}",
+        expected=f"a multiple of {ranks}, so that every rank has whole heads",
+        got=f"{count}",
+        fix="use a tensor axis that divides it",
+    )
+
+
+def _check_whole_heads(layer: PlannedLayer, ranks: int) -> None:
+    """The same for any attention that knows the size of a head."""
+    size = next((getattr(layer.parent, name) for name in _HEAD_SIZES if hasattr(layer.parent, name)), None)
+    features = getattr(layer.module, "out_features", 0)
+    if layer.style.name == "colwise" and isinstance(size, int) and features // ranks % size:
+        raise ModelError(
+            f"tensor_parallel: the tensor axis cuts through the heads of {layer.path}",
+            expected=f"a multiple of {ranks} heads of {size} features",
+            got=f"{features} features, {features / size:g} heads",
+            fix="use a tensor axis that divides the number of heads",
+        )
+
+
+def _split_parents(layers: list[PlannedLayer]) -> dict[nn.Module, str]:
+    """The modules inside which a rank has a part of the features only, and their paths."""
+    return {layer.parent: layer.parent_path for layer in layers if layer.style.name == "colwise"}
+
+
+def _check_own_counts(layers: list[PlannedLayer]) -> None:
+    """A module that was told its number of heads would cut a rank's share of the features into that many.
+
+    Only transformers' modules are trusted: their plans are made for their code.
+    """
+    for parent, path in _split_parents(layers).items():
+        counts = [name for name in _OWN_COUNTS if isinstance(getattr(parent, name, None), int)]
+        if counts and not type(parent).__module__.startswith("transformers."):
+            raise ModelError(
+                f"tensor_parallel: {path} counts its heads itself, and a rank has only some of them",
+                expected="an attention that views its projections as (…, -1, head_dim)",
+                got=f"{type(parent).__name__} with {join_names(counts)}",
+                fix="write its views with -1 for the number of heads and keep no such attribute, or plan its MLP only",
+            )
+
+
+def _check_between(layers: list[PlannedLayer]) -> None:
+    """What lies among split layers may see a part of the features; nothing but the plan can tell."""
+    planned = {layer.module for layer in layers}
+    for parent, path in _split_parents(layers).items():
+        for name, child in parent.named_children():
+            trains = any(parameter.requires_grad for parameter in child.parameters())
+            inner = planned.intersection(child.modules())
+            if trains and not inner:
+                raise ModelError(
+                    f"tensor_parallel: the plan says nothing of {path}.{name}, beside layers that it splits",
+                    expected="an entry for it",
+                    got=f"{type(child).__name__} with parameters that train",
+                    fix=f"plan={{{f'{path}.{name}'!r}: 'replicate'}} if it sees whole features, "
+                    "'replicated_with_grad_allreduce' if every rank feeds it its own heads",
+                )
+
+
+def _check_tied(model: nn.Module, layers: list[PlannedLayer]) -> None:
+    dims: dict[nn.Parameter, tuple[str, int | None]] = {}
+    split = {(layer.module, name): dim for layer in layers for name, _, dim in layer.parameters()}
+    for full, parameter in model.named_parameters(remove_duplicate=False):
+        path, _, name = full.rpartition(".")
+        module = model.get_submodule(path)
+        if (module, name) not in split and not hasattr(module, "weight"):
+            continue  # another name for it in a module that holds layers, such as BERT's cls.predictions.bias
+        dim = split.get((module, name))
+        first, other = dims.setdefault(parameter, (full, dim))
+        if other != dim:
+            raise ModelError(
+                "tensor_parallel: tied weights would be split differently",
+                expected="one split for a weight, wherever it is used",
+                got=f"{first} in dim {other} and {full} in dim {dim} (None: whole)",
+                fix="give both layers entries that agree, such as 'replicate' for both",
+            )

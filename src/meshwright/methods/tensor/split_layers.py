@@ -1,0 +1,218 @@
+"""Splitting layers over the tensor axis: the ``apply`` of ``tensor_parallel``. Its twin in numbers is ``trace``.
+
+Parameters become DTensors, so that they are stored, sharded further and normed as what they are; layers compute with
+local parts. Layers that share an input share its gradient's all-reduce, as in Megatron-LM (Shoeybi et al. 2019, §3);
+tied weights stay tied."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from meshwright.loss import Vocabulary, VocabularyShards
+from meshwright.methods.gradient_averaging import broadcast_states
+from meshwright.methods.tensor.axis_exchange import TensorAxis
+from meshwright.methods.tensor.model_split import Split, let_exchange_tokens
+from meshwright.methods.tensor.split_plan import PlannedLayer, is_transposed
+from meshwright.methods.tensor.split_proof import part_of
+from meshwright.nn import RankOrder, keep_rank_order, without_fast_path, wrap_method
+
+
+def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch.device, *, sync: bool = True) -> None:
+    """Makes DTensors of the planned parameters, in place, and lets the layers exchange what they must.
+
+    Args:
+        model: A plain module, on ``device`` or the CPU.
+        split: What to split.
+        axis: The tensor axis.
+        device: Where shards go; a layer is whole there only while it is being split.
+        sync: Take rank 0's values over first; False where the model is one pipeline rank's part.
+    """
+    if sync:
+        broadcast_states(model, device)
+    tied = _tied_names(model)
+    scattered = _scattered_rows(split)
+    for layer in split.layers:
+        layer.module.to(device)
+        for name, parameter, dim in layer.parameters():
+            if dim is not None:
+                _cut(layer, name, parameter, dim, axis)
+        _let_exchange(layer, axis, scatters=layer.path in scattered)
+    for names in tied:
+        _tie(model, names)
+    _share_inputs(model, split, axis)
+    without_fast_path(model)
+    if split.sequence is not None:
+        let_exchange_tokens(model, split.sequence, axis)
+
+
+def _scattered_rows(split: Split) -> set[str]:
+    """Row layers whose sums are scattered over the tokens: those inside blocks that work on parts of them."""
+    if split.sequence is None:
+        return set()
+    return {layer.path for layer in split.layers if layer.style.name == "rowwise" and split.sequence.covers(layer.path)}
+
+
+def _cut(layer: PlannedLayer, name: str, parameter: nn.Parameter, dim: int, axis: TensorAxis) -> None:
+    """All ranks have the same values: each cuts its own part, and none is sent."""
+    part = part_of(parameter.detach(), dim, layer.parts, axis.index, axis.size).clone()
+    shard: DTensor = DTensor.from_local(
+        part, axis.mesh, [Shard(dim)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+    setattr(layer.module, name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+    if len(layer.parts) > 1:
+        keep_rank_order(layer.module, name, RankOrder(dim, layer.parts, axis.size))
+
+
+def _let_exchange(layer: PlannedLayer, axis: TensorAxis, *, scatters: bool) -> None:
+    module, style = layer.module, layer.style
+    if style.name == "embedding_rowwise":
+        assert isinstance(module, nn.Embedding)
+        wrap_method(module, "forward", _looking_up(module, axis))
+    elif style.name == "replicated_with_grad_allreduce":
+        wrap_method(module, "forward", _with_summed_gradients(module, axis))
+    elif style.output == "all_reduce":
+        wrap_method(module, "forward", _adding_up(module, style.splits_input, scatters, axis))
+    elif style.dims:
+        wrap_method(module, "forward", _of_local_parts(module, style.output, axis))
+
+
+def _of_local_parts(module: nn.Module, wanted: str, axis: TensorAxis) -> Callable[..., Any]:
+    """A layer split by columns: its output is this rank's part, put together where the whole is wanted."""
+    whole = functools.partial(axis.gather, dim=-1)
+
+    def around(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+        with lent(module, {name: local(p) for name, p in module.named_parameters(recurse=False)}):
+            output = forward(*args, **kwargs)
+        if wanted == "logits" and torch.is_grad_enabled():
+            part = output.shape[-1]
+            vocabulary = Vocabulary(part * axis.index, part * axis.size, axis.sum, axis.max, whole)
+            return VocabularyShards.of(output, vocabulary)
+        return output if wanted == "as computed" else whole(output)
+
+    return around
+
+
+def _adding_up(module: nn.Module, splits_input: bool, scatters: bool, axis: TensorAxis) -> Callable[..., Any]:
+    """A layer split by rows: the ranks' outputs are added up, and its bias once."""
+    add = axis.scatter_tokens if scatters else axis.add
+
+    def around(forward: Callable[..., torch.Tensor], features: torch.Tensor) -> torch.Tensor:
+        bias = module._parameters["bias"]
+        parts: dict[str, torch.Tensor | None] = {"weight": local(module.weight)}  # type: ignore[arg-type]
+        if bias is not None:
+            parts["bias"] = torch.zeros_like(bias) if is_transposed(module) else None
+        with lent(module, parts):
+            output = add(forward(axis.cut(features, -1) if splits_input else features))
+        if bias is None:
+            return output
+        return output + (axis.copy(bias) if scatters else bias).to(output.dtype)
+
+    return around
+
+
+def _looking_up(module: nn.Embedding, axis: TensorAxis) -> Callable[..., Any]:
+    """Every rank looks up the rows it holds; a sum puts them together."""
+    rows = local(module.weight).shape[0]
+    first = rows * axis.index
+    if module.padding_idx is not None:
+        inside = first <= module.padding_idx < first + rows
+        module.padding_idx = module.padding_idx - first if inside else None  # type: ignore[assignment]
+
+    def around(forward: Callable[..., torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        elsewhere = (ids < first) | (ids >= first + rows)
+        with lent(module, {"weight": local(module.weight)}):
+            found = forward((ids - first).masked_fill(elsewhere, 0))
+        return axis.add(found.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    return around
+
+
+def _with_summed_gradients(module: nn.Module, axis: TensorAxis) -> Callable[..., Any]:
+    """For a module whose parameters are whole while each rank feeds it other features, such as a norm within heads."""
+
+    def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with lent(module, {name: axis.copy(p) for name, p in module.named_parameters(recurse=False)}):
+            return forward(*args, **kwargs)
+
+    return around
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part, through which gradients find their way back to the DTensor."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@contextlib.contextmanager
+def lent(module: nn.Module, tensors: dict[str, torch.Tensor | None]) -> Iterator[None]:
+    """Lets a module compute with other tensors in the place of its parameters."""
+    own = {name: module._parameters[name] for name in tensors}
+    module._parameters.update(tensors)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(own)
+
+
+def _tied_names(model: nn.Module) -> list[list[str]]:
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [every for every in names.values() if len(every) > 1]
+
+
+def _tie(model: nn.Module, names: list[str]) -> None:
+    """Puts one parameter under all names again: splitting made a copy of each."""
+    present = [model.get_parameter(name) for name in names]
+    one = next((parameter for parameter in present if isinstance(parameter, DTensor)), present[0])
+    for name in names:
+        path, _, own = name.rpartition(".")
+        model.get_submodule(path).register_parameter(own, one)
+
+
+def _share_inputs(model: nn.Module, split: Split, axis: TensorAxis) -> None:
+    """Lets inputs of layers split by columns be copies whose gradients are summed, one copy for each input."""
+    groups: dict[str, list[PlannedLayer]] = {}
+    for layer in split.layers:
+        inside = split.sequence is not None and split.sequence.gathers_above(layer.path)
+        if layer.style.gradient == "all_reduce" and not inside:
+            groups.setdefault(layer.group, []).append(layer)
+    for group in groups.values():
+        tokens = split.sequence is not None and group[0].path in split.sequence.scopes
+        shared = _SharedInput(axis.gather_tokens if tokens else axis.copy)
+        for layer in group:
+            layer.module.register_forward_pre_hook(shared.enter, prepend=True)
+        holder = group[0].parent if len(group) > 1 else group[0].module
+        holder.register_forward_hook(shared.leave, always_call=True)
+
+
+class _SharedInput:
+    """Makes one copy of an input that several layers take, so that its gradient is summed over the ranks once.
+
+    Args:
+        copied: Makes the copy: of the whole, or of all ranks' tokens.
+    """
+
+    def __init__(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._copied = copied
+        self._seen: weakref.ref[torch.Tensor] | None = None  # the input that was copied last
+        self._copy: torch.Tensor | None = None  # what became of it; dropped when the module they lie in is through
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replaces the first argument."""
+        tensor, *others = args
+        if self._copy is None or self._seen is None or self._seen() is not tensor:
+            self._seen = weakref.ref(tensor)
+            self._copy = self._copied(tensor)
+        return (self._copy, *others)
+
+    def leave(self, *_: Any) -> None:
+        """Forgets the input."""
+        self._seen = self._copy = None

@@ -1,0 +1,313 @@
+"""Read which layers a tensor axis splits, and in which style, from the model and the user."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
+
+
+@dataclass(frozen=True)
+class Style:
+    """What a tensor axis does to one layer."""
+
+    name: str
+    dims: tuple[tuple[str, int], ...] = ()  # the dim of each parameter that is divided; the others stay whole
+    gradient: Literal["nothing", "all_reduce", "all_gather"] = "nothing"  # of the layer's input, in backward
+    output: Literal["as computed", "all_reduce", "all_gather", "logits"] = "as computed"
+    splits_input: bool = False  # a whole input is cut before the layer; else it comes in cut, if the layer needs it so
+
+
+LINEAR = {
+    "colwise": Style("colwise", (("weight", 0), ("bias", 0)), gradient="all_reduce"),
+    "colwise_gather_output": Style(
+        "colwise_gather_output", (("weight", 0), ("bias", 0)), gradient="all_reduce", output="all_gather"
+    ),
+    "vocabulary_head": Style("vocabulary_head", (("weight", 0), ("bias", 0)), gradient="all_reduce", output="logits"),
+    "rowwise": Style("rowwise", (("weight", 1),), output="all_reduce"),
+    "rowwise_split_input": Style(
+        "rowwise_split_input", (("weight", 1),), gradient="all_gather", output="all_reduce", splits_input=True
+    ),
+}
+EMBEDDING = {
+    "embedding_rowwise": Style("embedding_rowwise", (("weight", 0),), output="all_reduce"),
+    "embedding_colwise": Style("embedding_colwise", (("weight", 1),)),
+}
+ANY = {
+    "replicated_with_grad_allreduce": Style("replicated_with_grad_allreduce"),
+    "replicate": Style("replicate"),
+}
+STYLES = LINEAR | EMBEDDING | ANY
+
+_OLDER = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+_OF_EMBEDDING = {"rowwise": "embedding_rowwise", "rowwise_split_input": "embedding_rowwise"}
+
+
+def style_of(path: str, module: nn.Module, name: str) -> Style:
+    """The style that a plan's entry means for one module.
+
+    Raises:
+        ModelError: When the style is unknown, or cannot be applied to such a module.
+    """
+    name = _OLDER.get(name, name)
+    if isinstance(module, nn.Embedding):
+        name = _OF_EMBEDDING.get(name, name)
+    if name not in STYLES:
+        raise ModelError(
+            f"tensor_parallel: the plan has a style that is not known for {path}",
+            expected=f"one of {join_names([*STYLES, *_OLDER])}",
+            got=repr(name),
+            fix=f"override it, such as plan={{{path!r}: 'replicate'}}; mixtures of experts are not split yet",
+        )
+    _check_kind(path, module, name)
+    return STYLES[name]
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: torch's, or transformers' Conv1D, which keeps its weight transposed."""
+    return isinstance(module, nn.Linear) or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear layer's weight is (in, out): GPT-2's Conv1D in transformers."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """Input and output features of a linear layer."""
+    weight = module.get_parameter("weight")
+    rows, columns = weight.shape
+    return (rows, columns) if is_transposed(module) else (columns, rows)
+
+
+def _check_kind(path: str, module: nn.Module, name: str) -> None:
+    wanted = nn.Linear if name in LINEAR else nn.Embedding if name in EMBEDDING else nn.Module
+    if not isinstance(module, wanted) and not (name in LINEAR and is_linear(module)):
+        raise ModelError(
+            f"tensor_parallel: {path} is no layer that the style {name} can split",
+            expected=f"a torch.nn.{wanted.__name__}",
+            got=type(module).__name__,
+            fix=f"leave it whole with plan={{{path!r}: 'replicate'}}, and with it the layers that feed it",
+        )
+    if isinstance(module, nn.Embedding) and name in EMBEDDING:
+        odd = [key for key in ("max_norm", "sparse", "scale_grad_by_freq") if getattr(module, key)]
+        if odd:
+            raise ModelError(
+                f"tensor_parallel: the embedding {path} does more than look up rows",
+                expected="an nn.Embedding without max_norm, sparse and scale_grad_by_freq",
+                got=join_names(odd),
+                fix=f"leave it whole with plan={{{path!r}: 'replicate'}}",
+            )
+
+
+# --- LoRA adapters of peft around layers that a tensor axis splits: they are split as their layer is.
+#
+# A layer split by columns puts out a part of the features, so B is split by columns too, and A is whole; a layer split
+# by rows gets a part, so A is split by rows, and B is whole. What lies between A and B, r features wide, is all that is
+# sent for them.
+
+_HALF = {"colwise": "lora_B", "rowwise": "lora_A"}
+_APART = ("lora_variant", "lora_magnitude_vector", "lora_embedding_A")
+
+
+def base_path(model: nn.Module) -> str:
+    """Where the model lies inside a peft model around it; empty for any other."""
+    find_base = getattr(model, "get_base_model", None)
+    if find_base is None:
+        return ""
+    base = find_base()
+    return next((path for path, module in model.named_modules() if module is base), "")
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is adapters around a layer, which is its ``base_layer``."""
+    return isinstance(getattr(module, "base_layer", None), nn.Module)
+
+
+def split_parts(path: str, module: nn.Module, style: Style) -> dict[str, nn.Module]:
+    """The layers of an adapted one that are split in its style, by path: its own, and one half of every adapter.
+
+    Raises:
+        ModelError: When the adapters are of another kind, or around a layer that is split in another way.
+    """
+    if not style.dims:
+        return {}
+    half = getattr(module, _HALF.get(style.name, ""), None)
+    other = next((name for name in _APART if getattr(module, name, None)), None)
+    if not isinstance(half, nn.ModuleDict) or not half or other is not None:
+        raise ModelError(
+            f"tensor_parallel: the adapters of {path} cannot be split with it",
+            expected="plain LoRA (no DoRA) around linear layers that are split by columns or rows (colwise, rowwise)",
+            got=f"a layer split as {style.name!r}" + (f", and adapters with {other}" if other else ""),
+            fix="leave it out of the adapters' target_modules, or use fsdp (zero_stage=3), which takes any adapters",
+        )
+    found = {"base_layer": module.get_submodule("base_layer")}
+    found |= {f"{_HALF[style.name]}.{name}": part for name, part in half.items()}
+    return {f"{path}.{name}": part for name, part in found.items()}
+
+
+# --- Which layers a tensor axis splits: the model's own plan, the user's entries, and the layers both mean.
+
+_FIX = "give plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise', …} with the names of its layers"
+
+
+@dataclass(frozen=True)
+class PlannedLayer:
+    """A module and what the tensor axis does to it."""
+
+    path: str
+    module: nn.Module
+    style: Style
+    parent: nn.Module  # the module it lies in
+    parts: tuple[int, ...] = ()  # output features of what is fused in it (queries, keys, values); empty: one part
+    place: str = ""  # path of the adapters around it, which lie where the plan has it; empty: it lies there itself
+
+    @property
+    def parent_path(self) -> str:
+        """Path of the module it lies in, or in which its adapters lie."""
+        return (self.place or self.path).rpartition(".")[0]
+
+    @property
+    def group(self) -> str:
+        """Layers of one group are fed one input: those that lie in one module with a forward of its own."""
+        contains = isinstance(self.parent, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        return self.path if contains else self.parent_path
+
+    def parameters(self) -> list[tuple[str, nn.Parameter, int | None]]:
+        """Its own parameters: name, parameter, and the dim that is divided (None: whole)."""
+        dims = dict(self.style.dims)
+        if is_transposed(self.module) and "weight" in dims:
+            dims["weight"] = 1 - dims["weight"]
+        return [(name, p, dims.get(name)) for name, p in self.module.named_parameters(recurse=False)]
+
+
+def planned(model: nn.Module, path: str, style: str) -> PlannedLayer:
+    """One layer of a module."""
+    module = model.get_submodule(path)
+    return PlannedLayer(path, module, style_of(path, module, style), model.get_submodule(path.rpartition(".")[0]))
+
+
+def own_plan(model: nn.Module) -> dict[str, str]:
+    """The plan a model carries, as transformers' models do; empty when it carries none."""
+    for name in ("tp_plan", "_tp_plan"):
+        plan = getattr(model, name, None)
+        if isinstance(plan, Mapping) and plan:
+            base = base_path(model)
+            return {f"{base}.{pattern}" if base else pattern: style for pattern, style in plan.items()}
+    return {}
+
+
+def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool = False) -> list[PlannedLayer]:
+    """Finds the layers of a plan in a model, in the model's order; tied weights are split alike.
+
+    Args:
+        model: A plain module.
+        given: The user's entries ``{name pattern: style}``; they override the model's own. ``*`` stands for one part of
+            a name, such as a layer's number.
+        is_part: The model lacks the parameters of other pipeline ranks: layers without any are passed over.
+
+    Raises:
+        ModelError: When there is no plan, a style is unknown, or a style does not go with its module.
+        StrategyError: When an entry of ``given`` names nothing in the model.
+    """
+    own = own_plan(model)
+    if not own and not given:
+        raise ModelError(
+            "tensor_parallel: the model carries no plan that says how its layers are split",
+            expected="a transformers model with a base_model_tp_plan (Llama, Mistral, Qwen, Gemma, Phi, …), or plan=…",
+            got=type(model).__name__,
+            fix=f"{_FIX}; or shard it with fsdp, which needs no plan",
+        )
+    if not is_part:
+        _check_named(model, given)
+    entries = [(re.compile(_regex(pattern)), style) for pattern, style in (*given.items(), *own.items())]
+    _check_bare_parameters(model, entries)
+    chosen, places = _chosen(model, entries, is_part)
+    _with_tied(model, chosen)
+    layers = [_layer(model, path, *chosen[path], places.get(path, "")) for path in chosen]
+    if not is_part and not any(layer.style.dims for layer in layers):
+        raise ModelError(
+            "tensor_parallel: the plan splits no layer of this model",
+            expected="at least one layer that is split by columns or rows",
+            got=join_names({**own, **given}),
+            fix=_FIX,
+        )
+    return layers
+
+
+def _chosen(
+    model: nn.Module, entries: list[tuple[re.Pattern[str], str]], is_part: bool
+) -> tuple[dict[str, tuple[nn.Module, Style]], dict[str, str]]:
+    """The modules that entries name, by path, with their styles; and the paths of the adapters around them."""
+    chosen: dict[str, tuple[nn.Module, Style]] = {}
+    places: dict[str, str] = {}
+    for path, module in model.named_modules():
+        style = next((style for regex, style in entries if regex.fullmatch(path)), None)
+        emptied = is_part and next(module.parameters(recurse=is_adapted(module)), None) is None
+        if not path or style is None or emptied:
+            continue
+        if is_adapted(module):
+            own = f"{path}.base_layer"
+            meant = style_of(own, model.get_submodule(own), style)
+            chosen |= {at: (part, meant) for at, part in split_parts(path, module, meant).items()}
+            places[own] = path
+        else:
+            chosen[path] = (module, style_of(path, module, style))
+    return chosen, places
+
+
+def _layer(model: nn.Module, path: str, module: nn.Module, style: Style, place: str) -> PlannedLayer:
+    parent = model.get_submodule((place or path).rpartition(".")[0])
+    return PlannedLayer(path, module, style, parent, place=place)
+
+
+def matches(entries: Mapping[str, str], path: str) -> bool:
+    """Whether an entry's pattern names a layer."""
+    return any(re.fullmatch(_regex(pattern), path) for pattern in entries)
+
+
+def _regex(pattern: str) -> str:
+    return r"[^.]+".join(map(re.escape, pattern.split("*")))
+
+
+def _check_named(model: nn.Module, given: Mapping[str, str]) -> None:
+    paths = [path for path, _ in model.named_modules() if path]
+    for pattern in given:
+        if not any(re.fullmatch(_regex(pattern), path) for path in paths):
+            raise StrategyError(
+                f"tensor_parallel: the plan names no module of the model{did_you_mean(pattern, paths)}",
+                expected=f"names such as {join_names(paths, limit=6)}; * stands for a layer's number",
+                got=repr(pattern),
+                fix="correct the name",
+            )
+
+
+def _check_bare_parameters(model: nn.Module, entries: list[tuple[re.Pattern[str], str]]) -> None:
+    """Refuses what transformers' plans ask of bare parameters (experts, attention sinks)."""
+    for name, _ in model.named_parameters():
+        style = next((style for regex, style in entries if regex.fullmatch(name)), "replicate")
+        if style != "replicate":
+            raise ModelError(
+                "tensor_parallel: the plan splits a parameter that belongs to no linear layer",
+                expected="entries for nn.Linear and nn.Embedding",
+                got=f"{name}: {style!r}",
+                fix="train this model with fsdp, or its experts with expert_parallel; mixtures of experts and "
+                "attention sinks are not split yet",
+            )
+
+
+def _with_tied(model: nn.Module, chosen: dict[str, tuple[nn.Module, Style]]) -> None:
+    """Gives a layer whose weight is tied to a planned one, and that no entry names, the style that splits it alike."""
+    split = {module.weight: style for module, style in chosen.values() if ("weight", 0) in style.dims}
+    for path, module in model.named_modules():
+        if path in chosen or getattr(module, "weight", None) not in split:
+            continue
+        if isinstance(module, nn.Embedding):
+            chosen[path] = (module, EMBEDDING["embedding_rowwise"])
+        elif isinstance(module, nn.Linear):
+            chosen[path] = (module, LINEAR["colwise_gather_output"])

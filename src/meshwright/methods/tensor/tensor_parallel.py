@@ -1,0 +1,349 @@
+"""Split single layers over the mesh axis `tensor`: the method and its trace."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import torch
+from pydantic import BeforeValidator
+from torch import nn
+
+from meshwright.cost import Block, Boundary, Parameter, Step, send_boundaries
+from meshwright.errors import StrategyError
+from meshwright.loss import Vocabulary, VocabularyShards
+from meshwright.methods.base import Conflict, Job, Method, Phase
+from meshwright.methods.tensor.axis_exchange import TensorAxis
+from meshwright.methods.tensor.block_trials import SampleRun, adjusted
+from meshwright.methods.tensor.model_split import (
+    Split,
+    change_hidden_input,
+    change_hidden_output,
+    check_tokens,
+    split_of,
+)
+from meshwright.methods.tensor.split_layers import split_layers
+from meshwright.methods.tensor.split_plan import PlannedLayer, is_linear
+from meshwright.methods.tensor.split_proof import TOKENS_DIM
+from meshwright.nn import class_names
+from meshwright.runtime import check_equal
+
+SaveLog = list[tuple[nn.Module, ...]]
+"""For every tensor saved for backward so far: the modules that were running."""
+
+_Sent = tuple[Literal["all_reduce", "reduce_scatter", "all_gather"], Literal["forward", "backward"], int, str, int]
+
+
+class SplitTrace:
+    """Lets a plain model, with parameters of one rank's shapes, run as one of the ranks of a tensor axis would.
+
+    Args:
+        model: The model.
+        split: What is split; every divided dim is a multiple of ``ranks``.
+        ranks: Size of the axis.
+    """
+
+    divides_batch: ClassVar[bool] = False
+
+    def __init__(self, model: nn.Module, split: Split, ranks: int) -> None:
+        self._model, self._adjustments = model, split.adjustments
+        self._layers, self._ranks, self._sequence = split.layers, ranks, split.sequence
+        self.dims = {
+            parameter: dim for layer in self._layers for _, parameter, dim in layer.parameters() if dim is not None
+        }
+        """The dim of each parameter that the axis divides."""
+        self._sent: list[_Sent] = []
+        self._inputs: dict[str, list[torch.Tensor]] = {}  # of each group: those whose gradient is accounted for
+
+    def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        """The shape that one rank holds."""
+        dim = self.dims.get(parameter)
+        return tuple(size // self._ranks if d == dim else size for d, size in enumerate(parameter.shape))
+
+    @contextlib.contextmanager
+    def running(self, log: SaveLog) -> Iterator[None]:
+        """Around one forward pass: inputs and outputs of layers become those of one rank, and are counted.
+
+        Args:
+            log: Grows while the model runs.
+        """
+        self._sent, self._inputs = [], {}
+        hooks = []
+        for layer in self._layers:
+            hooks.append(layer.module.register_forward_pre_hook(self._entering(layer, log), prepend=True))
+            hooks.append(layer.module.register_forward_hook(self._leaving(layer, log)))
+        hooks += self._token_hooks(log)
+        try:
+            with adjusted(self._model, self._adjustments):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._inputs = {}
+
+    def _token_hooks(self, log: SaveLog) -> list[Any]:
+        """What ``tokens`` does, and counts it."""
+        if self._sequence is None:
+            return []
+        hooks = []
+        for path in self._sequence.first:
+            module, above = self._model.get_submodule(path), path.rpartition(".")[0]
+            hooks.append(change_hidden_input(module, functools.partial(self._cut, above, log)))
+        for path in self._sequence.last:
+            module, above = self._model.get_submodule(path), path.rpartition(".")[0]
+            hooks.append(change_hidden_output(module, functools.partial(self._gathered, above, log, summed=False)))
+        for path in self._sequence.scopes:
+            module, above = self._model.get_submodule(path), path.rpartition(".")[0]
+            if not is_linear(module):
+                hooks.append(change_hidden_input(module, functools.partial(self._gathered, above, log)))
+        return hooks
+
+    def _cut(self, path: str, log: SaveLog, hidden: torch.Tensor) -> torch.Tensor:
+        check_tokens(hidden, self._ranks)
+        if hidden.requires_grad:
+            self._sent.append(("all_gather", "backward", _bytes(hidden), path, len(log)))
+        # In memory of its own, as each rank keeps it.
+        return hidden.chunk(self._ranks, TOKENS_DIM)[0].clone()
+
+    def _gathered(self, path: str, log: SaveLog, hidden: torch.Tensor, *, summed: bool = True) -> torch.Tensor:
+        whole = torch.cat([hidden] * self._ranks, TOKENS_DIM)
+        self._sent.append(("all_gather", "forward", _bytes(whole), path, len(log)))
+        if summed and hidden.requires_grad:
+            self._sent.append(("reduce_scatter", "backward", _bytes(whole), path, len(log)))
+        return whole
+
+    def _scattered(self, layer: PlannedLayer, log: SaveLog, output: torch.Tensor) -> torch.Tensor:
+        for moment, kind in (("forward", "reduce_scatter"), ("backward", "all_gather")):
+            self._sent.append((kind, moment, _bytes(output), layer.path, len(log)))  # type: ignore[arg-type]
+        bias = layer.module._parameters["bias"]
+        if bias is not None and bias.requires_grad:
+            self._sent.append(("all_reduce", "backward", _bytes(bias), layer.path, len(log)))
+        return output.chunk(self._ranks, TOKENS_DIM)[0].clone()
+
+    def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
+        """What the last run sends in one micro-batch."""
+        found = []
+        for kind, moment, size, path, position in self._sent:
+            parts = path.split(".")
+            around = [model.get_submodule(".".join(parts[: depth + 1])) for depth in range(len(parts))]
+            needed = {module for stack in log[position:] for module in stack}
+            needed_in = _names([each for each in around if each in needed])
+            found.append(Boundary(kind, moment, size, _names(around), needed_in, path))
+        return tuple(found)
+
+    def _entering(self, layer: PlannedLayer, log: SaveLog) -> Any:
+        style = layer.style
+
+        def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            if style.name == "replicated_with_grad_allreduce":
+                for parameter in module.parameters(recurse=False):
+                    if parameter.requires_grad:
+                        self._sent.append(("all_reduce", "backward", _bytes(parameter), layer.path, len(log)))
+            if style.gradient == "nothing":
+                return args
+            if self._sequence is not None and self._sequence.gathers_above(layer.path):
+                return args
+            tensor, *others = args
+            if self._sequence is not None and layer.path in self._sequence.scopes:
+                return (self._gathered_once(layer, log, tensor), *others)
+            known = self._inputs.setdefault(layer.group, [])
+            if tensor.requires_grad and not any(tensor is each for each in known):
+                known.append(tensor)
+                self._sent.append((style.gradient, "backward", _bytes(tensor), layer.path, len(log)))
+            return (tensor.chunk(self._ranks, -1)[0] if style.splits_input else tensor, *others)
+
+        return enter
+
+    def _gathered_once(self, layer: PlannedLayer, log: SaveLog, tensor: torch.Tensor) -> torch.Tensor:
+        """All tokens of an input, gathered once for all layers that take it."""
+        known = self._inputs.setdefault(layer.group, [])
+        for before, whole in itertools.pairwise(known):
+            if before is tensor:
+                return whole
+        whole = self._gathered(layer.parent_path, log, tensor)
+        self._inputs[layer.group] = [tensor, whole]
+        return whole
+
+    def _leaving(self, layer: PlannedLayer, log: SaveLog) -> Any:
+        style = layer.style
+
+        def leave(module: nn.Module, args: Any, output: Any) -> Any:
+            if style.output == "as computed":
+                return output
+            if style.output == "logits":
+                return VocabularyShards.of(output, self._vocabulary(output))
+            if style.name == "rowwise" and self._sequence is not None and self._sequence.covers(layer.path):
+                return self._scattered(layer, log, output)
+            whole = torch.cat([output] * self._ranks, -1) if style.output == "all_gather" else output
+            self._sent.append((style.output, "forward", _bytes(whole), layer.path, len(log)))
+            return whole
+
+        return leave
+
+    def _vocabulary(self, part: torch.Tensor) -> Vocabulary:
+        """What cross entropy, or whoever wants the whole logits, would send."""
+
+        def reduced(numbers: torch.Tensor) -> torch.Tensor:
+            self._sent.append(("all_reduce", "forward", _bytes(numbers), "", 0))
+            return numbers.clone()
+
+        def gathered(part: torch.Tensor) -> torch.Tensor:
+            whole = torch.cat([part] * self._ranks, -1)
+            self._sent.append(("all_gather", "forward", _bytes(whole), "", 0))
+            return whole
+
+        return Vocabulary(0, part.shape[-1] * self._ranks, reduced, reduced, gathered)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _names(modules: list[nn.Module]) -> tuple[str, ...]:
+    return tuple(sorted({name for module in modules for name in class_names(module)}))
+
+
+# --- ``tensor_parallel``: single layers are split over the mesh axis ``tensor``. Seed: ATorch.
+
+AXIS: Final = "tensor"
+
+# What ATorch asks to trace and to solve for; the plan says it all.
+_REFUSED = ("shard_planner", "tp_ranks", "replacement_map", "leaf_modules", "prop_mode", "use_fake_mode",
+            "tracer_backend")  # fmt: skip
+
+
+def _pairs(value: Any) -> Any:
+    return tuple(sorted(value.items())) if isinstance(value, Mapping) else value
+
+
+class TensorParallel(Method):
+    """Splits linear layers in pairs, by columns and by rows, and the vocabulary (Shoeybi et al. 2019, §3).
+
+    A plan says which layers: the model's own (transformers' ``base_model_tp_plan``), or one found in the data flow of
+    its blocks and proved on each kind of block. The ranks of a tensor group take the same samples.
+
+    Config: None, or ``{"plan": {name pattern: style}}`` to give a plan, or to override entries of the model's own.
+    ``*`` in a pattern stands for one part of a name. Styles: ``colwise``, ``colwise_gather_output``, ``rowwise``,
+    ``rowwise_split_input``, ``embedding_rowwise``, ``embedding_colwise``, ``vocabulary_head``,
+    ``replicated_with_grad_allreduce``, ``replicate``. ``"sequence": True`` lets each rank keep a part of the tokens
+    between the split layers of blocks (Korthikanti et al. 2022).
+    """
+
+    method_name: ClassVar[str] = "tensor_parallel"
+    phase: ClassVar[Phase] = Phase.TENSOR
+    summary: ClassVar[str] = "splits the layers themselves over the tensor axis"
+    effect: ClassVar[str] = (
+        "memory: split layers / n. Time: products / n. Communication: an all-reduce of activations per pair and pass"
+    )
+    seed_name: ClassVar[str | None] = "ATorch: tensor_parallel"
+    axis: ClassVar[str | None] = AXIS
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(
+            other="pipeline_parallel",
+            reason="stages hand all tokens on",
+            fix="leave sequence out, or use the axes tensor, data and zero",
+            when=lambda own, other: own.sequence,
+            own_keys="sequence=True",
+        ),
+        *(
+            Conflict(
+                other=name,
+                reason="both cut the tokens",
+                fix="leave sequence=True out: between the layers a rank has a part of the tokens without it",
+                when=lambda own, other: own.sequence,
+                own_keys="sequence=True",
+            )
+            for name in ("sequence_parallel", "context_parallel")
+        ),
+    )
+
+    sequence: bool = False
+    plan: Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)] = ()
+
+    @classmethod
+    def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
+        """Refuses the keys of ATorch's planner."""
+        for key in _REFUSED:
+            if keys.get(key) is not None:
+                raise StrategyError(
+                    f"tensor_parallel: {key!r} configures ATorch's tracer, which there is none of here",
+                    expected="plan, or nothing",
+                    got=f"{key}={keys[key]!r}",
+                    fix="leave it out; the number of ranks is the size of the axis 'tensor' in parallel_mode",
+                )
+            keys.pop(key, None)
+        return keys
+
+    def text_arguments(self) -> dict[str, Any]:
+        """Prints the plan as a dictionary."""
+        plan = {"plan": dict(self.plan)} if self.plan else {}
+        return plan | ({"sequence": True} if self.sequence else {})
+
+    def split(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> Split:
+        """How it divides a model over ``ranks`` ranks; nothing is changed.
+
+        Args:
+            model: A plain module.
+            ranks: Size of the axis.
+            sample: Runs a model that brings no plan, to find one in its data flow.
+
+        Raises:
+            ModelError: When the model cannot be split, with the reason.
+            StrategyError: When the config's plan names nothing in the model.
+        """
+        return split_of(model, dict(self.plan), ranks, sample, sequence=self.sequence)
+
+    def layers(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> list[PlannedLayer]:
+        """The layers of :meth:`split`."""
+        return list(self.split(model, ranks, sample).layers)
+
+    def trace(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> SplitTrace | None:
+        """What predictions need to run the model as one of ``ranks`` ranks; None when nothing is split."""
+        return SplitTrace(model, self.split(model, ranks, sample), ranks) if ranks > 1 else None
+
+    def check(self, job: Job) -> None:
+        """Refuses models that cannot be split, and plans that the model or the axis cannot follow."""
+        if job.size(AXIS) > 1 or self.plan:
+            split = self.split(job.model, job.size(AXIS), job.sample)
+            # Kept, since a pipeline will leave this rank with a part of the model.
+            job.split = split, split.summary(job.model, job.size(AXIS))
+
+    def apply(self, job: Job) -> None:
+        """Splits the layers; the rest of the model stays whole on every rank."""
+        if job.size(AXIS) == 1:
+            return
+        assert job.split is not None, "check has found it"
+        split, said = job.split
+        if job.pipeline is not None:
+            split = split.of_part(job.model)
+        check_equal("The split of the layers", said, "give every rank the same model and the same kind of samples")
+        job.notices.append(said)
+        axis = TensorAxis(job.require_mesh()[AXIS])
+        split_layers(job.model, split, axis, job.device, sync=job.pipeline is None)
+        split.adjust(job.model)
+        job.split = None  # it would keep the blocks of other pipeline ranks
+        job.is_split = True
+        if job.shard_axis is None:
+            job.model.to(job.device)
+
+    def cost(self, step: Step) -> Step:
+        """A rank's part of the parameters, with all that belongs to them, and the collectives at the boundaries."""
+        ranks = step.size(AXIS)
+        if ranks == 1:
+            return step
+        step = step.replace(blocks=tuple(_divided(block, ranks) for block in step.blocks))
+        return send_boundaries(step, AXIS)
+
+
+def _divided(block: Block, ranks: int) -> Block:
+    return dataclasses.replace(block, parameters=tuple(_part(parameter, ranks) for parameter in block.parameters))
+
+
+def _part(parameter: Parameter, ranks: int) -> Parameter:
+    dim = parameter.tensor_dim
+    shape = tuple(size // ranks if d == dim else size for d, size in enumerate(parameter.shape))
+    return dataclasses.replace(parameter, shape=shape)

@@ -1,0 +1,1 @@
+"""Splitting the tokens of a sample over ranks: Ulysses-style sequence parallelism and ring attention."""

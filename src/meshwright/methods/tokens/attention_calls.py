@@ -1,0 +1,219 @@
+"""Order tokens over ranks, and answer the attention calls of blocks that see part of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from meshwright.errors import ModelError
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """How the tokens of a sequence are dealt to the ranks of an axis, as one of them sees it."""
+
+    method: str
+    """The method that deals them, for errors."""
+    size: int
+    index: int
+    balanced: bool = False
+    """Zig-zag: of 2 n chunks, rank r has r and 2 n - 1 - r, which see equally many earlier tokens on every rank."""
+    within: int = 1
+    """Ranks of another axis among whom this rank's tokens are divided once more."""
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """The chunks that this rank has, ascending."""
+        return (self.index, 2 * self.size - 1 - self.index) if self.balanced else (self.index,)
+
+    @property
+    def num_chunks(self) -> int:
+        """Equal chunks that a sequence falls into."""
+        return self.size * len(self.chunks)
+
+    def at(self, index: int) -> TokenOrder:
+        """The same order as another rank sees it."""
+        return dataclasses.replace(self, index=index)
+
+    def part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """This rank's tokens along ``dim``, in memory of its own: what keeps it must not keep all tokens."""
+        chunks = whole.chunk(self.num_chunks, dim)
+        mine = [chunks[chunk] for chunk in self.chunks]
+        return torch.cat(mine, dim) if len(mine) > 1 else mine[0].clone()
+
+    def in_order(self, parts: torch.Tensor, dim: int) -> torch.Tensor:
+        """The parts of all ranks, one behind the other along ``dim``, put into the order of the tokens."""
+        if not self.balanced:
+            return parts
+        chunks = parts.chunk(self.num_chunks, dim)
+        held = [chunk for rank in range(self.size) for chunk in self.at(rank).chunks]
+        return torch.cat([chunks[held.index(chunk)] for chunk in range(self.num_chunks)], dim)
+
+    def check(self, tokens: int) -> None:
+        """Refuses numbers of tokens that cannot be dealt.
+
+        Raises:
+            ModelError: Alike on every rank of the axis.
+        """
+        chunks = self.num_chunks
+        # A single query looks like generation, which has no causal mask.
+        if tokens % chunks or tokens < 2 * self.size:
+            raise ModelError(
+                f"{self.method}: the axis does not divide the tokens into "
+                + ("two equal chunks per rank" if self.balanced else "parts of two or more"),
+                expected=f"a multiple of {chunks} tokens, {2 * self.size} or more",
+                got=str(tokens),
+                fix="pad the sequences" + (", or set balance=False" if self.balanced else ""),
+            )
+
+
+# --- Attention calls of blocks that run on a part of the tokens: who answers them.
+
+Attend = Callable[..., torch.Tensor]
+
+
+class TokenRanks(ABC):
+    """The ranks along one axis that hold the parts of one sequence."""
+
+    axis: ClassVar[str]
+    order: TokenOrder
+
+    @abstractmethod
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        """All tokens, in order, of (batch, tokens / n, features); backward sums gradients, every rank gets its part."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """``scaled_dot_product_attention`` of this rank's tokens to all of them.
+
+        Args:
+            query: (batch, heads, tokens / n, features).
+            key: (batch, heads, tokens / n, features); fewer heads with ``enable_gqa``.
+            value: Like ``key``.
+            attn_mask: For all tokens, as on one device: (…, tokens or 1, tokens).
+            dropout_p: As in torch.
+            is_causal: As in torch.
+            scale: As in torch.
+            enable_gqa: As in torch.
+
+        Returns:
+            (batch, heads, tokens / n, features of ``value``).
+
+        Raises:
+            ModelError: When it is not attention among these tokens; alike on every rank of the axis.
+        """
+
+
+class AttentionCalls(TorchFunctionMode):
+    """While it is entered, ``attend`` answers every call of ``scaled_dot_product_attention``, wherever it is made.
+
+    Attributes:
+        count: How many there were.
+    """
+
+    def __init__(self, attend: Attend) -> None:
+        super().__init__()
+        self._attend = attend
+        self.count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs any other function as it is."""
+        if func is not scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.count += 1
+        return self._attend(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def grouped_keys() -> Iterator[None]:
+    """Lets transformers hand attention grouped keys and values as they are: they travel so.
+
+    Otherwise it repeats them where there is a mask, as there is in every pass without data.
+    """
+    name = "TRANSFORMERS_SDPA_FORCE_GQA"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
+def answering(path: str, ranks: TokenRanks) -> Callable[..., Any]:
+    """What goes around the forward of the block at ``path``, so that its attention is over all tokens."""
+
+    def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls = AttentionCalls(ranks.attend)
+        with grouped_keys(), calls:
+            output = forward(*args, **kwargs)
+        if not calls.count:
+            raise cannot_intercept(path, ranks.order.method)
+        return output
+
+    return run
+
+
+def cannot_intercept(path: str, method: str) -> ModelError:
+    """The error for a block in which no attention is seen."""
+    return ModelError(
+        f"{method}: {path} calls no attention that can be taken over",
+        expected="calls of torch.nn.functional.scaled_dot_product_attention in every block",
+        got="none",
+        fix='use it in the block; load a transformers model with attn_implementation="sdpa"',
+    )
+
+
+def check_among_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, method: str) -> None:
+    """Refuses attention that is not among the tokens that the ranks have parts of.
+
+    Raises:
+        ModelError: Alike on every rank of the axis, since their parts have the same shape.
+    """
+    shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
+    if any(len(shape) != 4 for shape in shapes) or len({(shape[0], shape[2]) for shape in shapes}) > 1:
+        raise ModelError(
+            f"{method}: attention is not among the tokens that the ranks have parts of",
+            expected="queries, keys and values (batch, heads, tokens, features) of the same tokens",
+            got=", ".join(map(str, shapes)),
+            fix="use fsdp or tensor_parallel; cross-attention is not covered",
+        )
+
+
+def check_mask(mask: torch.Tensor, tokens: int, method: str) -> None:
+    """Refuses masks that are not for all ``tokens``.
+
+    Raises:
+        ModelError: Alike on every rank of the axis.
+    """
+    if mask.shape[-1] != tokens or (mask.dim() > 1 and mask.shape[-2] not in (1, tokens)):
+        raise ModelError(
+            f"{method}: an attention mask does not cover all tokens",
+            expected=f"a mask (…, {tokens} or 1, {tokens}), made outside the blocks or for all tokens",
+            got=str(tuple(mask.shape)),
+            fix="make the mask before the first block, or use is_causal=True",
+        )

@@ -1,0 +1,225 @@
+"""Attend in a ring of ranks that each hold part of the tokens: `context_parallel`, and its trace."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Final
+
+import torch
+import torch.distributed as dist
+
+from meshwright.cost import Step, send_boundaries
+from meshwright.errors import ModelError
+from meshwright.methods.base import Job, Method, Phase
+from meshwright.methods.tensor.axis_exchange import TensorAxis
+from meshwright.methods.tokens.attention_calls import TokenOrder, TokenRanks, check_among_parts, check_mask
+from meshwright.methods.tokens.ring_attention import (
+    Arriving,
+    RingAttention,
+    Table,
+    bytes_in_backward,
+    causal_table,
+    mask_table,
+    with_four_dims,
+)
+from meshwright.methods.tokens.sequence_parallel import Ledger, tensor_bytes, traced_gather
+from meshwright.methods.tokens.token_split import check_parts, whole_input_gradients, without_cache, work_on_parts
+
+METHOD = "context_parallel"
+
+
+class ContextRanks(TokenRanks):
+    """Ranks that pass keys and values around; gradients pass through it.
+
+    Args:
+        axis: The mesh axis.
+        balance: See :class:`TokenOrder`.
+        within: Ranks of the sequence axis; each has a part of the tokens, and in attention all of them for some heads.
+    """
+
+    axis: ClassVar[str] = "context"
+
+    def __init__(self, axis: TensorAxis, *, balance: bool, within: int = 1) -> None:
+        self._axis = axis
+        self.order = TokenOrder(METHOD, axis.size, axis.index, balance, within)
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        """One all-gather; a reduce-scatter in backward."""
+        return self.order.in_order(self._axis.gather_tokens(hidden), 1)
+
+    def pass_on(self, tensors: list[torch.Tensor]) -> Arriving:
+        """Starts sending tensors to the next rank, and receiving the like from the one before."""
+        order, group = self.order, self._axis.group
+        following, preceding = (order.index + 1) % order.size, (order.index - 1) % order.size
+        sent = [tensor.contiguous() for tensor in tensors]
+        arrived = [torch.empty_like(tensor) for tensor in sent]
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, tensor, group=group, group_peer=following) for tensor in sent]
+            + [dist.P2POp(dist.irecv, tensor, group=group, group_peer=preceding) for tensor in arrived]
+        )
+
+        def wait() -> list[torch.Tensor]:
+            for work in works:
+                work.wait()
+            sent.clear()  # until here they had to live
+            return arrived
+
+        return wait
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """See :meth:`TokenRanks.attend`; without dropout, and without gradients of the mask."""
+        check_among_parts(query, key, value, METHOD)
+        _check_groups(query, key, value, enable_gqa=enable_gqa)
+        _check_kernels(dropout_p, attn_mask, is_causal=is_causal)
+        table: Table | None = None
+        if attn_mask is not None:
+            check_mask(attn_mask, query.shape[2] * self.order.size, METHOD)
+            table = mask_table(attn_mask, self.order)
+            attn_mask = with_four_dims(attn_mask)
+        elif is_causal:
+            table = causal_table(self.order)
+        query, key, value = _as_autocast(query, key, value)
+        out: torch.Tensor = RingAttention.apply(query, key, value, attn_mask, self, table, is_causal, scale)
+        return out
+
+
+def _as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """In the precision in which autocast would run attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+
+
+def _check_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool) -> None:
+    heads, groups = query.shape[1], key.shape[1]
+    if groups != value.shape[1] or heads % groups or (heads != groups and not enable_gqa):
+        raise ModelError(
+            "context_parallel: keys and values do not go with the heads of the queries",
+            expected=f"{heads} heads of both, or with enable_gqa a divisor of it",
+            got=f"{groups} heads of keys and {value.shape[1]} of values",
+            fix="pass enable_gqa=True, or expand keys and values to the heads of the queries",
+        )
+
+
+def _check_kernels(dropout_p: float, mask: torch.Tensor | None, *, is_causal: bool) -> None:
+    if dropout_p > 0:
+        raise ModelError(
+            "context_parallel: dropout in attention is not put together from blocks",
+            expected="dropout_p=0 in scaled_dot_product_attention",
+            got=str(dropout_p),
+            fix="switch the dropout of attention weights off (transformers: attention_dropout=0, attn_pdrop=0, "
+            "attention_probs_dropout_prob=0), or use sequence_parallel",
+        )
+    if mask is not None and is_causal:
+        raise ModelError(
+            "context_parallel: attention is both causal and masked",
+            expected="one of is_causal and attn_mask, as torch takes them",
+            got="both",
+            fix="leave is_causal out, and mask later tokens in attn_mask",
+        )
+    if mask is not None and mask.requires_grad:
+        raise ModelError(
+            "context_parallel: an attention mask that is trained gets no gradient from blocks",
+            expected="a mask without gradients",
+            got="one that requires them",
+            fix="use sequence_parallel",
+        )
+
+
+# --- A context axis in a trace.
+
+
+class TracedContext(ContextRanks):
+    """The first rank of a context axis.
+
+    Args:
+        size: Of the axis.
+        balance: See :class:`TokenOrder`.
+        within: See :class:`ContextRanks`.
+        note: Told what would be sent.
+    """
+
+    def __init__(self, size: int, balance: bool, within: int, note: Ledger) -> None:
+        self._note = note
+        self._travelling: list[torch.Tensor] = []  # keys and values of the attention that runs
+        self.order = TokenOrder(METHOD, size, 0, balance, within)
+
+    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See :func:`traced_gather`."""
+        return traced_gather(self, hidden, self._note)
+
+    def pass_on(self, tensors: list[torch.Tensor]) -> Arriving:
+        """Notes what is sent; what arrives has the same shapes."""
+        self._travelling = tensors
+        self._note("context", "send", "forward", sum(map(tensor_bytes, tensors)))
+        return lambda: [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Notes what travels in backward too."""
+        out = super().attend(*args, **kwargs)
+        if out.requires_grad:
+            self._note("context", "send", "backward", bytes_in_backward(self._travelling, self.order.size))
+        return out
+
+
+# --- ``context_parallel``: each rank works on a part of the tokens; keys and values travel around a ring.
+
+AXIS: Final = "context"
+
+
+class ContextParallel(Method):
+    """Ranks along the axis ``context`` take the same samples; each runs the blocks on a part of the tokens.
+
+    Inside attention each rank keeps its queries, and keys and values travel around the ring of ranks, the next ones
+    while it attends to those it has; outputs are merged by their log-sum-exp (Liu et al. 2023, Ring Attention). The
+    number of heads does not matter, and grouped keys and values travel as they are. What the model must be like, and
+    what happens before and behind the blocks, is as in ``sequence_parallel``.
+
+    Config: None, or ``{"balance": False}``.
+    """
+
+    method_name: ClassVar[str] = "context_parallel"
+    phase: ClassVar[Phase] = Phase.CONTEXT
+    summary: ClassVar[str] = "splits the tokens over the context axis; keys and values travel around a ring"
+    effect: ClassVar[str] = (
+        "memory: activations / n. Time: the blocks' / n. Communication: keys and values n - 1 times around a ring"
+    )
+    seed_name: ClassVar[str | None] = "ColossalAI: ring_attn"
+    axis: ClassVar[str | None] = AXIS
+
+    balance: bool = True
+    """Rank r of n has the chunks r and 2 n - 1 - r of the tokens, so that causal attention is as much work on each.
+
+    False gives it one contiguous part: half as many chunks for the axis to divide, and the last rank works the most.
+    """
+
+    def _order(self, size: int) -> TokenOrder:
+        return TokenOrder(self.method_name, size, 0, self.balance)
+
+    def check(self, job: Job) -> None:
+        """Refuses models whose blocks cannot work on a part of the tokens, found out on a sample where there is one."""
+        if job.size(AXIS) > 1:
+            check_parts(job, self._order(job.size(AXIS)))
+
+    def apply(self, job: Job) -> None:
+        """Cuts and gathers tokens in hooks around the blocks, and takes over attention inside them."""
+        if job.size(AXIS) > 1:
+            axis = TensorAxis(job.require_mesh()[AXIS])
+            work_on_parts(job.model, ContextRanks(axis, balance=self.balance, within=job.size("sequence")))
+            whole_input_gradients(job.model, axis)
+            without_cache(job, self.method_name)
+
+    def cost(self, step: Step) -> Step:
+        """What travels in every micro-batch; activations and operations are traced with a part of the tokens."""
+        return send_boundaries(step, AXIS)

@@ -1,0 +1,354 @@
+"""Compute attention while keys and values travel around a ring of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from meshwright.methods.tokens.attention_calls import TokenOrder
+from meshwright.runtime.autograd_function import Function
+
+Table = tuple[tuple[bool, ...], ...]
+"""Whether any query of each of this rank's chunks sees any key of each chunk of the sequence."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What this rank's queries see of one rank's keys: all of the smallest rectangle of chunks that is not masked."""
+
+    rows: slice  # of this rank's queries
+    columns: slice  # of the other rank's keys
+    is_causal: bool = False  # within it
+
+    def additive(
+        self, mask: torch.Tensor | None, order: TokenOrder, source: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """This rectangle of a mask over all tokens, as torch's kernels add it to the scores."""
+        if mask is None:
+            return None
+        own = order.part(mask, -2)[..., self.rows, :] if mask.shape[-2] > 1 else mask
+        cut = order.at(source).part(own, -1)[..., self.columns]
+        if cut.dtype == torch.bool:
+            return torch.zeros_like(cut, dtype=dtype).masked_fill_(~cut, -torch.inf)
+        return cut.to(dtype)
+
+
+def causal_table(order: TokenOrder) -> Table:
+    """The table of causal attention."""
+    return tuple(tuple(key <= query for key in range(order.num_chunks)) for query in order.chunks)
+
+
+def with_four_dims(mask: torch.Tensor) -> torch.Tensor:
+    """A mask as (batch or 1, heads or 1, tokens or 1, tokens)."""
+    return mask[(None,) * (4 - mask.dim())]
+
+
+def mask_table(mask: torch.Tensor, order: TokenOrder) -> Table:
+    """The table of a mask (…, tokens or 1, tokens).
+
+    A query sees a key where the mask is True, or above minus infinity. The table is made in one look at values, for
+    which a CUDA device is waited for: once for a mask that all layers share. Without values all is visible.
+    """
+    if isinstance(mask, FakeTensor) or mask.is_meta:
+        return ((True,) * order.num_chunks,) * len(order.chunks)
+    if mask.is_inference():  # which does not say when it changes
+        return _looked_up(with_four_dims(mask), order)
+    key = mask._version, order
+    known = _tables.get(mask)
+    if known is None or known[0] != key:
+        known = _tables[mask] = key, _looked_up(with_four_dims(mask), order)
+    table: Table = known[1]
+    return table
+
+
+_tables = WeakTensorKeyDictionary()  # mask -> (its version, order), table
+
+
+def _looked_up(mask: torch.Tensor, order: TokenOrder) -> Table:
+    seen = mask if mask.dtype == torch.bool else mask != -torch.inf
+    columns = seen.flatten(0, 1).any(0).unflatten(-1, (order.num_chunks, -1)).any(-1)
+    if columns.shape[0] == 1:
+        return (tuple(columns[0].tolist()),) * len(order.chunks)
+    chunks = columns.unflatten(0, (order.num_chunks, -1)).any(1)
+    return tuple(map(tuple, chunks[list(order.chunks)].tolist()))
+
+
+def view_of(table: Table, order: TokenOrder, source: int, tokens: int, *, is_causal: bool) -> View | None:
+    """What this rank's queries see of the keys of rank ``source``; None: nothing.
+
+    Args:
+        table: See above.
+        order: This rank's.
+        source: Whose keys they are.
+        tokens: That each rank has.
+        is_causal: Whether attention is causal.
+    """
+    keys = order.at(source).chunks
+    rows = [place for place, row in enumerate(table) if any(row[key] for key in keys)]
+    if not rows:
+        return None
+    columns = [place for place, key in enumerate(keys) if any(row[key] for row in table)]
+    size = tokens // len(keys)
+    return View(
+        slice(rows[0] * size, (rows[-1] + 1) * size),
+        slice(columns[0] * size, (columns[-1] + 1) * size),
+        is_causal and source == order.index,
+    )
+
+
+# --- torch's attention kernels that return the log-sum-exp, so that attention can be put together block by block.
+#
+# Backward of one block takes the output and the log-sum-exp of the whole row (Dao et al. 2022, §3.1, and Liu et al.
+# 2023, Ring Attention): then the gradients of all blocks add up to those of the whole.
+
+_aten: Any = torch.ops.aten
+_FEATURES = 8  # CUDA kernels take multiples of it
+_KEYS = 16  # the memory-efficient kernel wants rows of masks aligned so
+_QUERIES = 32  # it pads the log-sum-exp so
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some queries (batch, heads, queries, features) and some keys and values (batch, groups, keys, features).
+
+    Without dropout. ``groups`` divides ``heads``. ``mask``, of four dims, is added; it broadcasts to (batch, heads,
+    queries, keys).
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    is_causal: bool
+    scale: float | None
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output (as queries, features of values), and the log-sum-exp (batch, heads, queries) of its scores.
+
+        Rows that see no key have the output 0 and the log-sum-exp minus infinity.
+        """
+        padded = self._padded()
+        if self.query.device.type == "cpu":
+            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+                *padded.tensors, 0.0, self.is_causal, attn_mask=self.mask, scale=padded.scale
+            )
+        elif padded._takes_flash():
+            out, lse, *_ = _aten._scaled_dot_product_flash_attention(
+                *padded.tensors, 0.0, self.is_causal, False, scale=padded.scale
+            )
+        else:
+            out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+                *padded._ungrouped(), padded._expanded_mask(), True, 0.0, self.is_causal, scale=padded.scale
+            )
+            lse = lse[..., : self.query.shape[2]]
+        out = out[..., : self.value.shape[-1]]
+        if self.mask is None:
+            return out, lse
+        blind = (self.mask == -torch.inf).all(-1)  # kernels do not agree on what these rows are
+        return out.masked_fill(blind.unsqueeze(-1), 0), lse.masked_fill(blind, -torch.inf)
+
+    def backward(self, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
+        """Gradients of query, key and value.
+
+        Args:
+            gradient: Of the output of whole rows.
+            out: This output.
+            lse: Its log-sum-exp, finite in every row.
+        """
+        padded = self._padded()
+        gradient, out = (_with_features(tensor, padded.value.shape[-1]) for tensor in (gradient, out))
+        lse = lse.contiguous()
+        if self.query.device.type == "cpu":
+            grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient, *padded.tensors, out, lse, 0.0, self.is_causal, attn_mask=self.mask, scale=padded.scale
+            )
+        elif padded._takes_flash():
+            grads = padded._flash_backward(gradient, out, lse)
+        else:
+            grads = padded._efficient_backward(gradient, out, lse)
+        return tuple(g[..., : t.shape[-1]] for g, t in zip(grads, self.tensors, strict=True))  # type: ignore[return-value]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    def _padded(self) -> Block:
+        """The same with features of one number that the kernels take; zeros add nothing."""
+        features = max(self.query.shape[-1], self.value.shape[-1])
+        if self.query.device.type != "cpu":
+            features = -(-features // _FEATURES) * _FEATURES
+        scale = self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        query, key, value = (_with_features(tensor, features) for tensor in self.tensors)
+        return Block(query, key, value, self.mask, self.is_causal, scale)
+
+    def _takes_flash(self) -> bool:
+        if self.mask is not None:
+            return False
+        grouped = self.query.shape[1] != self.key.shape[1]
+        return can_use_flash_attention(SDPAParams(*self.tensors, None, 0.0, self.is_causal, grouped))
+
+    def _flash_backward(self, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
+        unused = torch.empty(2, dtype=torch.uint64, device=self.query.device)  # the state of a dropout
+        grads: Gradients = _aten._scaled_dot_product_flash_attention_backward(
+            gradient, *self.tensors, out, lse, None, None, self.query.shape[2], self.key.shape[2], 0.0, self.is_causal,
+            unused, unused, scale=self.scale,
+        )  # fmt: skip
+        return grads
+
+    def _efficient_backward(self, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
+        unused = torch.zeros((), dtype=torch.int64)  # the state of a dropout, which lies on the host
+        lse = F.pad(lse, (0, -lse.shape[-1] % _QUERIES), value=torch.inf)
+        query, key, value, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            gradient, *self._ungrouped(), self._expanded_mask(), out, lse, unused, unused, 0.0,
+            [True, True, True, False], self.is_causal, scale=self.scale,
+        )  # fmt: skip
+        groups = self.key.shape[1]
+        return query, *(t.unflatten(1, (groups, -1)).sum(2, dtype=torch.float32) for t in (key, value))
+
+    def _ungrouped(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        times = self.query.shape[1] // self.key.shape[1]
+        if times == 1:
+            return self.tensors
+        return self.query, self.key.repeat_interleave(times, 1), self.value.repeat_interleave(times, 1)
+
+    def _expanded_mask(self) -> torch.Tensor | None:
+        if self.mask is None:
+            return None
+        keys = self.key.shape[2]
+        aligned = F.pad(self.mask.contiguous(), (0, -keys % _KEYS))[..., :keys]
+        return aligned.expand(*self.query.shape[:3], keys)
+
+
+def _with_features(tensor: torch.Tensor, features: int) -> torch.Tensor:
+    return F.pad(tensor, (0, features - tensor.shape[-1])) if tensor.shape[-1] < features else tensor
+
+
+# --- Attention while keys and values travel around a ring of ranks (Liu et al. 2023, Ring Attention).
+#
+# Each rank keeps its queries. In each of n steps it attends to the keys and values it holds, while it passes them on to
+# the next rank and those of the rank before arrive. Partial outputs are merged by their log-sum-exp. In backward keys
+# and values travel again, and their gradients with them, one step behind, until they are home.
+
+Arriving = Callable[[], list[torch.Tensor]]
+"""Waits for what is on its way."""
+
+
+class Ring(Protocol):
+    """The ranks of the ring."""
+
+    order: TokenOrder
+
+    def pass_on(self, tensors: list[torch.Tensor]) -> Arriving:
+        """Starts sending tensors to the next rank, and receiving the like from the one before."""
+
+
+class _Merged:
+    """Outputs of some queries over the keys seen so far, and their log-sum-exp, in fp32 (fp64 where the inputs are)."""
+
+    def __init__(self, query: torch.Tensor, features: int) -> None:
+        batch, heads, tokens, _ = query.shape
+        dtype = _wide(query)
+        # Laid out as (batch, tokens, heads, features): what goes on with heads side by side needs no copy.
+        self.out = query.new_zeros((batch, tokens, heads, features), dtype=dtype).transpose(1, 2)
+        self.lse = query.new_full((batch, heads, tokens), -torch.inf, dtype=dtype)
+
+    def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merges the outputs of ``rows`` over further keys."""
+        so_far, known = self.out[:, :, rows], self.lse[:, :, rows]
+        total = torch.logaddexp(known, lse)
+        finite = total.masked_fill(total == -torch.inf, 0)  # rows that have seen nothing stay 0
+        so_far.mul_((known - finite).exp().unsqueeze(-1)).add_(out * (lse - finite).exp().unsqueeze(-1))
+        known.copy_(total)
+
+
+class RingAttention(Function):
+    """Of (batch, heads, tokens / n, features) and keys and values of as many tokens, to all tokens."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        ring: Ring,
+        table: Table | None,
+        is_causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """``mask`` is for all tokens; ``table`` tells what can be skipped, None: nothing."""
+        ctx.ring, ctx.table, ctx.is_causal, ctx.scale = ring, table, is_causal, scale
+        merged, held, order = _Merged(query, value.shape[-1]), [key, value], ring.order
+        for step in range(order.size):
+            arriving = ring.pass_on(held) if step < order.size - 1 else None
+            source = (order.index - step) % order.size
+            view = _view(ctx, source, query.shape[2])
+            if view is not None:
+                merged.add(view.rows, *_block(ctx, view, query, held, mask, source).forward())
+            if arriving is not None:
+                held = arriving()
+        out = merged.out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, out, merged.lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of query, key and value."""
+        query, key, value, mask, out, lse = ctx.saved_tensors
+        gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+        lse = lse.masked_fill(lse == -torch.inf, 0)  # kernels compute with it, also in rows that see nothing
+        wide, order = _wide(query), ctx.ring.order
+        own, held, returning = torch.zeros_like(query, dtype=wide), [key, value], None
+        for step in range(order.size):
+            arriving = ctx.ring.pass_on(held) if step < order.size - 1 else None
+            source = (order.index - step) % order.size
+            view, parts = _view(ctx, source, query.shape[2]), None
+            if view is not None:
+                rows = [tensor[:, :, view.rows] for tensor in (gradient, out, lse)]
+                parts = _block(ctx, view, query, held, mask, source).backward(*rows)
+            # Those of this source's keys and values, from the ranks that held them before.
+            grads = returning() if returning else [t.new_zeros(t.shape, dtype=wide) for t in held]
+            if view is not None and parts is not None:
+                own[:, :, view.rows] += parts[0]
+                grads[0][:, :, view.columns] += parts[1]
+                grads[1][:, :, view.columns] += parts[2]
+            returning = ctx.ring.pass_on(grads)
+            held = arriving() if arriving is not None else held
+        assert returning is not None
+        key_gradient, value_gradient = returning()
+        return own.to(query.dtype), key_gradient.to(key.dtype), value_gradient.to(value.dtype), *(None,) * 5
+
+
+def bytes_in_backward(held: list[torch.Tensor], size: int) -> int:
+    """What a rank of a ring of ``size`` sends in backward: keys and values once more, and their gradients."""
+    elements = sum(tensor.numel() for tensor in held)
+    return (size - 1) * elements * held[0].element_size() + size * elements * _wide(held[0]).itemsize
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _view(ctx: Any, source: int, tokens: int) -> View | None:
+    if ctx.table is None:
+        return View(slice(0, tokens), slice(0, tokens))
+    return view_of(ctx.table, ctx.ring.order, source, tokens, is_causal=ctx.is_causal)
+
+
+def _block(
+    ctx: Any, view: View, query: torch.Tensor, held: list[torch.Tensor], mask: torch.Tensor | None, source: int
+) -> Block:
+    key, value = (tensor[:, :, view.columns] for tensor in held)
+    cut = view.additive(mask, ctx.ring.order, source, query.dtype)
+    return Block(query[:, :, view.rows], key, value, cut, view.is_causal, ctx.scale)

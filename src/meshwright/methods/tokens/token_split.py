@@ -1,0 +1,388 @@
+"""Give each rank part of the tokens between the first and the last block, and prove that it may."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._pytree import tree_leaves, tree_map
+
+from meshwright.errors import ModelError
+from meshwright.methods.base import Job
+from meshwright.methods.pipeline.splice import Elsewhere
+from meshwright.methods.tensor.axis_exchange import TensorAxis
+from meshwright.methods.tensor.block_trials import (
+    RecordedBlock,
+    Refuted,
+    SampleRun,
+    close,
+    evaluating,
+    record_calls,
+    signature,
+)
+from meshwright.methods.tensor.model_split import change_hidden_output
+from meshwright.methods.tensor.split_proof import TOKENS_DIM, first_hidden, hidden_argument
+from meshwright.methods.tokens.attention_calls import (
+    AttentionCalls,
+    TokenOrder,
+    TokenRanks,
+    answering,
+    cannot_intercept,
+    grouped_keys,
+)
+from meshwright.nn import call_with, require_blocks, without_caches, wrap_method
+from meshwright.runtime.trees import map_tree
+
+_OF_POSITIONS = ("position", "rotary", "rope", "freqs", "cos", "sin")  # in names of arguments that go with tokens
+
+BlockList = list[tuple[str, nn.Module]]
+
+Place = Literal["first", "following", "staged"]
+"""Of a block: the first one gets all tokens; one of a pipeline's stage gets a part, from who knows where."""
+
+
+def work_on_parts(model: nn.Module, ranks: TokenRanks) -> None:
+    """Cuts and gathers tokens in hooks around the blocks, and lets ``ranks`` answer attention inside them.
+
+    Of several axes the innermost comes first: what is cut later is cut before it, and is gathered after it.
+    """
+    for blocks in block_lists(model, ranks.order.method):
+        for path, block in blocks:
+            wrap_method(block, "forward", answering(path, ranks))
+        cut_tokens(blocks, ranks, _others(model, blocks))
+
+
+def _others(model: nn.Module, blocks: BlockList) -> tuple[bool, bool]:
+    """Whether other pipeline ranks have blocks of the list before and after these."""
+    paths = [path for path, _ in blocks]
+    children = list(model.get_submodule(paths[0].rpartition(".")[0]).children())
+    places = [children.index(block) for _, block in blocks]
+    before, after = children[: places[0]], children[places[-1] + 1 :]
+    return any(isinstance(each, Elsewhere) for each in before), any(isinstance(each, Elsewhere) for each in after)
+
+
+def block_lists(model: nn.Module, method: str) -> list[BlockList]:
+    """The blocks of a model with their paths, list by list.
+
+    Raises:
+        ModelError: When there are none, naming the method.
+    """
+    blocks = require_blocks(model, method=method, option="an nn.ModuleList")
+    return [list(group) for _, group in itertools.groupby(blocks, lambda block: block[0].rpartition(".")[0])]
+
+
+def cut_tokens(blocks: BlockList, ranks: TokenRanks, others: tuple[bool, bool] = (False, False)) -> list[Any]:
+    """Cuts tokens before the first block, and puts them together behind the last; returns the hooks.
+
+    Args:
+        blocks: The blocks.
+        ranks: Who has which tokens.
+        others: Whether other pipeline ranks have blocks before and after these, and do one or the other.
+    """
+    tokens, (before, after) = TokenParts(ranks.order), others
+    following: Place = "staged" if before or after else "following"
+    hooks = [
+        block.register_forward_pre_hook(
+            functools.partial(tokens.enter, path, following if before or place else "first"),
+            with_kwargs=True,
+            prepend=True,
+        )
+        for place, (path, block) in enumerate(blocks)
+    ]
+    if after:
+        return hooks
+
+    def leave(hidden: torch.Tensor) -> torch.Tensor:
+        tokens.forget()
+        return ranks.gather(hidden)
+
+    return [*hooks, change_hidden_output(blocks[-1][1], leave)]
+
+
+class TokenParts:
+    """Gives the blocks of one list this rank's part of whatever goes with tokens.
+
+    Args:
+        order: Which tokens they are.
+    """
+
+    def __init__(self, order: TokenOrder) -> None:
+        self._order = order
+        self._count = 0  # all tokens of the sequence that runs
+        self._known: dict[
+            tuple[int, int], tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # what several blocks take: whole, and part
+
+    def enter(
+        self, path: str, place: Place, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the block at ``path``.
+
+        Raises:
+            ModelError: When there is no hidden state, or not that of this rank's tokens.
+        """
+        where = hidden_argument(args, kwargs)
+        if where is None:
+            raise self._wrong_hidden(path, "no tensor of that form")
+        hidden = args[where] if isinstance(where, int) else kwargs[where]
+        if place == "first":
+            self._order.check(hidden.shape[TOKENS_DIM])
+            self._count, self._known = hidden.shape[TOKENS_DIM], {}
+        elif place == "staged":
+            self._count, self._known = self._whole(hidden), {}
+        elif self._whole(hidden) != self._count:
+            raise self._wrong_hidden(path, f"{hidden.shape[TOKENS_DIM]} of {self._count} tokens")
+
+        def argument(name: str, value: Any) -> Any:
+            if value is hidden:
+                return self._order.part(hidden, TOKENS_DIM) if place == "first" else hidden
+            return tree_map(functools.partial(self._part, name), value)
+
+        names = [*_argument_names(type(module)), *[""] * len(args)]  # a block may take *args
+        positional = tuple(argument(name, value) for name, value in zip(names, args, strict=False))
+        return positional, {name: argument(name, kwargs[name]) for name in kwargs}
+
+    def forget(self) -> None:
+        """Lets go of what blocks have shared, behind the last of them."""
+        self._known = {}
+
+    def _whole(self, hidden: torch.Tensor) -> int:
+        """Tokens of the whole sequence, told by the part that goes from block to block."""
+        return int(hidden.shape[TOKENS_DIM]) * self._order.size * self._order.within
+
+    def _part(self, name: str, leaf: Any) -> Any:
+        dim = tokens_dim(name, leaf, self._count) if isinstance(leaf, torch.Tensor) else None
+        if dim is None:
+            return leaf
+        if (id(leaf), dim) not in self._known:
+            self._known[id(leaf), dim] = leaf, self._order.part(leaf, dim)
+        return self._known[id(leaf), dim][1]
+
+    def _wrong_hidden(self, path: str, got: str) -> ModelError:
+        return ModelError(
+            f"{self._order.method}: {path} is not called with the part of the tokens that the block before it returned",
+            expected="blocks called one after the other with hidden states (batch, tokens, features)",
+            got=got,
+            fix="use fsdp or tensor_parallel",
+        )
+
+
+def _argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
+    every = list(inspect.signature(kind.forward).parameters.values())[1:]
+    return tuple(each.name for each in every if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+
+
+def tokens_dim(name: str, tensor: torch.Tensor, tokens: int) -> int | None:
+    """Which dim of a block's argument counts the tokens that go with the hidden state; None: it is for attention.
+
+    Hidden states, and cosines and sines of positions, are (…, tokens, features); position ids (…, tokens). Masks
+    (…, tokens or 1, tokens) stay whole, since attention is over all tokens.
+    """
+    named = any(word in name for word in _OF_POSITIONS)
+    if tensor.is_floating_point() or tensor.is_complex():
+        fits = tensor.dim() >= 2 and tensor.shape[-2] == tokens and (named or tensor.shape[-1] != tokens)
+        return tensor.dim() - 2 if fits else None
+    return tensor.dim() - 1 if named and tensor.dim() and tensor.shape[-1] == tokens else None
+
+
+# --- Trying out blocks on parts of the tokens: one that counts positions by the tokens it sees would be wrong silently.
+#
+# Each kind of block runs once on all tokens, with random values, and once on each part. A part's attention is answered
+# from the run of the whole: its queries, keys and values must be those of the whole, and so must its output.
+
+_TOKENS_DIM = 2  # of queries, keys and values
+_SEED = 11
+
+
+def prove_blocks(
+    model: nn.Module,
+    sample: SampleRun | None,
+    order: TokenOrder,
+    check_queries: Callable[[torch.Tensor], None] = lambda queries: None,
+) -> str | None:
+    """Holds every kind of block against the same block on parts of the tokens.
+
+    Args:
+        model: A plain module; its weights are not used, and nothing of it is changed.
+        sample: Runs the model once, to see how it calls its blocks.
+        order: How tokens are dealt; every rank's part is tried out.
+        check_queries: Refuses queries (batch, heads, tokens, features) of whole blocks.
+
+    Returns:
+        What there is to say when no sample runs; None when all is proved.
+
+    Raises:
+        ModelError: When a block does not compute the same on parts of the tokens, with the reason.
+    """
+    unknown = f"{order.method}: there is no sample to see that blocks treat parts of the tokens as the whole"
+    try:
+        blocks = record_calls(model, sample, 2 * order.size)
+    except ModelError:
+        return unknown
+    if any(not _divides(block, order) for block in blocks):
+        return unknown  # a model's own dummy input, say; real inputs are checked when they come
+    known = set()
+    for block in blocks:
+        key = signature(block)
+        if key in known:
+            continue
+        known.add(key)
+        try:
+            _prove(block, order, check_queries)
+        except Refuted as refuted:
+            raise ModelError(
+                f"{order.method}: {block.path} does not compute the same on a part of the tokens",
+                expected="a block in which tokens meet in attention only, and positions are handed in from outside",
+                got=str(refuted),
+                fix="make what depends on positions before the first block; or use fsdp or tensor_parallel",
+            ) from None
+    return None
+
+
+def _divides(block: RecordedBlock, order: TokenOrder) -> bool:
+    """Whether the sample's tokens can be cut; blocks without a hidden state are left to the proof."""
+    assert block.call is not None
+    leaves = tree_leaves((block.call.args, block.call.kwargs))
+    place = first_hidden(leaves)
+    try:
+        order.check(leaves[place].shape[TOKENS_DIM]) if place is not None else None
+    except ModelError:
+        return False
+    return True
+
+
+@torch.no_grad()
+def _prove(block: RecordedBlock, order: TokenOrder, check_queries: Callable[[torch.Tensor], None]) -> None:
+    assert block.call is not None
+    args, kwargs = block.call.tree(block.call.values())
+    whole = _Whole()
+    output = _run(block.module, args, kwargs, calls := AttentionCalls(whole.attend))
+    if not calls.count:
+        raise cannot_intercept(block.path, order.method)
+    for tensors, _ in whole.calls:
+        check_queries(tensors[0])
+    for place in map(order.at, range(order.size)):
+        part_args, part_kwargs = TokenParts(place).enter(block.path, "first", block.module, args, kwargs)
+        attend = functools.partial(whole.answer, place, iter(whole.calls))
+        try:
+            part = _run(block.module, part_args, part_kwargs, AttentionCalls(attend))
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise Refuted(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}") from error
+        if part is None or output is None or not close(part, place.part(output, TOKENS_DIM), 0.0):
+            raise Refuted("its output is another one")
+
+
+class _Whole:
+    """Attention of the whole block: what each call got and gave."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[Any], torch.Tensor]] = []
+
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Computes and notes it."""
+        output = scaled_dot_product_attention(*args, **kwargs)
+        self.calls.append((_inputs(*args, **kwargs), output))
+        return output
+
+    def answer(self, place: TokenOrder, calls: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The part of the next output, when the inputs are the parts of the whole's."""
+        inputs, output = next(calls, (None, None))
+        found = _inputs(*args, **kwargs)
+        if inputs is None or output is None:
+            raise Refuted("it calls attention more often")
+        for what, mine, expected in zip(("queries", "keys", "values"), found[:3], inputs[:3], strict=True):
+            if expected.dim() != 4 or not close(mine, place.part(expected, _TOKENS_DIM), 0.0):
+                raise Refuted(
+                    f"the {what} of its attention are others: positions, or something else, are counted inside"
+                )
+        mask, expected = found[3], inputs[3]
+        same = (mask is None) == (expected is None) and (mask is None or close(mask, expected, 0.0))
+        if not same or found[4:] != inputs[4:]:
+            raise Refuted("the mask of its attention is made inside")
+        return place.part(output, _TOKENS_DIM)
+
+
+def _inputs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> list[Any]:
+    return [query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa]
+
+
+def _run(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], calls: AttentionCalls) -> torch.Tensor | None:
+    """The block's hidden state, with random weights."""
+    generator = torch.Generator().manual_seed(_SEED)
+    state: dict[str, torch.Tensor] = {}
+    for name, parameter in block.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        state[name] = values / parameter.shape[-1] ** 0.5 if parameter.dim() > 1 else values
+    for name, buffer in block.named_buffers():
+        wide = torch.float32 if buffer.is_floating_point() else buffer.dtype
+        state[name] = torch.zeros(buffer.shape, dtype=wide) if buffer.is_meta else buffer.detach().cpu().to(wide)
+    with evaluating(block), torch.no_grad(), grouped_keys(), calls:
+        leaves = tree_leaves(call_with(block, state, args, kwargs))
+    place = first_hidden(leaves)
+    return None if place is None else leaves[place]
+
+
+# --- What the methods that divide tokens have in common before and after they do.
+
+
+def check_parts(
+    job: Job, order: TokenOrder, check_queries: Callable[[torch.Tensor], None] = lambda queries: None
+) -> None:
+    """Refuses models whose blocks cannot work on a part of the tokens; says so where there is no sample to find out.
+
+    Args:
+        job: The job; its model is not changed.
+        order: How tokens are dealt.
+        check_queries: See :func:`prove_blocks`.
+
+    Raises:
+        ModelError: With the reason.
+    """
+    config = getattr(job.model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        raise ModelError(
+            f"{order.method}: a loss of routers over all tokens is not computed from parts of them",
+            expected="output_router_logits=False",
+            got="True",
+            fix="switch it off in the model's config",
+        )
+    block_lists(job.model, order.method)
+    notice = prove_blocks(job.model, job.sample, order, check_queries)
+    if notice:
+        job.notices.append(notice)
+
+
+def whole_input_gradients(model: nn.Module, axis: TensorAxis) -> None:
+    """Gives a gradient that leaves the model through its inputs (a discriminator's) the tokens of all ranks.
+
+    Behind the cut a rank has n times the gradient of its own tokens, which for weights the averaging evens out.
+    """
+
+    def whole(value: Any) -> Any:
+        return axis.mean_gradient(value) if isinstance(value, torch.Tensor) and value.requires_grad else value
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return map_tree(whole, args), map_tree(whole, kwargs)
+
+    model.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+
+
+def without_cache(job: Job, method: str) -> None:
+    """Switches key-value caches off: a rank has a part of the tokens."""
+    if without_caches(job.model):
+        job.notices.append(f"{method}: config.use_cache was set to False; a rank has a part of the tokens")

@@ -1,1 +1,0 @@
-"""Replicas of weights compared by their bits, and mended."""

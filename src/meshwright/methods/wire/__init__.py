@@ -1,1 +1,0 @@
-"""How ``comm`` changes what travels: FSDP2's collectives, and DDP's."""

@@ -1,0 +1,285 @@
+"""Call a model and its loss on a batch of any container: move it, resize it, cut it into micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.loss import _Loss
+
+from meshwright.errors import NOTE, ConfigError, DataError, MeshwrightError, ModelError, join_names
+from meshwright.runtime.trees import leaves_of, map_tree
+
+INPUT_FORMATS = (None, "unpack_sequence", "unpack_dict")
+_MISUNDERSTOOD: tuple[type[Exception], ...] = (TypeError, AttributeError)
+_CALLS = {
+    None: "The model was called as model(batch), for want of a model_input_format: 'unpack_sequence' calls "
+    "model(*batch), 'unpack_dict' model(**batch).",
+    "unpack_sequence": "The model was called as model(*batch), by model_input_format='unpack_sequence'.",
+    "unpack_dict": "The model was called as model(**batch), by model_input_format='unpack_dict'.",
+}
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """The default ``prepare_input``: every tensor of a batch moved to ``device``, and whatever else has a ``to``."""
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if _moves_itself(leaf) else leaf
+
+    return map_tree(moved, data, is_leaf=_moves_itself)
+
+
+def _moves_itself(node: Any) -> bool:
+    """A packed sequence, a graph, a batch of the user's own class; of a mapping the values are moved, not the whole."""
+    return callable(getattr(node, "to", None)) and not isinstance(node, Mapping | type)
+
+
+def check_input_format(model_input_format: str | None) -> None:
+    """Refuses a ``model_input_format`` that is none of the seed's three.
+
+    Raises:
+        ConfigError: Naming them.
+    """
+    if model_input_format not in INPUT_FORMATS:
+        raise ConfigError(
+            "model_input_format is not known",
+            expected="None (model(x)), 'unpack_sequence' (model(*x)) or 'unpack_dict' (model(**x))",
+            got=repr(model_input_format),
+            fix="use one of the three; prepare_input can bring the batch into that form",
+        )
+
+
+def usual_input_format(batch: Any) -> str | None:
+    """How a model takes a batch of such a kind where nobody says it: dictionaries by name, sequences in order."""
+    if isinstance(batch, Mapping):
+        return "unpack_dict"
+    return "unpack_sequence" if isinstance(batch, list | tuple) else None
+
+
+def call_model(model: nn.Module, inputs: Any, model_input_format: str | None) -> Any:
+    """Calls the model with its input unpacked as the format says.
+
+    Raises:
+        DataError: When the input is not of the kind the format unpacks.
+    """
+    packed = model_input_format is not None or not isinstance(inputs, torch.Tensor)  # a tensor is called in one way
+    with _told_how(_CALLS.get(model_input_format, "") if packed else "", _MISUNDERSTOOD):
+        if model_input_format is None:
+            return model(inputs)
+        if model_input_format == "unpack_sequence" and isinstance(inputs, Sequence):
+            return model(*inputs)
+        if model_input_format == "unpack_dict" and isinstance(inputs, Mapping):
+            return model(**inputs)
+    raise DataError(
+        f"The model input cannot be unpacked as {model_input_format!r}",
+        expected="a list or tuple" if model_input_format == "unpack_sequence" else "a dictionary",
+        got=type(inputs).__name__,
+        fix="let prepare_input return one, or choose another model_input_format",
+    )
+
+
+def call_loss(loss_func: Callable[[Any, Any], Any], inputs: Any, output: Any) -> Any:
+    """The loss function's result; what kind of call it was stands below an error that looks like a misunderstanding.
+
+    Raises:
+        ConfigError: When one of torch's distances would compare an input and an output of different shapes.
+    """
+    shapes = [tuple(each.shape) for each in (inputs, output) if isinstance(each, torch.Tensor)]
+    if len(set(shapes)) > 1 and is_distance(loss_func):
+        raise ConfigError(
+            "loss_func compares the model's output with its whole input, and they differ in shape",
+            expected="loss_func(model_input, model_output)",
+            got=f"{loss_func!r:.80} of an input of shape {shapes[0]} and an output of shape {shapes[1]}",
+            fix='pass lambda inputs, output: F.mse_loss(output, inputs["target"]), or what of the input is the target',
+        )
+    # torch's losses, which want (output, target), fail in as many ways as there are kinds of input.
+    kinds = (*_MISUNDERSTOOD, RuntimeError, ValueError, IndexError)
+    with _told_how("The loss was computed as loss_func(model_input, model_output).", kinds):
+        return loss_func(inputs, output)
+
+
+@contextlib.contextmanager
+def _told_how(call: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+    try:
+        yield
+    except kinds as error:
+        is_clear = not call or isinstance(error, (MeshwrightError, torch.OutOfMemoryError))
+        if not is_clear and not getattr(error, "__notes__", ()):  # a loss within a model, or a model within a model
+            error.add_note(f"{NOTE}{call}")
+        raise
+
+
+def loss_of_output(inputs: Any, output: Any) -> Any:
+    """The default ``loss_func``: the loss that the model's own output carries, as transformers' models return it.
+
+    Raises:
+        ConfigError: When the output carries none.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, torch.Tensor) and output.dim() == 0:
+        loss = output
+    if loss is None:
+        raise ConfigError(
+            "There is no loss to train on",
+            expected="a loss_func, or a model whose output has a loss",
+            got=f"no loss_func and an output of type {type(output).__name__}",
+            fix="pass loss_func=(input, output) -> loss, or give the model its labels",
+        )
+    return loss
+
+
+def first_loss(loss: Any, trains: bool = False) -> torch.Tensor:
+    """The loss itself, where a loss function returns a list or tuple with the loss first.
+
+    Args:
+        loss: What the function returned.
+        trains: Whether gradients are wanted of it.
+
+    Raises:
+        ModelError: When that is not a tensor of one number, or has no gradients to give.
+    """
+    found = loss[0] if isinstance(loss, list | tuple) and loss else loss
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        is_tensor = isinstance(found, torch.Tensor)
+        raise ModelError(
+            "The loss function returned no loss",
+            expected="a tensor of one number, alone or first in a tuple",
+            got=f"a tensor of shape {tuple(found.shape)}" if is_tensor else f"{type(found).__name__} {found!r:.80}",
+            fix="return the mean over the samples" if is_tensor else "return the loss from loss_func",
+        )
+    if trains and not found.requires_grad:
+        raise ModelError(
+            "The loss does not depend on anything that trains",
+            expected="a loss computed from the model's output, by parameters that require gradients",
+            got="a tensor without a graph",
+            fix="look for detach(), item(), torch.tensor(…) or torch.no_grad() on the way to it, and for a model whose "
+            "parameters are all frozen",
+        )
+    return found
+
+
+def batch_size_of(batch: Any) -> int:
+    """Number of samples in a batch: the size of dim 0 that its tensors share.
+
+    Raises:
+        DataError: When it holds no tensor with a dim 0, or they differ.
+    """
+    sizes = {leaf.shape[0] for leaf in leaves_of(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
+    if len(sizes) != 1:
+        raise DataError(
+            "The number of samples in the batch cannot be told",
+            expected="tensors that share the size of their first dim",
+            got=f"sizes {sorted(sizes)}" if sizes else f"no such tensor in a {type(batch).__name__}",
+            fix="let the collate_fn return tensors with the samples along dim 0",
+        )
+    return sizes.pop()
+
+
+def resized(batch: Any, samples: int) -> Any:
+    """The batch cut or repeated along dim 0 to a number of samples."""
+    size = batch_size_of(batch)
+    places = [place % size for place in range(samples)]
+
+    def choose(leaf: torch.Tensor) -> torch.Tensor:
+        return leaf[torch.tensor(places, device=leaf.device)]
+
+    return _chosen(batch, size, choose, places)
+
+
+def micro_batches(batch: Any, count: int) -> list[Any]:
+    """Cuts a batch into equal parts along dim 0 of its tensors.
+
+    So are lists and tuples cut that hold one thing per sample, such as names: as many as there are samples, and no
+    tensors among them. Anything else goes into every part.
+
+    Raises:
+        DataError: When the batch does not divide, or nobody can tell whether numbers belong to samples.
+    """
+    if count == 1:
+        return [batch]
+    size = batch_size_of(batch)
+    if size % count:
+        raise DataError(
+            "The batch does not divide into micro-batches",
+            expected=f"a multiple of {count} samples per rank",
+            got=f"{size}",
+            fix="choose a batch_size that is a multiple of ranks x num_micro_batches, and drop_last=True",
+        )
+    _refuse_numbers(batch, size)
+    rows = size // count
+
+    def part(index: int) -> Any:
+        places = range(index * rows, (index + 1) * rows)
+        return _chosen(batch, size, lambda leaf: leaf[places.start : places.stop], places)  # views
+
+    return [part(index) for index in range(count)]
+
+
+def _chosen(batch: Any, size: int, tensor_rows: Callable[[torch.Tensor], torch.Tensor], places: Sequence[int]) -> Any:
+    """The samples at these places, where ``tensor_rows`` takes them from tensors."""
+
+    def choose(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return tensor_rows(leaf)
+        if _is_per_sample(leaf, size) and not _is_all_numbers(leaf):
+            return type(leaf)(leaf[place] for place in places)
+        return leaf
+
+    return map_tree(choose, batch, is_leaf=lambda node: _is_per_sample(node, size))
+
+
+def _is_per_sample(node: Any, size: int) -> bool:
+    """Whether it is a list or tuple with as many items as there are samples, and no tensors in them."""
+    is_listed = type(node) in (list, tuple) and len(node) == size  # a named tuple is a structure
+    # Nothing but None stands for arguments that are left out.
+    is_filled = is_listed and any(item is not None for item in node)
+    return is_filled and not any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(node))
+
+
+def _is_all_numbers(node: Any) -> bool:
+    return all(isinstance(item, numbers.Number) for item in node)
+
+
+def _refuse_numbers(batch: Any, size: int) -> None:
+    """Two numbers beside two samples may be one for each, or the height and width of all."""
+    for leaf in leaves_of(batch, is_leaf=lambda node: _is_per_sample(node, size)):
+        if _is_per_sample(leaf, size) and _is_all_numbers(leaf):
+            raise DataError(
+                "The batch holds as many numbers as samples, and they may belong to samples or not",
+                expected="numbers per sample in a tensor, which is cut into micro-batches",
+                got=f"a {type(leaf).__name__} of {size} numbers: {join_names(map(repr, leaf))}",
+                fix="let the collate_fn make a tensor of them, or a dictionary of numbers that concern the whole batch",
+            )
+
+
+# --- Which functions may be called as ``loss_func(model_input, model_output)``, unlike most of torch's own losses.
+
+_DISTANCES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss)
+_DISTANCE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+
+
+def is_loss_func(value: Any) -> bool:
+    """Whether a value may be called with a model's input and its output.
+
+    Not a class; nor one of torch's losses, which are called with an output and a target, but for those to which it is
+    all one which is which: these compare the output with the input itself, as autoencoders do.
+    """
+    if isinstance(value, type) or not callable(value):
+        return False
+    return not _is_torchs_loss(value) or is_distance(value)
+
+
+def _is_torchs_loss(value: Any) -> bool:
+    return isinstance(value, _Loss) or getattr(value, "__module__", "") == F.__name__
+
+
+def is_distance(value: Any) -> bool:
+    """Whether it is one of torch's losses to which it is all one which argument is the target."""
+    return isinstance(value, _DISTANCES) or value in _DISTANCE_FUNCTIONS

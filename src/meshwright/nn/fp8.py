@@ -1,0 +1,355 @@
+"""Linear layers whose three matrix products run in 8 bits with delayed scaling (Micikevicius et al. 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.runtime.autograd_function import Function
+
+INPUT, WEIGHT, GRADIENT = 0, 1, 2
+"""The three tensors of a layer that are cast to 8 bits: places in its scales and histories."""
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """How tensors are scaled before they are cast: by the largest absolute values (amax) of earlier steps.
+
+    Names, defaults and the formula ``scale = fp8_max / amax / 2**margin`` are those of TransformerEngine's
+    ``recipe.DelayedScaling``, which ATorch's ``fp8`` takes its keys from.
+
+    Args:
+        margin: Powers of two left free above the largest value known.
+        interval: Optimizer steps between two updates of the scales; histories grow in every step.
+        fp8_format: ``HYBRID`` casts inputs and weights to E4M3 (largest value 448) and gradients to E5M2 (57344);
+            ``E4M3`` casts all three to E4M3.
+        amax_history_len: Steps that a history remembers.
+        amax_compute_algo: ``max`` scales by the largest value in the history, ``most_recent`` by the last step's.
+    """
+
+    margin: int = 0
+    interval: int = 1
+    fp8_format: Literal["HYBRID", "E4M3"] = "HYBRID"
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+
+    def dtype(self, role: int) -> torch.dtype:
+        """The 8-bit type of inputs, weights or gradients."""
+        return E5M2 if role == GRADIENT and self.fp8_format == "HYBRID" else E4M3
+
+    def scale(self, amax: torch.Tensor, role: int) -> torch.Tensor:
+        """The factor that brings ``amax`` (fp32) to the largest value of the format; infinite where ``amax`` is 0."""
+        limit = torch.full_like(amax, torch.finfo(self.dtype(role)).max)  # a number over a tensor would round twice
+        return limit / amax / 2.0**self.margin
+
+
+# --- Casting to 8 bits, and the product of two tensors that are in 8 bits.
+#
+# Shapes: M rows (tokens), N output and K input features.
+
+ROWS = 16  # the tensor cores sum over multiples of so many elements
+_EXPONENT_BITS = 0x7F800000  # of fp32
+_LARGEST_SCALE = 2.0**126  # its inverse is still a normal number
+
+
+class Scaled(NamedTuple):
+    """A tensor in 8 bits: ``values * inverse`` is what it stands for."""
+
+    values: torch.Tensor
+    inverse: torch.Tensor  # 0-dim fp32
+
+
+def largest(tensor: torch.Tensor) -> torch.Tensor:
+    """The largest absolute value, 0-dim fp32; inf or nan where there is one."""
+    return torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32)
+
+
+def cast(tensor: torch.Tensor, amax: torch.Tensor, known: torch.Tensor, recipe: DelayedScaling, role: int) -> Scaled:
+    """Casts a tensor to the 8-bit type of its role; values beyond the largest saturate.
+
+    A tensor that holds inf or nan becomes nan as a whole: saturating would hide an overflow from the loss scale.
+
+    Args:
+        tensor: Of any floating type.
+        amax: Its :func:`largest`.
+        known: The scale from its history, 0-dim fp32; 0 where there is none yet. Then its own amax serves, and the
+            scale is rounded down to a power of two: ranks that see other data then round alike, as long as no history
+            has made their scales equal.
+        recipe: Formats and margin.
+        role: Which of the three tensors of a layer it is.
+    """
+    own = recipe.scale(amax, role).clamp(max=_LARGEST_SCALE)
+    own = (own.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    scale = torch.where(known > 0, known, own)
+    limit = torch.finfo(recipe.dtype(role)).max
+    values = (tensor.float() * scale).clamp(-limit, limit).to(recipe.dtype(role))
+    return Scaled(values, torch.where(torch.isfinite(amax), scale.reciprocal(), float("nan")))
+
+
+def product(left_MK: Scaled, right_KN: Scaled, dtype: torch.dtype, *, fast: bool, emulate: bool) -> torch.Tensor:
+    """Multiplies two 8-bit matrices, with sums in fp32.
+
+    Args:
+        left_MK: In row order.
+        right_KN: In column order: the transpose of a matrix in row order. K is a multiple of 16, and so is N.
+        dtype: Of the result.
+        fast: Let the tensor cores sum in fewer bits, as is usual in forward.
+        emulate: Multiply the same 8-bit values in fp32, where the hardware has no such product.
+    """
+    if emulate:
+        with torch.autocast(left_MK.values.device.type, enabled=False):
+            sums = left_MK.values.float() @ right_KN.values.float()
+        return (sums * (left_MK.inverse * right_KN.inverse)).to(dtype)
+    return torch._scaled_mm(
+        left_MK.values,
+        right_KN.values,
+        scale_a=left_MK.inverse,
+        scale_b=right_KN.inverse,
+        out_dtype=dtype,
+        use_fast_accum=fast,
+    )
+
+
+def transposed(scaled_MK: Scaled) -> Scaled:
+    """The transpose in row order, (K, M): products read both sides along the dim they sum over.
+
+    M is filled up with zeros to a multiple of 16; they add nothing to a sum over it.
+    """
+    bits = scaled_MK.values.view(torch.uint8)  # few operations take 8-bit floats
+    missing = -bits.shape[0] % ROWS
+    flipped = F.pad(bits, (0, 0, 0, missing)).t().contiguous() if missing else bits.t().contiguous()
+    return Scaled(flipped.view(scaled_MK.values.dtype), scaled_MK.inverse)
+
+
+# --- A linear layer that multiplies in 8 bits: what ``nn.Linear`` becomes in place, with its own parameters.
+
+PERSISTENT = ("fp8_amax_history", "fp8_scale", "fp8_num_updates")
+BUFFERS = (*PERSISTENT, "fp8_amax", "fp8_weight")
+
+
+def is_scaling_state(name: str) -> bool:
+    """Whether an entry of a state dict is a scale or its history: a model can go on without, with and from scratch."""
+    return name.rpartition(".")[2] in PERSISTENT
+
+
+@dataclass(frozen=True)
+class Fp8Options:
+    """What a layer is told.
+
+    Args:
+        recipe: How tensors are scaled.
+        emulate: Multiply in fp32 where the hardware has no 8-bit products; the values are the same.
+        keep_weight: Keep the weight in 8 bits from one optimizer step to the next. Not where it is whole only while
+            the layer computes, as under fsdp: there it is cast in forward and again in backward.
+    """
+
+    recipe: DelayedScaling
+    emulate: bool
+    keep_weight: bool
+
+
+class Fp8Linear(nn.Linear):
+    """``nn.Linear`` whose products of forward and backward run in 8 bits; made by :func:`to_fp8`.
+
+    Output, gradients, parameters and their names are those of ``nn.Linear``, autocast included. The bias is added in
+    the output's type. Buffers hold the bits of fp32 numbers in int32, so that casting a model leaves them as they are:
+
+    - ``fp8_amax_history`` (3, amax_history_len): largest absolute values of input, weight and output gradient in the
+      last steps, latest first;
+    - ``fp8_scale`` (3,): what follows from them; 0 before a tensor has a history;
+    - ``fp8_num_updates``: how often :func:`~meshwright.nn.fp8.update_scales` was called;
+    - ``fp8_amax`` (3,): the largest values of this step so far, which the next update takes; not in state dicts;
+    - ``fp8_weight``: the weight in 8 bits, where it is kept; not in state dicts.
+
+    What runs without gradients leaves all of them alone. Repeating a forward, as recomputation does, changes nothing:
+    the step's largest value is taken once more.
+    """
+
+    repeats_alike: ClassVar[bool] = True  # what forward leaves in buffers, its repetition needs
+
+    fp8: Fp8Options
+    fp8_amax_history: torch.Tensor
+    fp8_scale: torch.Tensor
+    fp8_num_updates: torch.Tensor
+    fp8_amax: torch.Tensor
+    fp8_weight: torch.Tensor | None
+    _held: tuple[tuple[int, ...], torch.Tensor] | None  # what fp8_weight was made of, and its inverse scale
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(…, in_features) -> (…, out_features)."""
+        if input.numel() == 0:  # no largest value: an expert without tokens
+            return super().forward(input)
+        dtype, records = _computing_dtype(input), torch.is_grad_enabled()
+        input_MK = input.reshape(-1, input.shape[-1])
+        with torch.no_grad():
+            cast_MK = self.cast(input_MK, INPUT, record=records)
+            cast_NK = self._cast_weight(record=records)
+        output: torch.Tensor = _Product.apply(input_MK, self.weight, *cast_MK, *cast_NK, self, dtype)
+        output = output.view(*input.shape[:-1], output.shape[-1])
+        return output if self.bias is None else output + self.bias.to(dtype)
+
+    def cast(self, tensor: torch.Tensor, role: int, *, record: bool) -> Scaled:
+        """Casts the layer's input, weight or output gradient, by role; ``record`` notes its largest value."""
+        amax = largest(tensor)
+        if record:
+            noted = self.fp8_amax.view(torch.float32)[role]
+            noted.copy_(torch.maximum(noted, torch.where(torch.isfinite(amax), amax, 0.0)))
+        return cast(tensor, amax, self.fp8_scale.view(torch.float32)[role], self.fp8.recipe, role)
+
+    def _cast_weight(self, *, record: bool) -> Scaled:
+        """The weight in 8 bits: the one that is kept, if neither weight nor scale has changed since.
+
+        Without gradients it is cast anew: whoever evaluates may have written to ``weight.data``, which leaves no trace.
+        So it is in a compiled model, which knows no versions of tensors, and casts on the way to the product.
+        """
+        kept = self.fp8_weight
+        if kept is None or not record or torch.compiler.is_compiling():
+            return self.cast(self.weight, WEIGHT, record=record)
+        made_of = (id(self.weight), self.weight._version, self.fp8_scale._version)
+        if self._held is None or self._held[0] != made_of:
+            fresh = self.cast(self.weight, WEIGHT, record=True)
+            kept.copy_(fresh.values.view(torch.uint8))
+            self._held = made_of, fresh.inverse
+        return Scaled(kept.view(self.fp8.recipe.dtype(WEIGHT)), self._held[1])
+
+    def extra_repr(self) -> str:
+        """As ``nn.Linear``, with the format."""
+        return f"{super().extra_repr()}, fp8={self.fp8.recipe.fp8_format}"
+
+
+def _computing_dtype(input: torch.Tensor) -> torch.dtype:
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+
+
+class _Product(Function):
+    """``input @ weight.t()``, from both in 8 bits; backward casts the gradient and multiplies it with both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_MK: torch.Tensor,
+        weight_NK: torch.Tensor,
+        input8_MK: torch.Tensor,
+        input_inverse: torch.Tensor,
+        weight8_NK: torch.Tensor,
+        weight_inverse: torch.Tensor,
+        layer: Fp8Linear,
+        dtype: torch.dtype,
+    ) -> torch.Tensor:
+        ctx.layer, ctx.dtypes = layer, (input_MK.dtype, weight_NK.dtype)
+        of_input, of_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(
+            *((input8_MK, input_inverse) if of_weight else (None, None)),
+            # A weight that is not kept is not kept for backward either: it is whole again by then.
+            *((weight8_NK, weight_inverse) if of_input and layer.fp8.keep_weight else (None, None)),
+            weight_NK if of_input and not layer.fp8.keep_weight else None,
+        )
+        right_KN = Scaled(weight8_NK.t(), weight_inverse)
+        return product(Scaled(input8_MK, input_inverse), right_KN, dtype, fast=True, emulate=layer.fp8.emulate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input8_MK, input_inverse, weight8_NK, weight_inverse, weight_NK = ctx.saved_tensors
+        layer: Fp8Linear = ctx.layer
+        emulate = layer.fp8.emulate
+        cast_MN = layer.cast(gradient_MN, GRADIENT, record=True)
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            cast_NK = (
+                Scaled(weight8_NK, weight_inverse) if weight_NK is None else layer.cast(weight_NK, WEIGHT, record=False)
+            )
+            of_input = product(cast_MN, _by_columns(cast_NK), ctx.dtypes[0], fast=False, emulate=emulate)
+        if ctx.needs_input_grad[1]:
+            cast_MK = Scaled(input8_MK, input_inverse)
+            of_weight = product(transposed(cast_MN), _by_columns(cast_MK), ctx.dtypes[1], fast=False, emulate=emulate)
+        return of_input, of_weight, None, None, None, None, None, None
+
+
+def _by_columns(scaled: Scaled) -> Scaled:
+    """The same matrix in column order, its rows filled up to a multiple of 16."""
+    return Scaled(transposed(scaled).values.t(), scaled.inverse)
+
+
+def to_fp8(linear: nn.Linear, options: Fp8Options) -> Fp8Linear:
+    """Makes a plain ``nn.Linear`` multiply in 8 bits, in place.
+
+    Args:
+        linear: Of class ``nn.Linear`` itself; both dims of its weight are multiples of 16.
+        options: What it is told.
+    """
+    assert type(linear) is nn.Linear, "its forward is known"
+    device, recipe = linear.weight.device, options.recipe
+    linear.__class__ = Fp8Linear
+    assert isinstance(linear, Fp8Linear)
+    linear.fp8, linear._held = options, None
+    shapes = {
+        "fp8_amax_history": (3, recipe.amax_history_len),
+        "fp8_scale": (3,),
+        "fp8_num_updates": (),
+        "fp8_amax": (3,),
+    }
+    for name, shape in shapes.items():
+        zeros = torch.zeros(shape, dtype=torch.int32, device=device)
+        linear.register_buffer(name, zeros, persistent=name in PERSISTENT)
+    kept = torch.empty_like(linear.weight, dtype=torch.uint8, requires_grad=False) if options.keep_weight else None
+    linear.register_buffer("fp8_weight", kept, persistent=False)
+    return linear
+
+
+def to_plain(linear: Fp8Linear) -> None:
+    """The way back, in place."""
+    for name in BUFFERS:
+        delattr(linear, name)
+    del linear.fp8, linear._held
+    linear.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+# --- The end of a step: largest values enter the histories, and scales follow; of all layers at once.
+
+
+@torch.no_grad()
+def update_scales(layers: Sequence[Fp8Linear], group: dist.ProcessGroup | None = None) -> None:
+    """Ends a step: moves the largest values of the step into the histories, and updates the scales when it is due.
+
+    Called once before every optimizer step. Nothing in it waits for the device, and its kernels do not grow in number
+    with the layers. A tensor that was not seen in the step, or was zero, enters as 0, and a history of zeros leaves a
+    scale as it was. What was inf or nan does not enter.
+
+    Args:
+        layers: All of one recipe and device; the same on every rank of ``group``.
+        group: The ranks that hold these layers: one all-reduce of all largest values makes histories and scales equal
+            on them. None updates each rank by what it has seen itself.
+    """
+    if not layers:
+        return
+    recipe = layers[0].fp8.recipe
+    amax_L3 = torch.stack([_numbers(layer.fp8_amax) for layer in layers])
+    if group is not None:
+        dist.all_reduce(amax_L3, dist.ReduceOp.MAX, group=group)
+    history_L3H = torch.stack([_numbers(layer.fp8_amax_history) for layer in layers]).roll(1, dims=-1)
+    history_L3H[..., 0] = amax_L3
+    by_L3 = amax_L3 if recipe.amax_compute_algo == "most_recent" else history_L3H.amax(dim=-1)
+    scale_L3 = torch.stack([_numbers(layer.fp8_scale) for layer in layers])
+    wanted_L3 = torch.stack([recipe.scale(by_L3[:, role], role) for role in (INPUT, WEIGHT, GRADIENT)], dim=1)
+    due_L1 = torch.stack([layer.fp8_num_updates for layer in layers]).remainder(recipe.interval).eq(0).unsqueeze(1)
+    scale_L3 = torch.where(due_L1 & (by_L3 > 0) & torch.isfinite(wanted_L3), wanted_L3, scale_L3)
+    torch._foreach_copy_([_numbers(layer.fp8_amax_history) for layer in layers], list(history_L3H))
+    torch._foreach_copy_([_numbers(layer.fp8_scale) for layer in layers], list(scale_L3))
+    torch._foreach_add_([layer.fp8_num_updates for layer in layers], 1)
+    torch._foreach_zero_([layer.fp8_amax for layer in layers])
+
+
+def _numbers(bits: torch.Tensor) -> torch.Tensor:
+    """A view of int32 bits as the fp32 numbers that they are."""
+    return bits.view(torch.float32)

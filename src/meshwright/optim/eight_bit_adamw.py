@@ -1,0 +1,246 @@
+"""AdamW with moments in 8 bits, and percentile clipping of gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Hashable, Mapping
+from typing import Any
+
+import torch
+
+from meshwright.optim.adam.adam_rule import AdamRule
+from meshwright.optim.eight_bit_moments import Moments, blocks_of, is_eight_bit, kept_moments, variant_of_moments
+from meshwright.optim.sharded import (
+    Chunk,
+    Kept,
+    Layout,
+    Request,
+    ShardedOptimizer,
+    Sum,
+    TensorList,
+    Update,
+    bad_value,
+    check_at_least_zero,
+    check_betas,
+)
+
+QUANTISATION = {
+    "nbits": 32,
+    "min_8bit_size": 4096,
+    "percentile_clipping": 100,
+    "block_wise": True,
+    "is_paged": False,
+}
+"""Moments as they are, and gradients too."""
+
+
+_LATE = 10**9
+"""A step number at which torch's kernels correct nothing."""
+
+
+class MomentAdamW(ShardedOptimizer):
+    """Base of AdamW variants: what the moments are of, how they are kept, and how the weights follow can be changed.
+
+    Decay comes after the step and with the whole learning rate, as in Hugging Face's AdamW and bitsandbytes::
+
+        p -= lr · m̂ / (√v̂ + eps)        p -= lr · weight_decay · p
+    """
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuses numbers out of range.
+
+        Raises:
+            ConfigError: Naming the first.
+        """
+        check_at_least_zero(group, "lr", "eps", "weight_decay", "min_8bit_size")
+        check_betas(group, 2)
+        if group["nbits"] not in (8, 32):
+            raise bad_value("nbits", group["nbits"], "8 or 32")
+        percentile = group["percentile_clipping"]
+        if not isinstance(percentile, int) or not 0 < percentile <= 100:
+            raise bad_value("percentile_clipping", percentile, "a whole number from 1 to 100 (100 clips nothing)")
+
+    def form(self, layout: Layout, group: dict[str, Any]) -> Kept:
+        """The form of the moments: the parameter's."""
+        return Kept(layout.shape, tuple(range(layout.ndim)))
+
+    def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
+        """Moments, and the last norms where gradients are clipped by them."""
+        norms = {NORMS: kept_norms()} if group["percentile_clipping"] < 100 else {}
+        return {**kept_moments(layout, self.form(layout, group), group), **norms}
+
+    def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
+        """Shape in kind, and how blocks are cut."""
+        return layout.ndim, variant_of_moments(layout, self.form(layout, group), group)
+
+    def asks(self, chunk: Chunk) -> bool:
+        """Norms or shared scales."""
+        return chunk.group["percentile_clipping"] < 100 or self._shares_scales(chunk)
+
+    def lives_on_host(self, group: dict[str, Any]) -> bool:
+        """Paged states wait in host memory between steps."""
+        return bool(group["is_paged"])
+
+    def update(self, chunk: Chunk) -> Update:
+        """Rounds: what :meth:`observed` asks; norms, where they clip; scales, where ranks share a block."""
+        group: Any = chunk.group
+        gradients = yield from self.observed(chunk)
+        if group["percentile_clipping"] < 100:
+            dims = tuple(dim for dim in self.form(chunk.layout, group).dims if dim is not None)
+            gradients = yield from clipped(chunk, gradients, dims)
+        moments = Moments(chunk, lambda layout: self.form(layout, group))
+        # Moments are contiguous, and torch's kernels take all their tensors to be laid out alike.
+        gradients = gradients.map(torch.Tensor.contiguous)
+        direction = TensorList([torch.zeros_like(gradient) for gradient in gradients])
+        self.rule(group, chunk.step).update(
+            direction.tensors, gradients.tensors, moments.first.tensors, moments.second.tensors, _LATE, scale=1.0
+        )  # fmt: skip
+        yield from moments.keep()
+        remaining = 1.0 - float(group["lr"]) * float(group["weight_decay"])
+        self.move(chunk, direction, remaining)
+
+    def _shares_scales(self, chunk: Chunk) -> bool:
+        group: Any = chunk.group
+        form = self.form(chunk.layout, group)
+        return is_eight_bit(form, group) and blocks_of(chunk.layout, form, group["block_wise"]).over is not None
+
+    def observed(self, chunk: Chunk) -> Generator[list[Request], list[Any], TensorList]:
+        """What the moments are of: the gradients."""
+        yield from ()
+        return chunk.gradients
+
+    def move(self, chunk: Chunk, direction: TensorList, remaining: float) -> None:
+        """Takes the step, and what decay leaves of the result.
+
+        Args:
+            chunk: With the weights.
+            direction: lr · m̂ / (√v̂ + eps), negative.
+            remaining: 1 − lr · weight_decay.
+        """
+        if remaining != 1.0:
+            chunk.weights.mul_(remaining)
+        chunk.weights.add_(direction, alpha=remaining)
+
+    def rule(self, group: dict[str, Any], step: int) -> AdamRule:
+        """The step without decay. Its number's corrections are in lr and eps: variants differ in where eps stands."""
+        beta1, beta2 = map(float, group["betas"])
+        root = math.sqrt(1.0 - beta2**step)
+        return AdamRule(
+            lr=float(group["lr"]) * root / (1.0 - beta1**step), beta1=beta1, beta2=beta2,
+            eps=float(group["eps"]) * root, weight_decay=0.0, decoupled=True, maximize=False, hold_steps=0,
+        )  # fmt: skip
+
+
+# --- AdamW with moments in 8 bits.
+
+_READ_FROM_ARGS = {
+    "nbits": ("optim_bits", "nbits"),
+    "min_8bit_size": ("min_8bit_size",),
+    "percentile_clipping": ("percentile_clipping",),
+    "block_wise": ("block_wise",),
+}
+
+
+class AdamW8bit(MomentAdamW):
+    """AdamW whose moments are kept in 8 bits (Dettmers et al. 2022, arXiv 2110.02861), equal on any layout.
+
+    A byte stands for one of 256 numbers from −1 to 1 (0 to 1 for second moments), close together near 0; blocks of up
+    to 256 elements of a row share an fp32 scale, their largest absolute value. Moments take 2.03 bytes per element
+    instead of 8; rows shorter than 256 elements have a scale each and take more. Blocks never depend on the layout: a
+    model trains to the same weights on one process and on many, and its states move between them.
+
+    Unlike in bitsandbytes a second moment above 0 is never rounded to 0, which would divide the next step by eps.
+
+    Args:
+        params: Parameters or groups of them, plain or DTensors.
+        lr: Learning rate.
+        betas: Decay rates of the moments.
+        eps: Added to √v̂.
+        weight_decay: p -= lr · weight_decay · p, after the step.
+        nbits: 8, or 32 for moments in fp32.
+        min_8bit_size: Moments of fewer elements, on all ranks together, stay in fp32.
+        percentile_clipping: Below 100: a gradient is scaled down to the norm below which so many percent of its own
+            last 100 norms were. 100 clips nothing.
+        block_wise: False for one scale per tensor.
+        is_paged: Moments are kept in host memory (pinned) and visit the device batch by batch; a step then ends by
+            waiting for the copies. On a CPU there is nothing to do.
+        args: An object or mapping with any of ``optim_bits`` (or ``nbits``), ``min_8bit_size``,
+            ``percentile_clipping`` and ``block_wise``: they override the arguments, as in bitsandbytes.
+        half_update: See :class:`~meshwright.optim.sharded.ShardedOptimizer`.
+
+    Raises:
+        ConfigError: When a hyperparameter is out of range.
+        ModelError: For parameters that are not fp32, fp16 or bf16.
+    """
+
+    states_can_be_averaged = False  # codes of different scales
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        nbits: int = 8,
+        min_8bit_size: int = 4096,
+        percentile_clipping: int = 100,
+        block_wise: bool = True,
+        is_paged: bool = False,
+        args: Any = None,
+        *,
+        half_update: str = "master",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "nbits": nbits,
+            "min_8bit_size": min_8bit_size,
+            "percentile_clipping": percentile_clipping,
+            "block_wise": block_wise,
+            "is_paged": is_paged,
+            "half_update": half_update,
+        }
+        super().__init__(params, {**defaults, **_overrides(args)})
+
+
+def _overrides(args: Any) -> dict[str, Any]:
+    """What bitsandbytes reads from ``args``."""
+    values = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
+    return {key: values[name] for key, names in _READ_FROM_ARGS.items() for name in names if name in values}
+
+
+# --- Clipping each gradient by a percentile of its own last norms.
+
+NORMS = "gnorm_vec"
+HISTORY = 100
+"""Norms that are remembered."""
+
+
+def kept_norms() -> Kept:
+    """The form of a parameter's last squared norms."""
+    return Kept((HISTORY,), (None,))
+
+
+def clipped(
+    chunk: Chunk, gradients: TensorList, over: tuple[int, ...] | None
+) -> Generator[list[Sum], list[Any], TensorList]:
+    """Gradients scaled down to the norm below which ``percentile_clipping`` percent of the last 100 were.
+
+    Bitsandbytes' percentile clipping (until 0.49), with the norm of the whole gradient and with the norms that there
+    have been: its buffer begins with zeros, which low percentiles clip the first steps to.
+
+    Args:
+        chunk: With the norms among its states.
+        gradients: What the moments are of.
+        over: The parameter's dims that they share.
+    """
+    (squares,) = yield [Sum(gradients.squares(), over)]
+    histories, known = chunk.states[NORMS].tensors, min(chunk.step, HISTORY)
+    place = (chunk.step - 1) % HISTORY
+    torch._foreach_copy_([history[place] for history in histories], list(squares.unbind()))
+    ranked = torch.stack(histories)[:, :known].sort(1).values
+    limit = ranked[:, chunk.group["percentile_clipping"] * known // HISTORY]
+    return gradients * torch.where(squares > limit, (limit / squares).sqrt(), 1.0)

@@ -1,5 +1,0 @@
-"""Several optimizers and schedulers under one loss scale."""
-
-from meshwright.optim.manager.manager import OptimManager
-
-__all__ = ["OptimManager"]

@@ -1,0 +1,262 @@
+"""Train in half precision: fp32 master weights, stochastic rounding, and the dynamic loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.errors import ConfigError
+from meshwright.optim.dtensors import HALF_TYPES, by_kind, local_tensor
+from meshwright.runtime import world_size
+
+MASTER = "master"
+"""The state of our optimizers that holds the fp32 copy of a half-precision parameter."""
+
+
+class MasterWeights:
+    """fp32 copies of half-precision parameters (Micikevicius et al. 2018, §3.1), kept beside them.
+
+    Small updates vanish when added to an 8-bit mantissa; added to the fp32 copy they do not. A copy of a DTensor is a
+    DTensor with the same placements.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.of: dict[torch.Tensor, torch.Tensor] = {
+            parameter: parameter.detach().float().requires_grad_()
+            for parameter in parameters
+            if parameter.requires_grad and parameter.dtype in HALF_TYPES
+        }
+        """The fp32 copy of each half-precision parameter; parameters of other types have none."""
+        self._marks: dict[torch.Tensor, tuple[int, ...]] = {}
+        self._mark()
+
+    def optimizer(self, optim_func: Callable[[Any], Optimizer], params: Iterable[Any]) -> Optimizer:
+        """Builds ``optim_func(params)`` over the copies: takes parameters or groups of them, as torch optimizers do."""
+        groups = list(params)
+        if groups and isinstance(groups[0], Mapping):
+            return optim_func([{**group, "params": self._replaced(group["params"])} for group in groups])
+        return optim_func(self._replaced(groups))
+
+    def _replaced(self, params: Any) -> list[Any]:
+        listed = [params] if isinstance(params, torch.Tensor) else list(params)
+        if listed and isinstance(listed[0], tuple):  # named parameters
+            return [(name, self.of.get(parameter, parameter)) for name, parameter in listed]
+        return [self.of.get(parameter, parameter) for parameter in listed]
+
+    @torch.no_grad()
+    def collect_gradients(self) -> None:
+        """Moves the gradients to the copies, in fp32; the half-precision ones are freed."""
+        for parameter, master in self.of.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+
+    def check_covers(self, updated: Iterable[torch.Tensor]) -> None:
+        """Refuses gradients of half-precision parameters without a copy: small updates would vanish.
+
+        Args:
+            updated: What the optimizer updates: copies, and parameters that need none.
+
+        Raises:
+            ConfigError: When there is one.
+        """
+        lacking = [each for each in updated if each.grad is not None and self._lacks(each)]
+        if lacking:
+            raise ConfigError(
+                f"{len(lacking)} parameters in half precision have gradients and no fp32 master weights: they were "
+                "frozen when the optimizer was built",
+                expected="parameters that require gradients from the beginning",
+                got=f"shapes {[tuple(each.shape) for each in lacking[:5]]}",
+                fix="save a checkpoint, build model and optimizer anew with these unfrozen, and load it",
+            )
+
+    def _lacks(self, updated: torch.Tensor) -> bool:
+        return updated.dtype in HALF_TYPES
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Rounds the updated copies into the model's parameters."""
+        for parameter, master in self.of.items():
+            parameter.copy_(master)
+        self._mark()
+
+    def take_changes(self) -> None:
+        """Takes parameters over that somebody has written to since the copies were rounded into them.
+
+        Clamped, tied or averaged in place, they would be overwritten by the next step. Values are not compared: what is
+        written through ``parameter.data`` leaves no mark, and is not seen.
+        """
+        for parameter, master in self.of.items():
+            mark = _mark_of(parameter)
+            if self._marks.get(parameter) != mark:
+                take_over(master, parameter)
+                self._marks[parameter] = mark
+
+    def _mark(self) -> None:
+        """Notes that parameters are what their copies round to."""
+        self._marks = {parameter: _mark_of(parameter) for parameter in self.of}
+
+    def zero_grad(self) -> None:
+        """Frees the gradients of the model and of the copies."""
+        for parameter, master in self.of.items():
+            parameter.grad = master.grad = None
+
+
+def _mark_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """What changes when this rank's part is written to, or replaced by another tensor."""
+    local = local_tensor(parameter)
+    return parameter._version, local._version, local.data_ptr()  # a DTensor's are not its shard's
+
+
+@torch.no_grad()
+def take_over(copy: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Changes a copy of a parameter, of another type or on another device, into what was loaded into the parameter.
+
+    An element that rounds to the parameter's stays: it was loaded before, and is finer.
+    """
+    copied, local = local_tensor(copy), local_tensor(parameter)
+    local = local.to(copied.device)
+    copied.copy_(torch.where(copied.to(local.dtype) == local, copied, local.to(copied.dtype)))
+
+
+# --- Writing fp32 results into bfloat16 weights with random rounding: small updates survive on average, without a copy.
+
+_DROPPED_BITS = 16  # of an fp32 mantissa, in bfloat16
+
+
+def round_stochastically_(target: torch.Tensor, value: torch.Tensor, generator: torch.Generator) -> None:
+    """Rounds fp32 to one of the two neighbouring bfloat16 numbers, with probabilities that keep the mean (in place).
+
+    Adding random bits below the kept mantissa and cutting them off carries with exactly that probability
+    (Gupta et al. 2015; Zamirai et al. 2020 for bfloat16 training). Infinities and NaN stay what they are.
+
+    Args:
+        target: bfloat16, written to.
+        value: fp32 of the same shape.
+        generator: Of the same device; ranks that hold the same shard must draw the same bits.
+    """
+    bits = value.contiguous().view(torch.int32)
+    noise = torch.randint(0, 1 << _DROPPED_BITS, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
+    rounded = ((bits + noise) & -(1 << _DROPPED_BITS)).view(torch.float32)
+    target.copy_(torch.where(torch.isfinite(value), rounded, value))
+
+
+def shard_generator(device: torch.device, step: int, position: int, shard: int) -> torch.Generator:
+    """Random bits that depend on step, parameter and shard and on nothing else, so replicas stay equal."""
+    generator = torch.Generator(device)
+    generator.manual_seed(((step * 1_000_003 + position) * 1_000_003 + shard) % (1 << 63))
+    return generator
+
+
+# --- The dynamic loss scale of fp16, with bounds and patience.
+
+
+class LossScaler(torch.amp.GradScaler):
+    """torch's GradScaler over any mixture of layouts, with bounds and patience. Seed of these two: ColossalAI.
+
+    torch checks all gradients in one operation, which refuses plain tensors and DTensors of several meshes together.
+    This one checks local shards, and what one rank finds holds for all: one all-reduce of one number per step, over the
+    world (or see :meth:`meet_in`). A step that overflows is skipped in any case; without bounds and with
+    ``hysteresis=1`` the scale is torch's.
+
+    Args:
+        device: Device type the gradients are on.
+        initial_scale: The first scale.
+        growth_factor: The scale is multiplied by it after ``growth_interval`` steps without overflow.
+        backoff_factor: The scale is multiplied by it after an overflow.
+        growth_interval: See ``growth_factor``.
+        hysteresis: Overflows since the scale last grew before it falls; 1 lowers it at the first.
+        min_scale: The scale never falls below.
+        max_scale: The scale never grows above; None for no bound.
+
+    Raises:
+        ConfigError: When the numbers do not make a scale.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        initial_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 1,
+        min_scale: float = 0.0,
+        max_scale: float | None = None,
+    ) -> None:
+        if not (min_scale <= initial_scale and (max_scale is None or initial_scale <= max_scale)):
+            raise ConfigError(
+                "initial_scale is outside its bounds",
+                expected=f"a number from min_scale {min_scale} to max_scale {max_scale}",
+                got=repr(initial_scale),
+                fix="correct the three",
+            )
+        if not (growth_factor > 1 and 0 < backoff_factor < 1):
+            raise ConfigError(
+                "growth_factor and backoff_factor do not move a loss scale",
+                expected="growth_factor above 1 and backoff_factor between 0 and 1",
+                got=f"{growth_factor} and {backoff_factor}",
+                fix="use 2 and 0.5",
+            )
+        super().__init__(device, initial_scale, growth_factor, backoff_factor, growth_interval)
+        self.hysteresis, self.min_scale, self.max_scale = hysteresis, min_scale, max_scale
+        self._overflows = 0  # since the scale last grew
+        self._group: dist.ProcessGroup | None = None  # None: the world
+        self._num_peers: int | None = None  # None: all ranks
+
+    def meet_in(self, group: dist.ProcessGroup | None, num_ranks: int) -> None:
+        """From now on an overflow concerns the ranks of a group only, such as those of one replica."""
+        self._group, self._num_peers = group, num_ranks
+
+    # torch's ShardedGradScaler overrides the same method, for one process group.
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not allow_fp16 and any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        for kind in by_kind(map(local_tensor, gradients)):
+            device = kind[0].device
+            found = found_inf if device == found_inf.device else torch.zeros_like(found_inf, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(kind, found, inv_scale.to(device))
+            if found is not found_inf:  # these were offloaded
+                found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+        if (world_size() if self._num_peers is None else self._num_peers) > 1:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
+        return {found_inf.device: found_inf}
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Moves the scale after a step; see the class."""
+        if new_scale is not None or (self.hysteresis, self.min_scale, self.max_scale) == (1, 0.0, None):
+            super().update(new_scale)
+            return
+        before, overflowed = self.get_scale(), self._overflowed()
+        super().update()
+        if overflowed:
+            self._overflows += 1
+        elif self._get_growth_tracker() == 0:  # it has just grown
+            self._overflows = 0
+        scale = before if overflowed and self._overflows < self.hysteresis else self.get_scale()
+        highest = self.max_scale if self.max_scale is not None else scale
+        assert self._scale is not None, "super().update() needs it too"
+        self._scale.fill_(min(max(scale, self.min_scale), highest))
+
+    def _overflowed(self) -> bool:
+        found = (
+            each for state in self._per_optimizer_states.values() for each in state["found_inf_per_device"].values()
+        )
+        return any(bool(each.item()) for each in found)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's entries, and the overflows that count towards ``hysteresis``."""
+        return {**super().state_dict(), "overflows": self._overflows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` returned; also torch's own."""
+        super().load_state_dict(state_dict)
+        self._overflows = int(state_dict.get("overflows", 0))

@@ -1,0 +1,285 @@
+"""Store offloaded tensors: asynchronous copies to pinned host memory, and memory-mapped files on disk."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from meshwright.errors import ConfigError
+from meshwright.optim.dtensors import is_dense
+from meshwright.runtime import rank
+
+
+class CudaCopies:
+    """One stream per direction, as the hardware has one copy engine per direction.
+
+    What a stream has recorded is used again only when the host sees that its copies are over, and the host may be a
+    whole forward ahead of the device. Whoever must have the memory back sooner passes ``held``: he keeps the device
+    tensors until their own stream waits for the event.
+
+    Any thread may queue copies. A new one begins on the first device: it would set up a context there for nothing.
+
+    Args:
+        device: The CUDA device.
+    """
+
+    pinned = True
+    queued = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._to_host = torch.cuda.Stream(device)
+        self._to_device = torch.cuda.Stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        """An event on the current stream."""
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def to_host(
+        self, host: list[torch.Tensor], device: list[torch.Tensor], after: torch.cuda.Event, *, held: bool = False
+    ) -> torch.cuda.Event:
+        """Copies asynchronously; the device tensors may be freed by their owner at once, unless they are ``held``."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._to_host):
+            self._to_host.wait_event(after)
+            for target, source in zip(host, device, strict=True):
+                target.copy_(source, non_blocking=True)
+                if not held:
+                    source.record_stream(self._to_host)
+        return self._to_host.record_event()
+
+    def to_device(
+        self, device: list[torch.Tensor], host: list[torch.Tensor], after: torch.cuda.Event, *, held: bool = False
+    ) -> torch.cuda.Event:
+        """Copies asynchronously; the host tensors must stay until the event has passed."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._to_device):
+            self._to_device.wait_event(after)
+            for target, source in zip(device, host, strict=True):
+                target.copy_(source, non_blocking=True)
+                if not held:
+                    target.record_stream(self._to_device)
+        return self._to_device.record_event()
+
+    def join(self) -> None:
+        """The current stream waits for the stream to the device; gradients have been waited for by the host."""
+        torch.cuda.current_stream(self._device).wait_stream(self._to_device)
+
+
+# --- Copies between a device and the host: on streams of their own on CUDA, at once where the device is the host.
+
+
+class Event(Protocol):
+    """A point in a queue of copies."""
+
+    def synchronize(self) -> None:
+        """Lets the host wait for everything queued before this point."""
+
+    def wait(self) -> None:
+        """Lets the device's current stream wait for it."""
+
+
+class Copies(Protocol):
+    """Queues of copies that run beside everything else.
+
+    ``held``: the caller keeps the device tensors until the stream they belong to waits for the event.
+    """
+
+    queued: bool
+    """Whether a copy may still be under way when the call returns."""
+
+    def mark(self) -> Any:
+        """The point the device's current stream has reached."""
+
+    def to_host(self, host: list[torch.Tensor], device: list[torch.Tensor], after: Any, *, held: bool = False) -> Event:
+        """Queues copies of device tensors that are complete at ``after``; their owner may free them."""
+
+    def to_device(
+        self, device: list[torch.Tensor], host: list[torch.Tensor], after: Any, *, held: bool = False
+    ) -> Event:
+        """Queues copies into device tensors that nobody uses from ``after`` on."""
+
+    def join(self) -> None:
+        """Lets the device's current stream wait for all copies to the device."""
+
+
+class _Done:
+    """A copy that is complete."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class DirectCopies:
+    """Within host memory: the same path, without queues."""
+
+    queued = False
+
+    def mark(self) -> None:
+        """There are no streams."""
+
+    def to_host(
+        self, host: list[torch.Tensor], device: list[torch.Tensor], after: None, *, held: bool = False
+    ) -> Event:
+        """Copies."""
+        torch._foreach_copy_(host, device)
+        return _Done()
+
+    def to_device(
+        self, device: list[torch.Tensor], host: list[torch.Tensor], after: None, *, held: bool = False
+    ) -> Event:
+        """Copies."""
+        torch._foreach_copy_(device, host)
+        return _Done()
+
+    def join(self) -> None:
+        """Nothing is under way."""
+
+
+def copies_for(device: torch.device) -> Copies:
+    """The copies between the host and a device."""
+    return CudaCopies(device) if device.type == "cuda" else DirectCopies()
+
+
+# --- Tensors in memory-mapped files: the kernel moves their pages, and is told which come next and which are done.
+
+_ALIGNMENT = 64  # bytes: what vector kernels like
+_CHUNK = 2**24  # bytes written at a time where a file system cannot reserve
+
+
+class DiskFile:
+    """A file of fixed size whose bytes are tensors.
+
+    Its blocks are reserved when it is made, so that a full disk is an error then and not a fault in the middle of an
+    update. Without ``keep`` it has no name from then on: the system frees it when the process ends, however it ends.
+    Nothing ever reads a file that it did not make.
+
+    Raises:
+        ConfigError: When the folder cannot be written to or the disk is full.
+    """
+
+    def __init__(self, folder: Path, num_bytes: int, *, keep: bool) -> None:
+        try:
+            self._descriptor, path = tempfile.mkstemp(".bin", f"rank{rank()}-", folder)
+        except OSError as error:
+            raise _unusable(folder, num_bytes, error) from error
+        weakref.finalize(self, os.close, self._descriptor)
+        try:
+            _reserve(self._descriptor, num_bytes)
+            self._map = mmap.mmap(self._descriptor, num_bytes)
+        except (OSError, OverflowError) as error:
+            os.unlink(path)
+            raise _unusable(folder, num_bytes, error) from error
+        if not keep:
+            os.unlink(path)
+
+    @classmethod
+    def like(
+        cls, folder: Path, likes: Sequence[torch.Tensor], *, keep: bool
+    ) -> tuple[DiskFile | None, list[torch.Tensor]]:
+        """A file with one tensor of zeros for each of ``likes``, and these; no file where all of them are empty."""
+        starts, end = [], 0
+        for tensor in likes:
+            starts.append(end)
+            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        file = cls(folder, end, keep=keep) if end else None
+        return file, [
+            torch.empty_like(like, device="cpu") if file is None else file._tensor(start, like)
+            for start, like in zip(starts, likes, strict=True)
+        ]
+
+    def _tensor(self, start: int, like: torch.Tensor) -> torch.Tensor:
+        if like.numel() == 0:
+            return torch.empty_like(like, device="cpu")
+        flat = torch.frombuffer(self._map, dtype=like.dtype, count=like.numel(), offset=start)
+        return flat.as_strided(like.size(), like.stride()) if is_dense(like) else flat.view(like.shape)
+
+    def read_ahead(self) -> None:
+        """Asks for all pages; returns before they are there."""
+        _advise(self._descriptor, "POSIX_FADV_WILLNEED")
+
+    def write_behind(self) -> None:
+        """Writes what has changed, and lets go of the memory; reading it again reads the file."""
+        os.fdatasync(self._descriptor)
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)  # pages of a shared map stay what the file says
+        _advise(self._descriptor, "POSIX_FADV_DONTNEED")
+
+
+def _reserve(descriptor: int, num_bytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        return
+    for start in range(0, num_bytes, _CHUNK):
+        os.pwrite(descriptor, bytes(min(_CHUNK, num_bytes - start)), start)
+
+
+def _advise(descriptor: int, name: str) -> None:
+    if hasattr(os, name):  # not on macOS; it is advice and nothing depends on it
+        os.posix_fadvise(descriptor, 0, 0, getattr(os, name))
+
+
+def _unusable(folder: Path, num_bytes: int, error: BaseException) -> ConfigError:
+    return ConfigError(
+        "The folder for offloaded optimizer states cannot hold them",
+        expected=f"a writable folder with {num_bytes} bytes free for this rank's next file",
+        got=f"{error} in {folder}",
+        fix="give a folder on another disk, make room, or lower the fraction optimizer of offload",
+    )
+
+
+class Disk:
+    """A folder for one process's files, and a thread that reads ahead and writes behind.
+
+    Args:
+        folder: Made if it does not exist; one that is local to each node and fast.
+        keep: Whether files keep their names when the process ends, for whoever wants to look at them.
+
+    Raises:
+        ConfigError: When it cannot be written to.
+    """
+
+    def __init__(self, folder: Path, *, keep: bool = False) -> None:
+        self._folder, self._keep = folder, keep
+        self._thread = ThreadPoolExecutor(1, "meshwright-disk")
+        weakref.finalize(self, self._thread.shutdown, wait=False)
+        self._writing: dict[DiskFile, Future[None]] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unusable(folder, 0, error) from error
+        self.make([torch.empty(1)])  # now rather than in the first step
+
+    def make(self, likes: Sequence[torch.Tensor]) -> tuple[DiskFile | None, list[torch.Tensor]]:
+        """A new file with one tensor for each of ``likes``: see :meth:`DiskFile.like`."""
+        return DiskFile.like(self._folder, likes, keep=self._keep)
+
+    def read_ahead(self, files: Sequence[DiskFile]) -> None:
+        """Begins to read what the next update needs."""
+        for file in files:
+            self._thread.submit(file.read_ahead)
+
+    def write_behind(self, files: Sequence[DiskFile]) -> None:
+        """Begins to write what an update has changed.
+
+        Raises:
+            OSError: When an earlier write of one of these files failed.
+        """
+        for file in files:
+            if (before := self._writing.get(file)) is not None:
+                before.result()
+            self._writing[file] = self._thread.submit(file.write_behind)
+
+    def settle(self) -> None:
+        """Waits for everything that is being written; raises OSError when it could not be."""
+        for future in self._writing.values():
+            future.result()

@@ -1,0 +1,433 @@
+"""Step any torch optimizer bucket by bucket, with states and master weights in host memory or on disk."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+
+from meshwright.errors import ConfigError, ModelError
+from meshwright.optim.dtensors import HALF_TYPES, local_tensor, wrapped_like
+from meshwright.optim.guarded_step import WrappedOptimizer
+from meshwright.optim.mixed_precision import MasterWeights
+from meshwright.optim.offload_storage import Copies, Disk, DiskFile, Event
+from meshwright.runtime import same_on_every_rank
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Parameters that are updated together, and the files that hold their copies and states."""
+
+    parameters: list[torch.Tensor]
+    """As the model has them."""
+    updated: list[torch.Tensor]
+    """As the optimizer has them: copies on the host, or the parameters themselves where they are there."""
+    files: list[DiskFile]
+
+
+class OffloadedOptimizer(WrappedOptimizer):
+    """Wraps an optimizer over copies of parameters on the host (and parameters on the device, updated first).
+
+    An optimizer of torch keeps everything per parameter, so its step over some of them is its step: each bucket is
+    updated by itself, with torch's fused kernel where it has one and the group does not choose otherwise, while the
+    weights of the one before travel to the device and the states of the next are read. Any other takes one step over
+    everything.
+
+    Args:
+        inner: The optimizer.
+        buckets: What is on the host.
+        disk: Where states go after the step that made them; None: they stay in memory.
+        send: Begins to bring the weights of some of the model's parameters to the device.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        buckets: Sequence[Bucket],
+        disk: Disk | None,
+        send: Callable[[Sequence[torch.Tensor]], None],
+    ) -> None:
+        super().__init__(inner)
+        if isinstance(inner, LBFGS):
+            raise ConfigError(
+                "offload cannot work with LBFGS, which flattens all parameters into one vector",
+                expected="an optimizer that keeps its states per parameter",
+                got="LBFGS",
+                fix="leave offload out, or use another optimizer",
+            )
+        self._buckets, self._disk, self._send = buckets, disk, send
+        self._on_host = {parameter: bucket for bucket in buckets for parameter in bucket.updated}
+        self._stored: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # states on disk, by parameter and name
+        self._offered: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # room for states about to be loaded
+        self._full: ConfigError | None = None  # why states of this step stay in memory
+        self._agreed = False  # whether all ranks know that their first states have found room
+        if disk is not None:
+            inner.state_like = self.state_like  # type: ignore[attr-defined]  # states are loaded into their files
+
+    @property
+    def hosted(self) -> set[torch.Tensor]:
+        """The optimizer's parameters that are on the host."""
+        return set(self._on_host)
+
+    def is_stored(self, parameter: torch.Tensor, key: str) -> bool:
+        """Whether a state is on disk."""
+        return self._stored.get((parameter, key)) is self.inner.state[parameter][key]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Updates the parameters on the device, then bucket after bucket on the host.
+
+        Raises:
+            ConfigError: When a disk has no room for new states, on every rank; the step is done then, with them in
+                memory.
+        """
+        if closure is not None:
+            raise ValueError("An offloaded optimizer takes no closure. What to do: call backward before step.")
+        if self._in_parts:
+            others = {p for group in self.param_groups for p in group["params"]} - self._on_host.keys()
+            if others:
+                with _only(self.inner, others):
+                    self.inner.step()
+        else:
+            self.inner.step()
+        for bucket, following in zip(self._buckets, [*self._buckets[1:], None], strict=True):
+            if self._disk is not None and following is not None:
+                self._disk.read_ahead(following.files)
+            if self._in_parts:
+                with _only(self.inner, set(bucket.updated)), _fused(self.inner):
+                    self.inner.step()
+            self._store(bucket)
+            self._send(bucket.parameters)
+            if self._disk is not None:
+                self._disk.write_behind(bucket.files)
+        if self._disk is not None:
+            self._tell_of_full_disk()
+
+    @property
+    def _in_parts(self) -> bool:
+        ours_or_theirs = type(self.inner).__module__.startswith("torch.optim.")
+        hooks = self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks
+        return ours_or_theirs and not hooks  # a hook is promised one call per step
+
+    def _states(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
+        """The states that belong on disk: all but counters."""
+        for parameter in bucket.updated:
+            for key, value in self.inner.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() > 0:
+                    yield parameter, key, value
+
+    def _store(self, bucket: Bucket) -> None:
+        """Moves states that are in memory, because they are new or were loaded, to disk; values and layouts stay."""
+        if self._disk is None or self._full is not None:
+            return
+        missing = []
+        for parameter, key, value in list(self._states(bucket)):
+            place = self._stored.get((parameter, key))
+            if place is value:
+                continue
+            if place is not None and _alike(place, value):
+                self._put(parameter, key, value, local_tensor(place))
+            else:
+                missing.append((parameter, key, value))
+        if not missing:
+            return
+        try:
+            file, places = self._disk.make([local_tensor(value) for _, _, value in missing])
+        except ConfigError as error:
+            self._full = error
+            return
+        bucket.files += [file] if file is not None else []
+        for (parameter, key, value), place in zip(missing, places, strict=True):
+            self._put(parameter, key, value, place)
+
+    @torch.no_grad()
+    def _put(self, parameter: torch.Tensor, key: str, value: torch.Tensor, place: torch.Tensor) -> None:
+        place.copy_(local_tensor(value))
+        self.inner.state[parameter][key] = self._stored[parameter, key] = wrapped_like(value, place)
+
+    def _tell_of_full_disk(self) -> None:
+        error, self._full = self._full, None
+        if not self._agreed:  # the step that makes states; ranks take it together
+            self._agreed = True
+            with same_on_every_rank():
+                if error is not None:
+                    raise error
+        elif error is not None:
+            raise error
+
+    def state_like(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised state laid out like a parameter of the optimizer, where it is to live.
+
+        Raises:
+            ConfigError: When the disk has no room.
+        """
+        bucket = self._on_host.get(parameter)
+        if self._disk is None or bucket is None:
+            return torch.empty_like(parameter.detach(), dtype=dtype)
+        place = self._offered.pop((parameter, key), None)
+        if place is None or place.dtype != dtype:
+            likes = [torch.empty_like(local_tensor(p), dtype=dtype, device="meta") for p in bucket.updated]
+            file, places = self._disk.make(likes)
+            bucket.files += [file] if file is not None else []
+            self._offered |= {(p, key): each for p, each in zip(bucket.updated, places, strict=True)}
+            place = self._offered.pop((parameter, key))
+        self._stored[parameter, key] = wrapped_like(parameter, place)
+        return self._stored[parameter, key]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what :meth:`state_dict` returned, also without offload; states go to disk with the next step."""
+        self.inner.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"OffloadedOptimizer({len(self._on_host)} parameters on the host, {self.inner!r})"
+
+
+def _alike(place: torch.Tensor, value: torch.Tensor) -> bool:
+    one, other = local_tensor(place), local_tensor(value)
+    return one.shape == other.shape and one.dtype == other.dtype and type(place) is type(value)
+
+
+@contextlib.contextmanager
+def _only(optimizer: Optimizer, parameters: set[torch.Tensor]) -> Iterator[None]:
+    """Lets an optimizer know some of its parameters only."""
+    listed = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter in parameters]
+    try:
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, listed, strict=True):
+            group["params"] = params
+
+
+@contextlib.contextmanager
+def _fused(optimizer: Optimizer) -> Iterator[None]:
+    """Lets groups without a choice use torch's fused kernels for the host, several times faster than its loop."""
+    chosen = [group for group in optimizer.param_groups if _can_fuse(optimizer, group)]
+    before = [group["fused"] for group in chosen]
+    for group in chosen:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group, fused in zip(chosen, before, strict=True):
+            group["fused"] = fused
+
+
+def _can_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    # Half-precision states keep torch's loop; its fused SGD has no rule for DTensors.
+    kinds = (
+        (Adam, AdamW) if any(isinstance(parameter, DTensor) for parameter in group["params"]) else (Adam, AdamW, SGD)
+    )
+    undecided = group.get("fused") is None and group.get("foreach") is None and "fused" in group
+    plain = not group.get("differentiable") and not group.get("capturable")
+    wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in group["params"])
+    return type(optimizer) in kinds and undecided and plain and wide
+
+
+# --- Copies of parameters in host memory, which the optimizer updates in place of the parameters on the device.
+
+
+class HostWeights(MasterWeights):
+    """Master weights of which some are on the host (ZeRO-Offload, Ren et al. 2021, §4): so are gradients and states.
+
+    A gradient is copied to the host in its own type and becomes the copy's gradient there; new weights travel back in
+    the parameter's type. On CUDA copies run on two streams of their own, from and to page-locked memory.
+
+    Args:
+        parameters: All that train.
+        hosted: Those with a copy on the host.
+        in_backward: Those of them whose gradient leaves, and is freed, as soon as backward has accumulated it; several
+            backward passes add up on the host. The others keep their gradient on the device, too.
+        resident: Parameters that are in host memory themselves: they have no copy and are updated as they are.
+        fp32: Whether copies of half-precision parameters are fp32, on the device too; otherwise they have their type.
+        copies: The way between host and device.
+        pin_memory: Whether copies are page-locked.
+        disk: Where copies and states live instead; None: in memory.
+        bucket_bytes: Bytes of copies that are updated at a time, while the next ones are read.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        hosted: set[torch.Tensor],
+        in_backward: set[torch.Tensor],
+        resident: set[torch.Tensor],
+        fp32: bool,
+        copies: Copies,
+        pin_memory: bool,
+        disk: Disk | None,
+        bucket_bytes: int,
+    ) -> None:
+        super().__init__([p for p in parameters if p not in hosted and p not in resident] if fp32 else [])
+        self.resident, self.disk = resident, disk
+        self.hosted: dict[torch.Tensor, torch.Tensor] = {}
+        """The copy on the host of each parameter that has one."""
+        self._in_backward, self._copies, self._pin, self._fp32 = in_backward, copies, pin_memory, fp32
+        self._arriving: dict[torch.Tensor, tuple[torch.Tensor, Event]] = {}  # gradients on their way
+        self._leaving: deque[tuple[torch.Tensor, Event]] = deque()  # what the device may still copy from
+        self._window = bucket_bytes  # of them at most
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}  # gradients that have arrived
+        self._sent: set[torch.Tensor] = set()  # whose weights are on their way since the last step began
+        self.buckets = [self._bucket(each) for each in _cut([p for p in parameters if p in hosted], bucket_bytes)]
+        own = [p for p in parameters if p in resident]
+        self.buckets += [Bucket(each, each, []) for each in _cut(own, bucket_bytes)]
+        self.of.update(self.hosted)
+        self._mark()
+        for parameter in in_backward:
+            parameter.register_post_accumulate_grad_hook(self._leave)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _bucket(self, parameters: list[torch.Tensor]) -> Bucket:
+        likes = [torch.empty_like(local_tensor(p), dtype=self._type_of(p), device="meta") for p in parameters]
+        files: list[DiskFile] = []
+        if self.disk is None:
+            host = [_empty(like, self._pin) for like in likes]
+        else:
+            file, host = self.disk.make(likes)
+            files += [file] if file is not None else []
+        for parameter, local in zip(parameters, host, strict=True):
+            local.copy_(local_tensor(parameter))
+            self.hosted[parameter] = wrapped_like(parameter, local).requires_grad_()
+        return Bucket(parameters, [self.hosted[parameter] for parameter in parameters], files)
+
+    def _type_of(self, parameter: torch.Tensor) -> torch.dtype:
+        return torch.float32 if self._fp32 and parameter.dtype in HALF_TYPES else parameter.dtype
+
+    def optimizer(self, optim_func: Callable[[Any], Optimizer], params: Iterable[Any]) -> Optimizer:
+        """Builds ``optim_func(params)`` over the copies, to be stepped bucket by bucket."""
+        inner = super().optimizer(optim_func, params)
+        return OffloadedOptimizer(inner, self.buckets, self.disk, send=self.send)
+
+    @torch.no_grad()
+    def _leave(self, parameter: torch.Tensor) -> None:
+        """Sends a gradient off and frees it; a hook after accumulation."""
+        self._depart(parameter)
+        parameter.grad = None
+
+    def _depart(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout != torch.strided:
+            raise ModelError(
+                "offload does not take sparse gradients",
+                expected="dense gradients",
+                got=f"{gradient.layout} for a parameter of shape {tuple(parameter.shape)}",
+                fix="build the embedding with sparse=False",
+            )
+        self._land(parameter)  # at most one of each is under way
+        local = local_tensor(gradient)
+        host = _empty(local, self._pin)
+        event = self._copies.to_host([host], [local], self._copies.mark(), held=True)
+        self._arriving[parameter] = host, event
+        if self._copies.queued:
+            self._keep(local, event)
+
+    def _keep(self, gradient: torch.Tensor, event: Event) -> None:
+        """Keeps a gradient while it is copied; of the oldest the device waits for the end, however far the host is."""
+        self._leaving.append((gradient, event))
+        while sum(each.nbytes for each, _ in self._leaving) > self._window and len(self._leaving) > 1:
+            self._leaving[0][1].wait()
+            self._leaving.popleft()  # freed behind the wait
+
+    def _land(self, parameter: torch.Tensor) -> None:
+        """Waits for a gradient under way, and adds it to what has arrived before."""
+        if parameter not in self._arriving:
+            return
+        host, event = self._arriving.pop(parameter)
+        event.synchronize()
+        gradient = host.to(self._type_of(parameter))
+        if parameter in self._sums:
+            self._sums[parameter] += gradient
+        else:
+            self._sums[parameter] = gradient
+
+    @torch.no_grad()
+    def collect_gradients(self) -> None:
+        """Gives every copy its gradient: those that left in backward, and the others now."""
+        self._sent.clear()
+        for parameter, master in self.of.items():
+            if parameter not in self.hosted:
+                master.grad = None if parameter.grad is None else parameter.grad.float()
+                parameter.grad = None
+            elif parameter.grad is not None:
+                if parameter in self._in_backward:
+                    self._leave(parameter)  # somebody has set it by hand
+                else:
+                    self._sums.pop(parameter, None)  # the device's is the sum
+                    self._depart(parameter)
+        for parameter, copy in self.hosted.items():
+            self._land(parameter)
+            found = self._sums.get(parameter)
+            copy.grad = None if found is None else wrapped_like(copy, found)
+        self._leaving.clear()  # the host has waited for all of them
+
+    def _lacks(self, updated: torch.Tensor) -> bool:
+        return self._fp32 and updated not in self.resident and super()._lacks(updated)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Rounds the copies on the device into the model's parameters, and those on the host where they have not been.
+
+        After a step the latter have been sent bucket by bucket; after loading, all are sent.
+        """
+        for parameter, master in self.of.items():
+            if parameter not in self.hosted:
+                parameter.copy_(master)
+        self.send([parameter for parameter in self.hosted if parameter not in self._sent])
+        self._sent.clear()
+        self._copies.join()
+        self._mark()
+
+    @torch.no_grad()
+    def send(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Begins to bring new weights to the device; resident parameters are where they belong."""
+        targets, sources = [], []
+        for parameter in parameters:
+            if parameter in self.hosted:
+                target, source = local_tensor(parameter.detach()), local_tensor(self.hosted[parameter].detach())
+                if source.dtype != target.dtype:
+                    rounded = _empty(torch.empty_like(source, dtype=target.dtype, device="meta"), self._pin)
+                    source = rounded.copy_(source)
+                targets.append(target)
+                sources.append(source)
+                self._sent.add(parameter)
+        if targets:
+            self._copies.to_device(targets, sources, self._copies.mark())
+
+    def zero_grad(self) -> None:
+        """Frees the gradients of the model and of the copies, also those that left before."""
+        super().zero_grad()
+        for _, event in self._leaving:
+            event.synchronize()
+        self._leaving.clear()
+        self._arriving.clear()
+        self._sums.clear()
+
+
+def _cut(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[torch.Tensor]]:
+    """Whole parameters in their order, so many at a time; on every rank alike where shards are about equal."""
+    buckets: list[list[torch.Tensor]] = []
+    size = bucket_bytes
+    for parameter in parameters:
+        if size >= bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += parameter.numel() * 4  # of the whole: equal on every rank, whatever its shard
+    return buckets
+
+
+def _empty(like: torch.Tensor, pin: bool) -> torch.Tensor:
+    return torch.empty_like(like, device="cpu", pin_memory=pin)

@@ -1,0 +1,259 @@
+"""Local steps, and now and then an outer step of all replicas together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from meshwright.errors import ConfigError, join_names
+from meshwright.optim.full_state_dict import load_laid_out
+from meshwright.optim.guarded_step import GuardedOptimizer, WrappedOptimizer
+from meshwright.optim.outer.global_weights import OuterFactory
+from meshwright.optim.outer.replica_group import Replicas
+from meshwright.optim.outer.sync_policy import OuterPolicy
+from meshwright.optim.outer.synchronizer import Synchronizer, laid_out_state, load_state, state_of, whole_state_of
+from meshwright.optim.pipeline_state_dict import gathered_state_dict, laid_out_like
+
+
+class OuterOptimizer(WrappedOptimizer):
+    """Replicas of a model that train on their own and synchronise every H steps: the engine of BMUF, SlowMo, DiLoCo.
+
+    After H inner steps the outer optimizer moves the global weights by the pseudo-gradient, global - mean(local), and
+    every replica goes on from them (Chen & Huo 2016; Wang et al. 2019; Douillard et al. 2023). A replica may be one
+    rank or many, with its parameters sharded in any way over axes other than ``group``::
+
+        inner = torch.optim.AdamW(model.parameters())
+        optimizer = OuterOptimizer(inner, lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True))
+
+    Use it as the optimizer: every ``step`` counts, and those that end a block synchronise. Gradients must not be
+    averaged over replicas (no DDP over ``group``). Every rank calls ``step`` equally often. The first step compares the
+    replicas and makes the global copy, so weights may be loaded before.
+
+    Args:
+        inner: Any torch optimizer, or a GuardedOptimizer.
+        outer: Builds the outer optimizer from the global weights.
+        policy: When to synchronise, and everything else one may choose.
+        group: The ranks that hold the same part of the model in every replica, or a mesh of one axis; None: every rank
+            of the world is a replica.
+        model: Its floating-point buffers are averaged; None leaves buffers alone.
+        fragments: The parameters of each of ``policy.fragments`` parts; None divides them in their order.
+
+    Raises:
+        ConfigError: When arguments do not fit together.
+    """
+
+    is_outer = True
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        outer: OuterFactory,
+        policy: OuterPolicy | None = None,
+        *,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        model: nn.Module | None = None,
+        fragments: Sequence[Sequence[torch.Tensor]] | None = None,
+    ) -> None:
+        _check_inner(inner)
+        super().__init__(inner)
+        self.policy = policy or OuterPolicy()
+        self._rhythm = self.policy.rhythm
+        self.synchronizer = Synchronizer(inner, outer, self.policy, group, model, fragments)
+        """What the replicas do together."""
+        self.num_updates = 0
+        """Inner steps, skipped ones included."""
+        self._gradients_are_averaged = False  # in this step of a synchronous warm-up
+
+    @property
+    def replicas(self) -> Replicas:
+        """The ranks this one synchronises with."""
+        return self.synchronizer.replicas
+
+    @property
+    def outer(self) -> Optimizer:
+        """The outer optimizer, for instance to change its learning rate. The first access is collective."""
+        return self.synchronizer.copy.outer
+
+    @property
+    def guard(self) -> GuardedOptimizer | None:
+        """The inner optimizer's guards, where it has some."""
+        return self.inner if isinstance(self.inner, GuardedOptimizer) else None
+
+    @property
+    def step_takes_scale(self) -> bool:
+        """Whether the inner optimizer divides gradients by ``scale`` itself."""
+        return bool(getattr(self.inner, "step_takes_scale", False))
+
+    @property
+    def in_warmup(self) -> bool:
+        """Whether the next step belongs to warm-up."""
+        return self._rhythm.in_warmup(self.num_updates)
+
+    @property
+    def num_syncs(self) -> int:
+        """Outer steps (of fragments) so far."""
+        return self.synchronizer.num_syncs
+
+    @property
+    def _averages_gradients(self) -> bool:
+        """Whether the next step belongs to a synchronous warm-up."""
+        return self.in_warmup and self.policy.warmup == "synchronous"
+
+    def prepare_gradients(self) -> None:
+        """In a synchronous warm-up: averages gradients over replicas. ``step`` does so; call it before clipping."""
+        self._begin()
+        if self.guard is not None:
+            self.guard.prepare_gradients()
+        if self._averages_gradients and not self._gradients_are_averaged:
+            self.synchronizer.average_gradients()
+            self._gradients_are_averaged = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients."""
+        self.inner.zero_grad(set_to_none)
+        self._gradients_are_averaged = False
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """One inner step, and what is due after it.
+
+        Args:
+            closure: Recomputes the loss, for the inner optimizer.
+            options: Passed to the inner optimizer, such as ``scale``.
+
+        Returns:
+            What the inner optimizer's step returns.
+
+        Raises:
+            LaunchError: When another replica does not come to a synchronisation, naming its rank.
+        """
+        self._begin()
+        if closure is None:
+            self.prepare_gradients()
+            result = self.inner.step(**options)
+        else:
+            result = self.inner.step(self._averaging(closure), **options)
+        self.count_step()
+        return result
+
+    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def computed() -> Any:
+            self._gradients_are_averaged = False
+            with torch.enable_grad():
+                loss = closure()
+            self.prepare_gradients()
+            return loss
+
+        return computed
+
+    def _begin(self) -> None:
+        self.synchronizer.weights.check_frozen()
+        self.synchronizer.start()
+        if not self._averages_gradients:
+            self.synchronizer.part_loss_scales()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses: the replicas have agreed on what they synchronise.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "A parameter group is added to an outer optimizer, which would not synchronise it",
+            expected="all groups in the inner optimizer from the beginning",
+            got=f"another group with {join_names(param_group)}",
+            fix="add groups to the inner optimizer, and build the outer one after that",
+        )
+
+    def count_step(self) -> None:
+        """Counts a step that has been taken, or skipped by somebody who watches over gradients, and synchronises."""
+        shared = self.synchronizer
+        shared.start()
+        shared.awaits_weights = False
+        shared.replicas_are_equal = shared.replicas_are_equal and self._averages_gradients
+        self.num_updates += 1
+        self._gradients_are_averaged = False
+        if self.replicas.size == 1 and self.policy.skip_when_alone:
+            return
+        if self._rhythm.ends_warmup(self.num_updates):
+            shared.end_warmup()
+        due = list(self._rhythm.due(self.num_updates))
+        if due:
+            shared.run(due)
+
+    def synchronize(self) -> None:
+        """Ends the present block at once, for instance after the last step: all replicas hold the global weights then.
+
+        Collective. What is under way is taken first. The rhythm goes on as if nothing had happened. During warm-up it
+        does nothing.
+        """
+        self.synchronizer.start()
+        if not self.in_warmup:
+            self.synchronizer.synchronize()
+
+    def global_weights(self) -> contextlib.AbstractContextManager[None]:
+        """A context that lends the model the global weights, for instance to evaluate or export them; collective.
+
+        Floating-point buffers are the mean of the replicas' inside, unless the policy keeps them apart. During warm-up,
+        when there are no global weights yet, all is replica 0's.
+        """
+        self.synchronizer.start()
+        return self.synchronizer.global_weights(in_warmup=self.in_warmup)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of everything: inner and outer states, global weights, counters, what is under way.
+
+        Every rank saves and loads its own. A ``CheckpointStore`` keeps one copy of what is equal, and loads into other
+        numbers of replicas.
+        """
+        own = {"inner": self.inner.state_dict(), "outer": self.outer.state_dict(), "num_updates": self.num_updates}
+        return own | state_of(self.synchronizer)
+
+    def gathered_state_dict(self) -> dict[str, Any]:
+        """The same with whole tensors on the CPU of rank 0 (its replica's inner states); collective.
+
+        Raises:
+            ConfigError: On every rank, with ``split``, and while fragments are under way.
+        """
+        inner, outer = gathered_state_dict(self.inner), gathered_state_dict(self.outer)
+        return {"inner": inner, "outer": outer, "num_updates": self.num_updates} | whole_state_of(self.synchronizer)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what either of the two returned; collective. The model's weights are loaded apart.
+
+        Raises:
+            CheckpointError: On every rank, when it is of other parameters or fragments; nothing is changed then.
+        """
+        self.take_laid_out(self.laid_out(state_dict))
+
+    def laid_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A state dict of any layout on the layout here; collective."""
+        laid_out = laid_out_state(self.synchronizer, state_dict)
+        inner, outer = laid_out_like(self.inner, state_dict["inner"]), laid_out_like(self.outer, state_dict["outer"])
+        return {**laid_out, "inner": inner, "outer": outer}
+
+    def take_laid_out(self, state_dict: dict[str, Any]) -> None:
+        """Takes over what :meth:`laid_out` returned."""
+        load_state(self.synchronizer, state_dict)
+        load_laid_out(self.inner, state_dict["inner"])
+        load_laid_out(self.outer, state_dict["outer"])
+        self.num_updates = int(state_dict["num_updates"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.policy}, {self.replicas.size} replicas, {self.inner!r})"
+
+
+def _check_inner(inner: Optimizer) -> None:
+    if isinstance(inner, OuterOptimizer):
+        raise ConfigError(
+            "An outer optimizer cannot be another's inner one",
+            expected="an optimizer of one replica",
+            got=type(inner).__name__,
+            fix="give both the same replicas in one optimizer",
+        )

@@ -1,0 +1,309 @@
+"""The replicas a rank synchronises with: their group, flat messages between them, and equal starting weights."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from meshwright.comm.transport import all_gather_flat, groups_of_ranks
+from meshwright.errors import ConfigError, LaunchError, join_names
+from meshwright.runtime import bit_sums, gather_objects, print_rank, world_size
+
+_PATIENCE_S = 3.0  # for marks of ranks that are alive but slow to notice
+
+
+class Replicas:
+    """The ranks that hold this rank's part of the model in every replica. Making it is collective over the world.
+
+    Args:
+        group: Their process group, or a mesh of one axis; None takes the world: every rank is a replica.
+
+    Raises:
+        ConfigError: When a mesh has several axes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
+        if isinstance(group, DeviceMesh):
+            if group.ndim != 1:
+                raise ConfigError(
+                    "Replicas lie along one mesh axis",
+                    expected="a mesh of one axis, such as mesh['replica']",
+                    got=f"a mesh with the axes {group.mesh_dim_names}",
+                    fix="slice the mesh by the name of the axis",
+                )
+            group = group.get_group()
+        self.group = group
+        in_world = world_size() > 1
+        self.ranks: list[int] = dist.get_process_group_ranks(group or dist.group.WORLD) if in_world else [0]
+        self.size = len(self.ranks)
+        self.rank = self.ranks.index(dist.get_rank()) if in_world else 0
+        self.inside, self.num_inside = _inside(self.rank) if in_world else (None, 1)
+        on_cuda = in_world and "nccl" in dist.get_backend_config(group or dist.group.WORLD)
+        self.device = torch.device("cuda" if on_cuda else "cpu")
+        """Where single numbers meet."""
+        self.bytes_sent = 0
+        """By this rank, as ring algorithms send them."""
+        self._meetings = 0
+
+    def all_reduce(self, flat: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> dist.Work | None:
+        """Starts an all-reduce in place; None where there is nobody else."""
+        if self.size == 1:
+            return None
+        self.bytes_sent += 2 * (self.size - 1) * flat.nbytes // self.size
+        with self.watched():
+            return dist.all_reduce(flat, operation, group=self.group, async_op=True)
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, into: list[int] | None = None, out_of: list[int] | None = None
+    ) -> dist.Work:
+        """Starts an all-to-all of the rows (or of pieces of the given sizes) of a tensor."""
+        own = out_of[self.rank] if out_of is not None else sent.shape[0] // self.size
+        self.bytes_sent += (sent.shape[0] - own) * sent[:1].nbytes
+        with self.watched():
+            work: dist.Work = dist.all_to_all_single(received, sent, into, out_of, group=self.group, async_op=True)
+        return work
+
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
+        """Starts gathering equal pieces."""
+        self.bytes_sent += (self.size - 1) * sent.nbytes
+        with self.watched():
+            work: dist.Work = all_gather_flat(received, sent, group=self.group, async_op=True)
+        return work
+
+    def broadcast(self, tensor: torch.Tensor, replica: int) -> dist.Work | None:
+        """Starts sending one replica's tensor to all."""
+        if self.size == 1 or tensor.numel() == 0:
+            return None
+        self.bytes_sent += tensor.nbytes if replica == self.rank else 0
+        with self.watched():
+            return dist.broadcast(tensor, src=self.ranks[replica], group=self.group, async_op=True)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One picklable object per replica, in their order."""
+        if self.size == 1:
+            return [value]
+        every: list[Any] = [None] * self.size
+        with self.watched():
+            dist.all_gather_object(every, value, group=self.group)
+        return every
+
+    def check_alike(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuses parameters that are not the same, or that the replicas' ranks hold shards of; collective.
+
+        Raises:
+            ConfigError: On every rank of the world.
+        """
+        every = self.gather_objects([(tuple(p.shape), str(p.dtype)) for p in parameters])
+        problem = _difference(every) or self._crossing(parameters)
+        found = next((text for text in gather_objects(problem) if text), None)
+        if found:
+            raise ConfigError(
+                "Replicas that are to synchronise hold different parameters",
+                expected="the same parameters, in the same order and cut alike, in every replica",
+                got=found,
+                fix="build the same model in every replica; shard it over axes other than the replicas'",
+            )
+
+    def _crossing(self, parameters: Sequence[torch.Tensor]) -> str | None:
+        others = set(self.ranks) - {self.ranks[self.rank]}
+        for parameter in parameters:
+            if isinstance(parameter, DTensor) and others.intersection(parameter.device_mesh.mesh.flatten().tolist()):
+                return f"a parameter of shape {tuple(parameter.shape)} that is sharded over the replicas {self.ranks}"
+        return None
+
+    @contextlib.contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Around the collectives of one synchronisation: tells the others that this rank has come."""
+        self._meetings += 1
+        store = _store() if self.size > 1 else None
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                store.set(self._mark(self.ranks[self.rank]), str(self._meetings))
+        yield
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Names who is missing when a collective inside fails.
+
+        Raises:
+            LaunchError: With the ranks that did not come to this synchronisation.
+        """
+        try:
+            yield
+        except LaunchError:
+            raise
+        except RuntimeError as error:
+            raise LaunchError(
+                "Synchronising the replicas failed",
+                expected=f"ranks {join_names(map(str, self.ranks))} to meet",
+                got=f"{self._missing()}; {str(error).splitlines()[0][:200]}",
+                fix="see why that rank ended, and resume from the last checkpoint (with fewer replicas, if need be)",
+            ) from error
+
+    def _missing(self) -> str:
+        deadline = time.monotonic() + _PATIENCE_S
+        late = self._late()
+        while late and time.monotonic() < deadline:
+            time.sleep(0.1)
+            late = self._late()
+        if late is None:
+            return "no answer from the rank that holds the store (rank 0, or the launcher)"
+        return f"nothing from rank {join_names(map(str, late))}" if late else "an error although all ranks had come"
+
+    def _late(self) -> list[int] | None:
+        """Ranks that have not come to the present meeting; None where the store is gone."""
+        store = _store()
+        try:
+            if store is None:
+                return None
+            return [
+                rank
+                for rank in self.ranks
+                if not store.check([self._mark(rank)]) or int(store.get(self._mark(rank))) < self._meetings
+            ]
+        except RuntimeError:
+            return None
+
+    def _mark(self, rank: int) -> str:
+        return f"meshwright/replicas/{'-'.join(map(str, self.ranks[:2]))}/{rank}"
+
+
+def _difference(every: list[Any]) -> str | None:
+    for replica, other in enumerate(every):
+        if len(other) != len(every[0]):
+            return f"{len(every[0])} parameters in replica 0, {len(other)} in replica {replica}"
+        for place, (one, two) in enumerate(zip(every[0], other, strict=True)):
+            if one != two:
+                return f"parameter {place}: {one[0]} {one[1]} in replica 0, {two[0]} {two[1]} in replica {replica}"
+    return None
+
+
+def _inside(place: int) -> tuple[dist.ProcessGroup | None, int]:
+    """The group of the ranks of this replica: those at the same place in their replica groups. None for one rank."""
+    world = dist.group.WORLD
+    places = gather_objects(place)
+    own = tuple(rank for rank, other in enumerate(places) if other == place)
+    if len(own) in (1, len(places)):
+        return (None if len(own) == 1 else world), len(own)
+    return groups_of_ranks([own])[0], len(own)
+
+
+def _store() -> Any:
+    try:
+        return dist.distributed_c10d._get_default_store()
+    except (RuntimeError, ValueError):
+        return None
+
+
+# --- Many tensors in few flat buffers: what travels between replicas.
+
+
+def wide_type(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums over replicas are formed: fp64 for fp64, fp32 for all else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass
+class Bucket:
+    """Some of a message's tensors in one buffer, and after them one number per extra slot."""
+
+    members: list[int]
+    """Their places in the message."""
+    flat: torch.Tensor
+    """Shape ``(elements + extras,)``."""
+    sizes: list[int]
+    """Elements of every member."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The elements without the extra slots."""
+        return self.flat[: sum(self.sizes)]
+
+    @property
+    def extras(self) -> torch.Tensor:
+        """The extra slots."""
+        return self.flat[sum(self.sizes) :]
+
+
+class Message:
+    """Flat buffers with one view per tensor; fill the views, send the buckets, read the views.
+
+    Args:
+        like: Tensors whose shapes, devices and (widened) types the views have.
+        bucket_bytes: A bucket is closed when it is at least so large. A tensor never crosses buckets, however large.
+        extras: Slots per bucket besides: ``"one"``, or ``"each"`` for one per member and one more.
+    """
+
+    def __init__(self, like: Sequence[torch.Tensor], bucket_bytes: int, extras: str = "one") -> None:
+        self.views: list[torch.Tensor] = [tensor.new_empty(0) for tensor in like]
+        self.buckets: list[Bucket] = []
+        for members in _cut(like, bucket_bytes):
+            sizes = [like[index].numel() for index in members]
+            slots = 1 + (len(members) if extras == "each" else 0)
+            first = like[members[0]]
+            flat = torch.zeros(sum(sizes) + slots, dtype=wide_type(first.dtype), device=first.device)
+            self.buckets.append(Bucket(members, flat, sizes))
+            for index, part in zip(members, flat[: sum(sizes)].split(sizes), strict=True):
+                self.views[index] = part.view(like[index].shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(bucket.flat.nbytes for bucket in self.buckets)
+
+
+def _cut(like: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
+    """Buckets of one device and type each, in the order of their first tensors."""
+    buckets: list[list[int]] = []
+    open_buckets: dict[tuple[torch.device, torch.dtype], tuple[list[int], int]] = {}
+    for index, tensor in enumerate(like):
+        kind = (tensor.device, wide_type(tensor.dtype))
+        bucket, size = open_buckets.get(kind, ([], 0))
+        if not bucket:
+            buckets.append(bucket)
+        bucket.append(index)
+        size += tensor.numel() * kind[1].itemsize
+        open_buckets[kind] = (bucket, size) if size < bucket_bytes else ([], 0)
+    return buckets
+
+
+# --- Replicas that begin alike: what differs is found, and taken over from the first replica.
+
+
+def made_equal(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes: int) -> None:
+    """Gives all replicas the values of the first where any differ, and says so once; collective over the world.
+
+    Args:
+        tensors: This rank's parts, as plain tensors.
+        replicas: Which ranks hold the same parts.
+        bucket_bytes: See Message.
+    """
+    every = replicas.gather_objects(bit_sums(tensors).tolist())
+    differ = any(other != every[0] for other in every)
+    if not any(gather_objects(differ)):
+        return
+    take_first(tensors, replicas, bucket_bytes)
+    print_rank("meshwright: the replicas began with different weights; all have those of the first now", flush=True)
+
+
+@torch.no_grad()
+def take_first(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes: int) -> None:
+    """Replaces plain tensors by the first replica's."""
+    message = Message(tensors, bucket_bytes)
+    for view, tensor in zip(message.views, tensors, strict=True):
+        view.copy_(tensor)
+    works = [replicas.broadcast(bucket.flat, 0) for bucket in message.buckets]
+    with replicas.watched():
+        for work in works:
+            if work is not None:
+                work.wait()
+    for view, tensor in zip(message.views, tensors, strict=True):
+        tensor.copy_(view)

@@ -1,0 +1,323 @@
+"""Base class of optimizers whose update may sum over whole parameters, on any layout."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from meshwright.errors import ConfigError, ModelError
+from meshwright.optim.dtensors import HALF_TYPES, local_tensor
+from meshwright.optim.pipeline_state_dict import ShardedStateDict
+from meshwright.optim.sharded.chunk import (
+    Chunk,
+    Member,
+    Place,
+    Slot,
+    absent_slot,
+    check_states,
+    cut,
+    forms,
+    fresh_states,
+    made_chunk,
+    made_slot,
+)
+from meshwright.optim.sharded.tensor_layout import Kept, Layout
+from meshwright.optim.sharded.whole_tensors import Presence, Update, WholeAnswers, drive
+
+
+class ShardedOptimizer(ShardedStateDict):
+    """Base of optimizers with statistics over whole parameters, plain or sharded over any axes of any meshes.
+
+    A subclass names the states of a parameter (:meth:`kept_states`) and writes its update once (:meth:`update`), as
+    mathematics on whole tensors that asks for sums, or for work that one rank does on a whole tensor. Parameters are
+    worked on in chunks of local shards; what all of them ask is answered together. States are DTensors with the
+    placements that follow from the parameter's.
+
+    Half-precision parameters are updated through an fp32 ``master`` in the state (``half_update="master"``), or by
+    rounding at random without one (``"stochastic"``, bfloat16 only).
+
+    Args:
+        params: Parameters or groups of them, plain or DTensors.
+        defaults: Hyperparameters of groups that do not name them.
+    """
+
+    host_chunk_elements: ClassVar[int] = 1 << 17
+    """So many elements of weights are worked on together on a CPU: what stays in the cache with states and temporaries.
+    An update that goes through its chunk in blocks takes more."""
+    states_can_be_averaged: ClassVar[bool] = True
+    """Whether means of the states over replicas are states: not if quantised, or each in a basis of its own."""
+    takes_half_gradients: ClassVar[bool] = False
+    """Whether :meth:`update` gets gradients in the parameters' types: then no fp32 copies exist while it waits."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        self._begin()
+        super().__init__(params, {"half_update": "master", **defaults})
+
+    def _begin(self) -> None:
+        self._slots: dict[int, Slot] = {}  # by the parameter's identity: a tensor's own hash is slow
+        self._uncounted: list[Presence] = []  # gradients counted on a device, looked at in the next step
+        self._whole_answers = WholeAnswers()
+        self._replicas: dist.ProcessGroup | None = None
+        self._visited: set[torch.device] = set()  # by states that wait in host memory
+
+    @abstractmethod
+    def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
+        """The form of every state of a parameter."""
+
+    @abstractmethod
+    def update(self, chunk: Chunk) -> Update:
+        """Moves the weights and states of a chunk, asking for whole sums on the way."""
+
+    def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
+        """What parameters must share, beside group, axes and step, to be updated in one chunk."""
+        return layout.ndim
+
+    def asks(self, chunk: Chunk) -> bool:
+        """Whether the update of a split chunk yields anything before it moves weights.
+
+        Where it does not, it begins when all ranks are known to have the gradients.
+        """
+        return True
+
+    def lives_on_host(self, group: dict[str, Any]) -> bool:
+        """Whether states, but for the master, are kept in host memory and visit the weights' device for each step."""
+        return False
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Refuses hyperparameters that make no sense; called for every group that is added.
+
+        Raises:
+            ConfigError: Naming the hyperparameter.
+        """
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, checked."""
+        super().add_param_group(param_group)
+        try:
+            check_group(self.param_groups[-1])
+            self.check_group(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def setup_distributed(self, tp_group: Any = None, dp_group: Any = None, *groups: Any, **options: Any) -> None:
+        """Accepts what ColossalAI's plugins pass; DTensors know their mesh and placements and need none of it.
+
+        Args:
+            tp_group: Not needed.
+            dp_group: Ranks that hold the same plain parameters, with equal gradients on all of them or on none, as DDP
+                leaves them. Work on whole matrices is then divided among them; without it each does all of it.
+            groups: Not needed.
+            options: Not needed.
+        """
+        self._replicas = dp_group
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the weights; collective over the axes that split parameters, in a fixed number of all-reduces.
+
+        Args:
+            closure: Recomputes the loss, as in torch.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            ModelError: For gradients that are sparse, laid out otherwise than their parameters, or missing on some of
+                the ranks that share a parameter. On a CPU the weights are then as before; on an accelerator, where
+                looking would mean waiting, the last is found at the next step.
+        """
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        for presence in self._uncounted:
+            presence.check()
+        self._uncounted = drive(((chunk, self._updated(chunk)) for chunk in self._chunks()), self._whole_answers)
+        for device in self._visited:
+            torch.cuda.current_stream(device).synchronize()  # from here on whoever reads a state finds it complete
+        self._visited.clear()
+        return loss
+
+    def state_forms(self, parameter: torch.Tensor) -> dict[str, Kept]:
+        """What will be kept for a parameter of this optimizer, the fp32 master included; makes nothing."""
+        return forms(Layout.of(parameter), self._group_of(parameter), parameter, self.kept_states)
+
+    def empty_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Fresh states of a parameter, on the layout in which this optimizer keeps them."""
+        return self.empty_state_under(parameter, self._group_of(parameter))
+
+    def empty_state_under(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """The same under the hyperparameters of another group, such as one that is about to be loaded."""
+        group = {**self.defaults, **group}
+        place = Place(local_tensor(parameter).device, self.lives_on_host(group))
+        return fresh_states(Layout.of(parameter), group, parameter, self.kept_states, place)
+
+    def check_saved(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuses states of another kind than would be kept under the hyperparameters that come with them."""
+        check_states(self.param_groups, self.defaults, state_dict, self.kept_states)
+
+    def forget(self) -> None:
+        """Lets go of states that are about to be replaced."""
+        self._slots.clear()
+
+    def _chunks(self) -> Iterator[Chunk]:
+        """Parameters with gradients, and sharded ones without, in batches; made one after the other."""
+        batches: dict[tuple[Any, ...], list[Member]] = defaultdict(list)
+        position = -1
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                position += 1
+                gradient = local_gradient(parameter)
+                slot = self._slot(parameter, group, gradient is not None)
+                if slot is None:
+                    continue
+                step = slot.state["step"] + 1 if slot.kept else 1
+                key = (number, step, gradient is None, *slot.kind, self.variant(slot.layout, group))
+                batches[key].append(Member(position, slot, gradient))
+        for (number, step, *_), members in batches.items():
+            for part in cut(members, self.host_chunk_elements):
+                yield made_chunk(self.param_groups[number], step, part)
+
+    def _group_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        return next(group for group in self.param_groups if any(parameter is one for one in group["params"]))
+
+    def _slot(self, parameter: torch.Tensor, group: dict[str, Any], has_gradient: bool) -> Slot | None:
+        """What to work with; None where there is nothing to do."""
+        found = self._slots.get(id(parameter))  # whose slot keeps it alive, so that no other can have its id
+        if found is None and parameter.numel() == 0:  # nothing moves, and means over nothing are none
+            return None
+        if not has_gradient and not (parameter.requires_grad and _is_split(parameter, found)):
+            return None
+        state = self.state.get(parameter) or {}
+        if found is None or not state or not found.is_current(state, local_tensor(parameter)):
+            if not has_gradient and not state:
+                return absent_slot(parameter, group, self.kept_states)
+            found = self._slots[id(parameter)] = made_slot(
+                parameter, group, self.state[parameter], self.kept_states, self.lives_on_host(group)
+            )
+        return found
+
+    def _updated(self, chunk: Chunk) -> Update:
+        """The update in fp32; then half-precision weights are written and the step is counted."""
+        if not (chunk.is_local or self.asks(chunk)):
+            yield []
+        if not chunk.has_gradients:
+            yield from self.update(chunk.without_values())
+            return
+        wide = chunk.in_fp32(gradients=not self.takes_half_gradients)
+        here = wide.with_states_here()
+        yield from self.update(here)
+        if here is not wide:
+            wide.send_back_states(here)
+            self._visited.add(chunk.device)
+        chunk.write_back(wide.weights)
+        for member in chunk.members:
+            member.slot.state["step"] = chunk.step
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_slots" not in self.__dict__:  # of a copy, or a pickle
+            self._begin()
+        for group in self.param_groups:  # saved before a hyperparameter existed
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+
+def _is_split(parameter: torch.Tensor, slot: Slot | None) -> bool:
+    return not (Layout.of(parameter) if slot is None else slot.layout).is_whole()
+
+
+# --- This rank's part of a parameter's gradient, laid out like the parameter.
+
+
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The shard of the gradient that belongs to the shard of the parameter; None without a gradient.
+
+    Raises:
+        ModelError: When the gradient is sparse, or plain where the parameter is sharded.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.layout is not torch.strided:
+        raise ModelError(
+            "A gradient is sparse",
+            expected="dense gradients: statistics are of all elements",
+            got=f"{gradient.layout} for a parameter of shape {tuple(parameter.shape)}",
+            fix="build the embedding with sparse=False, or give these parameters to torch.optim.SparseAdam",
+        )
+    if not isinstance(parameter, DTensor):
+        return gradient
+    if not isinstance(gradient, DTensor):
+        raise ModelError(
+            "A sharded parameter has a plain gradient",
+            expected=f"a DTensor placed as {parameter.placements}",
+            got=f"a tensor of shape {tuple(gradient.shape)}",
+            fix="let backward make the gradients, or distribute them like their parameters",
+        )
+    if gradient._spec is not parameter._spec and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
+    return gradient.to_local()
+
+
+# --- Checks of what every group of a sharded optimizer has, and words for what an optimizer's own numbers must be.
+
+_HALF_UPDATES = ("master", "stochastic")
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Refuses a way of updating half precision that there is none of, and parameters of other types.
+
+    Raises:
+        ConfigError: For ``half_update``.
+        ModelError: For parameters.
+    """
+    if group["half_update"] not in _HALF_UPDATES:
+        raise bad_value("half_update", group["half_update"], "'master' or 'stochastic'")
+    for parameter in group["params"]:
+        if parameter.dtype not in (torch.float32, *HALF_TYPES):
+            raise ModelError(
+                "A parameter has a type that this optimizer does not update",
+                expected="torch.float32, torch.float16 or torch.bfloat16",
+                got=f"{parameter.dtype}, of shape {tuple(parameter.shape)}",
+                fix="convert the model",
+            )
+        if parameter.dtype == torch.float16 and group["half_update"] == "stochastic":
+            raise ModelError(
+                "A float16 parameter cannot be rounded at random: its range would clip what bfloat16 keeps",
+                expected="torch.bfloat16 parameters with half_update='stochastic'",
+                got=f"float16, of shape {tuple(parameter.shape)}",
+                fix="use half_update='master'",
+            )
+
+
+def bad_value(name: str, value: Any, expected: str) -> ConfigError:
+    """The error for a hyperparameter out of range."""
+    return ConfigError(f"{name} is out of range", expected=expected, got=repr(value), fix=f"choose another {name}")
+
+
+def check_at_least_zero(group: dict[str, Any], *names: str) -> None:
+    """Refuses negative or undefined numbers.
+
+    Raises:
+        ConfigError: Naming the first.
+    """
+    for name in names:
+        if not float(group[name]) >= 0:
+            raise bad_value(name, group[name], "0 or more")
+
+
+def check_betas(group: dict[str, Any], count: int) -> None:
+    """Refuses decay rates that are not ``count`` numbers from 0 to below 1.
+
+    Raises:
+        ConfigError: With the rates.
+    """
+    betas = group["betas"]
+    if len(betas) != count or not all(0 <= float(beta) < 1 for beta in betas):
+        raise bad_value("betas", betas, f"{count} numbers from 0 to below 1")

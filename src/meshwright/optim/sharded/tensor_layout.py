@@ -1,0 +1,311 @@
+"""How a tensor is split over mesh axes: layouts, each rank's region, and the ranks that share a tensor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshwright.errors import ModelError
+from meshwright.optim.dtensors import local_tensor
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis that splits a tensor: the ranks that hold the other parts along it."""
+
+    name: str
+    """Of the process group: equal for equal groups, also where they were reached through different meshes."""
+    size: int
+    device_type: str
+    """Of the mesh: where the ranks meet."""
+    group: dist.ProcessGroup = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, mesh_dim: int) -> Axis:
+        """One axis of a mesh."""
+        group = mesh.get_group(mesh_dim)
+        return cls(str(group.group_name), mesh.size(mesh_dim), mesh.device_type, group)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A state tensor's form: its size, and which dims of the parameter its own dims are.
+
+    Args:
+        shape: Size of the whole state.
+        dims: For each of its dims the parameter's dim that it shares, sharding included, or None for one of its own,
+            which every rank holds whole. It may be shorter than the parameter's, with one element for so many of them,
+            where every rank's part is a multiple of these.
+        dtype: Element type.
+    """
+
+    shape: tuple[int, ...]
+    dims: tuple[int | None, ...]
+    dtype: torch.dtype = torch.float32
+
+
+class Layout:
+    """A tensor's whole shape and the axes that split each of its dims; no axes for a plain tensor.
+
+    Args:
+        shape: Of the whole tensor.
+        local_shape: Of this rank's part.
+        mesh: The DTensor's; None for a plain tensor.
+        placements: The DTensor's.
+
+    Raises:
+        ModelError: When the tensor is an unreduced partial sum, or placed in a way unknown here.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        local_shape: Sequence[int],
+        mesh: DeviceMesh | None = None,
+        placements: tuple[Placement, ...] = (),
+    ) -> None:
+        self.shape, self.local_shape = tuple(shape), tuple(local_shape)
+        self.mesh, self.placements = mesh, placements
+        self.numel, self.ndim = math.prod(self.shape), len(self.shape)
+        split: list[list[Axis]] = [[] for _ in self.shape]
+        for mesh_dim, placement in enumerate(placements):
+            dim = _split_dim(placement)
+            if dim is not None and mesh is not None and mesh.size(mesh_dim) > 1:
+                split[dim].append(Axis.of(mesh, mesh_dim))
+        self.axes: tuple[tuple[Axis, ...], ...] = tuple(map(tuple, split))
+        """For every dim the axes that split it."""
+        self.signature: tuple[Any, ...] = tuple(tuple(axis.name for axis in axes) for axes in self.axes)
+        """Equal for tensors whose sums need the same reductions."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """The layout of a plain tensor or a DTensor."""
+        if not isinstance(tensor, DTensor):
+            return cls(tensor.shape, tensor.shape)
+        return cls(tensor.shape, local_tensor(tensor).shape, tensor.device_mesh, tensor.placements)
+
+    @property
+    def shard_index(self) -> int:
+        """A number of this rank's shard, equal on ranks that hold the same one."""
+        index = 0
+        for mesh_dim, placement in enumerate(self.placements):
+            if self.mesh is not None and _split_dim(placement) is not None:
+                index = index * self.mesh.size(mesh_dim) + self.mesh.get_local_rank(mesh_dim)
+        return index
+
+    def splitting(self, dims: Sequence[int] | None) -> tuple[Axis, ...]:
+        """The axes that split any of ``dims`` (all for None): those over which a sum along these dims is reduced."""
+        wanted = range(self.ndim) if dims is None else [dim % self.ndim for dim in dims]
+        return tuple(axis for dim in wanted for axis in self.axes[dim])
+
+    def is_whole(self, *dims: int) -> bool:
+        """Whether this rank holds all of these dims (of all dims, when none is named)."""
+        return not self.splitting(dims or None)
+
+    def new(self, kept: Kept, device: torch.device | str, fill: float = 0.0) -> torch.Tensor:
+        """A state of the form ``kept``: a DTensor with the placements that follow, or a plain tensor."""
+        return self.wrapped(torch.full(self._local_shape_of(kept), fill, dtype=kept.dtype, device=device), kept)
+
+    def wrapped(self, local: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """This rank's part of a state as a DTensor; itself where the parameter is plain. It stays on its device."""
+        if self.mesh is None:
+            return local
+        meta = TensorMeta(torch.Size(kept.shape), _contiguous_stride(kept.shape), local.dtype)
+        spec = DTensorSpec(self.mesh, self.placements_of(kept), tensor_meta=meta)
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
+
+    def placements_of(self, kept: Kept) -> tuple[Placement, ...]:
+        """Split where the state shares a split dim, whole elsewhere."""
+        return tuple(_moved(placement, kept.dims) for placement in self.placements)
+
+    def restricted(self, kept: Kept) -> Layout:
+        """The layout of a state, which can be summed over as a parameter is."""
+        return Layout(kept.shape, self._local_shape_of(kept), self.mesh, self.placements_of(kept))
+
+    def _local_shape_of(self, kept: Kept) -> list[int]:
+        return [
+            size if dim is None else size * self.local_shape[dim] // max(self.shape[dim], 1)
+            for size, dim in zip(kept.shape, kept.dims, strict=True)
+        ]
+
+
+def _split_dim(placement: Placement) -> int | None:
+    if isinstance(placement, Replicate):
+        return None
+    if isinstance(placement, Shard | _StridedShard):
+        return placement.dim
+    what = "an unreduced partial sum" if isinstance(placement, Partial) else "placed in a way unknown here"
+    raise ModelError(
+        f"A parameter is {what}",
+        expected="Replicate, Shard or a strided shard on every mesh axis",
+        got=str(placement),
+        fix="build the optimizer over parameters as FSDP2 or tensor parallelism leaves them",
+    )
+
+
+def _moved(placement: Placement, dims: tuple[int | None, ...]) -> Placement:
+    dim = _split_dim(placement)
+    if dim is None or dim not in dims:
+        return Replicate()
+    here = dims.index(dim)
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(here, split_factor=placement.split_factor)
+    return Shard(here)
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
+# --- Which region of a whole tensor each rank of a mesh holds.
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A box of a whole tensor: where it begins and how large it is, in every dim."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int]) -> Region:
+        """All of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.size)
+
+    def common(self, other: Region) -> Region:
+        """What both cover; it may be empty."""
+        offset = tuple(map(max, self.offset, other.offset))
+        ends = zip(self.offset, self.size, other.offset, other.size, strict=True)
+        end = [min(o + s, other_o + other_s) for o, s, other_o, other_s in ends]
+        return Region(offset, tuple(max(stop - start, 0) for start, stop in zip(offset, end, strict=True)))
+
+    def inside(self, around: Region) -> tuple[slice, ...]:
+        """The indices of this region in a tensor that holds ``around``."""
+        starts = [mine - outer for mine, outer in zip(self.offset, around.offset, strict=True)]
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.size, strict=True))
+
+
+def held_regions(layout: Layout) -> dict[int, Region]:
+    """The region that every rank of the layout's mesh holds, by global rank; empty regions included.
+
+    Ranks that share a region are replicas of each other.
+
+    Args:
+        layout: Of a DTensor.
+    """
+    assert layout.mesh is not None
+    sizes = tuple(layout.mesh.shape)
+    order = _cutting_order(layout.placements)
+    coordinates = itertools.product(*map(range, sizes))
+    ranks = layout.mesh.mesh.flatten().tolist()
+    return {rank: _region_at(layout, sizes, order, at) for rank, at in zip(ranks, coordinates, strict=True)}
+
+
+def own_region(layout: Layout) -> Region:
+    """The region that this rank holds; all of a plain tensor."""
+    if layout.mesh is None:
+        return Region.of(layout.shape)
+    at = layout.mesh.get_coordinate()
+    assert at is not None
+    return _region_at(layout, tuple(layout.mesh.shape), _cutting_order(layout.placements), at)
+
+
+def _cutting_order(placements: Sequence[Placement]) -> list[int]:
+    """The mesh axes in the order in which they cut: from left to right, strided ones after those to their right.
+
+    The split factor of a strided shard (FSDP2 over tensor parallelism) is the number of parts that it finds.
+    """
+
+    def rank(axis: int) -> tuple[int, int]:
+        placement = placements[axis]
+        return (int(placement.split_factor) if isinstance(placement, _StridedShard) else 0, axis)
+
+    cutting = [axis for axis, placement in enumerate(placements) if isinstance(placement, Shard | _StridedShard)]
+    return sorted(cutting, key=rank)
+
+
+def _region_at(layout: Layout, sizes: Sequence[int], order: Sequence[int], at: Sequence[int]) -> Region:
+    offset, size = [0] * layout.ndim, list(layout.shape)
+    for axis in order:
+        dim: int = layout.placements[axis].dim  # type: ignore[attr-defined]
+        largest = -(-size[dim] // sizes[axis])  # the last parts are smaller or empty, as with torch.chunk
+        start = min(at[axis] * largest, size[dim])
+        offset[dim] += start
+        size[dim] = min(largest, size[dim] - start)
+    return Region(tuple(offset), tuple(size))
+
+
+# --- The ranks that hold shards of the same tensors, and the process group of all of them.
+
+_GROUPS: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+"""Groups made here by their ranks, each with the world in which it was made."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Ranks that exchange shards."""
+
+    ranks: tuple[int, ...]
+    """Global ranks, in the order of the group."""
+    rank: int
+    """This one."""
+    device: torch.device
+    """Where they meet."""
+    group: dist.ProcessGroup = field(compare=False, repr=False)
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> Meeting:
+        """All ranks of a mesh. Collective over them when a mesh of several axes is seen for the first time."""
+        return cls._of(_group_of(mesh), mesh.device_type)
+
+    @classmethod
+    def of_replicas(cls, group: dist.ProcessGroup) -> Meeting:
+        """Ranks that hold the same plain tensors."""
+        return cls._of(group, "cuda" if "nccl" in dist.get_backend_config(group) else "cpu")
+
+    @classmethod
+    def _of(cls, group: dist.ProcessGroup, device_type: str) -> Meeting:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        return cls(ranks, dist.get_rank(), torch.device(device_type), group)
+
+    def held(self, layout: Layout) -> dict[int, Region]:
+        """The region of a tensor that every rank holds; all of a plain one."""
+        if layout.mesh is None:
+            return dict.fromkeys(self.ranks, Region.of(layout.shape))
+        return held_regions(layout)
+
+
+def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh: an existing one where there is one."""
+    wide = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    if len(wide) == 1:
+        return mesh.get_group(wide[0])
+    if mesh.size() == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    return _made_group(tuple(sorted(mesh.mesh.flatten().tolist())))
+
+
+def _made_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """A group that is made when it is first wanted. Collective over its ranks then."""
+    made_in, group = _GROUPS.get(ranks, (None, None))
+    if group is None or made_in is not dist.group.WORLD:
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert dist.group.WORLD is not None
+        _GROUPS[ranks] = (dist.group.WORLD, group)
+    return group

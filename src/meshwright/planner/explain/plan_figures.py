@@ -1,0 +1,225 @@
+"""Figures of one plan as plain values: speed, hardware use, price, memory classes and collectives by link."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.cost import Calibration, Cluster, Link, Step, Traffic, fitted, moments, seconds_of
+from meshwright.cost.traffic import group_of
+from meshwright.planner.plans import Plan, short_strategy, time_parts
+
+MOMENTS = {
+    "gather": "as weights or buffers arrive for forward",
+    "loss": "as the loss runs backward",
+    "recomputation": "as the last block runs backward",
+    "reduction": "as the last gradients are reduced",
+    "update": "at the update",
+}
+_BILLION = 1e9
+
+
+def short(plan: Plan) -> str:
+    """A strategy in one line: its axes, and the methods with what is not their default."""
+    return short_strategy(plan.strategy, plan.step.axes)
+
+
+def with_micro_batches(plan: Plan) -> str:
+    """:func:`short`, and how a batch is cut."""
+    return f"{short(plan)}; {plan.step.num_micro_batches} x {plan.micro_batch}"
+
+
+def every_step(plan: Plan) -> tuple[Step, ...]:
+    """The step of every rank of the pipeline, or the one step of all."""
+    return plan.steps or (plan.step,)
+
+
+def per_gpu(plan: Plan) -> float | None:
+    """Tokens per second and device; None where a sample has no number of tokens, or nothing is known of time."""
+    whole = plan.forecast.tokens_per_s if plan.forecast is not None else None
+    return whole / plan.forecast.cluster.num_devices if whole is not None and plan.forecast is not None else None
+
+
+def model_flops_per_s(plan: Plan) -> float | None:
+    """FLOP/s per device that the model needs: forward and backward, recomputation not counted.
+
+    Of attention's scores under a causal mask only the half that is needed counts. None where FLOPs or time are unknown.
+    """
+    steps = every_step(plan)
+    if plan.forecast is None or any(step.flops is None for step in steps):
+        return None
+    flops = sum((step.flops or 0) * step.num_micro_batches for step in steps) / len(steps)
+    return flops / plan.forecast.time.step_time_s
+
+
+def mfu(plan: Plan) -> float | None:
+    """Model FLOPs utilisation (Chowdhery et al. 2022): of the dense peak of the precision that products run in."""
+    rate = model_flops_per_s(plan)
+    if rate is None or plan.forecast is None:
+        return None
+    return rate / plan.forecast.cluster.device.peak_flops_per_s(_precision(plan))
+
+
+def _precision(plan: Plan) -> str:
+    ops = [op.dtype for step in every_step(plan) for block in step.blocks for op in block.ops if op.kind == "matmul"]
+    if ops:
+        return max(sorted(set(ops)), key=ops.count)
+    halves = {"amp_native", "half"} & set(plan.strategy.names)
+    return "half" if halves or plan.step.compute_itemsize == 2 else "fp32"
+
+
+def price_per_billion_tokens(plan: Plan) -> float | None:
+    """US dollars for 1e9 tokens; None where the device has no price, or a sample no number of tokens."""
+    known = plan.forecast
+    if known is None or known.price_per_step is None or known.tokens_per_sample is None:
+        return None
+    return known.price_per_step / (known.samples * known.tokens_per_sample) * _BILLION
+
+
+def memory_classes(plan: Plan) -> dict[str, int]:
+    """Bytes by class on the device at the peak of the rank that holds most, without what is empty."""
+    held = plan.forecast.peak.memory if plan.forecast is not None else plan.memory
+    every = ((field.name, getattr(held, field.name)) for field in dataclasses.fields(held))
+    return {name: size for name, size in every if size and not name.startswith(("host_", "disk_"))}
+
+
+# --- Which collectives a step runs, over which links, and how long each would take alone.
+
+
+@dataclass(frozen=True)
+class LinkTime:
+    """One kind of collective in a step.
+
+    Args:
+        kind: As in ``Traffic``.
+        axis: Over which ranks.
+        moment: When.
+        between_nodes: Whether the ranks lie in several nodes.
+        seconds: Of a step, were it alone.
+        hidden: Whether it can run beside computing.
+        bound_inside: Whether faster links inside nodes would help more than faster ones between them, though the ranks
+            lie in several nodes.
+    """
+
+    kind: str
+    axis: str
+    moment: str
+    between_nodes: bool
+    seconds: float
+    hidden: bool
+    bound_inside: bool = False
+
+    def __str__(self) -> str:
+        where = "between nodes" if self.between_nodes else "inside a node"
+        where += ", bound by the links inside them" if self.bound_inside else ""
+        return f"{self.kind} over {self.axis} in {self.moment}, {where}"
+
+
+def links(plan: Plan) -> tuple[LinkTime, ...]:
+    """The collectives of a plan, longest first; of a pipeline's ranks the slowest counts."""
+    if plan.forecast is None:
+        return ()
+    known = plan.forecast.calibration or plan.forecast.cluster.calibration or fitted()
+    found: dict[LinkTime, float] = {}
+    for step in {id(step): step for step in every_step(plan)}.values():
+        own: dict[LinkTime, float] = {}
+        for traffic in step.traffic:
+            duration = seconds_of(step, traffic, plan.forecast.cluster, known)
+            group = group_of(step.axes, (traffic.axis,), plan.forecast.cluster.devices_per_node, step.counted_again)
+            spans = group.nodes > 1
+            bound_inside = spans and _is_bound_inside(step, traffic, plan.forecast.cluster, known)
+            key = LinkTime(traffic.kind, traffic.axis, traffic.moment, spans, 0.0, traffic.hidden, bound_inside)
+            own[key] = own.get(key, 0.0) + duration
+        for key, duration in own.items():
+            found[key] = max(found.get(key, 0.0), duration)
+    every = [dataclasses.replace(key, seconds=spent) for key, spent in found.items()]
+    return tuple(sorted(every, key=lambda link: -link.seconds))
+
+
+def _is_bound_inside(step: Step, traffic: Traffic, cluster: Cluster, known: Calibration) -> bool:
+    """A ring runs on both tiers of links at once, and waits for the slower: as seen by what each would do if faster."""
+
+    def faster(link: Link) -> Link:
+        return dataclasses.replace(link, bytes_per_s=2 * link.bytes_per_s)
+
+    inside = dataclasses.replace(cluster, intra=faster(cluster.intra))
+    between = dataclasses.replace(cluster, inter=faster(cluster.inter))
+    return seconds_of(step, traffic, inside, known) < seconds_of(step, traffic, between, known)
+
+
+def slowest_link(plan: Plan, *, hidden: bool) -> LinkTime | None:
+    """The collective that takes longest, of those that can hide or of those that blocks wait for."""
+    return next((link for link in links(plan) if link.hidden == hidden and link.kind != "send"), None)
+
+
+# --- One plan as plain values.
+
+_OF_LINK = ("kind", "axis", "moment", "between_nodes", "bound_inside", "hidden")
+
+
+def plan_entry(plan: Plan) -> dict[str, Any]:
+    """One plan with all its figures."""
+    return {
+        "summary": short(plan),
+        "strategy": json.loads(plan.strategy.to_json()),
+        "axes": dict(plan.step.axes),
+        "num_micro_batches": plan.step.num_micro_batches,
+        "micro_batch": plan.micro_batch,
+        "fits": plan.fits,
+        "time": time_entry(plan),
+        "memory": _memory(plan),
+        "traffic": [
+            {name: getattr(link, name) for name in _OF_LINK} | {"seconds_alone": link.seconds} for link in links(plan)
+        ],
+        "notices": list(plan.notices),
+        "gaps": list(plan.gaps),
+    }
+
+
+def time_entry(plan: Plan) -> dict[str, Any] | None:
+    """Seconds and what follows from them; None where no cluster is known."""
+    known = plan.forecast
+    if known is None:
+        return None
+    return {
+        "step_time_s": known.time.step_time_s,
+        "parts_s": time_parts(known.time),
+        "binds": known.time.binds,
+        "samples": known.samples,
+        "tokens_per_sample": known.tokens_per_sample,
+        "samples_per_s": known.samples_per_s,
+        "tokens_per_s": known.tokens_per_s,
+        "tokens_per_s_per_device": per_gpu(plan),
+        "model_flops_per_s_per_device": model_flops_per_s(plan),
+        "mfu": mfu(plan),
+        "price_per_step_usd": known.price_per_step,
+        "price_per_billion_tokens_usd": price_per_billion_tokens(plan),
+    }
+
+
+def _memory(plan: Plan) -> dict[str, Any]:
+    steps = every_step(plan)
+    peaks = plan.forecast.peaks if plan.forecast is not None else ()
+    return {
+        "limit_bytes": plan.limit_bytes,
+        "needed_bytes": plan.needed_bytes,
+        "host_limit_bytes": plan.host_limit_bytes,
+        "host_bytes": plan.host_bytes,
+        "ranks": [
+            {
+                "rank": rank,
+                "moment": peaks[rank].moment if peaks else None,
+                "allocated_bytes": peaks[rank].allocated_bytes if peaks else None,
+                "reserved_bytes": peaks[rank].reserved_bytes if peaks else None,
+                "moments": {name: _classes(held) for name, held in moments(step).items()},
+            }
+            for rank, step in enumerate(steps)
+        ],
+    }
+
+
+def _classes(held: Any) -> dict[str, int]:
+    """Without what is empty."""
+    return {name: size for name, size in dataclasses.asdict(held).items() if size}

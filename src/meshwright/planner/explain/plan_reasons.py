@@ -1,0 +1,360 @@
+"""Explain a plan: what binds it, where the others lose, and what would change the result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from meshwright.cost import Cluster, Link
+from meshwright.errors import MeshwrightError, readable_bytes
+from meshwright.methods import SAMPLED
+from meshwright.planner.explain.plan_figures import (
+    MOMENTS,
+    memory_classes,
+    mfu,
+    per_gpu,
+    price_per_billion_tokens,
+    short,
+    slowest_link,
+    with_micro_batches,
+)
+from meshwright.planner.plans import (
+    MEMORY_CLASSES,
+    Plan,
+    Subject,
+    number,
+    part_name,
+    percent,
+    seconds,
+    time_parts,
+)
+from meshwright.planner.search import Found, Objective
+from meshwright.planner.search.search_state import figure_of_plan
+from meshwright.runtime.lazy import paused_collection
+from meshwright.strategy import Strategy
+
+_TOLD = 0.02  # of the step: smaller parts are not worth a word
+_REFUSALS = 8
+_LABELS = dict(MEMORY_CLASSES)
+
+
+@dataclass(frozen=True)
+class Why:
+    """The reasons, as sentences.
+
+    Args:
+        chosen: What the first plan reaches and what binds it.
+        others: Of every other plan that fits, where it loses.
+        too_large: Of plans that do not fit, by how much and which memory.
+        refused: Strategies that cannot train this model here.
+    """
+
+    chosen: tuple[str, ...]
+    others: tuple[str, ...] = ()
+    too_large: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+
+def why(found: Found) -> Why:
+    """Explains a search's result.
+
+    Args:
+        found: With at least one plan, in the order of its objective.
+    """
+    best = found.plans[0]
+    intro = f"{short(best)} is the strategy given."
+    if found.num_considered > 1 or len(found.plans) > 1:
+        looked = f" ({found.num_considered:,} strategies considered, {found.num_predicted:,} simulated)"
+        more = "" if found.is_complete else "; there are more that could be better"
+        intro = f"{short(best)} comes first{looked if found.num_considered else ''}{more}."
+    return Why(
+        chosen=(intro, *time_sentences(best), memory_sentence(best)),
+        others=_told_once((with_micro_batches(plan), against(plan, best)) for plan in found.plans[1:]),
+        too_large=tuple(f"{with_micro_batches(plan)}: {too_large(plan)}" for plan in found.too_large),
+        refused=tuple(f"{strategy}: {reason}" for strategy, reason in found.refused[:_REFUSALS]),
+    )
+
+
+def _told_once(lines: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Plans and their reasons; one line for plans of the same reason."""
+    plans: dict[str, list[str]] = {}
+    for plan, reason in lines:
+        plans.setdefault(reason, []).append(plan)
+    return tuple(f"{'; '.join(dict.fromkeys(alike))}: {reason}" for reason, alike in plans.items())
+
+
+def time_sentences(plan: Plan) -> tuple[str, ...]:
+    """How fast a plan is, and where its time goes; nothing where no cluster is known."""
+    if plan.forecast is None:
+        return ()
+    time, rate, used = plan.forecast.time, per_gpu(plan), mfu(plan)
+    said = [f"A step takes {seconds(time.step_time_s)}"]
+    known = plan.forecast.samples_per_s
+    said.append(f"{number(known)} samples/s" if rate is None else f"{number(rate)} tokens/s per device")
+    said += [f"MFU {percent(used, 1)}"] if used is not None else []
+    parts = sorted(time_parts(time).items(), key=lambda part: -part[1])
+    shares = [
+        f"{percent(spent / time.step_time_s)} {part_name(part)}{_link(plan, part)}"
+        for part, spent in parts
+        if spent > _TOLD * time.step_time_s
+    ]
+    return ", ".join(said) + ".", f"Of the step: {', '.join(shares)}."
+
+
+def _link(plan: Plan, part: str) -> str:
+    """The collective behind a part of the step."""
+    if part not in ("inline_s", "exposed_s"):
+        return ""
+    link = slowest_link(plan, hidden=part == "exposed_s")
+    return "" if link is None else f" (most of it {link})"
+
+
+def memory_sentence(plan: Plan) -> str:
+    """What a plan holds at its peak, when, and what is left."""
+    held = f"The peak is {_with_gaps(plan)}"
+    if plan.limit_bytes is not None:
+        left = plan.limit_bytes - plan.needed_bytes
+        held += f" of the {readable_bytes(plan.limit_bytes)} that tensors can have"
+        held += f" ({readable_bytes(left)} left)" if left >= 0 else f" ({readable_bytes(-left)} too much)"
+    when = f", {MOMENTS[plan.forecast.peak.moment]}" if plan.forecast is not None else ""
+    return f"{held}{when}: {_largest_classes(plan)}.{_on_host(plan)}"
+
+
+def _on_host(plan: Plan) -> str:
+    """What offloading needs beside the device."""
+    if not plan.host_bytes:
+        return ""
+    room = "see that it is there"
+    if plan.host_limit_bytes is not None:
+        room = f"of the {readable_bytes(plan.host_limit_bytes)} that each can have of its node's"
+    return f" Host memory holds {readable_bytes(plan.host_bytes)} for every device: {room}."
+
+
+def _with_gaps(plan: Plan) -> str:
+    needed = readable_bytes(plan.needed_bytes)
+    reserved = None if plan.forecast is None else plan.forecast.peak.reserved_bytes
+    if reserved is None or reserved >= plan.needed_bytes:
+        return needed
+    return f"{readable_bytes(reserved)}, with the gaps that an allocator leaves {needed}"
+
+
+def _largest_classes(plan: Plan, most: int = 3) -> str:
+    classes = memory_classes(plan)
+    whole = max(sum(classes.values()), 1)
+    largest = sorted(classes.items(), key=lambda each: -each[1])[:most]
+    return ", ".join(f"{percent(size / whole)} {_LABELS.get(name, name)}" for name, size in largest)
+
+
+def too_large(plan: Plan) -> str:
+    """By how much a plan does not fit, and what takes the memory."""
+    if plan.fits_device and not plan.fits_host:
+        return f"needs more host memory than there is: {plan.host_text()}"
+    over = plan.needed_bytes - (plan.limit_bytes or 0)
+    when = f" {MOMENTS[plan.forecast.peak.moment]}" if plan.forecast is not None else ""
+    return f"needs {readable_bytes(plan.needed_bytes)}{when}, {readable_bytes(over)} too much: {_largest_classes(plan)}"
+
+
+def against(plan: Plan, best: Plan) -> str:
+    """Where a plan loses against the first one, in one line."""
+    if plan.forecast is None or best.forecast is None:
+        return _memory_against(plan, best)
+    ours, theirs = plan.forecast.time, best.forecast.time
+    slower = ours.step_time_s / theirs.step_time_s - 1
+    deltas = {part: spent - time_parts(theirs).get(part, 0.0) for part, spent in time_parts(ours).items()}
+    return f"{_slower(slower)}: {_deltas(plan, deltas, theirs.step_time_s)}; {_memory_against(plan, best)}"
+
+
+def _slower(share: float) -> str:
+    if abs(share) < 5e-4:
+        return "as fast"
+    return f"{percent(abs(share), 1)} {'slower' if share > 0 else 'faster'}"
+
+
+def _deltas(plan: Plan, deltas: dict[str, float], step_time_s: float) -> str:
+    told = [(part, delta) for part, delta in deltas.items() if abs(delta) > 1e-3 * step_time_s]
+    told.sort(key=lambda each: -abs(each[1]))
+    words = [
+        f"{'+' if delta > 0 else '-'}{seconds(abs(delta))} {part_name(part)}{_link(plan, part) if delta > 0 else ''}"
+        for part, delta in told[:3]
+    ]
+    return ", ".join(words) or "no part of the step differs by more than a thousandth"
+
+
+def _memory_against(plan: Plan, best: Plan) -> str:
+    delta = plan.needed_bytes - best.needed_bytes
+    if not delta:
+        return "the same memory"
+    return f"{readable_bytes(abs(delta))} {'more' if delta >= 0 else 'less'} memory"
+
+
+def sentences(reasons: Why) -> Sequence[tuple[str, tuple[str, ...]]]:
+    """The reasons under their headings, without what is empty."""
+    every = (
+        ("Why this plan", reasons.chosen),
+        ("Why not the others", reasons.others),
+        ("What does not fit", reasons.too_large),
+        ("What cannot be", reasons.refused),
+    )
+    return [(heading, lines) for heading, lines in every if lines]
+
+
+# --- What would change the result: more devices, a larger batch, faster links, more memory.
+
+SubjectOf = Callable[[Cluster, int], Subject]
+"""Makes what plans are made for, on a cluster and for so many samples per step."""
+
+_NOTHING = 5e-4  # of the speed
+_FARTHEST = 2  # times as many devices: a step beyond need not be called the next
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """One change of the circumstances.
+
+    Args:
+        change: In words.
+        outcome: What it would do, in words.
+        plan: The best that was found then; None when nothing fits.
+        speed_up: Samples per second then over those now; None when nothing fits.
+    """
+
+    change: str
+    outcome: str
+    plan: Plan | None = None
+    speed_up: float | None = None
+
+
+@paused_collection()
+def what_if(subject_of: SubjectOf, found: Found, objective: Objective = "tokens_per_s") -> tuple[WhatIf, ...]:
+    """Predicts the strategies that were found, and those that did not fit, under changed circumstances.
+
+    Nothing is searched anew: a strategy that no search has met is not met here either.
+
+    Args:
+        subject_of: Makes the subject for a cluster and a number of samples per step.
+        found: With at least one plan that has a forecast.
+        objective: What its plans are ranked by: the best then is the best by the same.
+    """
+    best = found.plans[0]
+    if best.forecast is None:
+        return ()
+    cluster, samples = best.forecast.cluster, best.forecast.samples
+
+    def told(change: str, where: Cluster, number: int) -> WhatIf:
+        return _told(change, best, _best(_replanned(subject_of(where, number), found, number), objective))
+
+    every = [_more_devices(subject_of, found, cluster, samples, objective)]
+    every.append(told(f"twice the batch, {2 * samples} samples", cluster, 2 * samples))
+    every += [told(words, faster, samples) for words, faster in _faster_links(cluster)]
+    roomier = dataclasses.replace(
+        cluster, device=dataclasses.replace(cluster.device, memory_bytes=2 * cluster.device.memory_bytes)
+    )
+    every.append(told("twice the memory on every device", roomier, samples))
+    return tuple(each for each in every if each is not None)
+
+
+def _faster_links(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    def faster(link: Link) -> Link:
+        return dataclasses.replace(link, bytes_per_s=2 * link.bytes_per_s)
+
+    if cluster.num_devices > cluster.devices_per_node:
+        yield "links between nodes twice as fast", dataclasses.replace(cluster, inter=faster(cluster.inter))
+    if min(cluster.num_devices, cluster.devices_per_node) > 1:
+        yield "links inside a node twice as fast", dataclasses.replace(cluster, intra=faster(cluster.intra))
+
+
+def _more_devices(
+    subject_of: SubjectOf, found: Found, cluster: Cluster, samples: int, objective: Objective
+) -> WhatIf | None:
+    """The next number of devices over which some strategy spreads the batch evenly."""
+    now, per_node = cluster.num_devices, cluster.devices_per_node
+    whole_nodes = now % per_node == 0 and now > per_node
+    for more in range(now + 1, _FARTHEST * now + 1):
+        if whole_nodes and more % per_node:
+            continue
+        subject = subject_of(cluster.resized(more), samples)
+        wider = (each for plan in _every(found) for each in _spread(plan, now, more, samples))
+        plan = _best((_planned(subject, strategy, parts) for strategy, parts in wider), objective)
+        if plan is not None:
+            return _told(f"{more} devices instead of {now}", found.plans[0], plan)
+    return None
+
+
+def _spread(plan: Plan, now: int, more: int, samples: int) -> Iterator[tuple[Strategy, int]]:
+    """A strategy with one axis of samples lengthened, where the batch divides evenly; as many samples at once."""
+    for axis, size in plan.step.axes:
+        if axis not in SAMPLED or (more * size) % now:
+            continue
+        longer = more * size // now
+        axes = [(name, longer if name == axis else length) for name, length in plan.step.axes]
+        replicas = _product(length for name, length in axes if name in SAMPLED)
+        parts = {plan.step.num_micro_batches, max(1, round(plan.step.num_micro_batches * now / more))}
+        for number_of_parts in sorted(parts):
+            if samples % (replicas * number_of_parts) == 0:
+                yield plan.strategy.with_method(("parallel_mode", {"axes": axes})), number_of_parts
+
+
+def _product(sizes: Iterable[int]) -> int:
+    whole = 1
+    for size in sizes:
+        whole *= size
+    return whole
+
+
+def _replanned(subject: Subject, found: Found, samples: int) -> Iterator[Plan | None]:
+    for plan in _every(found):
+        for parts in sorted(_cuts(plan, samples)):
+            yield _planned(subject, plan.strategy, parts)
+
+
+def _cuts(plan: Plan, samples: int) -> set[int]:
+    """As many micro-batches as before; of a larger batch, also as many more."""
+    before = plan.forecast.samples if plan.forecast is not None else samples
+    return {plan.step.num_micro_batches, plan.step.num_micro_batches * max(1, samples // before)}
+
+
+def _every(found: Found) -> tuple[Plan, ...]:
+    return (*found.plans, *found.too_large)
+
+
+def _planned(subject: Subject, strategy: Strategy, num_micro_batches: int) -> Plan | None:
+    pipeline = strategy.get("pipeline_parallel")
+    if pipeline is not None and getattr(pipeline, "num_micro_batches", None) is not None:
+        strategy = strategy.with_method(pipeline.model_copy(update={"num_micro_batches": num_micro_batches}))
+    try:
+        return subject.plan(strategy, num_micro_batches)
+    except MeshwrightError:
+        return None  # what cannot be there is no answer
+
+
+def _best(plans: Iterable[Plan | None], objective: Objective) -> Plan | None:
+    """Of those that fit."""
+    fitting = [plan for plan in plans if plan is not None and plan.fits and plan.forecast is not None]
+    return min(fitting, key=lambda plan: figure_of_plan(plan, objective), default=None)
+
+
+def _samples_per_s(plan: Plan) -> float:
+    return plan.forecast.samples_per_s if plan.forecast is not None else 0.0
+
+
+def _told(change: str, before: Plan, after: Plan | None) -> WhatIf:
+    if after is None or after.forecast is None or before.forecast is None:
+        return WhatIf(change, "none of these strategies fits then")
+    faster = after.forecast.samples_per_s / before.forecast.samples_per_s
+    rate, now = after.forecast.tokens_per_s, before.forecast.tokens_per_s
+    unit = "tokens/s" if rate is not None else "samples/s"
+    pair = (now, rate) if now is not None and rate is not None else (_samples_per_s(before), _samples_per_s(after))
+    if abs(faster - 1) < _NOTHING and after.strategy == before.strategy:
+        return WhatIf(change, "no difference", after, faster)
+    words = f"{number(pair[1])} {unit} instead of {number(pair[0])} ({_signed(faster - 1)})"
+    words += f", {seconds(after.forecast.time.step_time_s)} a step"
+    price, earlier = price_per_billion_tokens(after), price_per_billion_tokens(before)
+    if price is not None and earlier is not None and abs(price / earlier - 1) > 1e-3:
+        words += f", {price:,.0f} instead of {earlier:,.0f} USD per 1e9 tokens"
+    words += "" if short(after) == short(before) else f"; best then: {short(after)}"
+    return WhatIf(change, words, after, faster)
+
+
+def _signed(share: float) -> str:
+    return f"{'+' if share >= 0 else '-'}{percent(abs(share), 1)}"

@@ -1,0 +1,302 @@
+"""Build the simulated step of a known model family for each pipeline rank: activations, experts and traffic."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from meshwright.cost import (
+    Activations,
+    Block,
+    Boundary,
+    Op,
+    Parameter,
+    Placed,
+    SavedTensor,
+    Stages,
+    Step,
+    TracedModule,
+    Work,
+)
+from meshwright.cost.activations import Running
+from meshwright.errors import ModelError
+from meshwright.planner.family_ops import (
+    ATTENTION,
+    FUSED,
+    PER_OP,
+    PRODUCT,
+    FamilyRun,
+    block_ops,
+    block_saved,
+    num_scores,
+    outside_ops,
+    outside_saved,
+    per_op_kept,
+)
+from meshwright.planner.model_shapes import BLOCK, Shape, inside_parameters, outside_parameters
+
+_CLASSES = (BLOCK, PER_OP, ATTENTION)  # every block has one of each
+
+
+@functools.lru_cache(maxsize=64)
+def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activations:
+    """What one micro-batch keeps over all blocks and behind them.
+
+    Args:
+        shape: The model.
+        run: Samples, precision and kernels.
+        pipeline: Ranks of that axis.
+    """
+    ops, behind, count = block_ops(shape, run), outside_saved(shape, run), shape.layers
+    outside = 3 * sum(op.flops for op in outside_ops(shape, run, pipeline))
+    head = SavedTensor(behind.saved_bytes, ((),), places=(count,))
+    return Activations(
+        saved_bytes=count * block_saved(shape, run) + behind.saved_bytes,
+        modules=tuple(module for block in range(count) for module in _modules(shape, run, block)),
+        blocks=tuple(range(0, len(_CLASSES) * count, len(_CLASSES))),
+        stages=((*(tensor for block in range(count) for tensor in _tensors(shape, run, block)), head),),
+        work=tuple(work for block in range(count) for work in _work(ops, block)),
+        loss_bytes=behind.loss_bytes,
+        outside_bytes=behind.saved_bytes,
+        flops_at=_flops_at(count, 3 * sum(op.flops for op in ops), outside),
+    )
+
+
+def _flops_at(count: int, in_block: int, behind: int) -> Placed:
+    """Of every block, and of what is behind them: the head and the loss are nearly all of the rest."""
+    return (*(((block,), in_block) for block in range(count)), ((count,), behind))
+
+
+def _modules(shape: Shape, run: FamilyRun, block: int) -> tuple[TracedModule, ...]:
+    # Backward holds the gradients of the scores and of their softmax beside what was saved.
+    working = 0 if run.fused_attention else 2 * num_scores(shape, run) * run.itemsize
+    needs = {BLOCK: working, PER_OP: 0, ATTENTION: working}
+    paths = (f"blocks.{block}", f"blocks.{block}.ops", f"blocks.{block}.ops.attention")
+    return tuple(TracedModule(path, (each,), block, needs[each]) for path, each in zip(paths, _CLASSES, strict=True))
+
+
+def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...]:
+    """Those of one block, by what keeps them: the block alone, what ``PER_OP`` recomputes, or attention's scores.
+
+    ``selective`` keeps the outputs of products in place of what follows them: that of attention's in place of the sum,
+    which is as large, and that of the last one, which nothing saves.
+    """
+    h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token
+    plain, saved, kept = run.token_bytes(h), block_saved(shape, run), per_op_kept(shape, run)
+    attended = run.tokens * (h * run.itemsize + 4 * shape.heads) // run.tensor
+    beside = run.tokens * (kv + (f if shape.gated else 0)) * run.itemsize // run.tensor  # keys; up, where gate is kept
+    scores = 0 if run.fused_attention else saved - block_saved(shape, dataclasses.replace(run, fused_attention=True))
+    whole = len(_CLASSES) * block
+    (around, inside, attention) = (whole,), (whole, whole + 1), (whole, whole + 1, whole + 2)
+    fused = ((FUSED, around),) if run.fused_attention and not run.dropout else ()
+    product = ((PRODUCT, around),)
+    every = (
+        SavedTensor(plain, (around,), inputs_of=(whole,), places=(block,)),
+        SavedTensor(plain, (around,), results=product, places=(block,)),
+        SavedTensor(attended, (around,), results=fused, places=(block,)),
+        SavedTensor(kept - 2 * plain - attended, (around,), results=product, places=(block,)),
+        SavedTensor(beside, (inside,), results=product, places=(block,)),
+        SavedTensor(saved - kept - beside - scores, (inside,), places=(block,)),
+        SavedTensor(scores, (attention,), places=(block,)),
+        SavedTensor(plain, (), results=product, places=(block,)),
+    )
+    return tuple(tensor for tensor in every if tensor.num_bytes)
+
+
+def _work(ops: tuple[Op, ...], block: int) -> tuple[Work, ...]:
+    """The block's products and attentions; those of equal operators in equal modules are one."""
+    found: dict[tuple[str, Running, int], int] = {}
+    for op in ops:
+        if op.flops:
+            running = _running(op.inside, block)
+            key = op.operator, running, len(running) if op.needed_in else 0
+            found[key] = found.get(key, 0) + op.flops
+    return tuple(Work(operator, running, needed, flops, block) for (operator, running, needed), flops in found.items())
+
+
+def _running(names: tuple[str, ...], block: int) -> Running:
+    return tuple(len(_CLASSES) * block + number for number, each in enumerate(_CLASSES) if each in names)
+
+
+# --- Experts of a family over an expert axis: which parameters they are, and the tokens that travel to them.
+
+_EXPERT = re.compile(r"expert(\d+)\.")
+
+
+def with_experts(step: Step, shape: Shape, run: FamilyRun) -> Step:
+    """The step with experts that ``expert_parallel`` can divide, and its exchanges.
+
+    An all-to-all sends each token to its experts, and another brings the answers back (Lepikhin et al. 2020, GShard);
+    backward sends the gradients of both. Experts are taken to get equally many tokens.
+    """
+    sent = run.tokens * shape.experts_per_token * shape.hidden * run.itemsize * shape.layers
+    exchanged = tuple(
+        Boundary("all_to_all", moment, 2 * sent, (BLOCK,), (BLOCK,), axis="expert", count=2 * shape.layers)
+        for moment in ("forward", "backward")  # type: ignore[arg-type]
+    )
+    blocks = tuple(_marked(block, shape) for block in step.blocks)
+    return step.replace(blocks=blocks, boundaries=(*step.boundaries, *exchanged))
+
+
+def _marked(block: Block, shape: Shape) -> Block:
+    return dataclasses.replace(block, parameters=tuple(_of_expert(p, shape) for p in block.parameters))
+
+
+def _of_expert(parameter: Parameter, shape: Shape) -> Parameter:
+    found = _EXPERT.match(parameter.name)
+    if found is None:
+        return parameter
+    return dataclasses.replace(parameter, expert=(int(found.group(1)), shape.experts))
+
+
+# --- Well-known families by shape: GPT, Llama and Mixtral as a simulated step, without a model.
+
+
+def family_step(
+    shape: Shape,
+    run: FamilyRun,
+    axes: Sequence[tuple[str, int]] = (),
+    *,
+    shard_axis: str | None = None,
+    stages_per_rank: int = 1,
+    stage_ranks: tuple[int, ...] | None = None,
+    exchanges_heads: bool = False,
+) -> list[Step]:
+    """The simulated step of a family before any method: one, or one for each rank of a pipeline axis.
+
+    Args:
+        shape: The model.
+        run: Samples, precision and kernels.
+        axes: The mesh, innermost first.
+        shard_axis: What a ZeRO method will shard over.
+        stages_per_rank: Of a pipeline.
+        stage_ranks: The pipeline rank of every stage; None: they go around.
+        exchanges_heads: Whether ranks of a sequence axis exchange tokens for heads in attention (Jacobs et al. 2023),
+            instead of passing on keys and values, as those of a context axis do.
+
+    Raises:
+        ModelError: When an axis divides what cannot be divided.
+    """
+    sizes = dict(axes)
+    tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
+    ranks = stage_ranks or tuple(range(pipeline)) * stages_per_rank
+    _check(shape, tensor, len(ranks), run)
+    divided = sizes.get("sequence", run.sequence) * sizes.get("context", 1)
+    run = dataclasses.replace(run, tensor=tensor, sequence=divided)
+    counts = _stage_sizes(shape, len(ranks), run.balances_head)
+    on_ranks = tuple(sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in range(pipeline))
+    on_ranks = on_ranks if pipeline > 1 else ()
+    inside = Block(BLOCK, shape.layers, inside_parameters(shape), on_ranks, block_ops(shape, run))
+    outside = Block("outside", 1, outside_parameters(shape, pipeline), (), outside_ops(shape, run, pipeline))
+    outside = _ending_on(ranks[-1], pipeline - 1, outside)
+    step = Step(
+        blocks=(inside, outside),
+        axes=tuple(axes),
+        shard_axis=shard_axis,
+        num_micro_batches=run.num_micro_batches,
+        activations=family_activations(shape, run, pipeline),
+        flops=3 * (shape.layers * sum(op.flops for op in inside.ops) + sum(op.flops for op in outside.ops)),
+        boundaries=_boundaries(shape, run, sizes, shape.layers, exchanges_heads=exchanges_heads),
+    )
+    if pipeline == 1:
+        return [step]
+    bounds = (0, *itertools.accumulate(counts))
+    ranges, hidden = tuple(itertools.pairwise(bounds)), run.token_bytes(shape.hidden)
+    if run.scatters_boundary and not run.split_tokens:
+        hidden //= tensor
+    return [
+        step.replace(
+            stages=Stages(ranks, ranges, shape.layers, rank, hidden),
+            boundaries=_boundaries(shape, run, sizes, on_ranks[rank], exchanges_heads=exchanges_heads),
+        )
+        for rank in range(pipeline)
+    ]
+
+
+def _stage_sizes(shape: Shape, stages: int, ending: Literal["", "nearest", "beyond"]) -> tuple[int, ...]:
+    """Blocks of every stage, as equal as can be; the middle ones take what is left over.
+
+    ``ending`` counts the head as the blocks that it costs as much as, and gives every stage an equal share, which ends
+    with the block that comes nearest to it, or that goes beyond it.
+    """
+    if ending and stages > 1:
+        head = shape.vocab * shape.hidden / sum(p.numel for p in inside_parameters(shape) if len(p.shape) == 2)
+        share = (shape.layers + head) / stages
+        wanted = (share * stage for stage in range(1, stages))
+        ends = [round(end) if ending == "nearest" else math.floor(end) + 1 for end in wanted]
+        ends = [min(end, shape.layers - stages + stage) for stage, end in enumerate(ends, start=1)]
+        return tuple(end - begin for begin, end in itertools.pairwise((0, *ends, shape.layers)))
+    return _equal(shape.layers, stages)
+
+
+def _equal(layers: int, stages: int) -> tuple[int, ...]:
+    base, rest = divmod(layers, stages)
+    first = (stages - rest) // 2
+    return tuple(base + (first <= stage < first + rest) for stage in range(stages))
+
+
+def _ending_on(rank: int, last: int, outside: Block) -> Block:
+    """What is outside of the blocks, with the head on a rank that may not be the last."""
+    if rank == last:
+        return outside
+    ops = [dataclasses.replace(op, on_rank=rank if op.on_rank == last else op.on_rank) for op in outside.ops]
+    parameters = [
+        dataclasses.replace(p, trained_on=tuple(sorted({rank if each == last else each for each in p.trained_on})))
+        if p.trained_on is not None
+        else p
+        for p in outside.parameters
+    ]
+    return dataclasses.replace(outside, ops=tuple(ops), parameters=tuple(parameters))
+
+
+def _boundaries(
+    shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: int, *, exchanges_heads: bool
+) -> tuple[Boundary, ...]:
+    """Two pairs of collectives a block over the tensor axis (Korthikanti et al. 2022); exchanges for long sequences.
+
+    ``calls``: blocks of the rank.
+    """
+    sequence, context = (sizes.get(axis, 1) for axis in ("sequence", "context"))
+    whole = run.tokens * shape.hidden * run.itemsize
+    found: list[Boundary] = []
+
+    def add(kind: str, moment: str, size: int, axis: str, number: int, beside: str = "", *, ends: bool = False) -> None:
+        inside = (BLOCK, beside) if beside else (BLOCK,)
+        needed = () if ends else inside
+        found.append(Boundary(kind, moment, size, inside, needed, axis=axis, count=number))  # type: ignore[arg-type]
+
+    if run.tensor > 1:
+        # Nothing in a block needs what its last collective leaves. ``PER_OP`` keeps what reductions leave, and gathers
+        # again.
+        kinds = ("all_gather", "reduce_scatter") if run.split_tokens else ("all_reduce",)
+        for moment, kind, ends in itertools.product(("forward", "backward"), kinds, (False, True)):
+            beside, last = (PER_OP, False) if kind == "all_gather" else ("", ends)
+            add(kind, moment, whole * calls, "tensor", calls, beside, ends=last)
+    if exchanges_heads and sequence > 1:
+        # Queries, keys and values go out, attention's output comes back; their gradients do in backward.
+        sent = run.tokens * 2 * (shape.hidden + shape.kv_width) // run.tensor * run.itemsize
+        for moment in ("forward", "backward"):
+            add("all_to_all", moment, sent * calls, "sequence", 4 * calls)
+    rings = {"context": context, "sequence": 1 if exchanges_heads else run.sequence // context}
+    for axis, ranks in rings.items():
+        if ranks > 1:
+            # Keys and values of every other rank pass by (Liu et al. 2023); their gradients do in backward.
+            passed = 2 * run.tokens * ranks * shape.kv_width // run.tensor * run.itemsize
+            for moment, times in (("forward", 1), ("backward", 2)):
+                add("all_gather", moment, times * passed * calls, axis, calls)
+    return tuple(found)
+
+
+def _check(shape: Shape, tensor: int, stages: int, run: FamilyRun) -> None:
+    if shape.heads % tensor or shape.layers < stages:
+        raise ModelError(
+            "The mesh cannot divide the model",
+            expected="a tensor axis that divides the heads, and no more stages than layers",
+            got=f"{shape.heads} heads over {tensor}, {shape.layers} layers in {stages} stages",
+            fix="choose smaller axes",
+        )

@@ -1,0 +1,276 @@
+"""Fit a plan into usable device memory by choosing which modules are recomputed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+from meshwright.cost import Activations, Memory, Step, memory
+from meshwright.errors import StrategyError, readable_bytes
+from meshwright.methods import Phase, cost_of
+from meshwright.planner.plans import needed_bytes
+from meshwright.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.cost import Cluster, Device
+    from meshwright.methods import Checkpoint
+
+
+# What no tensor of a job can use: the driver's context, collectives' buffers, kernels' workspaces.
+CONTEXT_BYTES = round(1.5 * 2**30)
+# What an allocator that cannot join its segments leaves unused between tensors of mixed sizes; more where whole layers
+# come and go between activations. Both are set on the runs of BMTrain's table that did and did not fit.
+FRAGMENTED, FRAGMENTED_BY_LAYERS = 0.05, 0.12
+_HOST_USABLE = 0.9  # of host memory: the rest is the system's, the processes' own, and of those that load data
+
+
+def usable_bytes(device: Device) -> int:
+    """What a caching allocator can take of a device; all of a host's memory."""
+    return device.memory_bytes - (0 if device.is_host else CONTEXT_BYTES)
+
+
+def usable_host_bytes(cluster: Cluster) -> int | None:
+    """What of host memory a device's offloaded tensors can have; None: unknown."""
+    share = cluster.host_memory_bytes
+    return None if share is None else round(share * _HOST_USABLE)
+
+
+def taken_bytes(reserved_bytes: int, device: Device) -> int:
+    """What must be usable for tensors that need so many reserved bytes, gaps between them included."""
+    return reserved_bytes if device.is_host else round(reserved_bytes * (1 + FRAGMENTED))
+
+
+# --- Fitting a memory budget: which modules ``checkpoint`` recomputes, and how much of each, decided by the cost twins.
+
+Granularity = Literal["none", "selective", "full"]
+Choice = tuple[Granularity, ...]
+_MOST_STATES = 500  # of partial choices that are looked at side by side
+
+
+class Fitted(NamedTuple):
+    """A strategy without a memory budget, and what the user is told of that."""
+
+    strategy: Strategy
+    notices: tuple[str, ...] = ()
+
+
+def fit_budget(strategy: Strategy, steps: Sequence[Step]) -> Fitted:
+    """Decides what ``checkpoint`` with a memory budget recomputes; other strategies are returned as they are.
+
+    Args:
+        strategy: Resolved.
+        steps: Before any method: one, or that of every pipeline rank.
+
+    Returns:
+        The strategy with a ``checkpoint`` that says what every module does, and what the user is told.
+
+    Raises:
+        StrategyError: When no choice fits; it names the least there is, and what takes it.
+    """
+    method = cast("Checkpoint | None", strategy.get("checkpoint"))
+    if method is None or method.memory_budget is None:
+        return Fitted(strategy)
+    known = steps[0].activations
+    if known is None:
+        raise StrategyError(
+            "checkpoint: memory_budget needs predicted activations, and there are none",
+            expected="a model that runs on fake tensors, and a sample to run it with",
+            got="a model that could not be traced, or no sample",
+            fix="pass sample_batch, or choose with every, layers or each instead of memory_budget",
+        )
+    chosen: list[Granularity] = ["none"] * len(method.covered(known))
+    for rank, step in enumerate(steps):  # what a rank recomputes is no matter of the others
+        found = RankBudget(strategy, method, step, rank if len(steps) > 1 else None).fewest()
+        chosen = [ours if theirs == "none" else theirs for ours, theirs in zip(chosen, found, strict=True)]
+    decided = _decided(method, tuple(chosen))
+    return Fitted(strategy.without("checkpoint").with_method(decided), (_summary(method, chosen),))
+
+
+def _decided(method: Checkpoint, choice: Choice) -> Checkpoint:
+    return method.model_copy(update={"memory_budget": None, "each": choice})
+
+
+def _summary(method: Checkpoint, chosen: Sequence[Granularity]) -> str:
+    parts = [f"{chosen.count(what)} {said}" for what, said in (("full", "in full"), ("selective", "selectively"))]
+    return (
+        f"checkpoint: recomputes {' and '.join(parts)} of {len(chosen)} modules, "
+        f"to hold at most {readable_bytes(method.memory_budget or 0)} per rank"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Option:
+    """What one module alone changes when it is recomputed so."""
+
+    what: Granularity
+    freed: int
+    flops: int
+    working: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """What a choice comes to."""
+
+    memory: Memory
+    needed: int  # of it, where it is limited
+    flops: int
+    saved: int
+    working: int
+
+
+class RankBudget:
+    """The search for one rank.
+
+    Modules are first taken to add up, which leaves a knapsack with one option per module; a choice that fits by its
+    real prediction is then relaxed as long as it does.
+
+    Args:
+        strategy: Resolved.
+        method: Its ``checkpoint``.
+        step: Of this rank, before any method.
+        rank: Of a pipeline; None where there is none.
+    """
+
+    def __init__(self, strategy: Strategy, method: Checkpoint, step: Step, rank: int | None) -> None:
+        self._strategy, self._method, self._rank = strategy.without("checkpoint"), method, rank
+        self._step = cost_of(self._strategy, step, before=Phase.RECOMPUTE)  # the same whatever is recomputed
+        assert self._step.activations is not None
+        assert method.memory_budget is not None
+        covered, here = method.covered(self._step.activations), _saving(self._step.activations)
+        self._here = [module in here for module in covered]
+        self._count, self._budget = len(covered), int(method.memory_budget)
+        full: tuple[Granularity, ...] = () if method.policy not in (None, "full") else ("full",)
+        part: tuple[Granularity, ...] = () if method.policy == "full" else ("selective",)
+        self._whats = (*part, *full)
+        self._scale: tuple[Granularity, ...] = ("none", *self._whats)
+        none: Granularity = "none"
+        self._nothing: Choice = (none,) * self._count
+        self._known: dict[Choice, _Outcome] = {}
+
+    def fewest(self) -> Choice:
+        """The choice with the fewest operations that fits; of equals, that which gives up least."""
+        if self._fits(self._nothing):
+            return self._nothing
+        starts = [choice for working in self._workings for choice in self._knapsack(working)]
+        starts += [tuple(what if here else "none" for here in self._here) for what in self._whats]
+        fitting = [choice for choice in starts if self._fits(choice)]
+        if not fitting:
+            raise self._does_not_fit(starts)
+        # Modules that share tensors free more together than they do alone: what was not needed is taken back.
+        return self._relaxed(min(fitting, key=self._price))
+
+    def _relaxed(self, choice: Choice) -> Choice:
+        for index in (index for index in reversed(range(self._count)) if choice[index] != "none"):
+            for what in self._scale[: self._scale.index(choice[index])]:
+                other = (*choice[:index], what, *choice[index + 1 :])
+                if self._fits(other) and self._price(other) <= self._price(choice):
+                    choice = other
+                    break
+        return choice
+
+    def _price(self, choice: Choice) -> tuple[int, int]:
+        outcome = self._outcome(choice)
+        return outcome.flops, -outcome.saved
+
+    def _fits(self, choice: Choice) -> bool:
+        return self._outcome(choice).needed <= self._budget
+
+    def _outcome(self, choice: Choice) -> _Outcome:
+        if choice not in self._known:
+            strategy = self._strategy.with_method(_decided(self._method, choice))
+            step = cost_of(strategy, self._step, first=Phase.RECOMPUTE)
+            kept, held = step.activations, memory(step)
+            assert kept is not None
+            self._known[choice] = _Outcome(
+                held, needed_bytes(step, held), step.recompute_flops, kept.saved_bytes, kept.working_bytes
+            )
+        return self._known[choice]
+
+    @functools.cached_property
+    def _options(self) -> list[list[_Option]]:
+        nothing = self._outcome(self._nothing)
+        every = []
+        for index in range(self._count):
+            options = [_Option("none", 0, 0, 0)]
+            for what in self._whats if self._here[index] else ():
+                alone = (*self._nothing[:index], what, *self._nothing[index + 1 :])
+                found = self._outcome(alone)
+                options.append(_Option(what, nothing.saved - found.saved, found.flops, found.working))
+            every.append([option for option in options if option.freed > 0 or option.what == "none"])
+        return every
+
+    @property
+    def _workings(self) -> list[int]:
+        """Every limit there can be to what one module needs while it is recomputed."""
+        return sorted({option.working for options in self._options for option in options})
+
+    def _knapsack(self, working: int) -> list[Choice]:
+        """The cheapest choice that frees enough, of modules that need no more than this; none if none does."""
+        needed = self._outcome(self._nothing).needed + working - self._budget
+        states = [_Partial(0, 0)]
+        for options in self._options:
+            fitting = [option for option in options if option.working <= working]
+            if len(fitting) == 1:
+                states = [_Partial(s.freed, s.flops, s, "none") for s in states]
+                continue
+            # Options that recompute come first: the first modules are recomputed last, when most memory is free again.
+            grown = [
+                _Partial(state.freed + option.freed, state.flops + option.flops, state, option.what)
+                for state in states
+                for option in reversed(fitting)
+            ]
+            states = _undominated(grown, needed)
+        enough = [state for state in states if state.freed >= needed]
+        return [min(enough, key=lambda state: (state.flops, state.freed)).choice()] if enough else []
+
+    def _does_not_fit(self, tried: Sequence[Choice]) -> StrategyError:
+        least = min((self._outcome(choice).memory for choice in tried), key=lambda each: each.total)
+        sizes = {field.name: getattr(least, field.name) or 0 for field in dataclasses.fields(least)}
+        largest = sorted(sizes.items(), key=lambda each: -each[1])[:3]
+        takes = ", ".join(f"{name} {readable_bytes(size)}" for name, size in largest if size)
+        where = "" if self._rank is None else f" on pipeline rank {self._rank}"
+        return StrategyError(
+            "checkpoint: memory_budget cannot be met, whatever is recomputed",
+            expected=f"at most {readable_bytes(self._budget)} on every rank",
+            got=f"{readable_bytes(least.total)} at the least{where}: {takes}",
+            fix="use smaller micro-batches, fsdp or more ranks; or raise memory_budget",
+        )
+
+
+class _Partial(NamedTuple):
+    """A choice for the first modules: what it frees and runs again, and how it came about."""
+
+    freed: int
+    flops: int
+    before: Any = None  # the choice for all but the last of them
+    what: Granularity = "none"
+
+    def choice(self) -> Choice:
+        """In the model's order."""
+        whats: list[Granularity] = []
+        state = self
+        while state.before is not None:
+            whats.append(state.what)
+            state = state.before
+        return tuple(reversed(whats))
+
+
+def _saving(known: Activations) -> set[int]:
+    """The modules that save something on this rank."""
+    return {m for stage in known.stages for tensor in stage for running in tensor.savers for m in running}
+
+
+def _undominated(states: list[_Partial], needed: int) -> list[_Partial]:
+    """Those that no other beats in both; not more than there is time for."""
+    states.sort(key=lambda state: (-state.freed, state.flops))
+    kept: list[_Partial] = []
+    for state in states:
+        while kept and kept[-1].freed >= needed and state.freed >= needed and state.flops <= kept[-1].flops:
+            kept.pop()  # both free enough, and this one for no more
+        if not kept or state.flops < kept[-1].flops:
+            kept.append(state)
+    step = max(1, -(-len(kept) // _MOST_STATES))
+    return kept[:1] + kept[1:-1:step] + kept[-1:] if len(kept) > 1 else kept

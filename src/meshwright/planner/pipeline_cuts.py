@@ -1,0 +1,363 @@
+"""Decide where a pipeline axis cuts a model, and simulate the step of each pipeline rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+
+from meshwright.cost import Activations, Block, Boundary, Parameter, SavedTensor, Stages, Step, memory
+from meshwright.errors import MeshwrightError, StrategyError, readable_bytes
+from meshwright.methods import cost_of
+from meshwright.planner.trace.model_state import describe_buffers
+
+if TYPE_CHECKING:
+    from meshwright.methods import Checkpoint, Cut, GradientAccumulation, PipelineParallel, Resolved
+    from meshwright.methods.pipeline.outer_parameters import Dataflow
+    from meshwright.methods.pipeline.stage_cut import Balancer
+    from meshwright.strategy import Strategy
+
+
+Ranges = tuple[tuple[int, int], ...]
+
+
+class CandidateStages:
+    """Simulates ranks of a pipeline that is not cut yet.
+
+    Args:
+        finest: The step of a model cut into its single blocks: of these its blocks, parameters and buffers tell where
+            they are (``on_ranks``, ``trained_on``, ``lent_to``, ``on_rank``).
+        num_blocks: How many there are.
+        ranks: The pipeline rank of every stage to be.
+        cost: What the strategy makes of a step.
+        uniform: Whether it does so with equal blocks alike, wherever they are.
+    """
+
+    def __init__(
+        self, finest: Step, num_blocks: int, ranks: tuple[int, ...], cost: Callable[[Step], Step], *, uniform: bool
+    ) -> None:
+        self._finest, self._num_blocks, self._ranks, self._cost = finest, num_blocks, ranks, cost
+        self._alike = _alike(finest, num_blocks) if uniform else tuple(range(num_blocks))
+        self._needs: dict[tuple[int, tuple[tuple[int, ...], ...]], int] = {}  # of ranks with blocks of these kinds
+
+    def flops(self, index: int) -> int:
+        """Time of a block: operations of a micro-batch with recomputation; the first and last have what is around."""
+        step = self._step(self._ranks[0], ((index, index + 1),))
+        return (step.flops or 0) + step.recompute_flops
+
+    def need(self, rank: int, ranges: Ranges) -> int:
+        """Bytes that a rank holds whose first stages compute these blocks; unknown activations count as nothing."""
+        key = rank, tuple(self._alike[first:end] for first, end in ranges)
+        if key not in self._needs:
+            self._needs[key] = memory(self._step(rank, ranges)).total
+        return self._needs[key]
+
+    def _step(self, rank: int, ranges: Ranges) -> Step:
+        own = {index for first, end in ranges for index in range(first, end)}
+        every = [(0, 0)] * len(self._ranks)
+        for stage, each in zip([s for s, owner in enumerate(self._ranks) if owner == rank], ranges, strict=False):
+            every[stage] = each
+        finest = self._finest
+        return self._cost(
+            finest.replace(
+                blocks=tuple(_on_rank(block, rank, max(self._ranks) + 1, own) for block in finest.blocks),
+                buffers=tuple(
+                    b if b.on_rank is None else dataclasses.replace(b, on_rank=rank)
+                    for b in finest.buffers
+                    if b.on_rank is None or b.on_rank in own
+                ),
+                stages=Stages(self._ranks, tuple(every), self._num_blocks, rank),
+            )
+        )
+
+
+def _on_rank(block: Block, rank: int, ranks: int, own: set[int]) -> Block:
+    counts: list[int] = [0] * ranks
+    if block.on_ranks:
+        counts[rank] = sum(block.on_ranks[index] for index in own)
+    parameters = tuple(_placed(p, rank, own) for p in block.parameters)
+    return dataclasses.replace(block, parameters=parameters, on_ranks=tuple(counts) if block.on_ranks else ())
+
+
+def _placed(parameter: Parameter, rank: int, own: set[int]) -> Parameter:
+    if parameter.trained_on is None:
+        return parameter
+    trains = bool(own.intersection(parameter.trained_on))
+    lent = bool(parameter.lent_to) and not trains
+    return dataclasses.replace(parameter, trained_on=(rank,) if trains else (), lent_to=(rank,) if lent else ())
+
+
+def _alike(finest: Step, num_blocks: int) -> tuple[int, ...]:
+    """A number for every block; rows of blocks with equal numbers hold and keep the same."""
+    kinds: list[list[object]] = [[] for _ in range(num_blocks)]
+    known = finest.activations
+    for stage in known.stages if known is not None else ():
+        for group, tensor in enumerate(stage):
+            for index in tensor.places:
+                if 0 <= index < num_blocks:
+                    # Neighbours share what one hands to the other; all share masks.
+                    among = tuple(p - index for p in tensor.places) if len(tensor.places) <= 2 else group
+                    kinds[index].append((among, tensor.num_bytes, _by_class(known, tensor)))
+    for block in finest.blocks:
+        for number, count in enumerate(block.on_ranks):
+            kinds[number].append((block.name, id(block), count))
+        for parameter in block.parameters:
+            for number in parameter.trained_on or ():
+                kinds[number].append(parameter.name)
+    for buffer in finest.buffers:
+        if buffer.on_rank is not None:
+            kinds[buffer.on_rank].append((buffer.numel, buffer.itemsize))
+    texts = [repr(sorted(map(repr, kind))) for kind in kinds]
+    return tuple(texts.index(text) for text in texts)
+
+
+def _by_class(known: Activations | None, tensor: SavedTensor) -> object:
+    """Who saves, takes and makes a tensor, by classes: modules of one class are recomputed alike."""
+    assert known is not None
+
+    def classes(running: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
+        return tuple(known.modules[module].classes for module in running)
+
+    makers = [(operator, classes(running)) for operator, running in tensor.results]
+    return [classes(running) for running in tensor.savers], classes(tensor.inputs_of), makers
+
+
+# --- Deciding where a pipeline axis cuts a model, and the simulated step of each of its ranks.
+
+_SAMPLES = 2  # that a model is traced with: one alone is no batch for a BatchNorm
+
+_MOST_MICRO_BATCHES = 2**16
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a strategy asks for: a pipeline of several ranks, over the blocks of a model."""
+
+    method: PipelineParallel
+    ranks: int
+    blocks: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A cut, what could not be found out, and what the user is told."""
+
+    cut: Cut | None = None
+    gaps: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+
+
+def pipeline_of(resolved: Resolved, model: nn.Module, micro_batches: int) -> Pipeline | None:
+    """The pipeline that a strategy asks for; None where there is none.
+
+    Raises:
+        ModelError, StrategyError: When the model has too few blocks, or a batch too few micro-batches.
+    """
+    method, ranks = _pipeline_in(resolved), dict(resolved.axes).get("pipeline", 1)
+    if method is None or ranks == 1:
+        return None
+    blocks = method.blocks_of(model)
+    method.check_numbers(len(blocks), ranks, micro_batches)
+    return Pipeline(method, ranks, tuple(blocks))
+
+
+def _pipeline_in(resolved: Resolved) -> PipelineParallel | None:
+    return cast("PipelineParallel | None", resolved.strategy.get("pipeline_parallel"))
+
+
+def trace_flow(
+    pipeline: Pipeline, model: nn.Module, inputs_of: Callable[[int], Any], forward: Callable[[nn.Module, Any], Any]
+) -> tuple[Dataflow | None, str]:
+    """A pass without data that tells which stage needs what outside the blocks; or None, and why not.
+
+    Raises:
+        ModelError: When the model cannot be cut.
+    """
+    from meshwright.methods.pipeline.outer_parameters import trace_blocks
+
+    try:
+        inputs = inputs_of(_SAMPLES)
+        if inputs is None:
+            return None, "there is no sample to trace the model with; pass sample_batch"
+        flow = trace_blocks(model, list(pipeline.blocks), inputs, forward)
+    except MeshwrightError:
+        raise
+    except Exception as error:  # a user's model may do anything; it trains without this too
+        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    flow.boundary_bytes //= _SAMPLES
+    return flow, ""
+
+
+def decide_cut(
+    pipeline: Pipeline,
+    model: nn.Module,
+    flow: tuple[Dataflow | None, str],
+    step: Step,
+    strategy: Strategy,
+    describe: Callable[[Cut], tuple[Block, ...]],
+    device_limit: int | None,
+) -> Decision:
+    """Cuts a model: by hand, or so that the dearest stage takes the least time, among the cuts that fit into memory.
+
+    Args:
+        pipeline: What is asked for.
+        model: The whole model.
+        flow: Of :func:`trace_flow`.
+        step: Of the whole model, before any method, without blocks and buffers.
+        strategy: Resolved; its cost twins tell what a rank holds.
+        describe: The model's blocks as plain data, for a cut.
+        device_limit: What a rank may hold where the method does not say; None: no limit.
+
+    Raises:
+        StrategyError: When no cut fits; it names the smallest need.
+    """
+    from meshwright.methods.pipeline.splice import parameter_costs
+    from meshwright.methods.pipeline.stage_cut import Balancer, balanced_bounds
+
+    method, known = pipeline.method, flow[0]
+    gaps = () if known is not None else (f"every pipeline rank keeps all parameters outside the blocks: {flow[1]}",)
+    by_hand = method.cut(model, pipeline.ranks, known) if method.split is not None else None
+    if by_hand is not None and method.memory_limit is None:
+        return Decision(by_hand, gaps)
+    candidates = _candidates(pipeline, model, known, step, strategy, describe)
+    if step.activations is not None:
+        costs = [candidates.flops(index) for index in range(len(pipeline.blocks))]
+    else:
+        costs = parameter_costs(model, list(pipeline.blocks), known)
+    balancer = Balancer(costs, method.ranks_of_stages(pipeline.ranks), candidates.need)
+    notices: tuple[str, ...] = (_ESTIMATED[by_hand is not None],) if step.activations is None else ()
+    bounds = by_hand.bounds if by_hand is not None else balanced_bounds(costs, balancer.num_stages)
+    limit = method.memory_limit or device_limit
+    if limit is not None and max(size for _, size in balancer.needs(bounds)) > limit:
+        found = balancer.fastest(limit) if by_hand is None else None
+        if found is None:
+            raise _does_not_fit(balancer, by_hand, limit, method, step, strategy)
+        bounds = found
+        looked = "" if balancer.is_exhaustive else ", of the cuts that were looked at"
+        notices += (f"pipeline_parallel: stages of {_sizes(bounds)} blocks, as memory allows{looked}",)
+    return Decision(by_hand or method.cut(model, pipeline.ranks, known, bounds), gaps, notices)
+
+
+_ESTIMATED = tuple(
+    f"pipeline_parallel: the model could not be traced without data: {what}memory_limit counts no activations"
+    for what in ("stages are balanced by their parameters, and ", "")
+)  # of a cut that is decided here, and of one by hand
+
+
+def _candidates(
+    pipeline: Pipeline,
+    model: nn.Module,
+    flow: Dataflow | None,
+    step: Step,
+    strategy: Strategy,
+    describe: Callable[[Cut], tuple[Block, ...]],
+) -> CandidateStages:
+    from meshwright.methods.pipeline.splice import place_stages
+    from meshwright.methods.pipeline.stage_cut import block_list
+
+    count = len(pipeline.blocks)
+    path, _ = block_list(model, pipeline.method.blocks)
+    finest = place_stages(model, path, tuple(range(count + 1)), tuple(range(count)), flow)
+    step = step.replace(blocks=describe(finest), buffers=describe_buffers(model, finest), boundaries=())
+    ranks = pipeline.method.ranks_of_stages(pipeline.ranks)
+    recompute = cast("Checkpoint | None", strategy.get("checkpoint"))
+    uniform = recompute is None or recompute.is_uniform
+    return CandidateStages(step, count, ranks, functools.partial(cost_of, strategy), uniform=uniform)
+
+
+def _does_not_fit(
+    balancer: Balancer,
+    by_hand: Cut | None,
+    limit: int,
+    method: PipelineParallel,
+    step: Step,
+    strategy: Strategy,
+) -> StrategyError:
+    bounds = by_hand.bounds if by_hand is not None else balancer.smallest()
+    rank, size = max(balancer.needs(bounds), key=lambda each: each[1])
+    own = [stage for stage, owner in enumerate(balancer.ranks) if owner == rank]
+    helps = ["more pipeline ranks", "smaller micro-batches"]
+    helps += ["checkpoint"] if "checkpoint" not in strategy else []
+    helps += ["fsdp over an axis zero"] if step.shard_axis is None else []
+    helps += ["the schedule 1f1b"] if method.schedule == "gpipe" else []
+    helps += ["no split"] if by_hand else []
+    return StrategyError(
+        "pipeline_parallel: the stages given do not fit into a rank's memory"
+        if by_hand
+        else "pipeline_parallel: no cut into stages fits into a rank's memory",
+        expected=f"at most {readable_bytes(limit)} on every rank",
+        got=f"{readable_bytes(size)} on pipeline rank {rank} (stage {' and '.join(map(str, own))})"
+        + ("" if by_hand else f" where least is needed, with stages of {_sizes(bounds)} blocks")
+        + ("" if balancer.is_exhaustive else " (of the cuts that were looked at)"),
+        fix=f"use {', '.join(helps[:-1])} or {helps[-1]}; or set memory_limit to what there really is",
+    )
+
+
+def _sizes(bounds: tuple[int, ...]) -> str:
+    return ", ".join(str(end - first) for first, end in itertools.pairwise(bounds))
+
+
+def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool) -> list[Step]:
+    """The step of every rank of the pipeline axis, before any method; the step itself where there is none.
+
+    Args:
+        step: Of the whole model.
+        cut: Where it is cut.
+        samples: In a micro-batch.
+        in_half: Whether the model computes with parameters in half precision: its hidden states follow.
+    """
+    if cut is None:
+        return [step]
+    placed = [dataclasses.replace(each, on_ranks=_ranks_sending(each, cut)) for each in step.boundaries]
+    step = step.replace(boundaries=tuple(placed))
+    hidden = None
+    if cut.boundary_bytes is not None:
+        parts = step.size("sequence") * step.size("context")  # of the tokens, of which a rank's blocks hand on one
+        hidden = cut.boundary_bytes * samples // ((2 if in_half else 1) * parts)
+    ranges, count = tuple(itertools.pairwise(cut.bounds)), cut.bounds[-1]
+    return [step.replace(stages=Stages(cut.ranks, ranges, count, rank, hidden)) for rank in range(cut.num_ranks)]
+
+
+def _ranks_sending(boundary: Boundary, cut: Cut) -> tuple[int, ...]:
+    if boundary.axis == "tensor" and not boundary.path:  # in no layer: sums of the loss over parts of the vocabulary
+        return (cut.ranks[-1],)
+    return cut.ranks_running(boundary.path)
+
+
+def num_micro_batches(resolved: Resolved, given: int | None) -> int:
+    """The strategy's own number, what ``accelerate`` was given, or the fewest that keep every rank busy.
+
+    Raises:
+        StrategyError: When the strategy has another number than was given.
+    """
+    for name in ("gradient_accumulation", "pipeline_parallel"):
+        method = cast("GradientAccumulation | PipelineParallel | None", resolved.strategy.get(name))
+        own = method.num_micro_batches if method is not None else None
+        if own is not None and given not in (None, own):
+            raise StrategyError(
+                f"{name} and num_micro_batches name different numbers",
+                expected="one of the two, or the same number",
+                got=f"{method} and num_micro_batches={given}",
+                fix="leave num_micro_batches out: the strategy says it",
+            )
+        given = own or given
+    pipeline, ranks = _pipeline_in(resolved), dict(resolved.axes).get("pipeline", 1)
+    if pipeline is None:
+        return _simulated(given or 1)
+    return _simulated(given or pipeline.fewest_micro_batches(ranks))
+
+
+def _simulated(count: int) -> int:
+    if count > _MOST_MICRO_BATCHES:
+        raise StrategyError(
+            "A step has too many micro-batches",
+            expected=f"at most {_MOST_MICRO_BATCHES:,}; each is simulated",
+            got=f"{count:,}",
+            fix="correct num_micro_batches",
+        )
+    return count

@@ -1,0 +1,299 @@
+"""Rank strategies for a model on a cluster in one call of ``plan``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.cost import Cluster, find_cluster
+from meshwright.errors import ConfigError, ModelError, StrategyError, readable_bytes
+from meshwright.methods import SAMPLED
+from meshwright.planner.config_models import transformers_model
+from meshwright.planner.explain import WhatIf, found_document, what_if
+from meshwright.planner.model_shapes import parse_family
+from meshwright.planner.planned_models import FamilyModel, ModuleModel, PlannedModel, token_batch
+from meshwright.planner.plans import Plan, Subject
+from meshwright.planner.search import Found, default_space, read_wishes, search, search_in_stages
+from meshwright.planner.workload import Workload
+from meshwright.strategy import Strategy, read_size
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A model on a cluster, and what is wanted of its plans; see :func:`~meshwright.planner.plan`."""
+
+    model: PlannedModel
+    cluster: Cluster
+    global_batch: int
+    strategy: Any = None
+    num_micro_batches: int | None = None
+    objective: str = "tokens_per_s"
+    excluded: Sequence[str] = ()
+    included: Sequence[Any] = ()
+    top: int = 10
+    memory_limit: int | str | None = None  # read: bytes
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory_limit", read_size(self.memory_limit, "memory_limit"))
+        _check_limit(self.memory_limit, self.cluster)  # type: ignore[arg-type]
+        for name, value in (("global_batch", self.global_batch), ("top", self.top)):
+            _check_count(name, value)
+        if self.num_micro_batches is not None:
+            _check_count("num_micro_batches", self.num_micro_batches)
+            if self.strategy is None:
+                raise _contradiction("num_micro_batches without a strategy", "a search chooses how a batch is cut")
+        if self.strategy is not None and (self.excluded or self.included):
+            raise _contradiction("a strategy beside excluded or included methods", "nothing is searched then")
+
+    def subject_of(self, cluster: Cluster, samples: int) -> Subject:
+        """What plans are made for, on some cluster and for so many samples per step."""
+        limit = read_size(self.memory_limit, "memory_limit")
+        if limit is not None:  # of a device that has more memory, as much more
+            limit = round(limit * (cluster.device.memory_bytes / self.cluster.device.memory_bytes))
+        return self.model.subject(cluster, samples, limit)
+
+    @functools.cached_property
+    def subject(self) -> Subject:
+        """What these plans are made for."""
+        return self.subject_of(self.cluster, self.global_batch)
+
+    def found(self, progress: Callable[[int, int], None] | None = None) -> Found:
+        """The plans: of the strategy given, else of a search.
+
+        Args:
+            progress: Called while a search goes on, with what it counts: simulated plans, and candidates.
+
+        Raises:
+            StrategyError: When no strategy fits, or the one given cannot be or does not divide the batch.
+            ModelError: When the model cannot be traced.
+        """
+        if self.strategy is None:
+            looked = search_in_stages if isinstance(self.subject, Workload) else search
+            found = looked(
+                self.subject,
+                space=default_space(self.subject),
+                objective=self.objective,  # type: ignore[arg-type]
+                excluded=self.excluded,
+                included=self.included,
+                top=self.top,
+                progress=progress,
+            )
+            found = dataclasses.replace(
+                found,
+                plans=tuple(map(self._in_full, found.plans)),
+                too_large=tuple(map(self._in_full, found.too_large)),
+            )
+        else:
+            found = self.planned([Strategy(self.strategy)])
+        for plan in found.plans[:1]:
+            _check_traced(plan)
+            _check_included(plan, read_wishes(self.excluded, self.included))
+        return found
+
+    def _in_full(self, plan: Plan) -> Plan:
+        """A search lets one rank of a long pipeline stand for others; here each holds what it holds."""
+        if len({id(step) for step in plan.steps}) == len(plan.steps):
+            return plan
+        return self.subject.plan(plan.strategy, plan.step.num_micro_batches)
+
+    def planned(self, strategies: Sequence[Strategy]) -> Found:
+        """Plans of given strategies, in their order, whether they fit or not.
+
+        Raises:
+            StrategyError: When one cannot be, or does not divide the batch.
+        """
+        started, subject = time.perf_counter(), self.subject
+        plans = tuple(subject.plan(strategy, self.num_micro_batches) for strategy in strategies)
+        for plan in plans:
+            _check_divides(plan, self.global_batch)
+        return Found(plans, num_considered=len(plans), num_predicted=len(plans), seconds=time.perf_counter() - started)
+
+    def what_ifs(self, found: Found) -> tuple[WhatIf, ...]:
+        """What would change the result."""
+        # Of strategies that are given nothing is ranked.
+        return what_if(self.subject_of, found, self.objective if self.strategy is None else "tokens_per_s")  # type: ignore[arg-type]
+
+    def document(self, found: Found, what_ifs: Sequence[WhatIf] = ()) -> dict[str, Any]:
+        """All of it as plain values: what ``--json`` prints."""
+        described = self.model.describe() | {"global_batch": self.global_batch}
+        return found_document(found, model=described, objective=self.objective, what_ifs=what_ifs, subject=self.subject)
+
+
+def _check_limit(limit: int | None, cluster: Cluster) -> None:
+    if limit is not None and limit > cluster.device.memory_bytes:
+        raise ConfigError(
+            "memory_limit is more than a device has",
+            expected=f"at most {readable_bytes(cluster.device.memory_bytes)}, the memory of a {cluster.device.name}",
+            got=readable_bytes(limit),
+            fix="lower it, or describe a device with more memory in a cluster file",
+        )
+
+
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} is not a count", expected="1 or more", got=repr(value), fix="correct the number")
+
+
+def _check_divides(plan: Plan, samples: int) -> None:
+    """A rank computes whole samples: a plan of another batch than asked for would have that one's seconds."""
+    replicas = math.prod(size for axis, size in plan.step.axes if axis in SAMPLED)
+    parts = replicas * plan.step.num_micro_batches
+    if samples % parts == 0:
+        return
+    below = samples - samples % parts
+    nearest = f"{below} or {below + parts}" if below else f"{parts}"
+    helps = "" if plan.step.num_micro_batches == 1 else ", or another number of micro-batches"
+    raise StrategyError(
+        "The batch does not divide between the replicas of a strategy and their micro-batches",
+        expected=f"a global_batch that is a multiple of {parts}: {replicas} replicas x "
+        f"{plan.step.num_micro_batches} micro-batches",
+        got=f"global_batch={samples} for {plan.strategy}",
+        fix=f"use {nearest}{helps}",
+    )
+
+
+def _check_included(plan: Plan, wished: Iterable[str]) -> None:
+    """What training leaves out of a strategy on such devices is no plan with it."""
+    for name in wished:
+        reason = next((each for each in plan.notices if each.startswith(f"{name} is ignored")), None)
+        if reason is not None and name not in plan.strategy:
+            raise StrategyError(
+                f"No plan can have {name}, which is included",
+                expected="methods that the devices can run",
+                got=reason,
+                fix=f"leave {name} out, or take other devices",
+            )
+
+
+def _contradiction(what: str, why: str) -> ConfigError:
+    return ConfigError(
+        "The options contradict each other", got=what, expected=f"one or the other: {why}", fix="drop one"
+    )
+
+
+def _check_traced(plan: Plan) -> None:
+    """Without activations a plan's memory says nothing."""
+    if plan.step.activations is not None:
+        return
+    gap = next((gap for gap in plan.gaps if "activations" in gap), "; ".join(plan.gaps))
+    raise ModelError(
+        "The model cannot be traced, so its memory cannot be predicted",
+        expected="a forward pass and a loss that run without data",
+        got=gap or "no sample to trace it with",
+        fix="give a sample that the model takes (of a model of transformers: by --model MODULE:FUNCTION --sample), and "
+        "keep what needs values (.item(), if tensor:) out of forward",
+    )
+
+
+# --- ``plan``: ranked strategies for a model on a cluster, in one call.
+
+_HF = "hf:"
+
+
+def plan(
+    model: str | nn.Module,
+    cluster: str | Cluster,
+    *,
+    global_batch: int,
+    seq: int | None = None,
+    strategy: Any = None,
+    num_micro_batches: int | None = None,
+    objective: str = "tokens_per_s",
+    excluded: Sequence[str] = (),
+    included: Sequence[Any] = (),
+    top: int = 10,
+    memory_limit: int | str | None = None,
+    sample_batch: Any = None,
+    loss_func: Callable[[Any, Any], Any] | None = None,
+    model_input_format: str | None = None,
+    optim_func: Callable[[Any], Optimizer] | None = torch.optim.AdamW,
+) -> list[Plan]:
+    """Predicts memory and time of strategies for a model on a cluster that need not be there, best first.
+
+    Args:
+        model: A known model (``"llama-3-8b"``), a family with its dimensions
+            (``"gpt:layers=24,hidden=1024,heads=16,vocab=50304"``), a transformers config (``"hf:PATH"``), or a module,
+            whose parameters may be on ``meta``.
+        cluster: A preset (``"h100x64"``), a cluster file, or a :class:`~meshwright.cost.Cluster`.
+        global_batch: Samples of a step, over all devices.
+        seq: Tokens of a sample; None: what the model is known for. A module gets token ids ``[samples, seq]``.
+        strategy: A Strategy, or anything it can be made from: the only plan, whether it fits or not. None searches.
+        num_micro_batches: Parts of a batch, of the strategy given.
+        objective: ``"tokens_per_s"``, ``"price"`` or ``"memory"``: what plans are ranked by.
+        excluded: Methods that must not be used.
+        included: Methods that every plan uses: names, or ``(name, config)`` with keys that stay as they are.
+        top: Plans at the most.
+        memory_limit: What tensors may take of a device, in bytes or as ``"40 GiB"``; None: what it has for them.
+        sample_batch: Of a module: a batch of any number of samples, instead of ``seq``.
+        loss_func: Of a module: ``loss_func(model_input, model_output)``; None: the loss in its output, or the next
+            token's.
+        model_input_format: Of a module; as of ``accelerate``.
+        optim_func: Of a module: builds the optimizer from parameters.
+
+    Returns:
+        Plans with their forecasts. ``str(plan)`` is one line; :mod:`meshwright.planner.explain` says why.
+
+    Raises:
+        ConfigError: For an unknown cluster, and arguments that contradict each other.
+        ModelError: For an unknown model, and one that cannot be traced.
+        StrategyError: When no strategy fits, naming the smallest and what binds.
+
+    Example:
+        >>> for each in mw.plan("llama-3-8b", "h100x64", global_batch=512):
+        ...     print(each)
+    """
+    where = find_cluster(cluster) if isinstance(cluster, str) else cluster
+    if isinstance(model, str):
+        others = sample_batch is not None or loss_func is not None or model_input_format is not None
+        if others or optim_func is not torch.optim.AdamW:
+            raise ConfigError(
+                "A model by its name has its own samples, loss and optimizer",
+                expected="sample_batch, loss_func, model_input_format and optim_func beside a module alone",
+                got=repr(model),
+                fix="leave them out, or pass the module",
+            )
+        planned = named_model(model, seq, where)
+    else:
+        batch = _sample(seq, sample_batch)
+        name = type(model).__name__
+        planned = ModuleModel(name, model, batch, loss_func, model_input_format, optim_func, seq)
+    asked = PlanRequest(
+        planned, where, global_batch, strategy, num_micro_batches, objective, excluded, included, top, memory_limit
+    )
+    return list(asked.found().plans)
+
+
+def named_model(name: str, seq: int | None, cluster: Cluster) -> PlannedModel:
+    """A model by its text: ``hf:PATH``, a known model, or a family with its dimensions.
+
+    Raises:
+        ConfigError, ModelError: When there is no such model, or ``seq`` is no length.
+    """
+    if seq is not None and seq < 1:
+        raise ConfigError("seq is not a length", expected="1 or more tokens", got=repr(seq), fix="correct the number")
+    if name.startswith(_HF):
+        path = Path(name.removeprefix(_HF)).expanduser()
+        return transformers_model(path, seq, on_meta=not cluster.device.is_host)
+    shape = parse_family(name)
+    return FamilyModel(name, shape if seq is None else dataclasses.replace(shape, seq=seq))
+
+
+def _sample(seq: int | None, sample_batch: Any) -> Any:
+    if (seq is None) == (sample_batch is None):
+        raise ConfigError(
+            "A module needs a sample",
+            expected="seq for a model that takes token ids, or sample_batch for any other",
+            got="neither" if seq is None else "both",
+            fix="pass one of them",
+        )
+    return token_batch(seq) if seq is not None else sample_batch

@@ -1,0 +1,158 @@
+"""What can be planned for: a family by its dimensions, or a real module."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.cost import Cluster
+from meshwright.errors import ConfigError, ModelError
+from meshwright.loss import next_token_loss
+from meshwright.nn import check_initialized
+from meshwright.nn.batches import call_model, first_loss, loss_of_output, resized
+from meshwright.optim import check_steps_alone
+from meshwright.planner.family_workload import FamilyWorkload
+from meshwright.planner.memory_budget import usable_bytes
+from meshwright.planner.model_shapes import Shape
+from meshwright.planner.plans import Subject
+from meshwright.planner.workload import Workload
+from meshwright.runtime import preserved_rng
+
+_ZERO_LEVEL = 3
+
+
+class PlannedModel(Protocol):
+    """A model for which subjects can be made, on any cluster and for any number of samples."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+
+    def describe(self) -> dict[str, Any]:
+        """Plain values for people and for ``--json``."""
+
+    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
+        """What plans are made for.
+
+        Args:
+            cluster: What it runs on.
+            samples: Of a step, over all ranks.
+            limit_bytes: What tensors may take of a device; None: what it has for them.
+        """
+
+
+@dataclass(frozen=True)
+class FamilyModel:
+    """A model of a well-known family by its dimensions."""
+
+    name: str
+    shape: Shape
+
+    def describe(self) -> dict[str, Any]:
+        """See :class:`PlannedModel`."""
+        return {"name": self.name, "num_parameters": self.shape.num_parameters, "seq": self.shape.seq}
+
+    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
+        """See :class:`PlannedModel`."""
+        return FamilyWorkload(self.shape, cluster, samples, limit_bytes=limit_bytes)
+
+
+@dataclass(frozen=True)
+class ModuleModel:
+    """A real module, best on ``meta``, and how it is trained.
+
+    Args:
+        name: What people call it.
+        module: Plain; parameters on ``meta`` have no values, and need none.
+        sample_batch: A batch of any number of samples, as the model takes it.
+        loss_func: ``loss_func(model_input, model_output)``; None: the loss in the output, or the next token's.
+        model_input_format: As of ``accelerate``.
+        optim_func: Builds the optimizer from parameters.
+        seq: Tokens of a sample, where it has any.
+    """
+
+    name: str
+    module: nn.Module
+    sample_batch: Any
+    loss_func: Callable[[Any, Any], Any] | None = None
+    model_input_format: str | None = None
+    optim_func: Callable[[Any], Optimizer] | None = torch.optim.AdamW
+    seq: int | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """See :class:`PlannedModel`."""
+        count = sum(parameter.numel() for parameter in self.module.parameters())
+        found = {"name": self.name, "class": type(self.module).__name__, "num_parameters": count}
+        return found | ({"seq": self.seq} if self.seq is not None else {})
+
+    def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
+        """See :class:`PlannedModel`; the module is traced once for all of them."""
+        limit_bytes = limit_bytes if limit_bytes is not None else usable_bytes(cluster.device)
+        if cluster.device.is_host not in self._traced:
+            self._traced[cluster.device.is_host] = self._workload(cluster, samples, limit_bytes)
+        return self._traced[cluster.device.is_host].elsewhere(cluster, samples, limit_bytes)
+
+    @functools.cached_property
+    def _traced(self) -> dict[bool, Workload]:
+        """By whether it trains on the host."""
+        return {}
+
+    def _workload(self, cluster: Cluster, samples: int, limit_bytes: int) -> Workload:
+        check_initialized(self.module)
+        self._check_trains()
+        return Workload(
+            model=self.module,
+            device=torch.device("cpu" if cluster.device.is_host else "cuda"),
+            optim_func=None if self.optim_func is None else self._optimizer,
+            inputs_of=functools.partial(_inputs, self.sample_batch),
+            forward=self._forward,
+            batch_size=samples,
+            num_micro_batches=None,
+            world=cluster.num_devices,
+            zero_level=_ZERO_LEVEL,
+            limit_bytes=limit_bytes,
+            cluster=cluster,
+        )
+
+    def _check_trains(self) -> None:
+        count = sum(1 for _ in self.module.parameters())
+        if not any(parameter.requires_grad for parameter in self.module.parameters()):
+            raise ModelError(
+                f"Nothing of the model {self.name} trains",
+                expected="at least one parameter that requires a gradient",
+                got=f"{count} parameters, all of them frozen" if count else "a model without parameters",
+                fix="call requires_grad_(True) on what shall train" if count else "give it parameters",
+            )
+
+    def _optimizer(self, params: Any) -> Optimizer:
+        assert self.optim_func is not None
+        return check_steps_alone(self.optim_func(params))
+
+    def _forward(self, module: nn.Module, inputs: Any) -> torch.Tensor:
+        output = call_model(module, inputs, self.model_input_format)
+        loss = self.loss_func or _usual_loss
+        return first_loss(loss(inputs, output), trains=torch.is_grad_enabled())
+
+
+def _inputs(sample_batch: Any, samples: int) -> Any:
+    with preserved_rng():
+        return resized(sample_batch, samples)
+
+
+def _usual_loss(inputs: Any, output: Any) -> Any:
+    """The loss that the output carries; of logits for every token, the next token's."""
+    try:
+        return loss_of_output(inputs, output)
+    except ConfigError:
+        return next_token_loss(inputs, output)
+
+
+def token_batch(seq: int) -> torch.Tensor:
+    """Two samples of token ids, ``[2, seq]``; a model that is not run does not mind which."""
+    return torch.zeros(2, seq, dtype=torch.long)

@@ -1,0 +1,372 @@
+"""Plan: a strategy with its predicted memory and step time for one model on one cluster, also as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from meshwright.cost import Calibration, Cluster, Peak, Step, StepTime, copies, memory, peak, simulate
+from meshwright.errors import readable_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from meshwright.cost import Memory
+    from meshwright.methods import Cut
+    from meshwright.strategy import MethodConfig, Strategy
+
+
+# --- Strategies and figures in few words.
+
+_TIME_PARTS = {
+    "compute_s": "computing",
+    "inline_s": "collectives that blocks wait for",
+    "exposed_s": "gathers and reductions that do not hide or slow computing down",
+    "copies_s": "copies between memories that do not hide",
+    "bubble_s": "pipeline bubble",
+    "update_s": "update",
+    "overhead_s": "launch, batch and loss",
+}
+# The methods of axes go without saying where nothing else is said of them.
+_SAID_BY_AXES = {"tensor_parallel", "pipeline_parallel", "sequence_parallel", "context_parallel", "expert_parallel"}
+
+
+def short_strategy(strategy: Strategy, axes: Sequence[tuple[str, int]]) -> str:
+    """A strategy in one line: ``"tensor 8 x zero 4: fsdp, amp_native bf16"``."""
+    mesh = " x ".join(f"{name} {size}" for name, size in axes if size > 1)
+    named = [_method(method) for method in strategy.methods if method.method_name != "parallel_mode"]
+    own = [text for text in named if text not in _SAID_BY_AXES]
+    return ": ".join(part for part in (mesh or "one rank", ", ".join(own)) if part)
+
+
+def _method(method: MethodConfig) -> str:
+    keys = method.model_dump(exclude_defaults=True, mode="json")
+    return " ".join([method.method_name, *(_value(key, value) for key, value in keys.items())])
+
+
+def _value(key: str, value: object) -> str:
+    """Words speak for themselves, numbers need the name of their key."""
+    if isinstance(value, str):
+        return value.rsplit(".", 1)[-1]
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return "/".join(_value(key, each) for each in value)
+    return f"{key}={value}"
+
+
+def time_parts(time: StepTime) -> dict[str, float]:
+    """Seconds by part; they add up to the step."""
+    names = (field.name for field in dataclasses.fields(time) if field.name != "step_time_s")
+    return {name: getattr(time, name) for name in names}
+
+
+def part_name(part: str) -> str:
+    """A part of the step in words."""
+    return _TIME_PARTS.get(part, part.removesuffix("_s").replace("_", " "))
+
+
+def percent(share: float, digits: int = 0) -> str:
+    """A share as people read it."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def seconds(value: float) -> str:
+    """A duration as people read it."""
+    if abs(value) >= 100:
+        return f"{value:.0f} s"
+    if abs(value) >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1e3:.1f} ms" if abs(value) >= 1e-4 or value == 0 else f"{value * 1e6:.0f} us"
+
+
+def number(value: float) -> str:
+    """A rate as people read it: ``1.23 M``."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if abs(value) >= limit:
+            return f"{value / limit:.2f} {unit}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}"
+
+
+# --- A plan: a strategy with its predictions for one model on one world.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a strategy will hold and send on the rank that holds most."""
+
+    strategy: Strategy  # resolved
+    step: Step
+    memory: Memory
+    limit_bytes: int | None  # what one rank may hold; None: unknown
+    notices: tuple[str, ...]
+    gaps: tuple[str, ...] = ()  # what could not be predicted, and why: matters to whoever reads the predictions
+    cut: Cut | None = None  # where the mesh has a pipeline axis: which rank holds what
+    steps: tuple[Step, ...] = ()  # then: the step of each of its ranks; ``step`` is that of the one that holds most
+    micro_batch: int = 1  # samples of one micro-batch on one replica
+    forecast: Forecast | None = None  # seconds, where the cluster is known
+    taken_bytes: int | None = None  # of the limit, where an allocator's peak is simulated; None: the sum of all classes
+    host_bytes: int = 0  # of host memory beside the device's, on the rank that holds most of it
+    host_limit_bytes: int | None = None  # what of it one rank may hold; None: unknown
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted memory is within the limits, of the device and of its host."""
+        return self.fits_device and self.fits_host
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether the device has what is needed of it."""
+        return self.limit_bytes is None or self.needed_bytes <= self.limit_bytes
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether what is offloaded has room in host memory."""
+        return self.host_limit_bytes is None or self.host_bytes <= self.host_limit_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of the memory that is limited: the device's, with the host's where they are one."""
+        return self.taken_bytes if self.taken_bytes is not None else needed_bytes(self.step, self.memory)
+
+    @property
+    def complete_strategy(self) -> Strategy:
+        """The strategy with the number of micro-batches that this plan is for: what trains as it is predicted."""
+        parts, pipeline = self.step.num_micro_batches, self.strategy.get("pipeline_parallel")
+        if pipeline is not None and getattr(pipeline, "num_micro_batches", None) is None:
+            return self.strategy.with_method(pipeline.model_copy(update={"num_micro_batches": parts}))
+        if pipeline is not None or parts == 1 or "gradient_accumulation" in self.strategy:
+            return self.strategy
+        return self.strategy.with_method(("gradient_accumulation", parts))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes :attr:`complete_strategy` to a file, as :meth:`Strategy.save` does: ``accelerate(strategy=path)``."""
+        self.complete_strategy.save(path)
+
+    def summary(self) -> str:
+        """One line: the strategy, how a batch is cut, how fast it is and what it holds."""
+        known, said = self.forecast, [short_strategy(self.strategy, self.step.axes)]
+        said.append(f"{self.step.num_micro_batches} x {self.micro_batch} samples")
+        if known is not None:
+            said.append(f"{seconds(known.time.step_time_s)} a step")
+            tokens = known.tokens_per_s
+            said.append(f"{number(known.samples_per_s)} samples/s" if tokens is None else f"{number(tokens)} tokens/s")
+        limit = "" if self.limit_bytes is None else f" of {readable_bytes(self.limit_bytes)}"
+        said.append(f"{readable_bytes(self.needed_bytes)}{limit}{'' if self.fits_device else ', too much'}")
+        if not self.fits_host:
+            said.append(f"{self.host_text()}, too much")
+        return "; ".join(said)
+
+    def host_text(self) -> str:
+        """What is offloaded to host memory, and the room there: ``"host 90 GiB of 230 GiB"``."""
+        limit = "" if self.host_limit_bytes is None else f" of {readable_bytes(self.host_limit_bytes)}"
+        return f"host {readable_bytes(self.host_bytes)}{limit}"
+
+    def __str__(self) -> str:
+        return self.summary()
+
+
+class Subject(Protocol):
+    """What plans are made for: a model and how it is trained, on a world of a given size."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples per step over all ranks."""
+
+    @property
+    def half_dtype(self) -> str:
+        """What half precision is on its devices: ``bf16`` wherever they have it."""
+
+    def plan(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
+        """Predicts one strategy.
+
+        Args:
+            strategy: What is asked for; it is resolved for the world.
+            num_micro_batches: Micro-batches per step; None: as many as the subject was asked for.
+
+        Raises:
+            MeshwrightError: When the strategy cannot train this model on this world, saying why.
+        """
+
+
+def host_bytes(step: Step) -> int:
+    """Bytes of host memory beside a device; where both are one, they are of the device's limit."""
+    known = step.activations
+    offloads = step.hosted is not None or (known is not None and known.hosted_bytes > 0)
+    return memory(step).host_total if offloads and not step.on_cpu else 0
+
+
+def most_host_bytes(steps: Iterable[Step]) -> int:
+    """Of the rank that holds most; many may have one step."""
+    return max(map(host_bytes, {id(step): step for step in steps}.values()))
+
+
+def needed_bytes(step: Step, held: Memory) -> int:
+    """Bytes of the memory that is limited: the device's, with the host's where they are one."""
+    return held.total + (held.host_total if step.on_cpu else 0)
+
+
+# --- What a cluster makes of a plan: seconds of a step, the moment of its peak, samples and money.
+
+_SECONDS_PER_HOUR = 3600
+
+
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """A step on a cluster, before it has run.
+
+    Args:
+        cluster: What it runs on.
+        time: Seconds of a step, and where they go.
+        peaks: The most that each distinct rank holds, and when; one without a pipeline, else one for every rank of it.
+        samples: Of a step, over all ranks.
+        tokens_per_sample: None where a sample has no number of tokens.
+        calibration: What kernels and links were taken to reach; None: those of the cluster.
+    """
+
+    cluster: Cluster
+    time: StepTime
+    peaks: tuple[Peak, ...]
+    samples: int
+    tokens_per_sample: int | None = None
+    calibration: Calibration | None = None
+
+    @functools.cached_property
+    def peak(self) -> Peak:
+        """Of the rank that holds most."""
+        return max(self.peaks, key=lambda each: each.allocated_bytes)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Over all ranks."""
+        return self.samples / self.time.step_time_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Over all ranks."""
+        return None if self.tokens_per_sample is None else self.samples_per_s * self.tokens_per_sample
+
+    @property
+    def price_per_step(self) -> float | None:
+        """In US dollars, for all devices; None where the device has no price."""
+        per_hour = self.cluster.device.price_per_hour
+        if per_hour is None:
+            return None
+        return per_hour * self.cluster.num_devices * self.time.step_time_s / _SECONDS_PER_HOUR
+
+
+def forecast(
+    steps: Sequence[Step],
+    cluster: Cluster,
+    *,
+    samples: int,
+    tokens_per_sample: int | None = None,
+    calibration: Calibration | None = None,
+) -> Forecast:
+    """Plays the steps of a pipeline's ranks, or the one step of all, on a cluster.
+
+    Args:
+        steps: After all ``cost`` twins.
+        cluster: What they run on.
+        samples: Of a step, over all ranks.
+        tokens_per_sample: None where a sample has no number of tokens.
+        calibration: What kernels and links reach; None: those of the cluster.
+    """
+    peaks = {number: peak(step) for number, step in {id(step): step for step in steps}.items()}
+    every = tuple(peaks[id(step)] for step in steps)
+    return Forecast(cluster, simulate(steps, cluster, calibration), every, samples, tokens_per_sample, calibration)
+
+
+# --- The plan as a table: memory per rank by class, predicted, and beside it what was measured.
+
+MEMORY_CLASSES = (  # fields of Memory, and what people call them
+    ("parameters", "parameters"),
+    ("master", "fp32 master weights"),
+    ("gradients", "gradients"),
+    ("optimizer", "optimizer state"),
+    ("outer", "global weights and outer state"),
+    ("average", "averaged weights"),
+    ("buffers", "buffers"),
+    ("activations", "activations"),
+    ("recomputation", "activations recomputed"),
+    ("returned", "activations brought back"),
+    ("gathered", "gathered while computing"),
+    ("updating", "held while updating"),
+    ("host_parameters", "on the host: parameters"),
+    ("host_master", "on the host: copies to update"),
+    ("host_gradients", "on the host: gradients"),
+    ("host_optimizer", "on the host: optimizer state"),
+    ("host_activations", "on the host: activations"),
+    ("host_average", "on the host: averaged weights"),
+    ("disk_master", "on disk: copies to update"),
+    ("disk_optimizer", "on disk: optimizer state"),
+)
+_ALWAYS = {"parameters", "gradients", "optimizer", "activations", "buffers"}
+
+
+def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
+    """Builds the table of a plan.
+
+    Args:
+        plan: The plan.
+        measured: Bytes by class, as measured; adds a column.
+    """
+    from rich import box  # imported where a table is wanted: most ranks print none
+    from rich.table import Table
+
+    axes = " x ".join(f"{name} {size}" for name, size in plan.step.axes)
+    methods = [str(method) for method in plan.strategy.methods if method.method_name != "parallel_mode"]
+    title = f"Plan: {' + '.join(methods) or 'data parallel'} on {axes}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column("memory per rank")
+    table.add_column("predicted", justify="right")
+    if measured is not None:
+        table.add_column("measured", justify="right")
+    for field, label in MEMORY_CLASSES:
+        size = getattr(plan.memory, field)
+        if size or field in _ALWAYS:
+            table.add_row(label, _cell(size), *_measured_cell(measured, field))
+    table.add_section()
+    table.add_row("total", readable_bytes(plan.needed_bytes), *(() if measured is None else ("",)))
+    if plan.limit_bytes is not None:
+        table.add_row("limit", readable_bytes(plan.limit_bytes), *(() if measured is None else ("",)))
+    if plan.forecast is not None:
+        _add_time(table, plan.forecast, () if measured is None else ("",))
+    for copy in copies(plan.step):
+        what = f"copies from {copy.source} to {copy.target} in {copy.moment}, per step"
+        table.add_row(what, readable_bytes(copy.bytes_per_step), *(() if measured is None else ("",)))
+    if plan.step.traffic:
+        table.add_section()
+        for traffic in plan.step.traffic:
+            when = "per step" if traffic.every == 1 else f"every {traffic.every} steps"
+            what = f"{traffic.kind} over {traffic.axis} in {traffic.moment}, {when}"
+            table.add_row(what, readable_bytes(traffic.bytes_per_step), *(() if measured is None else ("",)))
+    return table
+
+
+def _add_time(table: Table, forecast: Forecast, beside: tuple[str, ...]) -> None:
+    """Where a step's seconds go, and what it reaches."""
+    table.add_section()
+    for part, spent in time_parts(forecast.time).items():
+        if spent:
+            table.add_row(part_name(part), seconds(spent), *beside)
+    table.add_row("step", seconds(forecast.time.step_time_s), *beside)
+    if forecast.tokens_per_s is not None:
+        table.add_row("tokens/s", number(forecast.tokens_per_s), *beside)
+    table.add_section()
+
+
+def _cell(size: int | None) -> str:
+    return "unknown" if size is None else readable_bytes(size)
+
+
+def _measured_cell(measured: Mapping[str, int] | None, field: str) -> tuple[str, ...]:
+    if measured is None:
+        return ()
+    return (readable_bytes(measured[field]) if field in measured else "",)

@@ -1,0 +1,296 @@
+"""Branch and bound: what may be best is looked at first, until nothing that is left can be better than what was found.
+
+Meshes, what can be done on each, and numbers of micro-batches are unfolded only where their bound is the least of all.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshwright.errors import MeshwrightError
+from meshwright.planner.plans import Subject
+from meshwright.planner.search.bounds import Bounds
+from meshwright.planner.search.search_space import Branch, Candidates, Mesh, axes_text, replicas_of
+from meshwright.planner.search.search_state import Looked, Objective, Room, rank_of_plan, rounded
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A candidate with its number of micro-batches; bounded closely once its probe is there."""
+
+    branch: Branch
+    micro_batches: int | None
+    close: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A mesh whose inner axes have been probed."""
+
+    mesh: Mesh
+
+
+Item = Mesh | Probed | Branch | Leaf
+
+
+class Engine:
+    """One search through one space."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        candidates: Candidates,
+        bounds: Bounds | None,
+        objective: Objective,
+        top: int,
+        max_predictions: int,
+        progress: Callable[[int, int], None] | None,
+        *,
+        limited: bool = True,
+        any_will_do: bool = False,
+    ) -> None:
+        self.subject, self.candidates, self.bounds, self.objective = subject, candidates, bounds, objective
+        self.top, self.max_predictions, self.progress, self.limited = top, max_predictions, progress, limited
+        self.any_will_do = any_will_do
+        self.looked = Looked(top)
+        self._probes_before = bounds.num_probes if bounds is not None else 0
+        self._heap: list[tuple[float, int, int, Item]] = []
+        self._order = itertools.count()
+        self._too_large: dict[object, list[tuple[int, int]]] = {}
+        self._first: dict[object, Branch] = {}
+        # A subject may have something quicker that says the same where plans are compared.
+        self._outline = getattr(subject, "outline", subject.plan)
+        self._exceeds = getattr(subject, "is_too_large", None)
+
+    def run(self, before: Looked | None = None) -> Looked:
+        """Looks at candidates, the most promising first.
+
+        Layers and samples that stay whole come first: what they reach rules out most ways to divide them, which take a
+        probe each.
+
+        Args:
+            before: What passes before have found, which goes on here.
+        """
+        self.looked = before or self.looked
+        meshes = sorted(self.candidates.meshes(), key=lambda mesh: len(mesh.inner))
+        for _, alike in itertools.groupby(meshes, key=lambda mesh: len(mesh.inner)):
+            for mesh in alike:
+                self._bound_mesh(mesh, probed=False)
+            self._look()
+        return self.looked
+
+    def _look(self) -> None:
+        while self._heap and not self.looked.stopped:
+            bound, _, _, item = heapq.heappop(self._heap)
+            if self._is_settled(bound):
+                self._heap.clear()
+            elif self.looked.num_predicted + self._num_probes >= self.max_predictions:
+                self.looked.stopped = True
+            elif isinstance(item, Mesh):
+                self._bound_mesh(item, probed=True)
+            elif isinstance(item, Probed):
+                self._unfold_mesh(item.mesh)
+            elif isinstance(item, Branch):
+                self._unfold_branch(item)
+            elif not item.close:
+                self._bound_closely(item)
+            else:
+                self._predict(item)
+
+    @property
+    def _num_probes(self) -> int:
+        return self.bounds.num_probes - self._probes_before if self.bounds is not None else 0
+
+    def _is_settled(self, bound: float) -> bool:
+        last = self.looked.to_beat
+        return last < math.inf and (self.any_will_do or rounded(bound) > last)
+
+    def _push(self, bound: float, depth: int, item: Item) -> None:
+        # Of equal bounds the deepest first: it ends in a plan soonest.
+        heapq.heappush(self._heap, (bound, -depth, next(self._order), item))
+
+    def _of_mesh(self, mesh: Mesh, *, probed: bool) -> tuple[float, int, Item]:
+        """A bound for all that can be done on a mesh."""
+        item: Item = Probed(mesh) if probed else mesh
+        if self.bounds is None or self.objective == "memory":
+            return 0.0, int(probed), item
+        samples = self._samples(mesh)
+        seconds = self.bounds.mesh_s(mesh, samples, self.candidates.space, probed=probed)
+        return self._per_sample(seconds, mesh, samples), int(probed), item
+
+    def _bound_mesh(self, mesh: Mesh, *, probed: bool) -> None:
+        try:
+            self._push(*self._of_mesh(mesh, probed=probed))
+        except MeshwrightError as error:
+            self.candidates.refuse(error.what, axes_text(dict(mesh.inner)))
+
+    def _unfold_mesh(self, mesh: Mesh) -> None:
+        for branch in self.candidates.branches(mesh, self._may_gain):
+            self.looked.num_considered += 1
+            if self.bounds is None:
+                self._push(0.0, 2, branch)
+                continue
+            try:
+                room = self._room(branch)
+                if not self._has_blocks(branch) or self._is_settled(bound := self._roughly(branch)):
+                    continue
+                room.bound = bound
+                if self._is_twin(branch) or self._cannot_fit(branch, 0, 1):
+                    continue
+            except MeshwrightError as error:
+                self.candidates.refuse(error.what, branch.strategy())
+                continue
+            self._push(bound, 2, branch)
+
+    def _has_blocks(self, branch: Branch) -> bool:
+        assert self.bounds is not None
+        enough = branch.schedule is None or self.bounds.undivided(branch).num_blocks >= math.prod(branch.shape)
+        if not enough:
+            self.candidates.refuse("a pipeline has more stages than the model has blocks", branch.strategy())
+        return enough
+
+    def _is_twin(self, branch: Branch) -> bool:
+        """Whether another method does the very same here, as all levels of ZeRO do in a pipeline."""
+        assert self.bounds is not None
+        others = (branch.mesh, branch.axes, branch.but_for_sharding)
+        return self._first.setdefault((others, self.bounds.twin(branch)), branch) is not branch
+
+    def _room(self, branch: Branch) -> Room:
+        return self.looked.rooms.setdefault(branch.but_for_offload, Room())
+
+    def _may_gain(self, branch: Branch, micro_batch: int | None = None) -> bool:
+        """Whether offloading can do anything but slow it: memory was not enough without."""
+        if self.objective == "memory" or not self.looked.rooms_before:
+            return True
+        room = self.looked.rooms_before.get(branch.but_for_offload)
+        if room is None:
+            return True
+        return micro_batch not in room.fitting and room.squeezed and not self._is_settled(room.bound)
+
+    def _roughly(self, branch: Branch, micro_batches: int | None = None) -> float:
+        """A bound for a branch, with its most micro-batches where none are given: they wait least for each other."""
+        assert self.bounds is not None
+        samples = self._samples(branch.mesh)
+        if self.objective == "memory":
+            return self.bounds.held_bytes(branch, 0, 1)
+        if micro_batches is None:
+            micro_batches = self.candidates.micro_batches(branch.mesh)[-1] or self._number(branch, None)
+        return self._per_sample(self.bounds.roughly_s(branch, samples, micro_batches), branch.mesh, samples)
+
+    def _samples(self, mesh: Mesh) -> int:
+        return (self.subject.batch_size or replicas_of(mesh)) // replicas_of(mesh)
+
+    def _per_sample(self, seconds: float, mesh: Mesh, samples: int) -> float:
+        each = seconds / (samples * replicas_of(mesh))
+        if self.objective != "price" or self.bounds is None:
+            return each
+        return each * (self.bounds.cluster.price_per_hour or 0.0) / 3600
+
+    def _unfold_branch(self, branch: Branch) -> None:
+        for micro_batches in self.candidates.micro_batches(branch.mesh):
+            leaf = Leaf(branch, micro_batches, close=self.bounds is None)
+            self.looked.num_considered += 1
+            try:
+                bound = 0.0 if leaf.close else self._bound_of_leaf(branch, self._number(branch, micro_batches))
+            except MeshwrightError as error:
+                self.candidates.refuse(error.what, branch.strategy())
+                continue
+            if bound is not None:
+                self._push(bound, 3, leaf)
+
+    def _number(self, branch: Branch, micro_batches: int | None) -> int:
+        """How many micro-batches a leaf has where it leaves that to the subject."""
+        if micro_batches is not None:
+            return micro_batches
+        given = getattr(self.subject, "num_micro_batches", None)
+        return given or (1 if branch.schedule is None else branch.schedule.fewest_micro_batches(branch.mesh.pipeline))
+
+    def _bound_of_leaf(self, branch: Branch, micro_batches: int) -> float | None:
+        """None: it cannot fit."""
+        micro_batch = self._samples(branch.mesh) // micro_batches
+        if self._is_known_too_large(branch, micro_batch) or self._cannot_fit(branch, micro_batch, micro_batches):
+            return None
+        return self._roughly(branch, micro_batches)
+
+    def _bound_closely(self, leaf: Leaf) -> None:
+        branch, micro_batches = leaf.branch, self._number(leaf.branch, leaf.micro_batches)
+        assert self.bounds is not None
+        samples = self._samples(branch.mesh)
+        micro_batch = samples // micro_batches
+        if self._is_known_too_large(branch, micro_batch) or not self._may_gain(branch, micro_batch):
+            return
+        try:
+            if branch.schedule is not None:
+                branch.schedule.in_flight(branch.mesh.pipeline, micro_batches)
+            self.bounds.divided(branch)
+            if self._cannot_fit(branch, micro_batch, micro_batches):
+                return
+            bound = self._closely(branch, samples, micro_batches)
+        except MeshwrightError as error:
+            self.candidates.refuse(error.what, branch.strategy())
+            return
+        self._push(bound, 4, Leaf(branch, leaf.micro_batches, close=True))
+
+    def _closely(self, branch: Branch, samples: int, micro_batches: int) -> float:
+        assert self.bounds is not None
+        if self.objective == "memory":
+            return self.bounds.held_bytes(branch, samples // micro_batches, micro_batches)
+        return self._per_sample(self.bounds.step_s(branch, samples, micro_batches), branch.mesh, samples)
+
+    def _cannot_fit(self, branch: Branch, micro_batch: int, micro_batches: int) -> bool:
+        if not self.limited or self.bounds is None:
+            return False
+        held, limit = self.bounds.held_bytes(branch, micro_batch, micro_batches, roughly=True), self.bounds.limit_bytes
+        if limit is None or held <= limit or self.bounds.held_bytes(branch, micro_batch, micro_batches) <= limit:
+            return False
+        self._room(branch).squeezed = True
+        return True
+
+    def _predict(self, leaf: Leaf) -> None:
+        branch, samples = leaf.branch, self._samples(leaf.branch.mesh)
+        micro_batch = samples // self._number(branch, leaf.micro_batches)
+        if self._is_known_too_large(branch, micro_batch):
+            return
+        try:
+            if self._is_too_large(branch, leaf.micro_batches, micro_batch):
+                return
+            self.looked.num_predicted += 1
+            plan = self._outline(branch.strategy(), leaf.micro_batches)
+        except MeshwrightError as error:
+            self.candidates.refuse(error.what, branch.strategy())
+            return
+        if self.limited and not plan.fits:
+            self._note_too_large(branch, micro_batch)
+            self.looked.add_too_large(plan)
+        else:
+            self.looked.add(rank_of_plan(plan, self.objective), plan)
+            self._room(branch).fitting.add(micro_batch)
+        if self.progress is not None:
+            self.progress(self.looked.num_predicted, self.looked.num_considered)
+
+    def _is_too_large(self, branch: Branch, micro_batches: int | None, micro_batch: int) -> bool:
+        """Whether one rank alone shows that it cannot fit."""
+        if self._exceeds is None or not self.limited or not self._exceeds(branch.strategy(), micro_batches):
+            return False
+        self._note_too_large(branch, micro_batch)
+        return True
+
+    def _is_known_too_large(self, branch: Branch, micro_batch: int) -> bool:
+        """Whether the same was too large with micro-batches as small, sharded over as many ranks."""
+        known = self._too_large.get(branch.but_for_groups, ())
+        if not any(group >= _group(branch) and size <= micro_batch for group, size in known):
+            return False
+        self._room(branch).squeezed = True
+        return True
+
+    def _note_too_large(self, branch: Branch, micro_batch: int) -> None:
+        self._room(branch).squeezed = True
+        self._too_large.setdefault(branch.but_for_groups, []).append((_group(branch), micro_batch))
+
+
+def _group(branch: Branch) -> int:
+    return dict(branch.axes).get("zero", 1)

@@ -1,0 +1,155 @@
+"""Choosing a strategy without being told: by a search where the cluster is known.
+
+Where it is not, seconds cannot be told: the first of a short list that fits, least communication first, is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import MeshwrightError, StrategyError, readable_bytes
+from meshwright.methods.base import SHARDING
+from meshwright.methods.composition import without_mixed
+from meshwright.planner.plans import Plan, Subject
+from meshwright.planner.search.constraints import as_devices_have, left_to_search, read_wishes
+from meshwright.strategy import Strategy
+from meshwright.strategy.method_config import METHOD_CONFIGS
+
+if TYPE_CHECKING:
+    from meshwright.planner.search import Found
+
+
+_SHOWN, _RUN, _MAX_PREDICTIONS = 3, 6, 60
+_CANDIDATES = (
+    ("parallel_mode",),
+    ("parallel_mode", "zero2"),
+    ("parallel_mode", "fsdp"),
+    ("parallel_mode", "fsdp", "checkpoint"),
+)
+
+
+def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[Any] = ()) -> tuple[Plan, str]:
+    """Chooses the fastest strategy that fits into a rank's memory.
+
+    Without a cluster: the first of data, zero2, fsdp and fsdp with checkpoint that fits.
+
+    Args:
+        workload: The model and how it is trained.
+        excluded: Methods that must not be used.
+        included: Methods that every candidate gets: names, or with keys of their configs that stay as they are.
+
+    Returns:
+        The plan, and one line that says what was chosen and why.
+
+    Raises:
+        StrategyError: When no candidate is left, or none fits.
+    """
+    if getattr(workload, "cluster", None) is not None:
+        return _searched(workload, excluded, included)
+    candidates = _candidates(workload, excluded, included)
+    tried: list[Plan] = []
+    refused: list[MeshwrightError] = []
+    for plan in _planned(workload, candidates, refused):
+        if plan.fits:
+            return plan, _reason(plan, tried)
+        tried.append(plan)
+    if not tried:
+        raise refused[0]
+    smallest = min(tried, key=lambda plan: plan.needed_bytes)
+    raise StrategyError(
+        "No strategy fits into the memory of a rank",
+        expected=f"at most {readable_bytes(smallest.limit_bytes or 0)} per rank",
+        got=f"{readable_bytes(smallest.needed_bytes)} for the smallest, {_names(smallest)}",
+        fix="use more ranks, a smaller batch or more micro-batches; or name a strategy yourself to try it all the same",
+    )
+
+
+def _found(workload: Subject, excluded: Sequence[str], included: Sequence[Any], top: int) -> Found:
+    """The caller's precision and number of micro-batches stay: both change what is computed."""
+    from meshwright.planner.search import default_space, search_in_stages
+
+    space = default_space(workload, lower_precision=False).replace(micro_batches=(None,))
+    return search_in_stages(
+        workload, space, excluded=excluded, included=included, top=top, max_predictions=_MAX_PREDICTIONS
+    )
+
+
+def _searched(workload: Subject, excluded: Sequence[str], included: Sequence[Any]) -> tuple[Plan, str]:
+    best, *others = _found(workload, excluded, included, _SHOWN).plans
+    passed = "".join(f"; {_names(each)} would take {_step_time(each)}" for each in others)
+    needs = f"{readable_bytes(best.needed_bytes)} of {readable_bytes(best.limit_bytes or 0)} per rank"
+    return best, f"chose {best.strategy}: the fastest that fits, {_step_time(best)}, {needs}{passed}"
+
+
+def _step_time(plan: Plan) -> str:
+    assert plan.forecast is not None, "the cluster is known"
+    return f"{plan.forecast.time.step_time_s:.3g} s a step"
+
+
+def only_configs(workload: Subject, strategy: Strategy) -> dict[str, Sequence[Any]]:
+    """Wishes that keep a strategy's methods, and leave to the choice what a search decides of their configs.
+
+    All else that its configs say (a norm to clip by, layers to spare, the sizes of mesh axes) is no matter of speed.
+    """
+    from meshwright.planner.search import default_space
+
+    strategy = without_mixed(strategy)
+    kept = strategy.methods
+    if getattr(workload, "cluster", None) is not None:
+        space = default_space(workload, lower_precision=False)
+        kept = tuple(left_to_search(method, space) for method in kept)
+    dropped = [name for name in METHOD_CONFIGS if name not in (*strategy.names, "parallel_mode")]
+    return {"excluded": dropped, "included": kept}
+
+
+def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[Any] = ()) -> list[Plan]:
+    """All that :func:`choose` would choose from and that fit, best first; at least one.
+
+    Raises:
+        StrategyError: As :func:`choose` does.
+    """
+    if getattr(workload, "cluster", None) is not None:
+        return list(_found(workload, excluded, included, _RUN).plans)
+    plans = _planned(workload, _candidates(workload, excluded, included), [])
+    return [plan for plan in plans if plan.fits] or [choose(workload, excluded=excluded, included=included)[0]]
+
+
+def _planned(workload: Subject, candidates: Iterable[Strategy], refused: list[MeshwrightError]) -> Iterator[Plan]:
+    """Plans one by one; what a candidate cannot do to this model or batch is noted, and the next one tried."""
+    for candidate in candidates:
+        try:
+            yield workload.plan(candidate)
+        except MeshwrightError as error:
+            refused.append(error)
+
+
+def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[Strategy]:
+    wished = read_wishes(excluded, included)
+    # An included sharding method takes the place of a candidate's own.
+    replaced = SHARDING if any(getattr(method, "shards", False) for method in wished.values()) else ()
+    kept: list[list[str]] = []
+    for candidate in _CANDIDATES:
+        own = [name for name in candidate if name not in replaced]
+        names = [*own, *(name for name in wished if name not in own)]
+        if not set(excluded).intersection(names) and names not in kept:
+            kept.append(names)
+    if not kept:
+        raise StrategyError(
+            "No strategy is left to choose from",
+            got=f"excluded={list(excluded)}, included={[*map(str, wished.values())]}",
+            fix="exclude fewer methods, or name a strategy yourself",
+            expected="at least one candidate: data, zero2, fsdp, or fsdp with checkpoint",
+        )
+    configs = {name: as_devices_have(method, workload.half_dtype) for name, method in wished.items()}
+    return (Strategy([configs.get(name, name) for name in names]) for names in kept)
+
+
+def _reason(plan: Plan, tried: list[Plan]) -> str:
+    needs = readable_bytes(plan.needed_bytes)
+    limit = f" of {readable_bytes(plan.limit_bytes)}" if plan.limit_bytes is not None else ""
+    passed = "".join(f"; {_names(each)} needs {readable_bytes(each.needed_bytes)}" for each in tried)
+    return f"chose {plan.strategy}: the first that fits, {needs}{limit} per rank{passed}"
+
+
+def _names(plan: Plan) -> str:
+    return "+".join(name for name in plan.strategy.names if name != "parallel_mode") or "data"

@@ -1,0 +1,1 @@
+"""Record what a model computes and saves, without data."""

@@ -1,0 +1,484 @@
+"""Map aten operators on tensors without data to what a device runs: kernels, FLOPs, moved bytes and workspaces."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from meshwright.cost import Op
+
+_aten = torch.ops.aten
+_VIEWS = frozenset(
+    {
+        _aten.alias.default, _aten.detach.default, _aten.expand.default, _aten.permute.default, _aten.select.int,
+        _aten.slice.Tensor, _aten.squeeze.dim, _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default,
+        _aten.view.default,
+    }
+)  # fmt: skip
+_SIZES = (int, float, bool, type(None))
+
+
+def view_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor | None:
+    """What a view of a tensor without data is, as ``FakeTensorMode`` returns it; None where that has to be asked.
+
+    Args:
+        func: The operator's overload, as a dispatch mode is given it.
+        args: Of the call.
+        kwargs: Of the call.
+    """
+    if func not in _VIEWS or kwargs or type(args[0]) is not FakeTensor or args[0].constant is not None:
+        return None
+    for each in args[1:]:
+        sizes = each if isinstance(each, list | tuple) else (each,)
+        if not all(isinstance(size, _SIZES) for size in sizes):
+            return None  # of numbers that nobody knows yet
+    return _by_kernel(func, args, kwargs)
+
+
+def cast_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor | None:
+    """The same of a tensor that is copied into another dtype, on the device where it is."""
+    if func is not _aten._to_copy.default or kwargs.keys() != {"dtype"} or type(args[0]) is not FakeTensor:
+        return None
+    return _by_kernel(func, args, kwargs) if args[0].constant is None else None
+
+
+def _by_kernel(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor:
+    seen: FakeTensor = args[0]
+    with in_kernel_invocation_manager(seen.fake_mode):
+        made = func(*args, **kwargs)
+    return FakeTensor(seen.fake_mode, made, seen.fake_device)
+
+
+# --- Floating-point operations of the operators that run, by torch's own formulas.
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+class FlopCount(TorchDispatchMode):
+    """Adds up what torch's ``FlopCounterMode`` does, of the whole pass alone: without its records of modules.
+
+    Attributes:
+        total: Floating-point operations so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled, and torch's guard against it takes longer than the operators without data do."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        given = kwargs or {}
+        if _is_composite(func):
+            with self:
+                return func.decompose(*args, **given)
+        cast = cast_of(func, args, given)  # past the mode beneath alone: above, casts are looked at
+        if cast is not None:
+            return cast
+        result = func(*args, **given)
+        formula = flop_registry.get(func._overloadpacket) or _of_cpu(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*_with_all_heads(func, args), **given, out_val=result)
+        return result
+
+
+def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Grouped keys and values of attention as the queries are, (B, H, S, D): torch 2.11's formulas know no groups."""
+    if "scaled_dot_product" not in func._opname:
+        return args
+    sized = [each for each in args if isinstance(each, torch.Tensor) and each.dim() == 4]
+    heads = max((each.shape[1] for each in sized), default=0)
+    grouped = {id(each) for each in sized if each.shape[1] != heads}
+    return tuple(each[:, :1].expand(-1, heads, -1, -1) if id(each) in grouped else each for each in args)
+
+
+def _of_cpu(operator: Any) -> Callable[..., int] | None:
+    """Attention as CPUs run it, which torch's table lacks: counted as that of GPUs, with all scores."""
+    if operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        return lambda query, key, value, *_, **__: sdpa_flop_count(query.shape, key.shape, value.shape)
+    if operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return lambda gradient, *qkv, **__: sdpa_backward_flop_count(gradient.shape, *(each.shape for each in qkv[:3]))
+    return None
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    """Whether an operator is nothing but others, which are then counted."""
+    return _COMPOSITE in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
+
+
+# --- Fused recurrent layers as the products that they are: of all tokens with the first weights, and token by token.
+
+RECURRENT = frozenset(
+    {"mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward"},
+)
+
+
+def recurrent_products(name: str, args: tuple[Any, ...]) -> list[tuple[int, int, int, int]]:
+    """``(m, n, k, batch)`` of every product of one call; backward has two for each.
+
+    A layer multiplies what it is given by ``[gates * hidden, in]`` for all tokens at once, and its state by
+    ``[gates * hidden, hidden]`` (a projection: by more) token by token.
+
+    Args:
+        name: The operator, one of ``RECURRENT``.
+        args: Of the call: tokens ``[length, samples, in]``, then weights.
+    """
+    length, samples = _length_and_samples(name, args)
+    found = []
+    for of_state, weight in _weights(name, args):
+        n, k = weight.shape
+        rows, times = (samples, length) if of_state else (length * samples, 1)
+        found.append((int(rows), int(n), int(k), int(times)))
+    return found * (2 if name.endswith("backward") else 1)
+
+
+def _length_and_samples(name: str, args: tuple[Any, ...]) -> tuple[int, int]:
+    given = args[0].shape
+    if not name.startswith("_cudnn"):
+        return given[0], given[1]
+    sizes = args[18 if name.endswith("backward") else 14]
+    if sizes:  # packed: how many samples are as long
+        return len(sizes), given[0] // len(sizes)
+    return (given[1], given[0]) if args[14 if name.endswith("backward") else 10] else (given[0], given[1])
+
+
+def _weights(name: str, args: tuple[Any, ...]) -> list[tuple[bool, torch.Tensor]]:
+    """Matrices, and whether the state is multiplied by them."""
+    if not name.startswith("_cudnn"):  # one layer in one direction
+        return [(False, args[1]), (True, args[2])]
+    every, stride = args[1], args[2]
+    return [(index % stride > 0, weight) for index, weight in enumerate(every) if weight.dim() == 2]
+
+
+# --- One call of an aten operator as the kernel that it launches: its dims, or the bytes that it moves.
+
+_Dtype = Literal["fp32", "half"]
+_HALF = (torch.float16, torch.bfloat16)
+
+# Calls that launch nothing, beside those that return views.
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "lift_fresh"}
+# These read as many elements of their first argument as they return, however large it is.
+_PICKING = {"embedding", "gather", "index", "index_select", "_unsafe_index", "nll_loss_forward"}
+# What takes a CPU longer than the bytes: times as long as a normalisation (see ``Constants.function_s``).
+_FUNCTIONS = {
+    "gelu": 1, "gelu_backward": 1, "native_layer_norm": 1, "native_layer_norm_backward": 1, "_fused_rms_norm": 1,
+    "_fused_rms_norm_backward": 1, "native_batch_norm": 1, "_softmax": 1, "_softmax_backward_data": 1,
+    "_log_softmax": 1, "_log_softmax_backward_data": 1, "silu": 1, "silu_backward": 1, "sigmoid": 1, "tanh": 1,
+    "exp": 1, "log": 1, "erf": 1, "sin": 1, "cos": 1, "native_dropout": 1, "bernoulli": 1, "normal": 1,
+}  # fmt: skip
+_TANH_GELU = 3  # 2 to 5 by the CPU
+# Written, not read.
+_FILLING = {"zero_", "fill_", "normal_", "uniform_", "bernoulli_", "copy_"}
+
+
+def kernels_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[Op, ...]:
+    """The kernels of one operator call, as ops of forward; none for views and for what only allocates.
+
+    A product is told by its dims (of a convolution: those of the product that it is), fused attention by its queries,
+    keys and width, and everything else by the bytes of its arguments and results: each is read or written once, and
+    what is broadcast is read once.
+
+    Args:
+        function: The operator's overload, as a dispatch mode is given it.
+        args: Of the call.
+        kwargs: Of the call.
+        result: What it returned.
+    """
+    name = function._schema.name.split("::")[1]
+    if name in _PRODUCTS:
+        return _PRODUCTS[name](args)
+    if name in RECURRENT:
+        return tuple(op for dims in recurrent_products(name, args) for op in _product(*dims, args[0]))
+    if name.startswith("_scaled_dot_product") or name in ("_flash_attention_forward", "_efficient_attention_forward"):
+        return _attention(function, args, kwargs)
+    if name in _FREE or function.is_view or function.namespace == "prim":
+        return ()
+    moved = _moved_bytes(name, args, kwargs, result)
+    if not moved:
+        return ()
+    times = _TANH_GELU if kwargs.get("approximate") == "tanh" else _FUNCTIONS.get(name.removesuffix("_"), 0)
+    functions = times * max((t.numel() for t in _tensors((args, result))), default=0)
+    return (Op("move", num_bytes=moved, functions=int(functions), moment="forward"),)
+
+
+def dtype_of(tensor: torch.Tensor) -> _Dtype:
+    """In what a product of such tensors runs."""
+    return "half" if tensor.dtype in _HALF or tensor.element_size() == 1 else "fp32"
+
+
+def _product(m: int, n: int, k: int, batch: int, of: torch.Tensor) -> tuple[Op, ...]:
+    return (Op("matmul", int(m), int(n), int(k), int(batch), dtype=dtype_of(of), moment="forward"),)
+
+
+def _mm(args: tuple[Any, ...]) -> tuple[Op, ...]:
+    left, right = args[0], args[1]
+    return _product(left.shape[0], right.shape[1], left.shape[1], 1, left)
+
+
+def _bmm(args: tuple[Any, ...]) -> tuple[Op, ...]:
+    left, right = args[0], args[1]
+    return _product(left.shape[1], right.shape[2], left.shape[2], left.shape[0], left)
+
+
+def _grouped_mm(args: tuple[Any, ...]) -> tuple[Op, ...]:
+    """Rows that are dealt out to groups (of the gradient of the weights: the inner dim is): as if all had as many."""
+    left, right = args[0], args[1]
+    if left.dim() == right.dim() == 3:
+        return _bmm(args)
+    if left.dim() == right.dim() == 2:
+        groups = args[2].shape[0]
+        dealt, apart = _dealt(left.shape[1], groups)
+        return _product(left.shape[0], right.shape[1], dealt, apart, left)
+    rows, apart = _dealt(left.shape[0], right.shape[0])
+    return _product(rows, right.shape[2], left.shape[1], apart, left)
+
+
+def _dealt(rows: int, groups: int) -> tuple[int, int]:
+    """Rows of a group and groups; all rows as one where they are no multiple."""
+    return (rows, 1) if rows % groups else (rows // groups, groups)
+
+
+def _grouped_mm_backward(args: tuple[Any, ...]) -> tuple[Op, ...]:
+    """Of transformers' own grouped product: gradients of the rows ``[S, in]`` and of the weights ``[E, in, out]``."""
+    left, right = args[0], args[1]
+    rows, apart = _dealt(left.shape[0], right.shape[0])
+    return (
+        *_product(rows, right.shape[1], right.shape[2], apart, left),
+        *_product(right.shape[1], right.shape[2], rows, apart, left),
+    )
+
+
+def _convolution(args: tuple[Any, ...]) -> tuple[Op, ...]:
+    features, weight, transposed, groups = args[0], args[1], args[6], args[8]
+    return _as_product(features.shape, weight, transposed, groups, *_convolved(args))
+
+
+def _convolved(args: tuple[Any, ...]) -> tuple[int]:
+    features, weight, stride, padding, dilation = args[0], args[1], args[3], args[4], args[5]
+    if args[6]:  # transposed: every element of the input meets the whole filter
+        return (math.prod(features.shape[2:]),)
+    sizes = zip(features.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    return (math.prod((size + 2 * pad - wide * (width - 1) - 1) // step + 1 for size, width, step, pad, wide in sizes),)
+
+
+def _as_product(shape: Any, weight: torch.Tensor, transposed: bool, groups: int, places: int) -> tuple[Op, ...]:
+    filter_size = math.prod(weight.shape[2:])
+    inside, outside = (weight.shape[0] // groups, weight.shape[1]) if transposed else (weight.shape[1], 0)
+    outside = outside or weight.shape[0] // groups
+    return _product(shape[0] * places, outside, inside * filter_size, groups, weight)
+
+
+def _convolution_backward(args: tuple[Any, ...]) -> tuple[Op, ...]:
+    """One product for the gradient of the input, one for that of the weight, each as large as forward's."""
+    gradient, features, weight, transposed, groups, wanted = args[0], args[1], args[2], args[7], args[9], args[10]
+    places = math.prod((features if transposed else gradient).shape[2:])
+    return _as_product(features.shape, weight, transposed, groups, places) * (bool(wanted[0]) + bool(wanted[1]))
+
+
+_PRODUCTS: dict[str, Callable[[tuple[Any, ...]], tuple[Op, ...]]] = {
+    "mm": _mm,
+    "addmm": lambda args: _mm(args[1:]),
+    "bmm": _bmm,
+    "baddbmm": lambda args: _bmm(args[1:]),
+    "_scaled_mm": _mm,
+    "_grouped_mm": _grouped_mm,
+    "grouped_mm_fallback": _grouped_mm,
+    "grouped_mm_fallback_backward": _grouped_mm_backward,
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+}
+
+
+def _attention(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Op, ...]:
+    """Queries ``[samples, heads, m, width]`` over ``n`` keys; its backward is an op of backward."""
+    given = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | dict(kwargs)
+    query, key, value = given["query"], given["key"], given["value"]
+    samples, heads, m, width = query.shape
+    name = function._schema.name
+    if "_attention_forward" in name:  # [samples, m, heads, width] here
+        heads, m = m, heads
+    n = key.shape[-3] if "_attention_forward" in name else key.shape[-2]
+    return (
+        Op(
+            "attention",
+            int(m),
+            int(n),
+            (int(width) + int(value.shape[-1])) // 2,
+            int(samples * heads),
+            dtype=dtype_of(query),
+            causal=bool(given.get("is_causal", False)),
+            moment="backward" if "backward" in name else "forward",
+        ),
+    )
+
+
+def _moved_bytes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    made = _tensors(result)
+    written = sum(map(tensor_bytes, made))
+    if name in _FILLING:
+        read = sum(map(tensor_bytes, _tensors((args[1:], kwargs))))
+    elif name in _PICKING:
+        read = sum(map(tensor_bytes, _tensors((args[1:], kwargs)))) + written
+    else:
+        read = sum(map(tensor_bytes, _tensors((args, kwargs))))
+    return read + written
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of its elements in memory: those that are broadcast count once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return int(math.prod(sizes)) * tensor.element_size()
+
+
+# --- What operators save whose size tensors without data do not tell, or tell wrongly.
+
+_MOST_PRODUCTS = 2**28  # of a real call: some hundredths of a second
+
+_Key = tuple[tuple[torch.Size | None, ...], torch.dtype, tuple[Any, ...]]
+
+
+def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """The result of an operator without data, with as many bytes as one with data would save.
+
+    On CPUs ``nn.LSTM`` runs layer by layer through oneDNN, and what backward needs is a buffer that only oneDNN can
+    size: it is asked for by a real call on zeros.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        result: What it returned for tensors without data.
+    """
+    if func is torch.ops.aten._embedding_bag.default:
+        return _without_map(args, result)
+    if func is not torch.ops.aten.mkldnn_rnn_layer.default or not args[-1]:  # only training saves
+        return result
+    shapes = tuple(each.shape if isinstance(each, torch.Tensor) else None for each in args[:7])
+    others = tuple(tuple(each) if isinstance(each, list) else each for each in args[7:])
+    return (*result[:3], result[3].new_empty(_workspace_bytes((shapes, args[0].dtype, others))))
+
+
+def _without_map(args: tuple[Any, ...], result: Any) -> Any:
+    """Sums of bags on CPUs need no map from indices to bags; torch's rule for bf16 without data says they do."""
+    weight, given = args[0], dict(enumerate(args))  # defaults at the end are left out
+    mode, weights, padding = given.get(4, 0), given.get(6), given.get(8, -1)
+    is_plain = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.stride(1) == 1
+    if not is_plain or mode != 0 or padding >= 0 or (weights is not None and weights.stride(0) != 1):
+        return result
+    return (result[0], result[1].new_empty(0), *result[2:])
+
+
+@functools.lru_cache(maxsize=256)
+def _workspace_bytes(key: _Key) -> int:
+    """Long sequences are continued from short ones: each token takes as much, but for rounding to pages."""
+    (given, *weights, state, cell), dtype, others = key
+    assert given is not None
+    length, samples, width = given
+    hidden = others[3]
+    products = 4 * hidden * (width + hidden)  # of one token of one sample
+    few = min(samples, max(_MOST_PRODUCTS // max(products, 1), 1))
+    short = max(_MOST_PRODUCTS // max(few * products, 1), 1)
+
+    def called(tokens: int) -> int:
+        states = (torch.Size((few, *each[1:])) if each is not None else None for each in (state, cell))
+        shapes = (torch.Size((tokens, few, width)), *weights, *states)
+        return _called((shapes, dtype, others)) * samples // max(few, 1)
+
+    if length <= 2 * short:
+        return called(length)
+    one, two = called(short), called(2 * short)
+    return two + (two - one) * (length - 2 * short) // short
+
+
+def _called(key: _Key) -> int:
+    shapes, dtype, others = key
+    with _disable_current_modes(), torch.enable_grad():  # it saves nothing without
+        zeros = [torch.zeros(shape, dtype=dtype) if shape is not None else None for shape in shapes]
+        listed = [list(each) if isinstance(each, tuple) else each for each in others]
+        workspace = torch.ops.aten.mkldnn_rnn_layer.default(*zeros, *listed)[3]
+    return int(workspace.numel())
+
+
+# --- On what a pass without data runs, and what the device that the model will train on does differently.
+
+
+def device_of_pass(model: nn.Module, wanted: torch.device | None) -> torch.device:
+    """The device of the tensors without data.
+
+    The one that the model will train on, wherever it is now; where nobody says which, that of its parameters. A machine
+    that lacks it runs the pass on tensors of the CPU.
+    """
+    return device_here(wanted or next((tensor.device for tensor in model.parameters()), torch.device("cpu")))
+
+
+def device_here(device: torch.device) -> torch.device:
+    """The device, or the CPU on a machine without it."""
+    return device if device.type == "cuda" and torch.cuda.is_available() else torch.device("cpu")
+
+
+def converted_to(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.device) -> torch.Tensor:
+    """A tensor without data like another one, which may have none already."""
+    if tensor.device.type != "meta":
+        return fake.from_tensor(tensor.detach()).to(device)
+    with fake:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def stands_in(model: nn.Module, wanted: torch.device | None) -> str | None:
+    """What is assumed where the pass cannot run on the device that the model will train on; None where it can."""
+    device = device_of_pass(model, wanted)
+    if wanted is None or wanted.type == device.type:
+        return None
+    return (
+        f"traced as on {device.type}, for there is no {wanted.type} device here: attention is taken to be fused as on "
+        f"{wanted.type}, its rows' sums take as much, and other operators are taken to save the same"
+    )
+
+
+def kernels_of_device(wanted: torch.device | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Around a pass on the CPU for a model that will train on another device."""
+    if wanted is None or wanted.type == "cpu" or device.type != "cpu":
+        return contextlib.nullcontext()
+    return _KernelsOfCuda()
+
+
+class _KernelsOfCuda(TorchFunctionMode):
+    """Dropout as CUDA has it.
+
+    In attention it is left out, which has no fused kernel on the CPU with it: on CUDA it has, and keeps no more for it
+    than the state of a random generator. Elsewhere it is one kernel that keeps a byte of each element, and not, as on
+    the CPU, three with a mask in the type of the elements.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            given.pop("dropout_p", None)
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        elif func is torch.nn.functional.dropout and _is_fused(*args, **given):
+            of = {**given, **dict(zip(("input", "p"), args, strict=False))}
+            return torch.native_dropout(of["input"], of.get("p", 0.5), True)[0]
+        return func(*args, **given)
+
+
+def _is_fused(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    """Whether torch drops out in one kernel on CUDA; the arguments are those of ``torch.nn.functional.dropout``."""
+    return training and not inplace and 0 < p < 1 and input.numel() > 0

@@ -1,0 +1,484 @@
+"""Track tensors that live in a pass: what forward saves for backward, and the bytes held at every operator."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from meshwright.cost import Instant, Transient, outermost_instants
+from meshwright.methods.recompute import can_keep, keeps_results, kept_now, operator_name
+from meshwright.nn import is_compiled, outside_compiled
+
+if TYPE_CHECKING:
+    from meshwright.methods.tensor.tensor_parallel import SaveLog
+    from meshwright.planner.trace.aten_kernels import FlopCount
+
+
+@dataclass
+class Result:
+    """A storage that operators have returned, and that can be kept instead of running them again."""
+
+    num_bytes: int
+    operators: list[tuple[str, tuple[nn.Module, ...]]] = field(default_factory=list)  # with the modules that ran
+    places: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator that computes."""
+
+    operator: str
+    stack: tuple[nn.Module, ...]
+    num_saved_before: int
+    flops: int
+    place: int
+
+
+@dataclass
+class SavedTensors:
+    """The storages saved for backward, and the modules that were running when each was saved."""
+
+    sizes: dict[int, int] = field(default_factory=dict)  # storage -> bytes
+    savers: dict[int, list[tuple[nn.Module, ...]]] = field(default_factory=dict)  # storage -> module stacks
+    inputs: dict[nn.Module, dict[int, int]] = field(default_factory=dict)  # module -> storage of an argument -> bytes
+    weights: set[int] = field(default_factory=set)  # storages of parameters and buffers: saved, but not by forward
+    met: list[StorageWeakRef] = field(default_factory=list)  # keeps addresses of storages from being reused
+    log: SaveLog = field(default_factory=list)  # the module stack of every save, in order
+    places: dict[int, set[int]] = field(default_factory=dict)  # storage -> where in the list of blocks it was saved
+    run_at: dict[nn.Module, set[int]] = field(default_factory=dict)  # module -> where it ran
+    runs: Counter[nn.Module] = field(default_factory=Counter)  # module -> how often it ran
+    results: dict[int, Result] = field(default_factory=dict)  # storage -> who made it, where all is watched
+    work: list[Call] = field(default_factory=list)  # then: calls of operators, in order
+    running: list[nn.Module] = field(default_factory=list)  # the modules that run now, outermost first
+    place: int = -1  # where in the list of blocks
+    complete: bool = False  # whether forward has run: what runs again in backward saves nothing more
+
+    def add(self, storage: int, num_bytes: int, place: int, reference: StorageWeakRef) -> None:
+        """A storage is kept for backward without being saved: for the module that took it, or where it was made."""
+        taker = next((module for module, taken in self.inputs.items() if storage in taken), None)
+        self.sizes[storage] = num_bytes
+        self.savers[storage] = [() if taker is None else (taker,)]
+        self.places[storage] = {place} if taker is None else set(self.run_at[taker])
+        self.met.append(reference)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes saved, every storage counted once and weights not at all."""
+        return sum(size for storage, size in self.sizes.items() if storage not in self.weights)
+
+    def kept_by_place(self) -> dict[int, int]:
+        """The same bytes by the first place where each storage was saved."""
+        found: dict[int, int] = {}
+        for storage, places in self.places.items():
+            if storage not in self.weights:
+                found[min(places)] = found.get(min(places), 0) + self.sizes[storage]
+        return found
+
+
+@contextlib.contextmanager
+def record_saved(
+    model: nn.Module, *, counter: FlopCount | None = None, blocks: Sequence[nn.Module] = ()
+) -> Iterator[SavedTensors]:
+    """Records what a forward pass inside the block saves for backward, results that ``checkpoint`` keeps among them.
+
+    Args:
+        model: The model that runs; gathered weights of sharded modules are recognised while they run.
+        counter: Records operators too, with the operations that it counts, and keeps the address of every storage
+            until the end of the record: only for fake tensors, which hold no data.
+        blocks: Those of a list that a pipeline cuts, in the order in which they run; places are told by them.
+    """
+    recorder = _Recorder(counter, blocks)
+    hooks = [
+        hook
+        for module in outside_compiled(model)
+        for hook in (
+            module.register_forward_pre_hook(recorder.enter, with_kwargs=True),
+            module.register_forward_hook(recorder.leave, always_call=True),
+        )
+    ]
+    if counter is not None:
+        watched: contextlib.AbstractContextManager[Any] = _WithoutData(recorder.watch)
+    else:
+        watched = _Operators(recorder.keep) if keeps_results(model) else contextlib.nullcontext()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor), watched:
+            yield recorder.saved
+    finally:
+        for hook in hooks:
+            hook.remove()
+        recorder.saved.met.clear()
+
+
+class _Recorder:
+    """What :func:`record_saved` has called: by autograd, by modules, by operators."""
+
+    def __init__(self, counter: FlopCount | None, blocks: Sequence[nn.Module]) -> None:
+        self.saved = SavedTensors()
+        self._counter = counter
+        self._index = {block: number for number, block in enumerate(blocks)}
+        self._stack = self.saved.running
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Autograd saves a tensor."""
+        saved, running = self.saved, tuple(self._stack)
+        if saved.complete:
+            return tensor
+        key, size = storage_of(tensor)
+        saved.sizes[key] = size
+        saved.savers.setdefault(key, []).append(running)
+        saved.places.setdefault(key, set()).add(saved.place)
+        saved.log.append(running)
+        if self._counter is not None:
+            saved.met.append(_reference(tensor))
+        return tensor
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module begins to run."""
+        saved = self.saved
+        self._stack.append(module)
+        if saved.complete:
+            return
+        saved.place = self._index.get(module, saved.place)
+        saved.run_at.setdefault(module, set()).add(saved.place)
+        saved.runs[module] += 1
+        tensors = _tensors_in((args, kwargs))
+        saved.inputs.setdefault(module, {}).update(map(storage_of, tensors))
+        if self._counter is not None:
+            saved.met.extend(map(_reference, tensors))
+        inside = is_compiled(module)  # no hook runs there
+        for tensor in (*module.parameters(recurse=inside), *module.buffers(recurse=inside)):
+            saved.weights.add(storage_of(tensor)[0])
+
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        """A module has run."""
+        self._stack.pop()
+        if not self.saved.complete:
+            self.saved.place += self._index.get(module) == len(self._index) - 1  # behind the last one
+
+    def keep(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator runs, whose result a recomputed module may keep."""
+        result = operator(*args, **kwargs)
+        if kept_now(operator, args, kwargs):
+            self.saved.sizes.update(map(storage_of, _tensors_in(result)))
+        return result
+
+    def watch(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator runs without data; outside the model, as in backward, it is no part of forward's work."""
+        saved, counter = self.saved, self._counter
+        if counter is None or not self._stack or saved.complete:
+            return operator(*args, **kwargs)
+        position, before = len(saved.log), counter.total
+        result = operator(*args, **kwargs)
+        name, running, flops = operator_name(operator), tuple(self._stack), counter.total - before
+        if flops:
+            saved.work.append(Call(name, running, position, flops, saved.place))
+        if can_keep(operator, args, kwargs):
+            for key, size in map(storage_of, _tensors_in(result)):
+                made = saved.results.setdefault(key, Result(size))
+                made.operators.append((name, running))
+                made.places.add(saved.place)
+                saved.met.extend(map(_reference, _tensors_in(result)))
+        return result
+
+
+class _Operators(TorchDispatchMode):
+    """Calls every operator through a function."""
+
+    def __init__(self, around: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._around = around
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._around(func, args, kwargs or {})
+
+
+class _WithoutData(_Operators):
+    """The same for operators without data, of which none is compiled."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch's guard against compilation takes longer than the operators do."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._around(func, args, kwargs or {})
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """What tells a tensor's storage from all others that are alive, and its bytes."""
+    storage = _plain(tensor).untyped_storage()
+    return storage._cdata, storage.nbytes()
+
+
+def _reference(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(_plain(tensor).untyped_storage())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    while is_traceable_wrapper_subclass(tensor):  # a DTensor, a weight gathered in 8 bits: what they wrap is held
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    return tensor
+
+
+# --- How many bytes a pass over tensors without data holds, operator by operator, as one with data would.
+
+Pass = Literal["forward", "loss", "backward"]
+
+
+class _Made(NamedTuple):
+    reference: StorageWeakRef
+    num_bytes: int
+    operator: int  # its number
+
+
+class _Gradient(NamedTuple):
+    num_bytes: int
+    made: int  # the operator that did
+    complete: int  # the operator before
+    place: int
+
+
+class HeldBytes:
+    """Follows the storages that operators make until nothing refers to them.
+
+    Args:
+        state: Parameters and buffers: no part of what is counted.
+        inputs: Of the micro-batch: they last.
+    """
+
+    def __init__(self, state: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> None:
+        self._others: dict[int, StorageWeakRef] = {}  # storages that no operator made
+        self._live: dict[int, _Made] = {}
+        self._at_the_end: dict[int, _Made] = {}  # of forward
+        self._before_backward: dict[int, _Made] = {}
+        self._held = 0
+        self._moments: list[tuple[int, Pass, int]] = []  # of each operator: place, where in a pass, bytes
+        self._gradients: list[_Gradient] = []
+        for tensor in state:
+            self._is_other(tensor)
+            if tensor.requires_grad:
+                tensor.register_post_accumulate_grad_hook(self._complete)
+        given = {storage_of(tensor) for tensor in inputs}
+        self._held += sum(size for _, size in given)
+        for tensor in inputs:
+            self._is_other(tensor)
+
+    def note(self, result: Any, given: Any, place: int, during: Pass) -> None:
+        """An operator has run.
+
+        Args:
+            result: What it returned.
+            given: Its arguments.
+            place: Where in the model; of backward: whose backward it is.
+            during: Which part of a pass runs.
+        """
+        if self._moments and during != self._moments[-1][1]:
+            self._at_the_end = self._at_the_end or dict(self._live)
+        begins = during == "backward" and self._moments and self._moments[-1][1] != during
+        arguments: set[int] | None = None
+        for tensor in _tensors(result):
+            key, size = storage_of(tensor)
+            if key in self._live or key in self._others:
+                continue
+            if arguments is None:
+                arguments = {storage_of(each)[0] for each in _tensors(given)}
+            if key in arguments:
+                self._is_other(tensor)
+            else:
+                self._live[key] = _Made(StorageWeakRef(tensor.untyped_storage()), size, len(self._moments))
+                self._held += size
+        expired = torch.UntypedStorage._expired  # type: ignore[attr-defined]  # as StorageWeakRef.expired, called often
+        for key in [key for key, made in self._live.items() if expired(made.reference.cdata)]:
+            self._held -= self._live.pop(key).num_bytes
+        if begins:
+            before = len(self._moments)
+            self._before_backward = {key: made for key, made in self._live.items() if made.operator < before}
+        self._moments.append((place, during, self._held))
+
+    def _is_other(self, tensor: torch.Tensor) -> None:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._others[reference.cdata] = reference
+
+    def _complete(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        key, size = storage_of(parameter.grad)
+        found = self._live.pop(key, None)
+        if found is not None:
+            self._held -= size
+            self._is_other(parameter.grad)
+            place = self._moments[-1][0]
+            self._gradients.append(_Gradient(size, found.operator, len(self._moments), place))
+
+    def add_kept(self, saved: SavedTensors) -> None:
+        """Adds to what is saved what autograd's graph keeps in other ways, and lets go of in backward.
+
+        Such are the inputs of what a model recomputes by itself, which a function of the graph holds.
+        """
+        for key, made in self._before_backward.items():
+            if key not in saved.sizes and key not in self._live:
+                saved.add(key, made.num_bytes, self._moments[made.operator][0], made.reference)
+
+    def transients(self, saved: SavedTensors) -> tuple[Transient, ...]:
+        """What every place takes for a moment; nothing where backward has not run.
+
+        Args:
+            saved: Of the same pass.
+        """
+        if not any(during == "backward" for _, during, _ in self._moments):
+            return ()
+        weights, complete = self._gradients_by_operator()
+        last = max(place for place, _, _ in self._moments)
+        returned, left, remains = self._returned(saved, last), *self._left_over(saved, last)
+        first = self._up_to(saved)
+        found: defaultdict[int, set[Instant]] = defaultdict(set)
+        forward: set[Instant] = set()
+        for (place, during, held), coming, done in zip(self._moments, weights, complete, strict=True):
+            if during == "forward" and place == last:
+                forward.add(Instant(held - coming - first(place) - sum(returned.values()), coming, done))
+            elif during == "backward" or place == last:
+                others = sum(left.values()) + sum(size for behind, size in remains.items() if behind > place)
+                found[place].add(Instant(held - coming - first(place) - others, coming, done))
+        totals: defaultdict[int, int] = defaultdict(int)
+        for each in self._gradients:
+            totals[each.place] += each.num_bytes
+        return tuple(
+            Transient(
+                place,
+                outermost_instants(found[place]),
+                totals[place],
+                outermost_instants(forward) if place == last else (),
+                returned.get(place, 0),
+                left.get(place, 0),
+                remains.get(place, 0),
+            )
+            for place in sorted(found)
+        )
+
+    def _up_to(self, saved: SavedTensors) -> Callable[[int], int]:
+        """What a place and those before it have saved."""
+        kept = saved.kept_by_place()
+        places = sorted(kept)
+        sums = [0, *itertools.accumulate(kept[place] for place in places)]
+        return lambda place: sums[bisect.bisect_right(places, place)]
+
+    def _returned(self, saved: SavedTensors, last: int) -> dict[int, int]:
+        """By the blocks' places: what forward made there and nobody saved, at the end of forward."""
+        found: dict[int, int] = {}
+        for key, made in self._at_the_end.items():
+            place, _, _ = self._moments[made.operator]
+            if key not in saved.sizes and -1 < place < last:
+                found[place] = found.get(place, 0) + made.num_bytes
+        return found
+
+    def _left_over(self, saved: SavedTensors, last: int) -> tuple[dict[int, int], dict[int, int]]:
+        """By the blocks' places: what was made there and is held yet, from forward on or from its backward on.
+
+        References that form a circle wait for the garbage collector.
+        """
+        left: dict[int, int] = {}
+        remains: dict[int, int] = {}
+        for key, made in self._live.items():
+            place, during, _ = self._moments[made.operator]
+            if -1 < place < last and not made.reference.expired():
+                found = left if during == "forward" and key not in saved.sizes else remains
+                found[place] = found.get(place, 0) + made.num_bytes
+        return left, remains
+
+    def _gradients_by_operator(self) -> tuple[Sequence[int], Sequence[int]]:
+        """After every operator: bytes of gradients that are not complete, and of its place's that are."""
+        steps = [0] * (len(self._moments) + 1)
+        completed: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for each in self._gradients:
+            steps[each.made] += each.num_bytes
+            steps[each.complete] -= each.num_bytes
+            completed[each.complete].append((each.place, each.num_bytes))
+        by_place: defaultdict[int, int] = defaultdict(int)
+        done = []
+        for index, (place, _, _) in enumerate(self._moments):
+            for own, size in completed[index]:
+                by_place[own] += size
+            done.append(by_place[place])
+        return list(itertools.accumulate(steps[:-1])), done
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+# --- What a piece of code runs, and holds for a moment: the tensors that it made and that live at once, at their most.
+
+
+class Form(NamedTuple):
+    """Of a tensor that is held."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class PassingTensors(TorchDispatchMode):
+    """Follows what operators make while it is entered.
+
+    Args:
+        before: Tensors that are there already; where one of them is let go, what takes its place is not counted.
+    """
+
+    def __init__(self, before: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.most: tuple[Form, ...] = ()
+        self.operators = (
+            0  # that are kernels on a device: neither views nor of scalars alone, such as counters of steps
+        )
+        self._live: dict[int, tuple[StorageWeakRef, Form, bool]] = {}  # by storage; True: made since
+        for tensor in before:
+            self._add(tensor, made=False)
+        self._let_go: Counter[Form] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage_of(tensor)[0] for tensor in _tensors_of_passing((args, kwargs))}
+        self.operators += not func.is_view and any(
+            tensor.dim() for tensor in _tensors_of_passing((args, kwargs, result))
+        )
+        self._forget()
+        for tensor in _tensors_of_passing(result):
+            key = storage_of(tensor)[0]
+            if key not in self._live and key not in given:
+                self._add(tensor, made=True)
+        held = Counter(form for _, form, made in self._live.values() if made) - self._let_go
+        if sum(form.num_bytes for form in held.elements()) > sum(form.num_bytes for form in self.most):
+            self.most = tuple(held.elements())
+        return result
+
+    def _add(self, tensor: torch.Tensor, *, made: bool) -> None:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._live[storage_of(tensor)[0]] = reference, Form(tuple(tensor.shape), tensor.dtype), made
+
+    def _forget(self) -> None:
+        for key, (reference, form, made) in list(self._live.items()):
+            if reference.expired():
+                del self._live[key]
+                self._let_go.update(() if made else (form,))
+
+
+def _tensors_of_passing(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,473 @@
+"""Describe a model's blocks and parameters, and the state that its optimizer keeps for them, as plain data."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.cost import Block, Buffer, Parameter, StateTensor, Updating
+from meshwright.errors import ConfigError
+from meshwright.nn import class_name, class_names, find_blocks
+from meshwright.optim import average_of, guard_of, local_tensor
+from meshwright.optim.guarded_step import is_outer
+from meshwright.optim.mixed_precision import MASTER
+from meshwright.planner.trace.aten_kernels import device_here
+from meshwright.planner.trace.live_tensors import PassingTensors
+from meshwright.runtime import preserved_rng
+
+if TYPE_CHECKING:
+    from meshwright.methods import Cut
+    from meshwright.methods.pipeline.stage_cut import Outside
+    from meshwright.optim import GuardedOptimizer, HostWeights, OffloadedOptimizer, ShardedOptimizer
+    from meshwright.planner.trace.op_recording import ModelOps
+
+
+class OffloadedBytes:
+    """What ``offload`` has taken from the device; nothing where it is not used.
+
+    Args:
+        model: As the methods have changed it.
+        optimizer: With all wrappers.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        weights, inner = _offloaded(guard_of(optimizer))
+        self._optimizer, self._inner = optimizer, inner
+        self.parameters: set[torch.Tensor] = set(weights.resident) if weights is not None else set()
+        """The model's parameters that are on the host."""
+        self.copies: set[torch.Tensor] = set(weights.hosted.values()) if weights is not None else set()
+        """Copies of other parameters on the host or on disk."""
+        self.gradients = {p.grad for p in (*self.parameters, *self.copies) if p.grad is not None}
+        """Gradients of both."""
+        self.on_disk = weights is not None and weights.disk is not None
+
+    def states(self, home: Literal["device", "host", "disk"]) -> Iterator[torch.Tensor]:
+        """The optimizer's state tensors in one place."""
+        for parameter, state in self._optimizer.state.items() if self._optimizer is not None else ():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and self._home(parameter, key) == home:
+                    yield value
+
+    def _home(self, parameter: torch.Tensor, key: str) -> str:
+        if self._inner is None or parameter not in self._inner.hosted:
+            return "device"
+        return "disk" if self._inner.is_stored(parameter, key) else "host"
+
+
+def _offloaded(guard: GuardedOptimizer | None) -> tuple[HostWeights | None, OffloadedOptimizer | None]:
+    if guard is None:
+        return None, None
+    from meshwright.optim import HostWeights, OffloadedOptimizer
+
+    return (
+        guard.master if isinstance(guard.master, HostWeights) else None,
+        guard.inner if isinstance(guard.inner, OffloadedOptimizer) else None,
+    )
+
+
+# --- What an optimizer will keep for each parameter, and what it runs and holds while it updates it.
+#
+# Our own tell; of any other it is found out by trial steps.
+
+_PROBE_SIZES = (3, 5, 7, 11, 13, 17)  # distinct, so that every dim of a state tensor can be told apart
+_MANY = 4  # tiny parameters that are updated at once: what grows with them is held together
+
+StatesOf = Callable[[nn.Parameter], tuple[StateTensor, ...]]
+
+
+class OptimizerProbe:
+    """Finds what an optimizer keeps per parameter, when it is called, and what it holds while it updates one.
+
+    A :class:`~meshwright.optim.ShardedOptimizer` says what it keeps, exactly; of any other, a tiny parameter of
+    the same number of dims and dtype, in a group with the same hyperparameters, is updated once.
+
+    Args:
+        optim_func: Builds the optimizer from parameters or groups of them; None keeps nothing.
+        device: That the run will train on; on a machine without it tiny parameters live on the CPU.
+        params: The parameters or groups that the optimizer will be built over; None: each parameter asked about.
+    """
+
+    def __init__(
+        self,
+        optim_func: Callable[[Any], Optimizer] | None,
+        device: torch.device,
+        params: Iterable[Any] | None = None,
+    ) -> None:
+        self._optim_func, self._device = optim_func, device
+        self._groups = None if params is None else _groups(params)
+        self._states: dict[Hashable, tuple[StateTensor, ...]] = {}
+        self._updating: dict[Hashable, Updating | None] = {}
+
+    def __call__(self, parameter: nn.Parameter) -> tuple[StateTensor, ...]:
+        """The state tensors of a parameter."""
+        group = self._group_of(parameter)
+        if self._optim_func is None or group is None:
+            return ()
+        kind = (parameter.dim(), parameter.dtype, _key(group.values))
+        if kind not in self._states:
+            optimizer = _built(self._optim_func, group.of([parameter]))
+            if hasattr(optimizer, "state_forms"):
+                return _told(cast("ShardedOptimizer", optimizer), parameter)
+            self._states[kind] = _tried(self._optim_func, parameter, group, device_here(self._device))
+        return self._states[kind]
+
+    def updating(self, parameter: nn.Parameter) -> Updating | None:
+        """What is held of a parameter for a moment as it is updated, such as torch's multi-tensor optimizers do.
+
+        Tiny parameters are updated a few times. Our own optimizers update in pieces of bounded size, which are not
+        counted; nor is what a CPU holds of one parameter after the other.
+        """
+        group = self._group_of(parameter)
+        if self._optim_func is None or group is None:
+            return None
+        kind = (parameter.dim(), parameter.dtype, group.number, _key(group.values))
+        if kind not in self._updating:
+            self._updating[kind] = _watched(self._optim_func, parameter, group, self._device)
+        return self._updating[kind]
+
+    def _group_of(self, parameter: nn.Parameter) -> _Group | None:
+        """None: the optimizer is not given the parameter."""
+        return _Group(0, None) if self._groups is None else self._groups.get(parameter)
+
+
+class _Group(NamedTuple):
+    """Of an optimizer: its number, and the hyperparameters as they were given; None: there are no groups."""
+
+    number: int
+    values: dict[str, Any] | None
+
+    def of(self, parameters: list[nn.Parameter]) -> list[Any]:
+        """What an optimizer of these parameters alone is built over."""
+        return parameters if self.values is None else [{**self.values, "params": parameters}]
+
+
+def _groups(params: Iterable[Any]) -> dict[torch.Tensor, _Group]:
+    """The group of every parameter; those that are given without any are in the first."""
+    groups: dict[torch.Tensor, _Group] = {}
+    for number, entry in enumerate(params):
+        values = dict(entry) if isinstance(entry, Mapping) else {"params": [entry]}
+        listed = values.pop("params")
+        group = _Group(number if isinstance(entry, Mapping) else 0, values)
+        for member in [listed] if isinstance(listed, torch.Tensor) else listed:
+            groups[member[1] if isinstance(member, tuple) else member] = group
+    return groups
+
+
+def _key(values: Mapping[str, Any] | None) -> Hashable:
+    """Tells hyperparameters apart; those that have no hash, and tensors, by who they are."""
+
+    def known_by(value: Any) -> Hashable:
+        try:
+            hash(value)
+        except TypeError:
+            return id(value)
+        return id(value) if isinstance(value, torch.Tensor) else value
+
+    return tuple(sorted((name, type(value).__name__, known_by(value)) for name, value in (values or {}).items()))
+
+
+def _built(optim_func: Callable[[Any], Optimizer], params: list[Any]) -> Optimizer:
+    with preserved_rng():
+        optimizer = optim_func(params)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            "optim_func did not return an optimizer",
+            expected="a torch.optim.Optimizer",
+            got=type(optimizer).__name__,
+            fix="pass a class such as torch.optim.AdamW, or a function (parameters, **optim_args) -> Optimizer",
+        )
+    return optimizer
+
+
+def _told(optimizer: ShardedOptimizer, parameter: nn.Parameter) -> tuple[StateTensor, ...]:
+    known = any(parameter is one for group in optimizer.param_groups for one in group["params"])
+    if not known or not parameter.numel():  # an empty one is passed over
+        return ()
+    states = []
+    for name, form in optimizer.state_forms(parameter).items():
+        pairs = list(zip(form.shape, form.dims, strict=True))
+        dims = tuple(dim for size, dim in pairs if dim is not None and size == parameter.shape[dim])
+        # A dim with one element for many (of 8-bit blocks) counts as held whole.
+        apart = math.prod(size for size, dim in pairs if dim is None or size != parameter.shape[dim])
+        states.append(StateTensor(dims, form.dtype.itemsize, apart, own_type=True, only_for_half=name == MASTER))
+    if parameter.dtype == torch.float32 and optimizer.param_groups[0]["half_update"] == "master":
+        states.append(StateTensor(tuple(range(parameter.dim())), 4, own_type=True, only_for_half=True))
+    return tuple(states)
+
+
+def _tried(
+    optim_func: Callable[[Any], Optimizer],
+    parameter: nn.Parameter,
+    group: _Group,
+    device: torch.device,
+) -> tuple[StateTensor, ...]:
+    with preserved_rng(), torch.enable_grad():
+        tiny = _tiny(parameter, device)
+        optimizer = _built(optim_func, group.of([tiny]))
+        optimizer.step()
+    tensors = [value for value in optimizer.state[tiny].values() if isinstance(value, torch.Tensor)]
+    return tuple(_like(tiny, tensor.shape, tensor.dtype) for tensor in tensors)
+
+
+def _tiny(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """A parameter of as many dims, with a gradient."""
+    tiny = nn.Parameter(torch.ones(_PROBE_SIZES[: parameter.dim()], dtype=parameter.dtype, device=device))
+    tiny.grad = torch.full_like(tiny, 0.5)
+    return tiny
+
+
+def _like(tiny: nn.Parameter, shape: Iterable[int], dtype: torch.dtype) -> StateTensor:
+    return StateTensor(_dims_of(tuple(shape), tuple(tiny.shape)), dtype.itemsize, own_type=dtype != tiny.dtype)
+
+
+def _dims_of(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Which dims of the parameter a tensor has; dims of size one are none."""
+    if math.prod(shape) == math.prod(sizes):  # also where it is flat
+        return tuple(range(len(sizes)))
+    return tuple(sizes.index(size) for size in shape if size in sizes)
+
+
+def _watched(
+    optim_func: Callable[[Any], Optimizer], parameter: nn.Parameter, group: _Group, device: torch.device
+) -> Updating | None:
+    optimizer = _built(optim_func, group.of([parameter]))
+    ours = hasattr(optimizer, "state_forms") or type(optimizer).__module__.startswith("meshwright.")
+    lists = any(each.get("foreach") for each in optimizer.param_groups)
+    if ours or (device.type == "cpu" and not lists):
+        return None
+    (one, alone), (many, all_of_them) = (_held(optim_func, parameter, group, device, number) for number in (1, _MANY))
+    together = {tensor: (many[tensor] - one[tensor]) // (_MANY - 1) for tensor in many}
+    apart = {tensor: many[tensor] - _MANY * count for tensor, count in together.items()}
+    operators = 0 if device.type == "cpu" else (all_of_them - alone) // (_MANY - 1)
+    if not many and not operators:
+        return None
+    return Updating(tuple(Counter(together).elements()), tuple(Counter(apart).elements()), group.number, operators)
+
+
+def _held(
+    optim_func: Callable[[Any], Optimizer], parameter: nn.Parameter, group: _Group, device: torch.device, number: int
+) -> tuple[Counter[StateTensor], int]:
+    """The most that is held for a moment in the second step or the third, and the operators of one.
+
+    The first step has made the states.
+    """
+    with preserved_rng(), torch.enable_grad(), _choosing_as_on(device):
+        tiny = [_tiny(parameter, device_here(device)) for _ in range(number)]
+        optimizer = _built(optim_func, group.of(tiny))
+        optimizer.step()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        before = [*tiny, *(each.grad for each in tiny), *states]
+        with PassingTensors(each for each in before if isinstance(each, torch.Tensor)) as passing:
+            optimizer.step()
+            optimizer.step()
+    found = (_like(tiny[0], form.shape, form.dtype) for form in passing.most)
+    return Counter(each for each in found if each.dims), passing.operators // 2
+
+
+@contextlib.contextmanager
+def _choosing_as_on(device: torch.device) -> Iterator[None]:
+    """Lets torch's optimizers choose kernels for tensors of the CPU as they would for those of a device."""
+    asked: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it
+    supported = asked._get_foreach_kernels_supported_devices
+    if device.type in supported():
+        asked._get_foreach_kernels_supported_devices = lambda: [*supported(), "cpu"]
+    try:
+        yield
+    finally:
+        asked._get_foreach_kernels_supported_devices = supported
+
+
+# --- A model as plain data: its distinct blocks, their parameters, and what an optimizer keeps for each.
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What methods make of single parameters, and the optimizer holds of them for a moment."""
+
+    tensor_dims: Mapping[nn.Parameter, int] = field(default_factory=dict)  # the dim that a tensor axis divides
+    experts: Mapping[nn.Parameter, tuple[int | None, int]] = field(default_factory=dict)  # see ``Parameter.expert``
+    num_fp8: Mapping[nn.Parameter, int] = field(default_factory=dict)  # layers that multiply with it in 8 bits
+    updating: Callable[[nn.Parameter], Updating | None] = lambda parameter: None
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model's blocks one by one.
+
+    Args:
+        blocks: With parameters of their own, by path.
+        outside: Parameters in no block.
+    """
+
+    blocks: tuple[tuple[str, Block], ...]
+    outside: tuple[Parameter, ...]
+
+
+def describe_blocks(
+    model: nn.Module,
+    states_of: StatesOf,
+    marks: Marks | None = None,
+    cut: Cut | None = None,
+) -> tuple[Block, ...]:
+    """Lists the distinct blocks of a model; what lies in no repeated block is the block ``outside``.
+
+    Args:
+        model: A plain module, not wrapped or sharded.
+        states_of: What the optimizer keeps for a parameter.
+        marks: What methods make of single parameters.
+        cut: Where a pipeline axis cuts the model.
+    """
+    return group_blocks(describe_each(model, states_of, marks, cut), cut)
+
+
+def describe_each(
+    model: nn.Module, states_of: StatesOf, marks: Marks | None = None, cut: Cut | None = None
+) -> Described:
+    """The parameters of every block, and of what is in none; arguments as of :func:`describe_blocks`."""
+    seen: set[nn.Parameter] = set()
+    owners, marks = _owners(model), marks or Marks()
+    places = {item.name: item for item in cut.outside} if cut is not None else {}
+    blocks = []
+    for path, module in find_blocks(model):
+        parameters = _describe(module, path + ".", owners, seen, states_of, marks, places)
+        if parameters:
+            blocks.append((path, Block(class_name(type(module)), 1, parameters)))
+    return Described(tuple(blocks), _describe(model, "", owners, seen, states_of, marks, places))
+
+
+def group_blocks(described: Described, cut: Cut | None = None, ops: ModelOps | None = None) -> tuple[Block, ...]:
+    """Equal blocks together, then the block ``outside``.
+
+    Args:
+        described: One by one.
+        cut: Where a pipeline axis cuts the model.
+        ops: What they compute; None: not known. Those of blocks without parameters of their own are ``outside``.
+    """
+    entries: dict[Block, list[int]] = {}  # per distinct block, how many of them every pipeline rank holds
+    for path, block in described.blocks:
+        rank = cut.rank_of(path) if cut is not None else 0
+        if ops is not None:
+            block = dataclasses.replace(block, ops=ops.by_path.get(path, ()), runs=ops.runs.get(path, 1))
+        if rank is not None:
+            entries.setdefault(block, [0] * _ranks(cut))[rank] += 1
+        else:
+            entries.setdefault(block, []).append(1)
+    blocks = [
+        dataclasses.replace(
+            block, count=sum(counts), on_ranks=tuple(counts) if cut is not None and _in_list(block) else ()
+        )
+        for block, counts in entries.items()
+    ]
+    apart = ops.outside_of(dict(described.blocks), cut.ranks[-1] if cut is not None else None) if ops else ()
+    outside = Block("outside", 1, described.outside, (), apart)
+    return (*blocks, *([outside] if described.outside or apart else []))
+
+
+def _ranks(cut: Cut | None) -> int:
+    return cut.num_ranks if cut is not None else 1
+
+
+def _in_list(block: Block) -> bool:
+    return all(parameter.trained_on is None for parameter in block.parameters)
+
+
+def describe_buffers(model: nn.Module, cut: Cut | None = None) -> tuple[Buffer, ...]:
+    """Lists the buffers of a model, with the pipeline rank of those that lie in a block."""
+    return tuple(
+        Buffer(b.numel(), b.element_size(), b.is_floating_point(), cut.rank_of(name) if cut is not None else None)
+        for name, b in model.named_buffers()
+    )
+
+
+def _owners(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """For every module path: the qualified class names of the modules it lies in, itself included."""
+    owners: dict[str, tuple[str, ...]] = {}
+    for path, module in model.named_modules():
+        above = owners.get(path.rpartition(".")[0], ()) if path else ()
+        owners[path] = (*above, *class_names(module)) if path else ()
+    return owners
+
+
+def _describe(
+    module: nn.Module,
+    prefix: str,
+    owners: dict[str, tuple[str, ...]],
+    seen: set[nn.Parameter],
+    states_of: StatesOf,
+    marks: Marks,
+    places: Mapping[str, Outside],
+) -> tuple[Parameter, ...]:
+    described = []
+    for name, parameter in module.named_parameters():
+        if parameter in seen:  # tied, or already in a block
+            continue
+        seen.add(parameter)
+        place = places.get(prefix + name)
+        described.append(
+            Parameter(
+                name=name,
+                shape=tuple(parameter.shape),
+                itemsize=parameter.element_size(),
+                trainable=parameter.requires_grad,
+                floating=parameter.is_floating_point(),
+                owners=owners.get((prefix + name).rpartition(".")[0], ()),
+                states=states_of(parameter) if parameter.requires_grad else (),
+                updating=marks.updating(parameter) if parameter.requires_grad else None,
+                tensor_dim=marks.tensor_dims.get(parameter),
+                expert=marks.experts.get(parameter),
+                num_fp8=marks.num_fp8.get(parameter, 0),
+                trained_on=place.trained_on if place is not None else None,
+                lent_to=place.lent_to if place is not None else (),
+            )
+        )
+    return tuple(described)
+
+
+def measured_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, int]:
+    """Bytes this rank really holds, by class: the local part of parameters, gradients, states, master and buffers."""
+    parameters = list(model.parameters())
+    updated = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
+    own = set(parameters)
+    masters = [parameter for parameter in updated if parameter not in own]
+    gradients = {p.grad for p in (*parameters, *masters) if p.grad is not None}
+    offloaded = OffloadedBytes(model, optimizer)
+    average, on_host = average_of(optimizer), offloaded.copies | offloaded.parameters
+    averages = average.of if average is not None else {}
+    return {
+        "parameters": _bytes(p for p in parameters if p not in offloaded.parameters),
+        "master": _bytes(master for master in masters if master not in offloaded.copies),
+        "gradients": _bytes(gradients - offloaded.gradients),
+        "optimizer": _bytes(offloaded.states("device")),
+        "buffers": _bytes(model.buffers()),
+        "outer": _outer_bytes(optimizer),
+        "average": _bytes(averages[p] for p in averages.keys() - on_host),
+        "host_parameters": _bytes(offloaded.parameters),
+        "host_master": 0 if offloaded.on_disk else _bytes(offloaded.copies),
+        "host_gradients": _bytes(offloaded.gradients),
+        "host_optimizer": _bytes(offloaded.states("host")),
+        "host_average": _bytes(averages[p] for p in averages.keys() & on_host),
+        "disk_master": _bytes(offloaded.copies) if offloaded.on_disk else 0,
+        "disk_optimizer": _bytes(offloaded.states("disk")),
+    }
+
+
+def _outer_bytes(optimizer: Optimizer | None) -> int:
+    if not is_outer(optimizer):
+        return 0
+    values = [value for state in optimizer.outer.state.values() for value in state.values()]
+    states = [value for value in values if isinstance(value, torch.Tensor)]
+    return _bytes([*optimizer.synchronizer.copy.of.values(), *states])
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(local.numel() * local.element_size() for local in map(local_tensor, tensors))

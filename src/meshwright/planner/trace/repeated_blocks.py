@@ -1,0 +1,268 @@
+"""Extend a recording of a few equal blocks to all of the model's blocks."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
+
+from meshwright.nn import class_name
+from meshwright.planner.trace.op_recording import RUN, Repeated
+
+if TYPE_CHECKING:
+    from meshwright.cost import Boundary, Placed, Transient
+    from meshwright.planner.trace.live_tensors import Call, SavedTensors
+    from meshwright.planner.trace.op_recording import Ops
+
+
+T = TypeVar("T")
+_THIRD = 2  # of the blocks that ran: what it does, every further one does
+
+
+class Places:
+    """Of a run of the first three blocks of a repeated list and its last.
+
+    Args:
+        ran: The blocks that ran, those of other lists among them.
+        every: Those that would have run.
+        repeated: The list that was cut.
+        blocks: Its blocks that would have run.
+    """
+
+    def __init__(
+        self, ran: Sequence[nn.Module], every: Sequence[nn.Module], repeated: Repeated, blocks: Sequence[nn.Module]
+    ) -> None:
+        index = {block: number for number, block in enumerate(every)}
+        self._of = {-1: -1, len(ran): len(every), **{number: index[block] for number, block in enumerate(ran)}}
+        self._shifted = {ran.index(block) for block in repeated.kept()[1 : _THIRD + 1]} if ran else set[int]()
+        self.third = ran.index(repeated.kept()[_THIRD]) if ran else None
+        self._copies = len(blocks) - RUN
+
+    def of(self, place: int, shift: int = 0) -> int:
+        """A place of the run, or of what the copies of the third block do so many blocks further on."""
+        return self._of[place] + (shift if place in self._shifted else 0)
+
+    def placed(self, amounts: Placed) -> Placed:
+        """Amounts of single places."""
+        return self._each([(place, size) for (place,), size in amounts], lambda place, size: ((place,), size))
+
+    def transients(self, found: Sequence[Transient]) -> tuple[Transient, ...]:
+        """What every place takes for a moment."""
+        return self._each([(each.place, each) for each in found], lambda place, each: each._replace(place=place))
+
+    def _each(self, found: Sequence[tuple[int, Any]], at: Callable[[int, Any], T]) -> tuple[T, ...]:
+        every = {}
+        for place, each in found:
+            for shift in range(self._copies + 1 if place == self.third else 1):
+                every[self.of(place, shift)] = each
+        return tuple(at(place, every[place]) for place in sorted(every))
+
+
+# --- From a run of a few equal blocks to what a run of all of them would have recorded.
+
+
+class NotRepeatedError(Exception):
+    """What was recorded does not repeat from block to block."""
+
+
+def continued(
+    saved: SavedTensors, kept: Sequence[nn.Module], every: Sequence[nn.Module], places: Places
+) -> SavedTensors:
+    """What a run of all blocks would have saved, from that of four of them.
+
+    Args:
+        saved: Of the run.
+        kept: The blocks that ran.
+        every: Those that would have run: the first three and the last are the same.
+        places: Where the run was.
+
+    Raises:
+        NotRepeatedError: When a tensor is shared by blocks in a way that has no obvious continuation.
+    """
+    return _Continued(saved, kept, every, places).saved
+
+
+class _Continued:
+    def __init__(
+        self, saved: SavedTensors, kept: Sequence[nn.Module], every: Sequence[nn.Module], places: Places
+    ) -> None:
+        self._places = places
+        self._number = {module: number for number, block in enumerate(kept) for module in block.modules()}
+        template = [list(block.modules()) for block in kept[1:3]]
+        # For a shift: modules of the second block, and of the third, to those of blocks so many further on.
+        self._shifted = [
+            {
+                module: twin
+                for offset, modules in enumerate(template)
+                for module, twin in zip(modules, every[1 + offset + shift].modules(), strict=True)
+            }
+            for shift in range(len(every) - len(kept) + 1)
+        ]
+        self._old, self._next_key = saved, -1
+        self.saved = dataclasses.replace(
+            saved,
+            sizes=dict(saved.sizes),
+            savers=dict(saved.savers),
+            places={storage: self._at(found) for storage, found in saved.places.items()},
+            run_at={module: self._at(found) for module, found in saved.run_at.items()},
+            inputs={m: {} if m in self._number else dict(taken) for m, taken in saved.inputs.items()},
+            results={
+                storage: dataclasses.replace(made, places=self._at(made.places))
+                for storage, made in saved.results.items()
+            },
+            log=self._log(saved),
+            work=self._work(saved),
+        )
+        self._takers: dict[int, list[nn.Module]] = {}
+        for module in (module for module in saved.inputs if module in self._number):
+            for storage in saved.inputs[module]:
+                self._takers.setdefault(storage, []).append(module)
+        for storage in {**saved.savers, **self._takers, **saved.results}:
+            self._continue(storage)
+
+    def _at(self, places: set[int], shift: int = 0) -> set[int]:
+        return {self._places.of(place, shift) for place in places}
+
+    def _log(self, saved: SavedTensors) -> list[tuple[nn.Module, ...]]:
+        """The third block's saves, and after them those of its copies."""
+        first, end = self._third(saved.log)
+        copies = [self._move(stack, shift) for shift in range(1, len(self._shifted)) for stack in saved.log[first:end]]
+        return [*saved.log[:end], *copies, *saved.log[end:]]
+
+    def _work(self, saved: SavedTensors) -> list[Call]:
+        """The third block's calls, and after them those of its copies, each by the saves before it."""
+        calls, log = saved.work, self._third(saved.log)
+        first, end = self._third([call.stack for call in calls])
+        saves, copies = log[1] - log[0], len(self._shifted) - 1
+
+        def later(call: Call, shift: int) -> Call:
+            moved, place = self._move(call.stack, shift), self._places.of(call.place, shift)
+            before = call.num_saved_before + shift * saves
+            return dataclasses.replace(call, stack=moved, num_saved_before=before, place=place)
+
+        copied = [later(call, shift) for shift in range(1, copies + 1) for call in calls[first:end]]
+        behind = [
+            dataclasses.replace(later(call, 0), num_saved_before=call.num_saved_before + copies * saves)
+            for call in calls[end:]
+        ]
+        return [*(later(call, 0) for call in calls[:end]), *copied, *behind]
+
+    def _third(self, stacks: Sequence[tuple[nn.Module, ...]]) -> tuple[int, int]:
+        """From the first to behind the last of what the third block does; nothing, at the end, where it does none."""
+        own = [index for index, stack in enumerate(stacks) if self._place(stack) == 2]
+        return (own[0], own[-1] + 1) if own else (len(stacks), len(stacks))
+
+    def _place(self, stack: tuple[nn.Module, ...]) -> int | None:
+        return next((self._number[module] for module in stack if module in self._number), None)
+
+    def _move(self, stack: tuple[nn.Module, ...], shift: int) -> tuple[nn.Module, ...]:
+        return tuple(self._shifted[shift].get(module, module) for module in stack)
+
+    def _continue(self, storage: int) -> None:
+        stacks, takers = self._old.savers.get(storage, []), self._takers.get(storage, [])
+        made = self._old.results[storage].operators if storage in self._old.results else []
+        places = {self._place(stack) for stack in (*stacks, *(running for _, running in made))}
+        places |= {self._number[module] for module in takers}
+        inside = {place for place in places if place is not None}
+        if storage in self._old.weights or not inside or inside in ({0}, {1}, {3}, {0, 1}):
+            self._put(storage, storage, stacks, takers, 0)
+        elif len(inside) == RUN:
+            self._share(storage, stacks, takers)
+        elif None in places:
+            raise NotRepeatedError(f"what lies outside shares a tensor with blocks {sorted(inside)}")
+        elif inside in ({2}, {1, 2}):
+            for shift in range(len(self._shifted)):
+                self._put(storage, storage if shift == 0 else self._key(storage), stacks, takers, shift)
+        elif inside == {2, 3}:
+            self._put(storage, storage, stacks, takers, len(self._shifted) - 1)
+        else:
+            raise NotRepeatedError(f"blocks {sorted(inside)} share a tensor")
+
+    def _key(self, storage: int) -> int:
+        key, self._next_key = self._next_key, self._next_key - 1
+        if storage in self._old.sizes:
+            self.saved.sizes[key] = self._old.sizes[storage]
+        return key
+
+    def _put(
+        self, old: int, key: int, stacks: list[tuple[nn.Module, ...]], takers: list[nn.Module], shift: int
+    ) -> None:
+        if stacks:
+            self.saved.savers[key] = [self._move(stack, shift) for stack in stacks]
+            self.saved.places[key] = self._at(self._old.places[old], shift)
+        if old in self._old.results:
+            made = self._old.results[old]
+            operators = [(name, self._move(stack, shift)) for name, stack in made.operators]
+            self.saved.results[key] = dataclasses.replace(
+                made, operators=operators, places=self._at(made.places, shift)
+            )
+        for module in takers:
+            size = self._old.inputs[module][old]
+            self._taken(module, shift)[key] = size
+
+    def _share(self, storage: int, stacks: list[tuple[nn.Module, ...]], takers: list[nn.Module]) -> None:
+        """A tensor of all blocks: copies of the third save and take it as well."""
+        self._put(storage, storage, stacks, takers, 0)
+        third = self._places.third
+        for shift in range(1, len(self._shifted)):
+            if third is not None and third in self._old.places.get(storage, ()):
+                self.saved.places[storage] |= {self._places.of(third, shift)}
+            own = [self._move(stack, shift) for stack in stacks if self._place(stack) == 2]
+            if own:
+                self.saved.savers[storage] = [*self.saved.savers[storage], *own]
+            self._share_results(storage, shift)
+            for module in takers:
+                if self._number[module] == 2:
+                    self._taken(module, shift)[storage] = self._old.inputs[module][storage]
+
+    def _share_results(self, storage: int, shift: int) -> None:
+        made = self.saved.results.get(storage)
+        again = [] if made is None else self._old.results[storage].operators
+        own = [(name, self._move(stack, shift)) for name, stack in again if self._place(stack) == 2]
+        if made is not None and own:
+            self.saved.results[storage] = dataclasses.replace(made, operators=[*made.operators, *own])
+
+    def _taken(self, module: nn.Module, shift: int) -> dict[int, int]:
+        twin = self._shifted[shift].get(module, module)
+        self.saved.run_at.setdefault(twin, self._at(self._old.run_at[module], shift))
+        return self.saved.inputs.setdefault(twin, {})
+
+
+def continued_ops(ops: Ops, kept: Sequence[nn.Module], every: Sequence[nn.Module]) -> Ops:
+    """The same for ops: further blocks have those of the third.
+
+    Raises:
+        NotRepeatedError: When one of the blocks did not run.
+    """
+    if any(block not in ops.inside for block in kept):
+        raise NotRepeatedError("the model does not run every block of its list")
+    further = every[RUN - 1 : -1]
+    return ops._replace(
+        inside={**ops.inside, **dict.fromkeys(further, ops.inside[kept[2]])},
+        runs={**ops.runs, **dict.fromkeys(further, ops.runs[kept[2]])},
+    )
+
+
+def continued_boundaries(
+    boundaries: Sequence[Boundary], repeated: Repeated, every: Sequence[nn.Module]
+) -> tuple[Boundary, ...]:
+    """The same for what is sent: by the path where there is one, else as often as by each of the blocks that ran.
+
+    Raises:
+        NotRepeatedError: When what has no path is not sent equally often by all blocks.
+    """
+    third, found = repeated.paths[2], list(boundaries)
+    copies = [repeated.paths[repeated.blocks.index(block)] for block in every[RUN - 1 : -1]]
+    name = class_name(type(every[0]))
+    without_path = collections.Counter(each for each in boundaries if not each.path and name in each.inside)
+    for each, count in without_path.items():
+        if count % RUN:
+            raise NotRepeatedError(f"blocks send {each.kind} {count} times in {RUN} of them")
+        found += [each] * (count // RUN * len(copies))
+    for each in boundaries:
+        if each.path == third or each.path.startswith(third + "."):
+            found += [dataclasses.replace(each, path=path + each.path.removeprefix(third)) for path in copies]
+    return tuple(found)

@@ -1,0 +1,351 @@
+"""Trace a model once per set of conditions, and scale what is recorded to other micro-batch sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from meshwright.errors import NOTE, MeshwrightError, ModelError
+from meshwright.methods.base import torch_dtype
+from meshwright.nn import find_blocks, widened
+from meshwright.planner.trace.aten_kernels import stands_in
+from meshwright.planner.trace.fake_pass import Pass, Predicted, Trace
+from meshwright.planner.trace.op_recording import Repeated, find_repeated
+
+if TYPE_CHECKING:
+    from meshwright.cost import Activations, Boundary
+    from meshwright.methods import ExpertTrace
+    from meshwright.methods.fp8_torchao import Fp8Trace
+    from meshwright.planner.trace.op_recording import ModelOps
+
+
+T = TypeVar("T")
+
+_LINE = 2  # values that make one
+
+
+class NotLinearError(Exception):
+    """Two values differ in more than whole numbers, or one between them would not be whole."""
+
+
+def on_the_line(first: T, second: T, at: tuple[int, int], wanted: int) -> T:
+    """What lies on the line through two values of plain data: tuples and dataclasses of numbers, names and others.
+
+    Args:
+        first: The value at ``at[0]``.
+        second: The value at ``at[1]``: of the same form.
+        at: Two different places.
+        wanted: Where a value is wanted.
+
+    Raises:
+        NotLinearError: When the two differ in form or in what is no whole number, or the value wanted is not whole.
+    """
+    return _Line(at, wanted).value(first, second)  # type: ignore[no-any-return]
+
+
+class _Line:
+    def __init__(self, at: tuple[int, int], wanted: int) -> None:
+        self._step, self._distance = at[1] - at[0], wanted - at[0]
+        self._found: dict[tuple[int, int], Any] = {}  # what is one tuple several times stays one
+
+    def value(self, first: Any, second: Any) -> Any:
+        """The value on the line through two, part by part."""
+        if first is second:
+            return first
+        if not isinstance(first, tuple):
+            return self._new(first, second)
+        key = id(first), id(second)
+        if key not in self._found:
+            self._found[key] = self._new(first, second)
+        return self._found[key]
+
+    def _new(self, first: Any, second: Any) -> Any:
+        if type(first) is not type(second):
+            raise NotLinearError(f"{type(first).__name__} and {type(second).__name__}")
+        if type(first) is int:
+            return self._number(first, second)
+        if isinstance(first, tuple):
+            if len(first) != len(second):
+                raise NotLinearError(f"{len(first)} and {len(second)} parts")
+            parts = [self.value(a, b) for a, b in zip(first, second, strict=True)]
+            return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+        if dataclasses.is_dataclass(first) and not isinstance(first, type):
+            names = [field.name for field in dataclasses.fields(first)]
+            return type(first)(**{name: self.value(getattr(first, name), getattr(second, name)) for name in names})
+        if first != second:
+            raise NotLinearError(f"{first!r} and {second!r}")
+        return first
+
+    def _number(self, first: int, second: int) -> int:
+        rise, rest = divmod((second - first) * self._distance, self._step)
+        if rest:
+            raise NotLinearError(f"{first} and {second} over {self._step}")
+        return first + rise
+
+
+class Samples:
+    """What is known of micro-batches by their number of samples, and what follows from it.
+
+    Two sizes make a line; whether a third lies on it is seen when it is run. Only then are further ones continued.
+    Where one kind of run lies on its line, others of the same model are taken to: two sizes are enough for these. A
+    sample alone is on no line: dims of one element are broadcast.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, dict[int, Any]] = {}
+        self._straight: set[Hashable] = set()
+        self._bent: set[Hashable] = set()
+
+    def add(self, kind: Hashable, samples: int, value: Any) -> None:
+        """Notes what a run has found."""
+        known = self._known.setdefault(kind, {})
+        if len(known) == _LINE and kind not in self._straight:
+            (self._straight if self._on_line(kind, samples) == value else self._bent).add(kind)
+        if samples > 1:
+            known[samples] = value
+
+    def continued(self, kind: Hashable, samples: int) -> Any | None:
+        """What a run of so many samples would find; None where that is not known."""
+        trusted = kind in self._straight or (bool(self._straight) and not self._bent)
+        if not trusted or samples == 1 or len(self._known.get(kind, {})) < _LINE:
+            return None
+        return self._on_line(kind, samples)
+
+    def _on_line(self, kind: Hashable, samples: int) -> Any | None:
+        (at, first), (then, second), *_ = self._known[kind].items()
+        try:
+            return on_the_line(first, second, (at, then), samples)
+        except NotLinearError:
+            self._bent.add(kind)
+            return None
+
+
+# --- Why a model cannot run without data: the operation, the module it is in, and what would help.
+
+_READS = "it reads the values of a tensor; keep such a branch, .item() or print out of forward, or use torch.where"
+_SHAPES = "the size of its result depends on values; use a form of fixed size, such as torch.where or a mask"
+_LENGTH = 160
+
+
+def reason_of(error: BaseException, model: nn.Module) -> str:
+    """One line for a person: what failed while a model was traced, where, and how to help.
+
+    Args:
+        error: With the traceback it was caught with.
+        model: The model that was running.
+    """
+    place = _place(error.__traceback__, model)
+    if isinstance(error, DataDependentOutputException):
+        return f"DataDependentOutputException while tracing: {error.func} in {place}: {_READS}"
+    if isinstance(error, DynamicOutputShapeException):
+        return f"DynamicOutputShapeException while tracing: {error.func} in {place}: {_SHAPES}"
+    if isinstance(error, MeshwrightError):
+        return "; ".join(filter(None, (error.what, f"got {error.got}" if error.got else "", error.fix)))
+    said = (str(error).splitlines() or [""])[0][:_LENGTH]
+    told = " ".join(note.removeprefix(NOTE) for note in getattr(error, "__notes__", ()) if note.startswith(NOTE))
+    return f"{type(error).__name__} while tracing ({said}) in {place}" + (f". {told.removesuffix('.')}" if told else "")
+
+
+def _place(trace: TracebackType | None, model: nn.Module) -> str:
+    """The innermost module of the model whose code was running, and the line of it."""
+    names = {id(module): path for path, module in model.named_modules()}
+    found = "the loss, or what calls the model"
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        # A method's first argument is its object, whatever it is called.
+        owner = trace.tb_frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        # Calls of every module go through torch's own file; the model's code has one of its own.
+        if isinstance(owner, nn.Module) and id(owner) in names and "torch/nn/modules/module.py" not in code.co_filename:
+            path = names[id(owner)]
+            named = f"{path} ({type(owner).__name__})" if path else type(owner).__name__
+            found = f"{named}, line {trace.tb_lineno} of {code.co_filename.rpartition('/')[2]}"
+        trace = trace.tb_next
+    return found
+
+
+# --- What one micro-batch saves, computes and sends inside the layers: the model runs once for each set of conditions.
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """All that a strategy changes of one rank's forward."""
+
+    param_dtype: str | None  # of the parameters as they compute; None keeps their own
+    autocast_dtype: str | None
+    samples: int  # of a micro-batch
+    split: Trace | None  # how axes divide layers, tokens or experts
+    blocks: tuple[nn.Module, ...] = ()  # those that a pipeline cuts; none: those that the model repeats
+    fp8: Fp8Trace | None = None  # the layers that multiply in 8 bits
+    widened: bool = False  # whether bf16 products are made in fp32 where the device is slow in bf16
+
+
+class Traced(NamedTuple):
+    """Of a micro-batch."""
+
+    activations: Activations | None  # None: not predicted
+    flops: int | None
+    boundaries: tuple[Boundary, ...]  # collectives inside the layers
+    gaps: tuple[str, ...]  # what could not be predicted, and why
+    ops: ModelOps | None = None  # None: not known
+    idle: tuple[str, ...] = ()  # parameters that should train and get no gradient, as far as they were seen
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What its user may not expect. Another micro-batch may use what this one does not: it is counted."""
+        if not self.idle:
+            return ()
+        named = ", ".join(self.idle[:3]) + (" and others" if len(self.idle) > 3 else "")
+        return (f"no gradient comes to {named}; theirs, and their optimizer state, are counted all the same",)
+
+    @property
+    def fp8_flops(self) -> int:
+        """Those of ``flops`` that are in 8 bits."""
+        return self.ops.flops_in("fp8") if self.ops is not None else 0
+
+
+class Tracer:
+    """Runs a model on fake tensors, once for each set of conditions.
+
+    Of many equal blocks only a few run, and numbers of samples that lie on a line with others are not run at all: both
+    are found out by comparing first.
+
+    Args:
+        model: Plain module.
+        inputs_of: ``inputs_of(samples)`` returns the model input, or None when there is no sample to be had.
+        forward: ``forward(model, inputs)`` computes the loss.
+        device: What it will train on; None: where its parameters are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs_of: Callable[[int], Any],
+        forward: Callable[[nn.Module, Any], Any],
+        device: torch.device | None = None,
+    ) -> None:
+        self._model, self._inputs_of, self._forward, self._device = model, inputs_of, forward, device
+        self._known: dict[Conditions, Traced] = {}
+        self._samples = Samples()
+        self._repeats: dict[tuple[object, ...], bool] = {}  # whether blocks do, by what divides them
+
+    def of(self, conditions: Conditions) -> Traced:
+        """What a micro-batch takes under these conditions.
+
+        Raises:
+            ModelError: When the model cannot be divided as they say.
+        """
+        conditions = dataclasses.replace(conditions, blocks=conditions.blocks or self._blocks)
+        if conditions not in self._known:
+            self._known[conditions] = self._trace(conditions)
+        return self._known[conditions]
+
+    def _trace(self, now: Conditions) -> Traced:
+        kind = dataclasses.replace(now, samples=0)
+        found = self._samples.continued(kind, now.samples)
+        if found is None:
+            found = self._attempt(now)
+            if found.activations is not None:
+                self._samples.add(kind, now.samples, found)
+        return found
+
+    def _attempt(self, now: Conditions) -> Traced:
+        try:
+            return self._run(now)
+        # A user's model may do anything; training does not depend on this prediction.
+        except (Exception, SystemExit) as error:
+            reason = reason_of(error, self._model)
+            if now.split is not None and now.split.divides_batch:
+                if isinstance(error, ModelError):
+                    raise  # training would fail in the same way
+                return _untraced(reason)._replace(boundaries=self._sent_to_experts(now))
+            whole = dataclasses.replace(now, split=None)
+            if now.split is not None and self._trace(whole).activations is not None:
+                raise _does_not_fit(reason) from error
+            return _untraced(reason)
+
+    def _run(self, now: Conditions) -> Traced:
+        inputs = self._inputs_of(now.samples)
+        if inputs is None:
+            return _untraced("there is no sample to trace the model with")
+        one = Pass(
+            self._model,
+            inputs,
+            self._forward,
+            param_dtype=torch_dtype(now.param_dtype) if now.param_dtype else None,
+            autocast_dtype=torch_dtype(now.autocast_dtype) if now.autocast_dtype else None,
+            split=now.split,
+            blocks=now.blocks,
+            fp8=now.fp8,
+            device=self._device,
+        )
+        assumed = stands_in(self._model, self._device)
+        with now.fp8.running() if now.fp8 is not None else self._widened(now):
+            found = self._predict(one, now)
+        idle = found.idle if now.split is None and now.fp8 is None else ()  # what is divided may run on other ranks
+        gaps = (assumed,) if assumed else ()
+        return Traced(found.activations, found.flops, found.boundaries, gaps, found.ops, idle)
+
+    def _widened(self, now: Conditions) -> contextlib.AbstractContextManager[None]:
+        if not now.widened or self._device is None:
+            return contextlib.nullcontext()
+        return widened(self._model, self._device)
+
+    def _predict(self, one: Pass, now: Conditions) -> Predicted:
+        """A pass of a few blocks where all are equal, else of the whole model."""
+        repeated = self._repeated
+        if repeated is None:
+            return one.predict()
+        # Blocks that are divided alike repeat as they do undivided.
+        kind = repeated.divided_alike(now.split.dims if now.split else {}) or now.split, now.fp8
+        if self._repeats.get(kind) is False:
+            return one.predict()
+        try:
+            found = one.predict_repeated(repeated, check=kind not in self._repeats)
+        except Exception:  # blocks differ, or the model counts on their number; what else is wrong shows again
+            self._repeats[kind] = False
+        else:
+            self._repeats[kind] = True
+            return found
+        return one.predict()
+
+    @functools.cached_property
+    def _blocks(self) -> tuple[nn.Module, ...]:
+        return tuple(block for _, block in find_blocks(self._model))
+
+    @functools.cached_property
+    def _repeated(self) -> Repeated | None:
+        return find_repeated(self._model)
+
+    def _sent_to_experts(self, now: Conditions) -> tuple[Boundary, ...]:
+        """What travels, where experts that cannot run without data are passed over; nothing where more cannot."""
+        if getattr(now.split, "stands_in", True):
+            return ()
+        experts = cast("ExpertTrace", now.split)
+        experts.stands_in = True
+        try:
+            return self._trace(now).boundaries
+        finally:
+            experts.stands_in = False
+
+
+def _untraced(reason: str) -> Traced:
+    return Traced(None, None, (), (f"activations are not predicted: {reason}",))
+
+
+def _does_not_fit(got: str) -> ModelError:
+    """The model runs whole, and not as one rank of a tensor axis: training would fail in the same way."""
+    return ModelError(
+        "tensor_parallel: the model cannot run with its layers split by this plan",
+        expected="layers split by columns that feed layers split by rows, in modules that name no number of features",
+        got=got,
+        fix="correct the plan: give both layers of a pair, or colwise_gather_output where whole features are needed",
+    )

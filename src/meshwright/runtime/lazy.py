@@ -1,0 +1,143 @@
+"""Import a package's public names when they are first used.
+
+Importing is a part of every rank's start-up, so a package imports none of its modules. Its ``__init__`` names what it
+offers once, under ``TYPE_CHECKING``, where static checkers read it, and hands the rest to :func:`lazy_exports`::
+
+    if TYPE_CHECKING:
+        from meshwright.optim.lamb import Lamb as Lamb
+    else:
+        __getattr__, __dir__, __all__ = lazy_exports(__name__)
+
+[Note: documented names that moved] Names that other systems' users know (``meshwright.optim.OptimManager``,
+``meshwright.booster``) live in ``meshwright.compat``, which nothing below it may import. The package's root tells
+:func:`alias_names` and :func:`alias_modules` where they are; until somebody asks for one, nothing is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import gc
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_ALIASED_NAMES: dict[str, dict[str, tuple[str, str]]] = {}  # package -> name -> module and name there
+_ALIASED_MODULES: dict[str, str] = {}  # old name -> new name; also of everything below it
+
+
+def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for a package, as PEP 562 describes them.
+
+    Args:
+        package: Its ``__name__``. Its source says which names it exports, in its block under ``TYPE_CHECKING``.
+    """
+    homes = _exports(package)
+
+    def find(name: str) -> Any:
+        with paused_collection(to_stay=True):
+            home, attribute = homes.get(name) or _ALIASED_NAMES.get(package, {}).get(name) or (package, name)
+            if home != package:
+                value = getattr(importlib.import_module(home), attribute)
+                setattr(sys.modules[package], name, value)
+                return value
+            if not name.startswith("_") and importlib.util.find_spec(f"{package}.{attribute}"):
+                return importlib.import_module(f"{package}.{attribute}")
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes, *_ALIASED_NAMES.get(package, {})})
+
+    return find, names, sorted(homes)
+
+
+def _exports(package: str) -> dict[str, tuple[str, str]]:
+    """Return the module and the name there of everything that a package's ``__init__`` imports for type checkers."""
+    source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
+    block = next(node for node in ast.parse(source).body if isinstance(node, ast.If))
+    return {
+        alias.asname or alias.name: (str(node.module), alias.name)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def alias_names(package: str, homes: Mapping[str, str]) -> None:
+    """Let a package offer names that live above it.
+
+    Args:
+        package: The package that offers them.
+        homes: Module of each name.
+    """
+    _ALIASED_NAMES.setdefault(package, {}).update({name: (home, name) for name, home in homes.items()})
+
+
+def alias_modules(homes: Mapping[str, str]) -> None:
+    """Let modules be imported under the names they are documented by, too.
+
+    Args:
+        homes: Where each documented name lives today. What lies below a package goes with it.
+    """
+    _ALIASED_MODULES.update(homes)
+    if not any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
+        # First, or a package's own path would find its modules anew under the second name.
+        sys.meta_path.insert(0, _AliasFinder())
+
+
+class _AliasFinder(MetaPathFinder):
+    """Find modules by their documented names."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith("meshwright."):
+            return None
+        old = max((each for each in _ALIASED_MODULES if f"{fullname}.".startswith(f"{each}.")), key=len, default=None)
+        if old is None:
+            return None
+        home = _ALIASED_MODULES[old] + fullname.removeprefix(old)
+        return ModuleSpec(fullname, _AliasLoader(home)) if importlib.util.find_spec(home) else None
+
+
+class _AliasLoader(Loader):
+    """Hand out the module that an alias stands for, unchanged."""
+
+    def __init__(self, home: str) -> None:
+        self._home = home
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._home)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system has written the alias's spec over the module's own.
+        module.__spec__ = self._spec
+
+
+@contextlib.contextmanager
+def paused_collection(to_stay: bool = False) -> Iterator[None]:
+    """Nothing is collected for a while; what is not in cycles is freed as ever. A caller's own setting stays.
+
+    Args:
+        to_stay: What is made meanwhile is there to stay, as modules are: it counts as old at once. Else all of it would
+            be looked at as soon as collection goes on.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if to_stay and not gc.get_freeze_count():  # what a caller has frozen would thaw
+            gc.freeze()
+            gc.unfreeze()
+        if collects:
+            gc.enable()

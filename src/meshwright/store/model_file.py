@@ -1,0 +1,350 @@
+"""Save and load a model's weights as one ordinary state dict in one file or folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from meshwright.errors import CheckpointError, join_names
+from meshwright.nn.fp8 import is_scaling_state
+from meshwright.optim.guarded_step import masters_of, weights_were_loaded
+from meshwright.optim.mixed_precision import MasterWeights
+from meshwright.runtime import come_together, gather_objects, rank, require_distributed, same_on_every_rank
+from meshwright.store.entries import ModelEntries, in_model_order, model_entries, stored_name, to_rank_order_
+from meshwright.store.folder import is_folder, read_folder, write_config, write_folder
+from meshwright.store.optimizer_state import refuse_parts
+from meshwright.store.tensor_files import (
+    check_tensors,
+    failed_before,
+    make_folder,
+    read_file,
+    wait_for_saves,
+    write_file,
+    write_later,
+)
+from meshwright.store.transfer import (
+    PartEntries,
+    collect,
+    collect_from_stage,
+    collect_held,
+    refuse_stages,
+    spread,
+    spread_held,
+    spread_to_stage,
+    whole_entries,
+)
+
+
+class LoadedKeys(NamedTuple):
+    """What ``load(strict=False)`` passed over; torch's ``load_state_dict`` returns the same two fields."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = False) -> None:
+    """Writes all weights and buffers of a model into one file, with plain names and full shapes; collective.
+
+    Plain torch loads it: ``torch.load(file)``, or safetensors when the name ends in ``.safetensors``. The tensors are
+    gathered one by one; rank 0 keeps them and writes. The file appears under its name when it is complete.
+
+    Args:
+        model: Plain, DDP, FSDP2, made of Blocks, cut by ``pipeline_parallel``, or any of these compiled.
+        file: Where to write; missing folders are made.
+        non_blocking: Write in the background. The next ``save`` or ``load``, :func:`wait_for_saves` and the end of the
+            program wait for it. When it fails, the next ``save`` warns of that and writes at once; the others raise it.
+
+    Raises:
+        CheckpointError: On every rank, when the file cannot be written.
+    """
+    require_distributed("save")
+    come_together("save")
+    path = Path(file)
+    non_blocking = not failed_before() and non_blocking
+    with same_on_every_rank():
+        entries, stages = whole_entries(model)
+    with same_on_every_rank():
+        if rank() == 0:
+            make_folder(path.parent)
+    parts = PartEntries.of(entries)
+    state_dict = _gathered(entries, stages) if parts is None else _gathered_parts(entries, parts)
+    with same_on_every_rank():
+        if rank() == 0 and non_blocking:
+            write_later(path, state_dict)
+        elif rank() == 0:
+            write_file(path, state_dict)
+
+
+def save_folder(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    prefix: str | None = None,
+    shard_bytes: int = 2**30,
+    non_blocking: bool = False,
+) -> None:
+    """Writes what :func:`save` writes into a folder of safetensors files with an index; collective.
+
+    :func:`load` reads it, and transformers' ``from_pretrained``: beside the files of its models lie their configs.
+
+    Args:
+        model: As for :func:`save`.
+        folder: Made if it is missing.
+        prefix: Files are named ``prefix.model-00001-of-….safetensors``; None leaves it out.
+        shard_bytes: Largest size of a file in bytes; a larger tensor has a file of its own.
+        non_blocking: Write in the background, as :func:`save` does.
+
+    Raises:
+        CheckpointError: On every rank, when the folder cannot be written, or the model holds more than tensors.
+    """
+    require_distributed("save_folder")
+    come_together("save_folder")
+    non_blocking = not failed_before() and non_blocking
+    with same_on_every_rank():
+        refuse_stages(model, "save_folder")
+        entries = model_entries(model)
+        check_tensors(Path(folder), entries.raw)
+        if rank() == 0:
+            write_config(entries.module, Path(folder))
+    parts = PartEntries.of(entries)
+    gather: Callable[[str], torch.Tensor | None] | None = None
+    if parts is None:
+        refuse_parts(entries.raw, "save_folder")
+        tensors = in_model_order(entries, {stored_name(name): value for name, value in entries.raw.items()})
+    else:
+        own, held, tied = in_model_order(entries, entries.tensors), parts.held, parts.tied
+        tensors = {name: held[tied.get(name, name)].empty("meta") for name in parts.names}
+
+        def gather(name: str) -> torch.Tensor | None:
+            first = tied.get(name, name)
+            return collect_held(own.get(first), held[first])
+
+    stem = f"{prefix}.model" if prefix else "model"
+    write_folder(
+        tensors,
+        Path(folder),
+        stem,
+        shard_bytes=shard_bytes,
+        metadata={"format": "pt"},
+        non_blocking=non_blocking,
+        gather=gather,
+    )
+
+
+def _gathered(entries: ModelEntries, stages: Mapping[str, int]) -> dict[str, Any]:
+    """Full copies on the host of rank 0; elsewhere empty. Holds one full tensor at a time on the other ranks."""
+    refuse_parts(entries.raw, "save")
+    state_dict: dict[str, Any] = {}
+    copies: dict[int, torch.Tensor | None] = {}  # tied names share one copy
+    for name, value in (entries.raw | in_model_order(entries, _tensors(entries))).items():
+        if not isinstance(value, torch.Tensor):
+            state_dict[stored_name(name)] = value
+            continue
+        if id(value) not in copies:
+            copies[id(value)] = collect_from_stage(value, stages[name]) if name in stages else collect(value)
+        state_dict[stored_name(name)] = copies[id(value)]
+    return state_dict if rank() == 0 else {}
+
+
+def _gathered_parts(entries: ModelEntries, parts: PartEntries) -> dict[str, Any]:
+    """The same where ranks hold parts of the model: each tensor comes from one that trains it."""
+    own = in_model_order(entries, entries.tensors)
+    copies = {name: collect_held(own.get(name), held) for name, held in parts.held.items()}
+    found = copies | {name: copies[first] for name, first in parts.tied.items()} | parts.values
+    return {name: found[name] for name in parts.names} if rank() == 0 else {}
+
+
+def _tensors(entries: ModelEntries) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in entries.raw.items() if isinstance(value, torch.Tensor)}
+
+
+def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) -> LoadedKeys:
+    """Loads weights and buffers from a file of :func:`save`, or any state dict of plain torch; collective.
+
+    Only rank 0 reads, without holding the whole file in memory; the other ranks receive their parts tensor by tensor.
+    An optimizer that ``accelerate`` or a booster has built takes the weights over, whatever copies it keeps; its states
+    stay. One with master weights that was built by hand must be built after loading.
+
+    Args:
+        model: As for :func:`save`; its values are replaced in place, in its dtypes.
+        file: Read as safetensors when the name ends in ``.safetensors``, else as ``torch.save`` writes. A pickle is
+            read with ``weights_only=True``: it cannot run code. Or a folder of several files with an index, as
+            :func:`save_folder` and transformers write it.
+        strict: Every name of the model must be in the file and the other way round. Of names that are tied one is
+            enough, and all that are there must be equal.
+
+    Returns:
+        The names passed over; none if ``strict``.
+
+    Raises:
+        CheckpointError: On every rank, naming all missing, unexpected and misshapen entries at once; the model is then
+            as it was.
+    """
+    require_distributed("load")
+    come_together("load")
+    path = Path(file)
+    found: dict[str, Any] = {}
+    with same_on_every_rank():
+        wait_for_saves()
+        entries, stages = whole_entries(model)
+        if rank() == 0:
+            found = read_folder(path)[0] if is_folder(path) else read_file(path)
+    told = {name: _describe(value) for name, value in found.items()}, {n for n in found if _is_wide(found[n])}
+    described, wide = gather_objects(told if rank() == 0 else None)[0]
+    masters = masters_of(model)
+    if masters is not None:
+        entries = _finest(entries, masters, wide)
+    parts = PartEntries.of(entries)
+    wanted = _described(entries) if parts is None else parts.described()
+    tied = tied_names(entries.raw) if parts is None else parts.tied_names()
+    if strict:
+        with same_on_every_rank():
+            check_tied(path, found, tied)
+    keys = _compare(path, wanted, described, tied, strict)
+    if parts is None:
+        _fill(entries, stages, found, described)
+    else:
+        _fill_parts(entries, parts, found, described)
+    if masters is not None:
+        masters.write_back()
+    weights_were_loaded(model)
+    return keys
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 2
+
+
+def _finest(entries: ModelEntries, masters: MasterWeights, wide: Set[str]) -> ModelEntries:
+    """The entries with masters in place of what is rounded from them, where the file holds more than half precision."""
+    finer = {id(v): masters.of[v] for n, v in entries.tensors.items() if n in wide and v in masters.of}
+    raw = {name: finer.get(id(value), value) for name, value in entries.raw.items()}
+    tensors = {name: finer.get(id(value), value) for name, value in entries.tensors.items()}
+    return dataclasses.replace(entries, raw=raw, tensors=tensors)
+
+
+def _described(entries: ModelEntries) -> dict[str, tuple[int, ...] | None]:
+    return {stored_name(name): _describe(value) for name, value in entries.raw.items()}
+
+
+def _describe(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _compare(
+    path: Path,
+    wanted: Mapping[str, tuple[int, ...] | None],
+    described: Mapping[str, tuple[int, ...] | None],
+    tied: Mapping[str, Sequence[str]],
+    strict: bool,
+) -> LoadedKeys:
+    # transformers stores tied tensors under one of their names.
+    missing = [name for name in wanted if not any(each in described for each in (name, *tied.get(name, ())))]
+    unexpected = [name for name in described if name not in wanted]
+    misshapen = [
+        f"{name}: {described[name]} in the file, {shape} in the model"
+        for name, shape in wanted.items()
+        if name in described and described[name] != shape
+    ]
+    problems = [f"other shapes: {join_names(misshapen)}"] if misshapen else []
+    for what, names in (("missing", missing), ("unexpected", unexpected)) if strict else ():
+        wrong = [name for name in names if not is_scaling_state(name)]  # fp8 may come and go
+        problems += [f"{what}: {join_names(wrong)}"] if wrong else []
+    if problems:
+        raise CheckpointError(
+            f"{path} does not fit the model; nothing was loaded",
+            expected="the model's names and shapes",
+            got="; ".join(problems),
+            fix="build the model it was saved from" + ("" if misshapen else ", or pass strict=False to load the rest"),
+        )
+    return LoadedKeys(missing, unexpected)
+
+
+@torch.no_grad()
+def _fill(entries: ModelEntries, stages: Mapping[str, int], found: dict[str, Any], described: dict[str, Any]) -> None:
+    """Sends every tensor from rank 0 into its place; tied ones once."""
+    refuse_parts(entries.raw, "load")
+    done: set[int] = set()
+    extra: dict[str, Any] = {}
+    for name, target in entries.raw.items():
+        stored = stored_name(name)
+        if stored not in described or id(target) in done:
+            continue
+        if isinstance(target, torch.Tensor):
+            done.add(id(target))
+            if name in stages:
+                spread_to_stage(found.get(stored), target, stages[name])
+                continue
+            spread(found.get(stored), target)
+            to_rank_order_(entries, {stored: target})
+        else:
+            extra[name] = gather_objects(found.get(stored))[0]
+    if extra:
+        entries.module.load_state_dict(entries.raw | extra)
+
+
+def _fill_parts(
+    entries: ModelEntries, parts: PartEntries, found: Mapping[str, Any], described: Mapping[str, Any]
+) -> None:
+    """The same where ranks hold parts of the model: each gets its own tensors only."""
+    for name, held in parts.held.items():
+        given = next((each for each in (name, *_also(parts, name)) if each in described), None)
+        if given is None:
+            continue
+        target = entries.tensors.get(name)
+        spread_held(found.get(given), target, held)
+        if target is not None:
+            with torch.no_grad():
+                to_rank_order_(entries, {name: target})
+    values = gather_objects({name: found[name] for name in parts.values if name in found})[0]
+    own = {name: values[stored_name(name)] for name in entries.raw if stored_name(name) in values}
+    if own:
+        entries.module.load_state_dict(entries.raw | own)
+
+
+def _also(parts: PartEntries, name: str) -> list[str]:
+    return [other for other, first in parts.tied.items() if first == name]
+
+
+# --- Tensors that a model has under several names, and a file under one of them.
+
+
+def tied_names(raw: Mapping[str, Any]) -> dict[str, list[str]]:
+    """For every name of a tied tensor its other names.
+
+    Args:
+        raw: A state dict with live tensors.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, value in raw.items():
+        if isinstance(value, torch.Tensor):
+            groups.setdefault(id(value), []).append(stored_name(name))
+    return {name: [each for each in group if each != name] for group in groups.values() for name in group}
+
+
+def check_tied(path: Path, found: Mapping[str, Any], tied: Mapping[str, Sequence[str]]) -> None:
+    """Refuses a file with several tensors for what is one in the model: all but one would be lost.
+
+    Raises:
+        CheckpointError: Naming the first two that differ.
+    """
+    for name, others in tied.items():
+        for other in others:
+            if name < other and name in found and other in found and not _equal(found[name], found[other]):
+                raise CheckpointError(
+                    f"{path} does not fit the model; nothing was loaded",
+                    expected=f"one tensor for {name} and {other}, which the model ties",
+                    got="two that differ",
+                    fix="build the model with untied weights, or pass strict=False to load the first",
+                )
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one, other)

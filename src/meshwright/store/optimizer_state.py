@@ -1,0 +1,416 @@
+"""Name optimizer and averaged state by the model's parameters, and unite what ranks hold under names of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch.optim import Optimizer
+
+from meshwright.errors import CheckpointError, join_names
+from meshwright.optim import WeightAverage, guard_of
+from meshwright.optim.full_state_dict import template_of
+from meshwright.runtime import gather_objects
+from meshwright.store.entries import dtype_named, from_plain, to_plain
+from meshwright.store.manifest import GroupRecord, OptimizerRecord, Record, TensorRecord
+
+# How a step is computed, not what it computes: these stay as the new job chose them.
+_JOB_CHOICES = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_NOT_VALUES = _JOB_CHOICES | {"params", "param_names"}
+
+
+def masters_by_name(optimizer: Optimizer | None, model: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The fp32 master weights among the parameters, by model name, with what was changed in the parameters alone."""
+    guard = guard_of(optimizer)
+    if guard is None or guard.master is None:
+        return {}
+    guard.master.take_changes()
+    masters = {id(parameter): master for parameter, master in guard.master.of.items()}
+    return {name: masters[id(tensor)] for name, tensor in model.items() if id(tensor) in masters}
+
+
+def state_name(parameter: str, key: str) -> str:
+    """The stored name of one state of one parameter."""
+    return f"optim.state.{parameter}.{key}"
+
+
+def _kind(optimizer: Optimizer) -> str:
+    # An optimizer with the states of another (an offloaded AdamW) may say so, and then loads its checkpoints.
+    return str(getattr(optimizer, "state_kind", type(optimizer).__name__))
+
+
+def _names(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """The model name of each of the optimizer's parameters, by identity.
+
+    Raises:
+        CheckpointError: When a parameter is not in the model.
+    """
+    names = {id(tensor): name for name, tensor in weights.items()}
+    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+    if strange:
+        raise CheckpointError(
+            "The optimizer updates parameters that are not in the model: they have no name to be stored under",
+            expected="an optimizer over the model's parameters (as they are after wrapping)",
+            got=f"{len(strange)} others, of shapes {join_names(str(tuple(p.shape)) for p in strange)}",
+            fix="register these parameters in the model, or build the optimizer after the model was wrapped",
+        )
+    return names
+
+
+def updated_names(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """The parameters that an optimizer updates, by model name; arguments as for :func:`capture_optimizer`.
+
+    Raises:
+        CheckpointError: When it updates what is not in ``weights``.
+    """
+    names = _names(optimizer, weights)
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def capture_optimizer(
+    optimizer: Optimizer, weights: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
+    """Names all states and hyperparameters of an optimizer.
+
+    Args:
+        optimizer: The one that holds the state (inside all wrappers).
+        weights: The tensors it may update, by model name: parameters, or the masters of those that have one.
+
+    Returns:
+        Live state tensors by stored name, and everything else.
+
+    Raises:
+        CheckpointError: When it updates what is not in ``weights``, or holds what cannot be stored.
+    """
+    names = _names(optimizer, weights)
+    tensors: dict[str, torch.Tensor] = {}
+    record = OptimizerRecord(_kind(optimizer), [], {}, {})
+    for group in optimizer.param_groups:
+        where = f"The optimizer's group {len(record.groups)}"
+        values = {key: to_plain(value, f"{where}, {key}") for key, value in group.items() if key not in _NOT_VALUES}
+        record.groups.append(GroupRecord([names[id(p)] for p in group["params"]], values))
+        for parameter in group["params"]:
+            name, state = names[id(parameter)], optimizer.state.get(parameter, {})
+            kept = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+            record.tensor_keys[name] = list(kept)
+            record.values[name] = {
+                key: to_plain(value, f"The optimizer's {key} of {name}")
+                for key, value in state.items()
+                if key not in kept
+            }
+            tensors |= {state_name(name, key): value for key, value in kept.items()}
+    return tensors, record
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """What loading will do to an optimizer; nothing is changed until :meth:`commit`."""
+
+    optimizer: Optimizer
+    targets: dict[str, torch.Tensor]
+    """Tensors to be filled before ``commit``, by stored name."""
+    states: list[tuple[torch.Tensor, dict[str, Any]]]
+    """Per parameter its new state, made of ``targets`` and plain values."""
+    values: list[dict[str, Any]]
+    """Per group its new hyperparameters."""
+
+    def commit(self) -> None:
+        """Puts states and hyperparameters into the optimizer."""
+        for parameter, state in self.states:
+            self.optimizer.state.pop(parameter, None)
+            if state:
+                self.optimizer.state[parameter] = state
+        for group, values in zip(self.optimizer.param_groups, self.values, strict=True):
+            for key, value in values.items():
+                _set_value(group, key, value)
+
+
+def _set_value(group: dict[str, Any], key: str, value: Any) -> None:
+    now = group.get(key)
+    if isinstance(now, torch.Tensor):
+        now.fill_(value)  # a compiled or captured step holds on to this very tensor
+    else:
+        group[key] = value.item() if isinstance(value, torch.Tensor) and now is not None else value
+
+
+def plan_optimizer(
+    optimizer: Optimizer,
+    weights: Mapping[str, torch.Tensor],
+    record: OptimizerRecord,
+    tensors: Mapping[str, TensorRecord],
+    elsewhere: frozenset[str] = frozenset(),
+    *,
+    role: str = "optimizer",
+) -> OptimizerPlan:
+    """Checks that a stored optimizer fits this one, and makes the tensors that its states will be read into.
+
+    Args:
+        optimizer: Fresh, or already stepped (its state is then replaced); any layout.
+        weights: As for :func:`capture_optimizer`.
+        record: The stored optimizer.
+        tensors: Shapes and types of all stored tensors.
+        elsewhere: Parameters that optimizers of other ranks update, and this one does not.
+        role: What it is called in errors.
+
+    Raises:
+        CheckpointError: When kinds, parameters or states differ, or a group would mix hyperparameters of several.
+    """
+    names = _names(optimizer, weights)
+    stored = {name: group.values for group in record.groups for name in group.parameters}
+    updated = {names[id(p)] for group in optimizer.param_groups for p in group["params"]}
+    _check_fits(optimizer, record, set(stored) - elsewhere, updated, role)
+    grouped = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    plan = OptimizerPlan(optimizer, {}, [], [_common_values(group, stored) for group in grouped])
+    groups = [group | values for group, values in zip(optimizer.param_groups, plan.values, strict=True)]
+    _check_states(optimizer, groups, grouped, record, tensors)
+    for group in groups:  # as they will be: what is kept may hang on hyperparameters
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            state = {key: from_plain(value) for key, value in record.values[name].items()}
+            if keys := record.tensor_keys[name]:  # of one that never trains its weight may not be stored either
+                rooms = _Rooms(optimizer, group, parameter, tensors[f"model.{name}"])
+                state |= {key: rooms.made_for(key, tensors[state_name(name, key)]) for key in keys}
+                plan.targets.update({state_name(name, key): state[key] for key in keys})
+            plan.states.append((parameter, state))
+    return plan
+
+
+def _check_states(
+    optimizer: Optimizer,
+    groups: list[dict[str, Any]],
+    names: list[list[str]],
+    record: OptimizerRecord,
+    tensors: Mapping[str, TensorRecord],
+) -> None:
+    """Asks an optimizer that can tell whether it could go on with the stored states."""
+    check = getattr(optimizer, "check_saved", None)
+    if check is None:
+        return
+    states = {
+        name: record.values[name] | {key: tensors[state_name(name, key)] for key in record.tensor_keys[name]}
+        for group in names
+        for name in group
+    }
+    check({"state": states, "param_groups": [g | {"params": own} for g, own in zip(groups, names, strict=True)]})
+
+
+def _check_fits(optimizer: Optimizer, record: OptimizerRecord, stored: set[str], present: set[str], role: str) -> None:
+    if record.kind != _kind(optimizer):
+        raise CheckpointError(
+            f"The checkpoint was written with another {role}",
+            expected=_kind(optimizer),
+            got=record.kind,
+            fix=f"train on with {record.kind}, or load the weights only (a TrainingState with optim=None)",
+        )
+    if stored != present:
+        raise CheckpointError(
+            f"The checkpoint's {role} does not update the same parameters",
+            expected=f"{len(present)} parameters",
+            got=f"missing: {join_names(sorted(present - stored))}; not wanted: {join_names(sorted(stored - present))}",
+            fix="freeze and group parameters as before, or load the weights only (a TrainingState with optim=None)",
+        )
+
+
+def _common_values(names: list[str], stored: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    for name in names[1:]:
+        if stored[name] != stored[names[0]]:
+            raise CheckpointError(
+                "The checkpoint has other parameter groups",
+                expected=f"the same hyperparameters for {names[0]} and {name}, which are in one group now",
+                got=f"{stored[names[0]]} and {stored[name]}",
+                fix="group the parameters as before, or load the weights only (a TrainingState with optim=None)",
+            )
+    return {key: from_plain(value) for key, value in stored[names[0]].items()} if names else {}
+
+
+class _Rooms:
+    """The tensors to read one parameter's states into: the present ones that fit, else new ones.
+
+    Args:
+        optimizer: That will hold them.
+        group: The parameter's, with the hyperparameters that are loaded.
+        parameter: As it is laid out now.
+        weight: What is stored of it.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, weight: TensorRecord
+    ) -> None:
+        self._optimizer, self._group, self._parameter, self._weight = optimizer, group, parameter, weight
+        self._present = optimizer.state.get(parameter, {})
+
+    @functools.cached_property
+    def _fresh(self) -> dict[str, Any]:
+        # States that are neither like the parameter nor whole on every rank: only the optimizer knows their shards.
+        return template_of(self._optimizer, self._parameter, self._group)
+
+    def made_for(self, key: str, told: TensorRecord) -> torch.Tensor:
+        """Room for one stored state; where nothing that fits is at hand, laid out as torch would."""
+        parameter = self._parameter
+        like_parameter = told.shape == tuple(parameter.shape) and key != "step"
+        # A state in its parameter's type follows it from half to fp32 and back; one in a type of its own keeps that.
+        follows = like_parameter and told.dtype == self._weight.dtype
+        dtype = parameter.dtype if follows else dtype_named(told.dtype)
+        present = self._present.get(key)
+        if _has_form(present, told, dtype):
+            return present
+        fresh = self._fresh.get(key)
+        if _has_form(fresh, told, dtype):
+            return fresh
+        if like_parameter:
+            make = getattr(self._optimizer, "state_like", None)  # offload knows a place for it on disk
+            return torch.empty_like(parameter.detach(), dtype=dtype) if make is None else make(parameter, key, dtype)
+        on_device = key != "step" or self._group.get("fused") or self._group.get("capturable")
+        return torch.zeros(told.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+def _has_form(value: Any, told: TensorRecord, dtype: torch.dtype) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and tuple(value.shape) == told.shape and value.dtype == dtype
+
+
+# --- The moving average of the weights in a checkpoint: ``average.NAME`` beside ``model.NAME``, for any layout.
+
+_COUNTS = ("num_steps", "num_updates")
+
+
+def average_tensors(average: WeightAverage | None, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Live averages by stored name.
+
+    Args:
+        average: None where none is kept.
+        weights: The tensors that the optimizer updates, by model name.
+    """
+    if average is None:
+        return {}
+    return {f"average.{name}": average.of[tensor] for name, tensor in weights.items() if tensor in average.of}
+
+
+def average_counts(average: WeightAverage | None) -> dict[str, int] | None:
+    """The numbers of an average, for the record."""
+    return None if average is None else {name: getattr(average, name) for name in _COUNTS}
+
+
+@dataclass(frozen=True)
+class AveragePlan:
+    """What loading will do to an average; nothing is changed until :meth:`commit`."""
+
+    average: WeightAverage | None
+    targets: dict[str, torch.Tensor]
+    """Tensors to be filled before ``commit``, by stored name."""
+    counts: Mapping[str, int] | None
+    """None: the checkpoint holds no average, and a new one begins with the weights it holds."""
+
+    def commit(self) -> None:
+        """Takes over the numbers."""
+        if self.average is None:
+            return
+        if self.counts is None:
+            self.average.restart()
+            return
+        self.average.num_steps, self.average.num_updates = (int(self.counts[name]) for name in _COUNTS)
+
+
+def plan_average(average: WeightAverage | None, weights: Mapping[str, torch.Tensor], record: Record) -> AveragePlan:
+    """Checks that a stored average fits this one, and lists the tensors to fill.
+
+    Raises:
+        CheckpointError: When it lacks weights that train here.
+    """
+    if average is None or record.average is None:
+        return AveragePlan(average, {}, None)
+    targets = average_tensors(average, weights)
+    missing = sorted(name for name in targets if name not in record.tensors)
+    if missing:
+        raise CheckpointError(
+            "The checkpoint does not average the same weights",
+            expected=f"averages of {len(targets)} parameters that train",
+            got=f"missing: {join_names(missing)}",
+            fix="freeze parameters as before, or leave ema out of the strategy to begin without it",
+        )
+    return AveragePlan(average, targets, record.average)
+
+
+# --- One checkpoint of a model whose ranks hold different parts of it by name, as pipeline stages do.
+
+
+class Others(NamedTuple):
+    """Names that other ranks hold and this one does not."""
+
+    entries: frozenset[str] = frozenset()  # of the model
+    updated: frozenset[str] = frozenset()  # parameters that the optimizer updates
+
+
+def names_of_others(entries: Iterable[str], updated: Iterable[str]) -> Others:
+    """What the rest of the ranks hold; collective. Costs one small gather where all hold the same.
+
+    Args:
+        entries: This rank's names in the model.
+        updated: The parameters that its optimizer updates.
+    """
+    own = (sorted(entries), sorted(updated))
+    digest = hashlib.sha256(repr(own).encode()).hexdigest()
+    if len(set(gather_objects(digest))) == 1:
+        return Others()
+    every = gather_objects(own)
+    return Others(
+        frozenset(name for names, _ in every for name in names).difference(own[0]),
+        frozenset(name for _, names in every for name in names).difference(own[1]),
+    )
+
+
+def refuse_parts(names: Iterable[str], what: str) -> None:
+    """Refuses what would write or fill one rank's part as if it were the whole; collective, one small gather.
+
+    Raises:
+        CheckpointError: On every rank, when ranks hold tensors of different names.
+    """
+    every: list[list[str]] = gather_objects(sorted(names))
+    if any(each != every[0] for each in every):
+        apart = sorted(set().union(*every) - set(every[0]).intersection(*every))
+        raise CheckpointError(
+            f"{what} does not join what ranks hold under names of their own",
+            expected="the same names on every rank",
+            got=f"listed experts or pipeline stages, such as {join_names(apart, 3)}",
+            fix="use a CheckpointStore, which does",
+        )
+
+
+def united(record: Record) -> Record:
+    """The record of what all ranks hold together; collective, equal on every rank."""
+    digest = hashlib.sha256(repr(sorted(record.tensors)).encode()).hexdigest()
+    if len(set(gather_objects(digest))) == 1:
+        return record
+    every: list[Record] = gather_objects(record)
+    optimizers = [each.optimizer for each in every if each.optimizer is not None]
+    return dataclasses.replace(
+        record,
+        tensors={name: told for each in every for name, told in each.tensors.items()},
+        model_values={name: told for each in every for name, told in each.model_values.items()},
+        optimizer=united_optimizer(optimizers) if optimizers else None,
+    )
+
+
+def united_optimizer(every: Sequence[OptimizerRecord]) -> OptimizerRecord:
+    """The optimizers of all ranks as one.
+
+    Groups of equal hyperparameters are one group; a parameter that several ranks update is in it once.
+    """
+    groups: list[GroupRecord] = []
+    for record in every:
+        for group in record.groups:
+            same = next((known for known in groups if known.values == group.values), None)
+            if same is None:
+                groups.append(GroupRecord(list(group.parameters), group.values))
+            else:
+                same.parameters.extend(name for name in group.parameters if name not in same.parameters)
+    return OptimizerRecord(
+        every[0].kind,
+        groups,
+        {name: keys for record in every for name, keys in record.tensor_keys.items()},
+        {name: values for record in every for name, values in record.values.items()},
+    )

@@ -1,0 +1,1 @@
+"""The journey of a model: from a plain module to one that trains on every rank."""

@@ -1,0 +1,377 @@
+"""Turn a plain model into one that trains on every rank: ask, agree, plan, apply, build the optimizer."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch._dynamo  # optimizers, DDP and predictions will: here nothing looks for garbage meanwhile (see on_demand)
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from meshwright.cost import Cluster
+from meshwright.data import GlobalBatchLoader
+from meshwright.errors import LaunchError, ModelError
+from meshwright.methods import Job, apply_strategy, check_strategy
+from meshwright.nn import check_no_renorm
+from meshwright.optim import Stages, clip_gradients
+from meshwright.optim.guarded_step import follow_loads
+from meshwright.planner import Plan
+from meshwright.runtime import (
+    Difference,
+    Settings,
+    agreed,
+    check_all_equal,
+    code_versions,
+    difference_between_ranks,
+    gather_objects,
+    memory_limit_bytes,
+    print_rank,
+    rank,
+    same_on_every_rank,
+    seed_replica,
+    settings,
+    world_size,
+)
+from meshwright.runtime.lazy import paused_collection
+from meshwright.strategy import read_size
+from meshwright.training.accelerated import Accelerated, LossWeight
+from meshwright.training.request import Request, check_lr_scheduler, check_rates
+
+if TYPE_CHECKING:
+    from meshwright.planner.measure import Measured
+
+
+# For clip_grad_norm; a strong reference would keep every model alive for ever.
+_OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, tuple[weakref.ref[Optimizer], Stages | None]]
+_OPTIMIZERS = weakref.WeakKeyDictionary()
+_TAKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that methods have changed
+
+
+def accelerate(
+    model: nn.Module,
+    optim_func: Callable[..., Optimizer] | Optimizer | None = None,
+    dataset: Dataset | None = None,
+    loss_func: Callable[[Any, Any], Any] | None = None,
+    *,
+    strategy: Any = None,
+    prepare_input: Callable[[Any, torch.device], Any] | None = None,
+    model_input_format: str | None = None,
+    optim_args: Mapping[str, Any] | None = None,
+    optim_param_func: Callable[[nn.Module], Any] | None = None,
+    dataloader_args: Mapping[str, Any] | None = None,
+    distributed_sampler_cls: type | None = None,
+    lr_scheduler_cls: Callable[..., Any] | None = None,
+    lr_scheduler_args: Mapping[str, Any] | None = None,
+    excluded: Sequence[str] = (),
+    included: Sequence[Any] = (),
+    max_grad_norm: float | None = None,
+    num_micro_batches: int | None = None,
+    loss_weight: LossWeight | None = None,
+    find_unused_parameters: bool = False,
+    ddp_options: Mapping[str, Any] | None = None,
+    sample_batch: Any = None,
+    batch_size: int | None = None,
+    sampler_seed: int = 0,
+    memory_limit: int | str | None = None,
+    time_limit: float | None = None,
+    cluster: str | os.PathLike[str] | Cluster | None = None,
+    finetune_strategy: bool = False,
+    dry_run: bool = False,
+    verbose: bool = False,
+) -> Accelerated:
+    """Makes a plain model train on all ranks under a strategy, given or chosen. Every rank calls it alike.
+
+    First everything is checked, without changing anything; then the methods of the strategy change the model in place,
+    in one fixed order. When it returns, random generators are seeded per data-parallel replica, so that dropout differs
+    where samples differ.
+
+    Args:
+        model: A plain ``nn.Module`` with its parameters initialised, equal on every rank.
+        optim_func: Optimizer class, or ``optim_func(parameters, **optim_args)``; called on the sharded model. Or an
+            optimizer built over the plain model's parameters that has not stepped: the same object, with its groups,
+            goes on with the parameters of the sharded model.
+        dataset: torch Dataset; None makes no dataloader.
+        loss_func: ``loss_func(model_input, model_output)``: the loss, or a list or tuple with the loss first. None
+            takes the loss that the model's output carries.
+        strategy: A Strategy, or anything it can be made from. None chooses: where the devices are known by name (CUDA)
+            or by ``cluster``, the fastest by prediction of all that a search finds to fit into a rank's memory, with
+            the caller's precision and number of micro-batches; elsewhere (the CPU), where seconds cannot be told, the
+            first of data, zero2, fsdp and fsdp with checkpoint that fits.
+        prepare_input: ``(data, device) -> model input``; None moves the tensors of a batch to the device.
+        model_input_format: None for ``model(x)``, ``"unpack_sequence"`` for ``model(*x)``, ``"unpack_dict"`` for
+            ``model(**x)``.
+        optim_args: Keyword arguments of ``optim_func``.
+        optim_param_func: ``f(model)`` returns parameters or groups of them, from the model as applied.
+        dataloader_args: Keyword arguments of torch's DataLoader; ``batch_size`` is over all ranks.
+        distributed_sampler_cls: Used instead of torch's DistributedSampler.
+        lr_scheduler_cls: ``lr_scheduler_cls(optimizer, **lr_scheduler_args)``, stepped once per optimizer step; one
+            that wants a metric, as ReduceLROnPlateau does, is built over the result's optimizer and stepped by hand.
+        lr_scheduler_args: Its keyword arguments.
+        excluded: Methods that an automatic choice must not use.
+        included: Methods that an automatic choice must use: names, or ``(name, config)`` with keys that stay as they
+            are; of half precision that names no type, what the device is fastest in.
+        max_grad_norm: Largest gradient norm; None measures it without clipping.
+        num_micro_batches: Parts into which ``step`` cuts a batch; None takes ``init_distributed``'s, or 1, or under a
+            pipeline one for each of its ranks (stages, where the schedule needs as many).
+        loss_weight: ``loss_weight(model_input)``: how many items the loss of a micro-batch is the mean over (a number,
+            or a tensor of one), such as its labels that are not -100. ``step`` and ``evaluate`` then take the mean
+            over the items of the whole batch; None averages the losses of ranks and micro-batches alike. Read by the
+            host at the start of each step.
+        find_unused_parameters: For DDP, when parts of the model do not take part in every step.
+        ddp_options: Further keyword arguments of DistributedDataParallel, for strategies without a sharding method.
+        sample_batch: A batch for predictions where there is no dataset; of any number of samples.
+        batch_size: Samples per step over all ranks, for predictions where there is no dataset.
+        sampler_seed: Seed of the order of samples.
+        memory_limit: What a strategy that is chosen may need on a rank, by prediction: bytes, or as ``"40 GiB"``; None
+            takes what the device has. Allocations are not held to it.
+        time_limit: Where a strategy is chosen: seconds in which the best few by prediction may be run for a few steps
+            each, on copies of the model, to choose the fastest; None chooses by prediction. A candidate that fails on
+            every rank is passed over; one that fails on some, or ends a rank, ends the program. A step is not broken
+            off: the last one may end later.
+        cluster: What predictions and the choice go by: a file that ``meshwright calibrate`` wrote, in which the runs of
+            ``time_limit`` are noted, another cluster file, or a Cluster, which stays as it is; None: what is usual for
+            devices that are known by name.
+        finetune_strategy: Choose anew what a search decides of the methods that ``strategy`` names: recomputation,
+            offloading, schedules, and how ranks are grouped. All else that it says stays.
+        dry_run: Run forward and backward once before returning, without changing anything.
+        verbose: Print the plan.
+
+    Raises:
+        MeshwrightError: On every rank, when anything does not fit together.
+    """
+    world = settings()
+    given = read_size(memory_limit, "memory_limit")
+    limit = min(gather_objects(given or memory_limit_bytes(world.device, world.local_world_size)))
+    request = Request(
+        model, optim_func, dataset, loss_func, strategy, prepare_input, model_input_format, optim_args,
+        optim_param_func, dataloader_args, distributed_sampler_cls, lr_scheduler_cls, lr_scheduler_args, excluded,
+        included, max_grad_norm, _first_given(num_micro_batches, world.num_micro_batches), find_unused_parameters,
+        ddp_options, sample_batch, batch_size, sampler_seed, dry_run, time_limit, finetune_strategy, loss_weight,
+        cluster,
+    )  # fmt: skip
+    with same_on_every_rank():
+        request.check(world.device)
+        _check_not_taken(model)
+        check_no_renorm(model, world_size())
+    check_alike(request.strategy_digest(), request.model_digest(), request.parameter_lines())
+    difference = difference_between_ranks(dict(model.named_parameters()))
+    plan, reason = _decide(request, world, limit)
+    told = describe_difference(difference, plan)
+    job, accelerated = _build(request, plan, world.device)
+    job.notices.extend([*told, *describe_remainder(accelerated.dataloader, accelerated.num_micro_batches)])
+    _announce(job, plan, reason, verbose)
+    if dry_run:
+        _dry_run(request, accelerated)
+    seed_replica(world.seed, job.replica)
+    if accelerated.optim is not None:
+        _OPTIMIZERS[accelerated.model] = (weakref.ref(accelerated.optim), job.stages)
+        follow_loads(accelerated.model, accelerated.optim)
+    return accelerated
+
+
+def _decide(request: Request, world: Settings, limit: int) -> tuple[Plan, str | None]:
+    """The plan, and why it was chosen: rank 0 predicts for all; candidates run on all."""
+    if request.chooses and request.time_limit is not None:
+        from meshwright.planner.measure import measured_best
+        from meshwright.training.trials import run_live
+
+        with same_on_every_rank():
+            ranked = request.ranked(world, limit) if rank() == 0 else None
+        run = run_live(request, lambda trial, plan: _build(trial, plan, world.device)[1], world.device)
+        plan, reason, results = measured_best(gather_objects(ranked)[0], run, request.time_limit)
+        noted = _noted(request, results, world)
+        return plan, f"{reason}; {noted}" if noted else reason
+    with same_on_every_rank(), paused_collection():
+        decided = request.plan(world, limit) if rank() == 0 else None
+    plan, reason = gather_objects(decided)[0]
+    return plan, reason
+
+
+def _noted(request: Request, results: Sequence[Measured], world: Settings) -> str:
+    """Notes what ran in the file of the cluster, where one was named; says what became of it. Collective."""
+    if request.cluster is None or isinstance(request.cluster, Cluster) or not Path(request.cluster).suffix:
+        return ""
+    from meshwright.planner.measure import note_runs
+
+    return note_runs(Path(request.cluster), results, world)
+
+
+def _build(request: Request, plan: Plan, device: torch.device) -> tuple[Job, Accelerated]:
+    """Applies a plan to the request's model."""
+    with same_on_every_rank():
+        job = request.job(plan, device)
+        dataloader = request.dataloader(job)
+    check_strategy(job)
+    _TAKEN.add(request.model)
+    apply_strategy(job)
+    return job, _finish(request, job, plan, dataloader)
+
+
+def _first_given(*values: int | None) -> int | None:
+    return next((value for value in values if value is not None), None)
+
+
+def _check_not_taken(model: nn.Module) -> None:
+    if model in _TAKEN:
+        raise ModelError(
+            "This model has been accelerated before",
+            expected="a plain nn.Module",
+            got=f"a {type(model).__name__} that a strategy has changed",
+            fix="build the model anew; its weights can be taken over with state_dict and load_state_dict",
+        )
+
+
+def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelerated:
+    """Builds optimizer and scheduler over the model as applied."""
+    with same_on_every_rank():
+        optim = job.build_optimizer()
+    optim = None if optim is None else job.finish_optimizer(optim)
+    with same_on_every_rank():
+        make_scheduler = request.lr_scheduler_cls
+        if make_scheduler is not None:
+            check_rates(optim)
+        scheduler = None if make_scheduler is None else make_scheduler(optim, **(request.lr_scheduler_args or {}))
+        check_lr_scheduler(scheduler)
+    return Accelerated(
+        job,
+        plan,
+        optim=optim,
+        dataloader=dataloader,
+        lr_scheduler=scheduler,
+        has_loss_func=request.loss_func is not None,
+        model_input_format=request.model_input_format,
+        max_grad_norm=job.max_grad_norm,
+        num_micro_batches=job.num_micro_batches,
+        loss_weight=request.loss_weight,
+    )
+
+
+def _announce(job: Job, plan: Plan, reason: str | None, verbose: bool) -> None:
+    gaps = plan.gaps if reason or verbose else ()
+    for line in (*([reason] if reason else []), *plan.notices, *gaps, *job.notices):
+        print_rank(f"meshwright: {line}", file=sys.stderr, flush=True)
+    if verbose and rank() == 0:
+        from meshwright.planner import plan_table
+        from meshwright.runtime.terminal import PlainConsole
+
+        PlainConsole(stderr=True).print(plan_table(plan))
+
+
+def _dry_run(request: Request, accelerated: Accelerated) -> None:
+    batch = request.sample_batch if accelerated.dataloader is None else next(iter(accelerated.dataloader))
+    report = accelerated.dry_run(batch)
+    print_rank(
+        f"meshwright: dry run: {report.step_time_s:.3f} s forward and backward, "
+        f"peak {report.peak_memory_bytes / 2**20:.0f} MiB on rank 0",
+        file=sys.stderr,
+    )
+
+
+def clip_grad_norm(
+    model: nn.Module, max_norm: float, norm_type: float = 2.0, optimizer: Optimizer | None = None
+) -> torch.Tensor:
+    """Clips the gradients of a model that ``accelerate`` returned; removes the loss scale first where there is one.
+
+    Args:
+        model: ``result.model``.
+        max_norm: Largest norm allowed.
+        norm_type: p of the p-norm.
+        optimizer: ``result.optim``; None finds it by the model.
+
+    Returns:
+        The norm before clipping, 0-dim, equal on every rank.
+    """
+    known, stages = _OPTIMIZERS.get(model, (None, None))
+    if optimizer is None and known is not None:
+        optimizer = known()
+    return clip_gradients(model.parameters(), optimizer, max_norm, norm_type, stages)
+
+
+# --- What ranks must have in common before a strategy is applied: code, strategy, model, and the values of its weights.
+
+_own_versions = functools.cache(code_versions)  # it reads every source file
+
+
+def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> None:
+    """Refuses ranks that do not start alike; collective.
+
+    Args:
+        strategy: The strategy asked for, as text.
+        model: A short text that tells models apart.
+        parameters: A line for each of its parameters; gathered only where models differ.
+
+    Raises:
+        LaunchError: On every rank, naming ranks, and the first parameter that differs.
+    """
+    check_all_equal(
+        ("The installed code", _own_versions(), "install the same Meshwright and torch on every machine"),
+        ("The strategy", strategy, "pass the same strategy on every rank"),
+    )
+    models = gather_objects(model)
+    other = next((rank for rank, each in enumerate(models) if each != models[0]), None)
+    if other is None:
+        return
+    lines = gather_objects(list(parameters))
+    pairs = itertools.zip_longest(lines[0], lines[other], fillvalue="no further parameter")
+    ours, theirs = next((pair for pair in pairs if pair[0] != pair[1]), (models[0], models[other]))
+    raise agreed(
+        LaunchError(
+            "The model differs between ranks",
+            expected=f"{ours} (rank 0)",
+            got=f"{theirs} (rank {other})",
+            fix="build the same model on every rank",
+        )
+    )
+
+
+def describe_difference(difference: Difference | None, plan: Plan) -> list[str]:
+    """What is said of weights that differ between ranks where rank 0's are taken over; nothing where all are equal.
+
+    Raises:
+        ModelError: On every rank, where each would keep its own.
+    """
+    if difference is None:
+        return []
+    if not takes_over_values(plan):
+        raise agreed(
+            ModelError(
+                "The weights differ between ranks, and nothing in the strategy makes them equal",
+                expected="equal values on every rank",
+                got=str(difference),
+                fix="seed every rank alike before building the model, and load the same file on all",
+            )
+        )
+    return [f"the weights differ between ranks: {difference}; those of rank 0 are taken over"]
+
+
+def describe_remainder(dataloader: DataLoader[Any] | None, num_micro_batches: int) -> list[str]:
+    """What is said of an epoch whose last batch is an error: hours may pass until it comes."""
+    last = dataloader.last_batch_size if isinstance(dataloader, GlobalBatchLoader) else None
+    if last is None or last % num_micro_batches == 0:
+        return []
+    return [
+        f"the last batch of an epoch has {last} samples per replica, which do not divide into {num_micro_batches} "
+        "micro-batches: its step will be an error; dataloader_args={'drop_last': True} leaves it out"
+    ]
+
+
+def takes_over_values(plan: Plan) -> bool:
+    """Whether applying the plan gives every rank rank 0's weights: see the methods that shard, split or replicate."""
+    sizes = dict(plan.step.axes)
+    if sizes.get("pipeline", 1) > 1:
+        return False
+    if sizes.get("tensor", 1) > 1 or sizes.get("expert", 1) > 1:
+        return True
+    sharding = [method for method in plan.strategy.methods if getattr(method, "shards", False)]
+    if sharding:
+        return bool(getattr(sharding[0], "sync_module_states", False))
+    return True  # DDP, and replicas of an outer method, begin with the first one's

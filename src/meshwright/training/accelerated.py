@@ -1,0 +1,503 @@
+"""Train a model that ``accelerate`` returned: steps, evaluation, global-batch mean, loss spikes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import numbers
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from meshwright.errors import ConfigError, DataError, LossSpikeError, UnsoundStepError
+from meshwright.methods import Job, abandon, abandoned_if_it_fails
+from meshwright.methods.base import ALL_AXES, STEP_AXES, mean_over
+from meshwright.nn import reshard
+from meshwright.nn.batches import call_loss, call_model, first_loss, micro_batches
+from meshwright.optim import average_of, clip_gradient_values, clip_gradients, clipped_step, guard_of
+from meshwright.optim.guarded_step import is_outer
+from meshwright.planner import Plan, measured_state, record_saved
+from meshwright.runtime import agreed, peak_memory_bytes, preserved_rng, print_rank, synchronize_device
+from meshwright.strategy import Strategy
+
+if TYPE_CHECKING:
+    from meshwright.methods import PipelineEngine
+    from meshwright.optim import GuardedOptimizer, SpikeAction, SpikeWatch, Stages, WeightAverage
+
+
+_MEASURE_NEXT = -1
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step reports. Tensors are 0-dim and on the device: reading them is what waits for it."""
+
+    loss: torch.Tensor  # mean over the global batch
+    grad_norm: torch.Tensor  # over all parameters, before clipping
+    skipped: bool  # the weights stayed as they were: gradients or loss were not finite, or the loss was a spike
+    spike: SpikeAction | None = None  # what loss_spike says to do about this step's loss; None: it was no spike
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One forward and backward pass that changed nothing."""
+
+    step_time_s: float
+    peak_memory_bytes: int
+
+
+class Accelerated:
+    """The model, optimizer, data and functions of a training job, with its strategy applied.
+
+    Train with :meth:`step`, or write the loop by hand with the attributes. Unpacks as ATorch's result:
+    ``model, optim, dataloader, loss_func, prepare_input, args = accelerated``.
+
+    Attributes:
+        model: Sharded or replicated; call it as before.
+        optim: The optimizer over ``model``, or None.
+        dataloader: This rank's part of every global batch, or None.
+        loss_func: ``loss_func(model_input, model_output)``; carries autocast and loss scale. None if none was given.
+        unscaled_loss_func: The same without the loss scale, for loops that scale when they call backward.
+        prepare_input: ``prepare_input(data, device)`` makes the model input.
+        lr_scheduler: Stepped by :meth:`step`; None if none was given.
+        args: ATorch's flags for hand-written loops; both are False, since the loop needs nothing special.
+        strategy: The strategy as applied.
+        plan: Its predictions.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan,
+        *,
+        optim: Optimizer | None,
+        dataloader: DataLoader | None,
+        lr_scheduler: LRScheduler | None,
+        has_loss_func: bool,
+        model_input_format: str | None,
+        max_grad_norm: float | None,
+        num_micro_batches: int,
+        loss_weight: LossWeight | None = None,
+    ) -> None:
+        self._job = job
+        self.model: nn.Module = job.model
+        self.optim = optim
+        self.dataloader = dataloader
+        self.loss_func = self._loss_func if has_loss_func else None
+        self.unscaled_loss_func = job.loss_func if has_loss_func else None
+        self.prepare_input = job.prepare_input
+        self.lr_scheduler = lr_scheduler
+        self.args = {"use_optim_backward": False, "requires_set_gradient_accumulation_boundary": False}
+        self.strategy: Strategy = job.strategy
+        self.plan = plan
+        self.device, self.mesh = job.device, job.mesh
+        self.replica, self.num_replicas = job.replica, job.num_replicas
+        self.num_micro_batches = num_micro_batches
+        self.max_grad_norm, self.grad_norm_type = max_grad_norm, job.grad_norm_type
+        self._model_input_format, self._loss_weight = model_input_format, loss_weight
+        self._mean_loss = MeanLoss(job, dataloader)
+        self._hosted_bytes = 0  # of activations that a measured forward copied to the host
+        self._saved_bytes = 0  # what measured_step found; _MEASURE_NEXT asks the next forward to measure
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.optim, self.dataloader, self.loss_func, self.prepare_input, self.args))
+
+    def step(self, batch: Any) -> StepResult:
+        """One optimizer step: forward, backward, clip, update, schedule.
+
+        After an error in forward or backward that every rank meets, a loop may catch it and go on with the next batch.
+
+        Args:
+            batch: This rank's part of the global batch, as the dataloader yields it; cut into ``num_micro_batches``.
+
+        Returns:
+            Loss and gradient norm, equal on every rank (under ``outer``: of a replica), and whether the update was
+            skipped.
+
+        Raises:
+            ConfigError: When there is no optimizer or no loss.
+            DataError: When the batch does not divide into micro-batches, or ranks have walked their loaders apart.
+        """
+        optim = required(self.optim)
+        optim.zero_grad()
+        with kept_buffers(self.model, self._job.skip_nonfinite or self._job.spikes is not None) as restore_buffers:
+            loss = self._mean_loss(self._forward_backward(micro_batches(batch, self.num_micro_batches)))
+            grad_norm, update = clipped_step(self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages)
+            spike = judge_loss(loss, self._guard, self._job.spikes)
+            update()
+            skipped = self._guard is not None and self._guard.step_was_skipped
+            if skipped:
+                restore_buffers()
+        # Replicas skip steps of their own, and their learning rates must not drift apart for it.
+        if self.lr_scheduler is not None and not (skipped and not is_outer(optim)):
+            self.lr_scheduler.step()
+        return StepResult(loss, grad_norm, skipped, spike)
+
+    def measured_step(self, batch: Any) -> tuple[StepResult, dict[str, int]]:
+        """A :meth:`step` that also measures: bytes this rank really holds, by the classes of ``plan.memory``.
+
+        Activations are those that the first micro-batch saves; all else is counted after the update.
+        """
+        self._saved_bytes, self._hosted_bytes = _MEASURE_NEXT, 0
+        result = self.step(batch)
+        activations = {"activations": self._saved_bytes, "host_activations": self._hosted_bytes}
+        return result, measured_state(self.model, self.optim) | activations
+
+    def _forward_backward(self, parts: list[Any]) -> torch.Tensor:
+        """Runs all micro-batches; returns this rank's part of the mean loss over ranks."""
+        with abandoned_if_it_fails(self._job, self.optim):
+            weighed = self._weighed(parts)
+            if self._job.pipeline is not None:
+                return self._in_stages(self._job.pipeline, list(weighed))
+            total: torch.Tensor | None = None
+            for index, (inputs, divisor) in enumerate(weighed):
+                with self._job.micro_batch(index == len(parts) - 1):
+                    loss = divided(self._forward(inputs), divisor)
+                    loss.backward()
+                total = loss.detach() if total is None else total + loss.detach()
+            assert total is not None
+            return total
+
+    def _weighed(self, parts: list[Any]) -> Iterable[tuple[Any, float]]:
+        """Each micro-batch's model input, and what its loss is divided by."""
+        inputs = (self.prepare_input(part, self.device) for part in parts)
+        if self._loss_weight is None:
+            return zip(inputs, itertools.repeat(float(len(parts))))  # prepared one by one, when they are wanted
+        every = list(inputs)
+        return zip(every, loss_divisors(self._job, self._loss_weight, every, STEP_AXES), strict=True)
+
+    def _in_stages(self, pipeline: PipelineEngine, weighed: list[tuple[Any, float]]) -> torch.Tensor:
+        if self._guard is not None:
+            self._guard.expect_scaled()
+        measure = functools.partial(record_saved, self.model) if self._saved_bytes == _MEASURE_NEXT else None
+        loss = pipeline.step(
+            weighed,
+            call=lambda given: call_model(self.model, given[0], self._model_input_format),
+            loss=lambda given, output: divided(first_loss(self._loss_func(given[0], output)), given[1]),
+            measure=measure,
+        )
+        if measure is not None:
+            self._saved_bytes = pipeline.saved_bytes
+        return loss
+
+    def _forward(self, inputs: Any) -> torch.Tensor:
+        if self._saved_bytes != _MEASURE_NEXT:
+            return self._loss_of(inputs)
+        hosted = self._job.activations
+        before = hosted.num_bytes if hosted is not None else 0
+        with record_saved(self.model) as saved:
+            loss = self._loss_of(inputs)
+        self._saved_bytes = saved.bytes
+        self._hosted_bytes = hosted.num_bytes - before if hosted is not None else 0
+        return loss
+
+    def _loss_of(self, inputs: Any) -> torch.Tensor:
+        output = call_model(self.model, inputs, self._model_input_format)
+        return first_loss(self._loss_func(inputs, output), trains=True)
+
+    def _loss_func(self, inputs: Any, output: Any) -> Any:
+        """The job's loss; its backward multiplies by the loss scale where there is one."""
+        loss = call_loss(self._job.loss_func, inputs, output)
+        if self._guard is None:
+            return loss
+        if isinstance(loss, list | tuple):
+            return [self._guard.scaled(loss[0]), *loss[1:]]
+        return self._guard.scaled(loss)
+
+    @property
+    def pipeline(self) -> PipelineEngine | None:
+        """What runs the stages of a pipeline; None where there is none."""
+        return self._job.pipeline
+
+    @property
+    def stages(self) -> Stages | None:
+        """For norms, where ranks hold parameters of their own; None where every rank holds the whole model."""
+        return self._job.stages
+
+    @property
+    def ema(self) -> WeightAverage:
+        """The average of the weights that the method ``ema`` keeps.
+
+        Raises:
+            ConfigError: Where the strategy keeps none.
+        """
+        average = average_of(self.optim)
+        if average is None:
+            raise ConfigError(
+                "No average of the weights is kept",
+                expected="the method ema in the strategy",
+                got=str(self.strategy),
+                fix='add it: ("ema", {"decay": 0.999})',
+            )
+        return average
+
+    @property
+    def num_skipped_steps(self) -> int:
+        """Steps of this process that left the weights as they were, their gradients holding inf or nan."""
+        return self._guard.num_skipped_steps if self._guard is not None else 0
+
+    @property
+    def _guard(self) -> GuardedOptimizer | None:
+        return guard_of(self.optim)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """The mean loss over the global batch, without gradients; 0-dim, equal on every rank."""
+        inputs, weigh = self.prepare_input(batch, self.device), self._loss_weight
+        (divisor,) = loss_divisors(self._job, weigh, [inputs], ALL_AXES) if weigh is not None else [1.0]
+        output = call_model(self.model, inputs, self._model_input_format)
+        loss = mean_over(self._job, divided(first_loss(self._job.loss_func(inputs, output)), divisor), ALL_AXES)
+        reshard(self.model)  # else weights gathered here would outlive a change of the shards
+        return loss
+
+    def clip_grad_norm(self, max_norm: float | None = None, norm_type: float | None = None) -> torch.Tensor:
+        """Clips the gradients of the whole model, sharded or not; returns their norm before clipping (0-dim).
+
+        Args:
+            max_norm: Largest norm allowed; None: ``max_grad_norm``, or measured only where there is none.
+            norm_type: p of the p-norm; None: ``grad_clip``'s, or 2.
+        """
+        limit = next((each for each in (max_norm, self.max_grad_norm) if each is not None), float("inf"))
+        p = norm_type if norm_type is not None else self.grad_norm_type
+        return clip_gradients(self.model.parameters(), self.optim, limit, p, self._job.stages)
+
+    def clip_grad_value(self, clip_value: float) -> None:
+        """Clamps every element of the gradients to ``[-clip_value, clip_value]``, sharded or not."""
+        clip_gradient_values(self.model.parameters(), self.optim, clip_value)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """For hand-written loops: a forward and backward inside accumulate gradients, which the next one reduces."""
+        with self._job.micro_batch(False):
+            yield
+
+    def abandon(self) -> None:
+        """For hand-written loops, on every rank: goes on after an error in forward or backward, without gradients."""
+        abandon(self._job, self.optim)
+
+    def dry_run(self, batch: Any) -> DryRun:
+        """Runs forward and backward once and leaves weights, buffers, gradients and random generators as they were."""
+        with preserved_rng(), kept_buffers(self.model) as restore_buffers:
+            start = time.perf_counter()
+            self._forward_backward(micro_batches(batch, self.num_micro_batches))
+            synchronize_device(self.device)
+            elapsed = time.perf_counter() - start
+            restore_buffers()
+        self.model.zero_grad(set_to_none=True)
+        if self.optim is not None:
+            self.optim.zero_grad()  # some gradients may be on the host
+        return DryRun(elapsed, peak_memory_bytes(self.device))
+
+    def __repr__(self) -> str:
+        return f"Accelerated({self.strategy}, {type(self.optim).__name__}, {self.device})"
+
+
+# --- The mean over the items of a whole batch, of which every rank and micro-batch has a part.
+
+LossWeight = Callable[[Any], float | torch.Tensor]
+"""How many items the loss of a model input is the mean over."""
+
+
+class MeanLoss:
+    """Averages the loss of every step, and sees by the same collective that ranks walk loader and model alike.
+
+    Args:
+        job: Its ranks.
+        dataloader: Whose ``epoch`` is compared, if it has one.
+    """
+
+    def __init__(self, job: Job, dataloader: Any) -> None:
+        self._job, self._dataloader = job, dataloader
+        self._agreed: int | None = None  # the epoch in which all were: read by the host once in each
+
+    def __call__(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean over the ranks that take samples of one step; collective.
+
+        Raises:
+            DataError: When others are in another epoch; on a GPU at the first step in one.
+            ModelError: When they have run other layers that are sharded; on a GPU one step late.
+        """
+        epoch, layers = getattr(self._dataloader, "epoch", None), self._job.same_layers
+        ran = layers.numbers() if layers is not None else []
+        beside = [*([epoch] if isinstance(epoch, int) else []), *ran]
+        if not beside:
+            return mean_over(self._job, loss, STEP_AXES)
+        own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
+        numbers = torch.stack([own, *(torch.full_like(own, each) for each in beside)])
+        means = mean_over(self._job, numbers, STEP_AXES)
+        if isinstance(epoch, int):
+            self._check_epoch(epoch, means[1])
+        if layers is not None:
+            layers.check(means[-len(ran) :])
+        return means[0].to(loss.dtype)
+
+    def _check_epoch(self, epoch: int, mean: torch.Tensor) -> None:
+        is_read = epoch != self._agreed or mean.device.type == "cpu"  # elsewhere the host would wait in every step
+        if is_read and float(mean) != epoch:
+            raise DataError(
+                "Ranks are in different epochs: they would take some samples twice, and others never",
+                expected="every rank walks the data loader alike",
+                got=f"epoch {epoch} on this rank, {float(mean):g} on average",
+                fix="walk it on all ranks or on none (who looks at the data alone takes dataloader.dataset); or call "
+                "its set_epoch with one number on every rank",
+            )
+        self._agreed = epoch
+
+
+@torch.no_grad()
+def loss_divisors(job: Job, weight_of: LossWeight, inputs: Sequence[Any], axes: tuple[str, ...]) -> list[float]:
+    """By what each micro-batch's loss is divided, so that their sum, averaged over ranks, is the mean over all items.
+
+    Equal weights give the number of micro-batches. Collective, and read by the host once.
+
+    Args:
+        job: Its ranks.
+        weight_of: Called with the model input of each micro-batch.
+        inputs: These, of this rank.
+        axes: Along which ranks have other samples of the batch.
+
+    Returns:
+        One number each; infinite for a micro-batch without items.
+
+    Raises:
+        ConfigError: On every rank along ``axes``, when a weight is no number of at least 0 on any of them.
+    """
+    given = [weight_of(each) for each in inputs]
+    weights = torch.stack([_as_number(each, job.device) for each in given])
+    wrong = ~(weights.isfinite() & (weights >= 0))
+    means = mean_over(job, torch.stack([weights.sum(), wrong.sum()]), axes)
+    *own, total, any_wrong = torch.cat([weights, means]).tolist()
+    if any_wrong:
+        raise _weight_error([value for value, is_wrong in zip(given, wrong.tolist(), strict=True) if is_wrong])
+    return [total / weight if weight else math.inf for weight in own]
+
+
+def divided(loss: torch.Tensor, divisor: float) -> torch.Tensor:
+    """A micro-batch's part of the mean; 0, without gradients, where it has no items: its own mean is nan then."""
+    return (loss.nan_to_num() if math.isinf(divisor) else loss) / divisor
+
+
+def _as_number(value: Any, device: torch.device) -> torch.Tensor:
+    """0-dim, on the device; nan for what is no number."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.reshape(()).to(device, torch.float32)
+    return torch.tensor(float(value) if isinstance(value, numbers.Real) else math.nan, device=device)
+
+
+def _weight_error(wrong: list[Any]) -> ConfigError:
+    got = "such numbers on this rank, and something else on another"
+    if wrong:
+        value = wrong[0]
+        is_several = isinstance(value, torch.Tensor) and value.numel() != 1
+        got = f"a tensor of shape {tuple(value.shape)}" if is_several else f"{type(value).__name__} {value!r:.80}"
+    return ConfigError(
+        "loss_weight returned no weight",
+        expected="a finite number of at least 0, or a tensor of one",
+        got=got,
+        fix="return how many items the loss of this model input is the mean over, "
+        'such as (inputs["labels"] != -100).sum()',
+    )
+
+
+# --- Between backward and update: what becomes of a step that is not to reach the weights.
+
+
+def required(optim: Optimizer | None) -> Optimizer:
+    """The optimizer that a step needs.
+
+    Raises:
+        ConfigError: When there is none.
+    """
+    if optim is None:
+        raise ConfigError(
+            "There is no optimizer to step",
+            got="optim_func=None",
+            fix="pass optim_func, such as torch.optim.AdamW",
+            expected="an optimizer built by optim_func",
+        )
+    return optim
+
+
+@contextlib.contextmanager
+def kept_buffers(model: nn.Module, needed: bool = True) -> Iterator[Callable[[], None]]:
+    """Copies buffers, and yields what puts them back: running statistics that have seen a nan never lose it again.
+
+    An :class:`UnsoundStepError` puts them back, too.
+
+    Args:
+        model: Its buffers are copied as they are on entry.
+        needed: False copies nothing.
+    """
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()} if needed else {}
+
+    @torch.no_grad()
+    def restore() -> None:
+        now = dict(model.named_buffers())
+        for name, before in kept.items():
+            now[name].copy_(before)
+
+    try:
+        yield restore
+    except UnsoundStepError:
+        restore()
+        raise
+
+
+def judge_loss(loss: torch.Tensor, guard: GuardedOptimizer | None, spikes: SpikeWatch | None) -> SpikeAction | None:
+    """Looks at the loss of a step, and tells the guard to leave the weights alone where that is the policy.
+
+    Args:
+        loss: The mean over all ranks that decide together; 0-dim, equal on all of them.
+        guard: Of the optimizer; there is one where there are ``spikes``.
+        spikes: The losses before.
+
+    Returns:
+        What is done about a spike; None where there is none.
+
+    Raises:
+        LossSpikeError: On every rank that decides; nothing was changed.
+    """
+    if guard is not None:
+        guard.loss = loss
+    if spikes is None:
+        return None
+    assert guard is not None, "the job builds one"
+    value, limit, policy = float(loss), spikes.limit, spikes.policy
+    if guard.scaler is not None and not math.isfinite(value):
+        return None  # so are the gradients: the loss scale skips the step
+    if not spikes.is_spike(value):
+        return None
+    if policy.action == "stop" or (policy.action == "skip" and spikes.out_of_patience):
+        raise agreed(_spike_error(value, limit, spikes))
+    if policy.action != "warn":
+        guard.leave_out()
+    done = {"skip": "its step is skipped", "warn": "its step is taken", "rollback": "its step is skipped"}
+    text = f"the loss of {value:.4g} is a spike, above {limit:.4g}: {done[policy.action]}"
+    print_rank(f"meshwright: {text}", file=sys.stderr, flush=True)
+    return policy.action
+
+
+def _spike_error(value: float, limit: float, spikes: SpikeWatch) -> LossSpikeError:
+    if spikes.policy.action == "skip":
+        return LossSpikeError(
+            f"The loss has been up for {spikes.in_a_row} steps in a row, which is no spike",
+            expected=f"at most {limit:.4g} within patience={spikes.policy.patience} steps",
+            got=f"{value:.4g}; the weights are as they were before these steps",
+            fix="look for what has changed in the data, or resume from an earlier checkpoint",
+        )
+    return LossSpikeError(
+        "The loss of a step is a spike",
+        expected=f"at most {limit:.4g}, by the {spikes.policy.window} losses before",
+        got=f"{value:.4g}; the weights are as they were",
+        fix='look for the cause in this batch, or skip such steps: ("loss_spike", "skip")',
+    )

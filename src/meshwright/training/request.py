@@ -1,0 +1,528 @@
+"""Check what a caller of ``accelerate`` asks for, and turn it into a workload to plan and a job to change."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from meshwright.cost import Cluster
+from meshwright.errors import ConfigError, ModelError, did_you_mean
+from meshwright.methods import Job, SampleRun
+from meshwright.nn import check_initialized
+from meshwright.nn.batches import (
+    batch_size_of,
+    call_model,
+    check_input_format,
+    first_loss,
+    is_loss_func,
+    loss_of_output,
+    resized,
+    to_device,
+)
+from meshwright.optim import check_steps_alone
+from meshwright.planner import Plan, Workload, choose, cluster_at_hand, described_cluster, fitting, only_configs
+from meshwright.runtime import Settings, coordinate_of, preserved_rng, rank, world_size
+from meshwright.strategy import Strategy
+from meshwright.training.accelerated import LossWeight
+
+if TYPE_CHECKING:
+    from meshwright.data import GlobalBatchLoader
+    from meshwright.training.built_optimizer import BuiltOptimizer
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of ``accelerate``; see there."""
+
+    model: nn.Module
+    optim_func: Callable[..., Optimizer] | Optimizer | None
+    dataset: Dataset | None
+    loss_func: Callable[[Any, Any], Any] | None
+    strategy: Any
+    prepare_input: Callable[[Any, torch.device], Any] | None
+    model_input_format: str | None
+    optim_args: Mapping[str, Any] | None
+    optim_param_func: Callable[[nn.Module], Any] | None
+    dataloader_args: Mapping[str, Any] | None
+    distributed_sampler_cls: type | None
+    lr_scheduler_cls: Callable[..., Any] | None
+    lr_scheduler_args: Mapping[str, Any] | None
+    excluded: Sequence[str]
+    included: Sequence[Any]
+    max_grad_norm: float | None
+    num_micro_batches: int | None
+    find_unused_parameters: bool
+    ddp_options: Mapping[str, Any] | None
+    sample_batch: Any
+    batch_size: int | None
+    sampler_seed: int
+    dry_run: bool
+    time_limit: float | None = None
+    finetune: bool = False
+    loss_weight: LossWeight | None = None
+    cluster: str | os.PathLike[str] | Cluster | None = None
+
+    def check(self, device: torch.device) -> None:
+        """Refuses arguments that cannot work together.
+
+        Raises:
+            ConfigError, ModelError: Saying which.
+        """
+        check_input_format(self.model_input_format)
+        check_kinds(vars(self))
+        check_kinds({"batch_size": (self.dataloader_args or {}).get("batch_size")})
+        self.strategy_digest()
+        check_model(self.model, device)
+        check_amounts(self.num_micro_batches, self.max_grad_norm)
+        if self.dry_run and self.dataset is None and self.sample_batch is None:
+            raise ConfigError(
+                "A dry run needs data", expected="dataset or sample_batch", got="neither", fix="pass one of them"
+            )
+        self._check_dry_runs()
+        if self.lr_scheduler_cls is not None and self.optim_func is None:
+            raise ConfigError(
+                "A learning-rate scheduler needs an optimizer",
+                got="optim_func=None",
+                fix="pass optim_func",
+                expected="optim_func beside lr_scheduler_cls",
+            )
+        check_lr_scheduler(self.lr_scheduler_cls, self.lr_scheduler_args)
+        check_keywords("ddp_options", DistributedDataParallel, self.ddp_options)
+        if isinstance(self.optim_func, Optimizer):
+            self._check_built()
+        elif self.optim_func is not None:
+            check_keywords("optim_args", self.optim_func, self.optim_args)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the planner chooses the strategy, or the configs of its methods."""
+        return self.strategy is None or self.finetune
+
+    def _check_dry_runs(self) -> None:
+        if self.time_limit is None:
+            return
+        from meshwright.planner.measure import check_time_limit  # the rest of that room is for dry runs
+
+        check_time_limit(self.time_limit)
+        if not self.chooses:
+            return
+        if self.optim_func is None or (self.dataset is None and self.sample_batch is None):
+            raise ConfigError(
+                "time_limit asks to run candidates, and there is nothing to train them with",
+                expected="optim_func, and dataset or sample_batch",
+                got="no optim_func" if self.optim_func is None else "neither dataset nor sample_batch",
+                fix="pass them, or leave time_limit out to choose by prediction",
+            )
+
+    def _check_built(self) -> None:
+        for option, value in (("optim_args", self.optim_args), ("optim_param_func", self.optim_param_func)):
+            if value is not None:
+                raise ConfigError(
+                    f"{option} is given beside an optimizer that is built already",
+                    expected="an optimizer, or what builds one",
+                    got=f"optim_func={type(self.optim_func).__name__}(…) and {option}",
+                    fix=f"leave {option} out, or pass the optimizer's class",
+                )
+        assert self._built is not None  # made here, with its own checks
+        check_steps_alone(self._built.optimizer)
+
+    @functools.cached_property
+    def _built(self) -> BuiltOptimizer | None:
+        """The optimizer given, with the names of its parameters; made before methods replace them."""
+        if not isinstance(self.optim_func, Optimizer):
+            return None
+        from meshwright.training.built_optimizer import BuiltOptimizer
+
+        return BuiltOptimizer(self.optim_func, self.model)
+
+    @property
+    def loss(self) -> Callable[[Any, Any], Any]:
+        """The caller's loss, or the one that the model's output carries."""
+        return self.loss_func or loss_of_output
+
+    @property
+    def prepare(self) -> Callable[[Any, torch.device], Any]:
+        """The caller's ``prepare_input``, or moving tensors to the device."""
+        return self.prepare_input or to_device
+
+    @property
+    def build_optimizer(self) -> Callable[[Any], Optimizer] | None:
+        """Builds the optimizer from parameters alone."""
+        build, args = self.optim_func, dict(self.optim_args or {})
+        if self._built is not None:
+            return self._built.take
+        assert not isinstance(build, Optimizer)
+        return None if build is None else lambda params: check_steps_alone(build(params, **args))
+
+    def plan(self, settings: Settings, limit_bytes: int) -> tuple[Plan, str | None]:
+        """Predicts the strategy asked for, or chooses one; the second item then says why."""
+        workload = self._workload(settings, limit_bytes)
+        if self.chooses:
+            plan, reason = choose(workload, **self._constraints(workload))
+        else:
+            plan, reason = workload.plan(Strategy(self.strategy)), None
+        plan = replace(plan, notices=(*plan.notices, *self._cluster(settings)[1]))
+        if self._built is not None and workload.optim_func is None:
+            gap = (
+                f"optimizer state is not predicted: only {type(self._built.optimizer).__name__}'s constructor makes it"
+            )
+            plan = replace(plan, gaps=(*plan.gaps, gap))
+        return plan, reason
+
+    def ranked(self, settings: Settings, limit_bytes: int) -> list[Plan]:
+        """The plans to choose from by dry runs, best first by prediction."""
+        workload = self._workload(settings, limit_bytes)
+        told = self._cluster(settings)[1]
+        plans = fitting(workload, **self._constraints(workload))
+        return [replace(plan, notices=(*plan.notices, *told)) for plan in plans]
+
+    def _cluster(self, settings: Settings) -> tuple[Cluster | None, tuple[str, ...]]:
+        """What it runs on where that is known, and what may not hold of it here."""
+        device, local_world = settings.device, settings.local_world_size
+        if self.cluster is None:
+            return cluster_at_hand(device, world_size(), local_world), ()
+        return described_cluster(self.cluster, device, world_size(), local_world)
+
+    def _constraints(self, workload: Workload) -> dict[str, Sequence[Any]]:
+        """Of the choice; ``finetune`` keeps the methods of the strategy, and only their configs are chosen."""
+        if self.strategy is None or not self.finetune:
+            return {"excluded": self.excluded, "included": self.included}
+        return only_configs(workload, Strategy(self.strategy))
+
+    def _workload(self, settings: Settings, limit_bytes: int) -> Workload:
+        return Workload(
+            model=self.model,
+            device=settings.device,
+            optim_func=self.build_optimizer if self._built is None else self._built.probe,
+            optim_param_func=self.optim_param_func if self._built is None else self._built.groups,
+            inputs_of=lambda samples: self._sample_inputs(settings.device, samples),
+            forward=self._forward,
+            batch_size=self._global_batch_size(),
+            num_micro_batches=self.num_micro_batches,
+            world=world_size(),
+            zero_level=settings.zero_level,
+            limit_bytes=limit_bytes,
+            cluster=self._cluster(settings)[0],
+            one_host=settings.local_world_size >= world_size(),
+        )
+
+    def _forward(self, model: nn.Module, inputs: Any) -> torch.Tensor:
+        return first_loss(self.loss(inputs, call_model(model, inputs, self.model_input_format)))
+
+    def _global_batch_size(self) -> int | None:
+        if self.batch_size is not None:
+            return self.batch_size
+        if self.dataset is not None:
+            return (self.dataloader_args or {}).get("batch_size", world_size())
+        return batch_size_of(self.sample_batch) * world_size() if self.sample_batch is not None else None
+
+    def _sample_inputs(self, device: torch.device, samples: int) -> Any:
+        """The model input of ``samples`` samples; None where no sample can be had without consuming data."""
+        with preserved_rng():
+            batch = self.sample_of(samples)
+            return None if batch is None else self.prepare(batch, device)
+
+    def sample_of(self, samples: int) -> Any:
+        """A batch of so many samples, as the dataloader would yield it; None as above."""
+        if self.sample_batch is not None:
+            return resized(self.sample_batch, samples)
+        if self.dataset is None or isinstance(self.dataset, IterableDataset):
+            return None
+        collate = (self.dataloader_args or {}).get("collate_fn") or default_collate
+        length = len(self.dataset)  # type: ignore[arg-type]
+        return collate([self.dataset[index % length] for index in range(samples)])
+
+    def job(self, plan: Plan, device: torch.device) -> Job:
+        """The job that the plan's methods will change."""
+        mode = plan.strategy.get("parallel_mode")
+        return Job(
+            model=self.model,
+            strategy=plan.strategy,
+            device=device,
+            loss_func=self.loss,
+            prepare_input=self.prepare,
+            axes=plan.step.axes,
+            coordinate=coordinate_of(rank(), plan.step.axes, mode.rank_order),  # type: ignore[union-attr]
+            shard_axis=plan.step.shard_axis,
+            num_micro_batches=plan.step.num_micro_batches,
+            cut=plan.cut,
+            find_unused_parameters=self.find_unused_parameters,
+            ddp_options=self.ddp_options or {},
+            optim_func=self.build_optimizer,
+            optim_param_func=self.optim_param_func if self._built is None else self._built.groups,
+            max_grad_norm=self.max_grad_norm,
+            sample=SampleRun(lambda samples: self._sample_inputs(device, samples), self._forward),
+        )
+
+    def dataloader(self, job: Job) -> GlobalBatchLoader | None:
+        """This rank's part of the dataset's global batches."""
+        if self.dataset is None:
+            return None
+        from meshwright.data import global_batch_loader
+
+        return global_batch_loader(
+            self.dataset,
+            loader_args=self.dataloader_args,
+            replica=job.replica,
+            num_replicas=job.num_replicas,
+            sampler_cls=self.distributed_sampler_cls,
+            sampler_seed=self.sampler_seed,
+        )
+
+    def strategy_digest(self) -> str:
+        """The strategy asked for, as text."""
+        if self.strategy is None:
+            return f"chosen automatically (excluded={list(self.excluded)}, included={list(self.included)})"
+        if self.finetune:
+            return f"the methods of {Strategy(self.strategy)} with configs chosen automatically"
+        return str(Strategy(self.strategy))
+
+    def parameter_lines(self) -> list[str]:
+        """Name, shape and type of every parameter."""
+        return [
+            f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ', frozen'}"
+            for name, p in self.model.named_parameters()
+        ]
+
+    def model_digest(self) -> str:
+        """A short text that two models of equal parameter names, shapes and dtypes share."""
+        lines = self.parameter_lines()
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
+        return f"{type(self.model).__name__} with {len(lines)} parameters, digest {digest}"
+
+
+# --- Checks of a request's model and keyword arguments, before anything is changed.
+
+
+def check_model(model: nn.Module, device: torch.device) -> None:
+    """Refuses what is not a plain model with values, on the job's device or the CPU.
+
+    Raises:
+        ModelError: Saying what it is instead.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            "The model is not a module",
+            expected="a torch.nn.Module",
+            got=type(model).__name__,
+            fix="pass the model itself, built",
+        )
+    check_initialized(model)
+    wrapped = next(
+        (m for m in model.modules() if isinstance(m, DistributedDataParallel | DataParallel | FSDPModule)), None
+    )
+    sharded = next((name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)), None)
+    if wrapped is not None or sharded is not None:
+        raise ModelError(
+            "The model is already distributed",
+            expected="a plain nn.Module",
+            got=f"{type(wrapped).__name__ if wrapped is not None else sharded} inside {type(model).__name__}",
+            fix="pass the model as it was before wrapping; the strategy wraps it",
+        )
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if not devices <= {device, torch.device("cpu")} or len(devices) > 1:
+        meta = (
+            "parameters on meta have no values. Build the model outside torch.device('meta'), or fill it: "
+            "model.to_empty(device='cpu'), then load_state_dict. One that no machine can hold whole is built "
+            "in shards: see DistributedModule"
+        )
+        raise ModelError(
+            "The model is on a wrong device",
+            expected=f"all parameters and buffers on {device}"
+            + ("" if device.type == "cpu" else ", or all on the CPU"),
+            got=", ".join(sorted(map(str, devices))),
+            fix=meta if torch.device("meta") in devices else f"call model.to({str(device)!r}) before",
+        )
+
+
+def check_keywords(option: str, function: Callable[..., Any], given: Mapping[str, Any] | None) -> None:
+    """Refuses keyword arguments that the function cannot take beside its first, before the model is changed."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature: its own error will do
+        return
+    names = [name for name, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for key in given or {}:
+        if key not in names and not takes_any:
+            raise ConfigError(
+                f"{option} has an unknown key {key!r}{did_you_mean(key, names)}",
+                expected=f"keyword arguments of {getattr(function, '__name__', function)}",
+                got=repr(key),
+                fix="correct the key or leave it out",
+            )
+    try:
+        signature.bind(None, **(given or {}))
+    except TypeError as error:
+        raise ConfigError(
+            f"{option} does not fit {getattr(function, '__name__', function)}: {error}",
+            expected=f"{option} for {signature}",
+            got=repr(dict(given or {})),
+            fix="add what is missing",
+        ) from error
+    if isinstance(function, type) and issubclass(function, Optimizer) and function.__module__.startswith("torch."):
+        _check_values(option, function, given or {})
+
+
+def _check_values(option: str, optim_func: type[Optimizer], given: Mapping[str, Any]) -> None:
+    """Refuses values of a wrong kind for torch's optimizers, which fail in the middle of a comparison.
+
+    Raises:
+        ConfigError: Naming an argument without which the optimizer can be built.
+    """
+    wrong = _type_error(optim_func, given)
+    for key in given if wrong is not None else ():
+        if _type_error(optim_func, {name: value for name, value in given.items() if name != key}) is None:
+            raise ConfigError(
+                f"{option} has a value for {key!r} that {optim_func.__name__} cannot use",
+                expected="a value of the kind that its documentation names, such as a number",
+                got=f"{type(given[key]).__name__} {given[key]!r:.80} ({wrong})",
+                fix="correct the value",
+            ) from wrong
+
+
+def _type_error(optim_func: Callable[..., Any], given: Mapping[str, Any]) -> TypeError | None:
+    try:
+        optim_func([nn.Parameter(torch.zeros(1))], **given)
+    except TypeError as error:
+        return error
+    except Exception:  # says what it objects to itself
+        return None
+    return None
+
+
+def check_lr_scheduler(scheduler: Any, given: Mapping[str, Any] | None = None) -> None:
+    """Refuses a scheduler, or what builds one from ``given``, that an optimizer step alone cannot move.
+
+    Raises:
+        ConfigError: When its ``step`` needs an argument, as ReduceLROnPlateau's does, or it cannot take what is given.
+    """
+    if callable(scheduler):
+        check_keywords("lr_scheduler_args", scheduler, given)
+    kind = scheduler if isinstance(scheduler, type) else type(scheduler)
+    step = getattr(kind, "step", None)
+    if not callable(step):  # a function that builds one: looked at when it has
+        return
+    try:
+        inspect.signature(step).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"{kind.__name__} cannot be stepped after every optimizer step",
+            expected="an lr_scheduler_cls whose step() needs nothing but the number of steps",
+            got=f"step{inspect.signature(step)}: {error}",
+            fix="build it over result.optim, and call its step with a validation loss that is equal on every rank "
+            "(result.evaluate returns one)",
+        ) from error
+
+
+def check_rates(optimizer: Any) -> None:
+    """Refuses an optimizer without learning rates beside a scheduler.
+
+    Raises:
+        ConfigError: For one that chooses its steps itself, as ``Adafactor`` with ``relative_step`` does.
+    """
+    if any(group.get("lr", 0.0) is None for group in getattr(optimizer, "param_groups", ())):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no learning rate that an lr_scheduler_cls could change",
+            expected="an optimizer with an lr",
+            got="lr=None",
+            fix="leave the scheduler out, or give an lr (to Adafactor with relative_step=False)",
+        )
+
+
+def check_amounts(num_micro_batches: int | None, max_grad_norm: float | None) -> None:
+    """Refuses numbers that are none of micro-batches, or no norm.
+
+    Raises:
+        ConfigError: Naming the argument.
+    """
+    if num_micro_batches is not None and num_micro_batches < 1:
+        raise ConfigError(
+            "num_micro_batches is not a count",
+            expected="1 or more",
+            got=repr(num_micro_batches),
+            fix="use 1 to train on whole batches",
+        )
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ConfigError(
+            "max_grad_norm is not a norm",
+            expected="a number above 0, or None",
+            got=repr(max_grad_norm),
+            fix="use None to measure the norm without clipping",
+        )
+
+
+def check_kinds(given: Mapping[str, Any]) -> None:
+    """Refuses values of a wrong kind before anything is predicted or changed.
+
+    Args:
+        given: Arguments of ``accelerate`` by name; those that are not listed here are checked elsewhere.
+
+    Raises:
+        ConfigError: Naming the argument.
+    """
+    for name, (is_right, expected, fix) in _KINDS.items():
+        value = given.get(name)
+        if value is not None and not is_right(value):
+            raise ConfigError(
+                f"{name} is of a wrong kind", expected=expected, got=f"{type(value).__name__} {value!r:.80}", fix=fix
+            )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_Kind = tuple[Callable[[Any], bool], str, str]
+_KINDS: dict[str, _Kind] = {
+    "optim_func": (
+        lambda value: callable(value) or isinstance(value, Optimizer),
+        "an optimizer's class, a function that builds one, or an optimizer",
+        "pass torch.optim.AdamW, and its arguments as optim_args",
+    ),
+    "loss_func": (
+        is_loss_func,
+        "a function of the model's input and its output",
+        'pass lambda inputs, output: F.cross_entropy(output, inputs["labels"]), or what of the input is the target',
+    ),
+    "loss_weight": (
+        callable,
+        "a function of a model input",
+        'pass lambda inputs: (inputs["labels"] != -100).sum(), or another count',
+    ),
+    "prepare_input": (callable, "a function of a batch and a device", "leave it out to move tensors to the device"),
+    "optim_param_func": (callable, "a function of the model", "return parameter groups from it"),
+    "lr_scheduler_cls": (callable, "a scheduler's class", "pass torch.optim.lr_scheduler.StepLR, or another"),
+    "dataset": (
+        lambda value: not isinstance(value, DataLoader),
+        "a dataset: every rank gets a loader of its own part",
+        "pass loader.dataset, and the loader's arguments as dataloader_args",
+    ),
+    "max_grad_norm": (_is_number, "a number above 0, or None", "use None to measure the norm without clipping"),
+    "num_micro_batches": (_is_count, "a whole number, 1 or more", "use 1 to train on whole batches"),
+    "excluded": (lambda value: not isinstance(value, str), "a list of names of methods", "put the name into a list"),
+    "included": (lambda value: not isinstance(value, str), "a list of names of methods", "put the name into a list"),
+    "cluster": (
+        lambda value: isinstance(value, str | os.PathLike | Cluster),
+        "a cluster file, the name of a preset, or a Cluster",
+        "name the file that meshwright calibrate has written, or leave it out",
+    ),
+    "batch_size": (_is_count, "a whole number of samples over all ranks", "correct it"),
+}

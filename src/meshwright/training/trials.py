@@ -1,0 +1,196 @@
+"""Run candidate strategies for a few steps on copies of the model, and restore every module they touched."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.errors import ModelError, StrategyError
+from meshwright.nn import KeptAttributes
+from meshwright.optim import local_tensor
+from meshwright.planner import Plan
+from meshwright.planner.measure import Outcome, RunCandidate, step_times
+from meshwright.runtime import gather_objects, preserved_rng, same_on_every_rank, told_by_all
+from meshwright.training.accelerated import Accelerated
+from meshwright.training.request import Request
+
+_PATIENCE_S = 30.0
+
+
+def run_live(request: Request, build: Callable[[Request, Plan], Accelerated], device: torch.device) -> RunCandidate:
+    """Runs candidates on all ranks of this world; collective.
+
+    The request's model, optimizer, data and the random generators stay as they are, and so do modules that its
+    functions use, such as a loss with statistics. Beside them a copy of model and optimizer is trained, so that a
+    device must hold both. A candidate that fails on every rank has failed; one whose time is up ends with its step.
+
+    Args:
+        request: What is asked for.
+        build: Applies a plan to the model of a request.
+        device: Of this rank.
+    """
+    functions = (request.loss_func, request.prepare_input, request.optim_param_func)
+    others = modules_used_by(function for function in functions if function is not None)
+
+    def run(plan: Plan, num_steps: int, time_limit: float) -> Outcome:
+        start_s = time.perf_counter()
+        with same_on_every_rank():
+            trial = [_copied(request)]
+        times_s: tuple[float, ...] = ()
+        error = ""
+        with preserved_rng(), kept_modules(others, request.model):
+            try:
+                times_s = _train(trial.pop(), build, plan, num_steps, device, start_s + time_limit)
+            except Exception as failed:  # of a candidate anything may fail, in the user's code too
+                error = _describe_error(failed)
+        _forget(device)
+        error = _common(plan, error, time.perf_counter() - start_s)
+        seconds = gather_objects(time.perf_counter() - start_s)[0]
+        if error:
+            return Outcome((), seconds, error)
+        late = len(times_s) < num_steps
+        return Outcome(times_s, seconds, None if times_s else f"no step was timed in {seconds:.1f} s", timed_out=late)
+
+    return run
+
+
+def _describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+def _common(plan: Plan, error: str, seconds: float) -> str:
+    """What the first rank's error says; empty when there is none.
+
+    Raises:
+        StrategyError: On a rank that fails when others, which wait for it in a collective, do not: they cannot be
+            called back, and would wait for ever if this rank stayed.
+    """
+    errors = told_by_all("candidate", error, _PATIENCE_S + 2 * seconds if error else None)
+    if None in errors:
+        raise StrategyError(
+            "A candidate failed on some ranks while others wait for them in a collective",
+            expected="a candidate that fails on every rank or on none",
+            got=f"{plan.strategy}: {error}",
+            fix="exclude a method of it, lower memory_limit if memory is short, or leave time_limit out",
+        )
+    return next((each for each in errors if each), "")
+
+
+def _train(
+    request: Request,
+    build: Callable[[Request, Plan], Accelerated],
+    plan: Plan,
+    num_steps: int,
+    device: torch.device,
+    end_s: float,
+) -> tuple[float, ...]:
+    trial = _copied(request)
+    batch: Any = trial.sample_of(plan.micro_batch * plan.step.num_micro_batches)
+    accelerated = build(trial, plan)
+    if batch is None:  # an iterable dataset: a fresh iterator of it
+        batch = next(iter(accelerated.dataloader))  # type: ignore[arg-type]
+    return step_times(lambda: accelerated.step(batch), num_steps, device, end_s - time.perf_counter())
+
+
+def _copied(request: Request) -> Request:
+    """With a model and an optimizer of its own; an optimizer's parameters stay those of the model."""
+    try:
+        model, optim = copy.deepcopy((request.model, request.optim_func))
+    except Exception as error:
+        raise ModelError(
+            "time_limit runs candidates on copies of the model, and this one cannot be copied",
+            expected="a model, and an optimizer if it is built already, that copy.deepcopy copies",
+            got=_describe_error(error),
+            fix="leave time_limit out to choose by prediction, or give what cannot be copied a __deepcopy__",
+        ) from error
+    return dataclasses.replace(request, model=model, optim_func=optim)
+
+
+def _forget(device: torch.device) -> None:
+    gc.collect()  # sharded modules are cycles
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# --- Modules that functions use beside the model, such as a loss with statistics, put back as they were.
+
+
+@contextlib.contextmanager
+def kept_modules(modules: Iterable[nn.Module], model: nn.Module) -> Iterator[None]:
+    """Puts attributes, tensors and gradients of modules back as they were; the values wait in host memory.
+
+    Args:
+        modules: With those inside of them. One that is sharded stays as it is: where its tensors are changes by itself.
+        model: Gets gradients and attributes back alone: nobody trains it meanwhile, though a loss may read it.
+    """
+    modules = [each for each in modules if not any(isinstance(inside, FSDPModule) for inside in each.modules())]
+    attributes, own = KeptAttributes(), set(model.parameters())
+    every = {each: None for module in (*modules, model) for each in module.modules()}
+    for module in every:
+        attributes.note(module)
+    parameters = {each: each.grad for module in every for each in module.parameters(recurse=False)}
+    tensors = [each for each in (*parameters, *(b for m in modules for b in m.buffers())) if each not in own]
+    values = [(tensor, _host_copy(tensor)) for tensor in tensors]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        attributes.put_back()
+        with torch.no_grad():
+            for tensor, value in values:
+                local_tensor(tensor).copy_(value)
+        for parameter, gradient in parameters.items():
+            parameter.grad = gradient
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return local_tensor(tensor.detach()).to("cpu", copy=True)
+
+
+def modules_used_by(functions: Iterable[Any]) -> list[nn.Module]:
+    """The modules that functions are, belong to, are given beforehand, close over, or name; so of functions they use.
+
+    Args:
+        functions: Called with a batch or an output: functions, methods, modules, partial functions.
+    """
+    found: dict[nn.Module, None] = {}
+    met: set[int] = set()
+    waiting = list(functions)
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, nn.Module):
+            found[each] = None
+        elif id(each) not in met:
+            met.add(id(each))
+            waiting.extend(_used_by(each))
+    return list(found)
+
+
+def _used_by(function: Any) -> list[Any]:
+    if isinstance(function, functools.partial):
+        return [function.func, *function.args, *function.keywords.values()]
+    if isinstance(function, types.MethodType):
+        owned = [each for each in vars(function.__self__).values() if isinstance(each, nn.Module)]
+        return [function.__func__, *owned, *([function.__self__] if isinstance(function.__self__, nn.Module) else [])]
+    if not isinstance(function, types.FunctionType):
+        return []
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    closed = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # not filled yet
+            closed.append(cell.cell_contents)
+    # Functions of other files are libraries', which keep nothing that trains.
+    same = [each for each in named if getattr(each, "__globals__", None) is function.__globals__]
+    return [*closed, *same, *(each for each in named if isinstance(each, nn.Module))]

@@ -1,0 +1,44 @@
+import contextlib
+import gc
+
+from meshwright.runtime.lazy import paused_collection
+
+
+def test_nothing_is_collected_inside_and_the_setting_comes_back():
+    with paused_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with contextlib.suppress(ValueError), paused_collection():
+        raise ValueError
+    assert gc.isenabled()
+
+
+def test_who_has_switched_it_off_finds_it_off():
+    gc.disable()
+    try:
+        with paused_collection():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+def test_what_is_there_to_stay_counts_as_old_unless_somebody_has_frozen_things():
+    with paused_collection(to_stay=True):
+        stays = Cycle()
+    assert any(each is stays for each in gc.get_objects(generation=2))
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        with paused_collection(to_stay=True):
+            young = Cycle()
+        # Thawed, none would be left; how many there are changes meanwhile: other threads drop what was frozen.
+        assert gc.get_freeze_count() > 0
+        assert not any(each is young for each in gc.get_objects(generation=2))
+    finally:
+        gc.unfreeze()

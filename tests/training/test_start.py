@@ -1,0 +1,51 @@
+"""Importing meshwright is a part of every rank's start: what training does not need waits until it is asked for."""
+
+import subprocess
+import sys
+
+LATE = (
+    "meshwright.methods.tensor.split_search",
+    "meshwright.methods.pipeline.execution",
+    "meshwright.methods.zero",
+    "meshwright.optim.outer.outer_optimizer",
+    "meshwright.optim.sharded.sharded_optimizer",
+    "meshwright.store.checkpoints",
+    "torch.distributed.pipelining",
+    "torch.distributed.checkpoint.state_dict_saver",
+    "torch.distributed.elastic.agent.server.api",
+    "rich.table",
+    "meshwright.booster",
+    "meshwright.planning",
+    "meshwright.planner.measure",
+)
+PROGRAM = f"""
+import sys
+import meshwright as mw
+print("torch" in sys.modules)
+print(mw.accelerate.__name__, [name for name in {LATE!r} if name in sys.modules])
+print([name for name in mw.__all__ if not hasattr(mw, name)])
+print(mw.plan.__module__, mw.launch.__module__, mw.booster.__name__)
+"""
+
+COLLECTIONS = """
+import gc, torch
+before = sum(each["collections"] for each in gc.get_stats())
+import meshwright as mw
+mw.accelerate, torch._dynamo.config
+print(sum(each["collections"] for each in gc.get_stats()) - before)
+"""
+
+
+def test_importing_leaves_what_training_does_not_need():
+    printed = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == [
+        "False",
+        "accelerate []",
+        "[]",
+        "meshwright.planner.plan_request meshwright.booster.launch meshwright.booster",
+    ]
+
+
+def test_nothing_looks_for_garbage_while_modules_are_imported():
+    printed = subprocess.run([sys.executable, "-c", COLLECTIONS], capture_output=True, text=True, check=True).stdout
+    assert int(printed) <= 2  # before the first module, and behind
