@@ -24,8 +24,9 @@ from meshwright.runtime.launch import inside_launcher, launch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from comm import RANKS, few, train
 from optimizer_curves import corpus
+
+from comm import RANKS, few, train
 
 
 def fp8(recipe: str, **keys: Any) -> tuple[str, dict[str, Any]]:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from published_runs import Case, NotCovered, Row, Scores, case_of, merged, published_tokens_per_s, read_rows, score
 
 from meshwright.cost import Calibration, Constants, Efficiency, simulate, write_calibration
 from meshwright.cost.calibration import fitted
+from published_runs import Case, NotCovered, Row, Scores, case_of, merged, published_tokens_per_s, read_rows, score
 
 HERE = Path(__file__).parent
 TABLE = HERE / "data" / "published_runs.csv"

@@ -17,12 +17,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from published_runs import Scores, read_rows, score
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from meshwright.errors import MeshwrightError
+from published_runs import Scores, read_rows, score
 
 DEFAULT = Path(__file__).parent / "data" / "published_runs.csv"
 

@@ -8,6 +8,16 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.cost import Cluster, Peak, Stages, Step, find_device, make_cluster, memory, peak
+from meshwright.cost.cluster import most_joined
+from meshwright.cost.rank_memory import shape_on, whole_gradients
+from meshwright.errors import MeshwrightError
+from meshwright.methods import cost_of
+from meshwright.planner.family_ops import FamilyRun
+from meshwright.planner.family_steps import family_step
+from meshwright.planner.memory_budget import CONTEXT_BYTES, FRAGMENTED, FRAGMENTED_BY_LAYERS
+from meshwright.planner.model_shapes import Shape
+from meshwright.strategy import Strategy
 from published_runs.conventions import Convention, convention_of_row
 from published_runs.shapes import has_unknown_experts, is_other_kind, shape_of
 from published_runs.strategies import (
@@ -25,17 +35,6 @@ from published_runs.strategies import (
     zero_stage_of,
 )
 from published_runs.table_rows import Row, devices, global_batch
-
-from meshwright.cost import Cluster, Peak, Stages, Step, find_device, make_cluster, memory, peak
-from meshwright.cost.cluster import most_joined
-from meshwright.cost.rank_memory import shape_on, whole_gradients
-from meshwright.errors import MeshwrightError
-from meshwright.methods import cost_of
-from meshwright.planner.family_ops import FamilyRun
-from meshwright.planner.family_steps import family_step
-from meshwright.planner.memory_budget import CONTEXT_BYTES, FRAGMENTED, FRAGMENTED_BY_LAYERS
-from meshwright.planner.model_shapes import Shape
-from meshwright.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.cost import Calibration, StepTime, simulate
 from published_runs.cases import Case, Held, NotCovered, case_of, held_by
 from published_runs.table_rows import Row, flops_per_s, peak_bytes, tokens_per_s
-
-from meshwright.cost import Calibration, StepTime, simulate
 
 
 @dataclass(frozen=True)

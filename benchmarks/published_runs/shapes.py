@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import re
 
+from meshwright.planner.model_shapes import GPT, LLAMA, MIXTRAL, Dims, Family, Shape
 from published_runs.conventions import Convention
 from published_runs.table_rows import Row, sample_length
-
-from meshwright.planner.model_shapes import GPT, LLAMA, MIXTRAL, Dims, Family, Shape
 
 # (name, billions of parameters): layers, hidden, heads, kv_heads, ffn, vocab, seq
 _LLAMAS: dict[tuple[str, float], Dims] = {

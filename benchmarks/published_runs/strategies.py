@@ -7,13 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from published_runs.conventions import Convention
-from published_runs.table_rows import Row
-
 from meshwright.cost import Scaling, Step
 from meshwright.planner.family_ops import ATTENTION, PER_OP, FamilyRun
 from meshwright.planner.model_shapes import BLOCK, Shape
 from meshwright.strategy import Strategy
+from published_runs.conventions import Convention
+from published_runs.table_rows import Row
 
 
 def dtype_of(row: Row, assumed: list[str]) -> Literal["fp32", "half", "fp8", "fp4"]:
@@ -103,17 +102,17 @@ class Freed:
     """
 
     recomputed: str = ""
-    hosted: float = 0.0
+    offloaded: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.hosted:.3g} of activations on the host" if self.hosted else f"recomputes {self.recomputed}"
+        return f"{self.offloaded:.3g} of activations on the host" if self.offloaded else f"recomputes {self.recomputed}"
 
 
 def freed_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[Freed, ...]:
     """What a row frees; where the table does not say, what may be, less first."""
     found = tuple(Freed(each) for each in recompute_of(row, convention, assumed))
     hosts = convention.hosts_activations and len(found) > 1 and zero_stage_of(row, convention, []) == 3
-    return (found[0], *(Freed(hosted=each) for each in _EIGHTHS), *found[1:]) if hosts else found
+    return (found[0], *(Freed(offloaded=each) for each in _EIGHTHS), *found[1:]) if hosts else found
 
 
 def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[str, ...]:
@@ -176,8 +175,8 @@ def strategy_of(
     methods.append("half" if stage == 0 or convention.reduce == "half" else "amp_native")
     if stage:
         methods.append(_ZERO[stage])
-    if freed.hosted:
-        methods.append(("offload", {"activations": freed.hosted}))
+    if freed.offloaded:
+        methods.append(("offload", {"activations": freed.offloaded}))
     return Strategy(methods)
 
 

@@ -15,7 +15,7 @@ from meshwright.cli.run_display import duration, readable_count, sparkline, stat
 from meshwright.cli.run_files import MetricsFile, check_run_dir, default_run_dir
 from meshwright.cli.train_config import ModelTable
 from meshwright.cli.train_model import model_source
-from meshwright.cli.train_options import Options, prepare, unless_said
+from meshwright.cli.train_options import Options, prepare, unless_given
 from meshwright.cost.device_specs import half_peak_flops_per_s
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, ModelError, StrategyError
 from meshwright.runtime import measured_flops_per_s
@@ -64,8 +64,8 @@ def test_what_a_strategy_says_comes_before_defaults_and_beside_what_is_written(t
     said = Strategy(["grad_clip"])
     for change, expected in (("run.steps=3", None), ("optimizer.max_grad_norm=1.0", 1.0)):
         optimizer = _prepare(tmp_path, change).config.optimizer
-        assert unless_said(said, "grad_clip", optimizer, "max_grad_norm") == expected
-        assert unless_said(None, "grad_clip", optimizer, "max_grad_norm") == 1.0
+        assert unless_given(said, "grad_clip", optimizer, "max_grad_norm") == expected
+        assert unless_given(None, "grad_clip", optimizer, "max_grad_norm") == 1.0
 
 
 def test_a_model_function_that_fails_says_where(tmp_path):

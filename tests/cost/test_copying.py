@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from meshwright.cost import Link, copies, find_cluster, simulate
-from meshwright.cost.device_time import copying
+from meshwright.cost.device_time import offload_time
 from meshwright.planner import FamilyWorkload, parse_family
 from meshwright.strategy import Strategy
 
@@ -36,14 +36,14 @@ def test_activations_hide_behind_computing_as_far_as_the_link_allows():
     hidden, exposed = (planned("activation", cluster).forecast.time for cluster in (fast, slow))
     assert hidden.copies_s == 0.0
     assert hidden.step_time_s == pytest.approx(plain.step_time_s, rel=1e-6)
-    size = planned("activation").step.activations.hosted_bytes
+    size = planned("activation").step.activations.offloaded_bytes
     assert exposed.copies_s == pytest.approx(2 * size / 1e8 - exposed.compute_s, rel=1e-3)
     assert exposed.step_time_s == pytest.approx(plain.step_time_s + exposed.copies_s)
 
 
 def test_neighbours_behind_one_switch_copy_at_half_the_speed():
     step = planned("activation").step
-    alone, pair = (copying(step, find_cluster(f"a100-80x{count}")) for count in (1, 2))
+    alone, pair = (offload_time(step, find_cluster(f"a100-80x{count}")) for count in (1, 2))
     assert pair.forward_s == pytest.approx(2 * alone.forward_s, rel=1e-3)
     assert pair.backward_s == pytest.approx(2 * alone.backward_s, rel=1e-3)
 
@@ -53,9 +53,9 @@ def test_both_directions_at_once_are_bound_by_the_hosts_memory():
     cluster = find_cluster("h100x8")
     moved = sum(copy.bytes_per_step for copy in copies(step) if copy.moment == "update")
     assert cluster.host_memory.bytes_per_s < 2 * cluster.host_share.bytes_per_s
-    assert copying(step, cluster).update_s == pytest.approx(moved / cluster.host_memory.bytes_per_s, rel=1e-3)
+    assert offload_time(step, cluster).update_s == pytest.approx(moved / cluster.host_memory.bytes_per_s, rel=1e-3)
     roomy = dataclasses.replace(cluster, host_memory=Link(1e12, 1e-7))
-    assert copying(step, roomy).update_s == pytest.approx(moved / 2 / cluster.host_share.bytes_per_s, rel=1e-3)
+    assert offload_time(step, roomy).update_s == pytest.approx(moved / 2 / cluster.host_share.bytes_per_s, rel=1e-3)
 
 
 def test_on_a_cpu_copies_take_its_memory():

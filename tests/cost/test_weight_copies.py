@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from meshwright.cost import Average, Block, Hosted, Parameter, Placement, Step, memory
+from meshwright.cost import Average, Block, Offloaded, Parameter, Placement, Step, memory
 from meshwright.cost.device_time import update_s
 
 ROWS, COLUMNS, COUNT = 6, 10, 3
@@ -25,7 +25,7 @@ def test_it_is_sharded_as_the_weights(itemsize, per_element):
 
 
 def test_it_is_on_the_host_where_the_optimizer_is():
-    step = STEP.replace(average=Average(), hosted=Hosted(optimizer=2 / 3))
+    step = STEP.replace(average=Average(), offloaded=Offloaded(optimizer=2 / 3))
     assert (memory(step).average, memory(step).host_average) == (NUMEL * 4 // 3, NUMEL * 8 // 3)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.cost import Encoding, Wire
+from meshwright.cost import Compression, Encoding
 from meshwright.errors import StrategyError
 
 
@@ -17,9 +17,9 @@ from meshwright.errors import StrategyError
 )
 def test_bytes_of_codes_and_scales(encoding, numel, num_bytes):
     assert encoding.num_bytes(numel) == num_bytes
-    wire = Wire(min_numel=1000)
-    assert wire.num_bytes(encoding, 1000, numel, 2) == num_bytes
-    assert wire.num_bytes(encoding, 999, numel, 2) == wire.num_bytes(None, 1000, numel, 2) == 2 * numel
+    compression = Compression(min_numel=1000)
+    assert compression.num_bytes(encoding, 1000, numel, 2) == num_bytes
+    assert compression.num_bytes(encoding, 999, numel, 2) == compression.num_bytes(None, 1000, numel, 2) == 2 * numel
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def test_bytes_of_codes_and_scales(encoding, numel, num_bytes):
     ],
 )
 def test_neighbours_on_a_node(per_node, axes, found):
-    assert Wire(ranks_per_node=per_node).neighbours(axes, "data") == found
+    assert Compression(ranks_per_node=per_node).neighbours(axes, "data") == found
 
 
 @pytest.mark.parametrize(("per_node", "axes"), [(3, [("data", 8)]), (6, [("tensor", 4), ("data", 4)])])
 def test_nodes_that_cut_an_axis_are_refused(per_node, axes):
     with pytest.raises(StrategyError, match="unequal parts"):
-        Wire(ranks_per_node=per_node).neighbours(axes, "data")
+        Compression(ranks_per_node=per_node).neighbours(axes, "data")

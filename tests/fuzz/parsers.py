@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from published_runs import read_rows
 from published_runs.cases import NotCovered, case_of
 from safetensors.torch import save as safetensors_bytes
 
@@ -39,6 +38,7 @@ from meshwright.store.optimizer_file import read_optimizer
 from meshwright.store.scheduler_file import check_fit, read_scheduler
 from meshwright.store.tensor_files import read_file
 from meshwright.strategy import Strategy
+from published_runs import read_rows
 from tests.cli.helpers import CONFIG
 from tests.store.runs import build, train
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import meshwright as mw
-from meshwright.methods import zero as same_layers
+from meshwright.methods import zero as gather_order_check
 from tests.hosts import host_memory
 
 ALL = (0, 1, 2, 3)
@@ -175,11 +175,13 @@ def test_ranks_may_look_alone_at_what_they_have_gathered(ranks, strategy):
 
 def test_a_gpu_is_asked_for_the_last_step(monkeypatch):
     sent = types.SimpleNamespace(synchronize=lambda: None)
-    monkeypatch.setattr(same_layers, "_sent_to_host", lambda means, order: same_layers._Met(means.cpu, sent, order))
-    monkeypatch.setattr(same_layers.SameLayers, "_where_apart", lambda self, order: str(order))
+    monkeypatch.setattr(
+        gather_order_check, "_sent_to_host", lambda means, order: gather_order_check._Met(means.cpu, sent, order)
+    )
+    monkeypatch.setattr(gather_order_check.GatherOrderCheck, "_where_apart", lambda self, order: str(order))
     orders = [b"one", b"two", b"three"]
     exchanges = types.SimpleNamespace(take=lambda: orders.pop(0))
-    watch = same_layers.SameLayers(types.SimpleNamespace(size=lambda axis: 2), exchanges)
+    watch = gather_order_check.GatherOrderCheck(types.SimpleNamespace(size=lambda axis: 2), exchanges)
 
     def on_gpu(means):
         return types.SimpleNamespace(device=torch.device("cuda"), cpu=torch.tensor(means, dtype=torch.float32))
@@ -192,10 +194,12 @@ def test_a_gpu_is_asked_for_the_last_step(monkeypatch):
 
 
 def test_of_thousands_of_ranks_one_that_ran_others_is_told(monkeypatch):
-    monkeypatch.setattr(same_layers.SameLayers, "_where_apart", lambda self, order: str(order))
+    monkeypatch.setattr(gather_order_check.GatherOrderCheck, "_where_apart", lambda self, order: str(order))
     orders = iter(number.to_bytes(4) for number in range(3000))
     exchanges = types.SimpleNamespace(take=lambda: next(orders))
-    watch = same_layers.SameLayers(types.SimpleNamespace(size=lambda axis: 16), exchanges)  # 16 along each of 3 axes
+    watch = gather_order_check.GatherOrderCheck(
+        types.SimpleNamespace(size=lambda axis: 16), exchanges
+    )  # 16 along each of 3 axes
     other = torch.tensor(watch.numbers(), dtype=torch.float32)
     for _ in range(2999):  # as if all others had run the first
         watch.numbers()

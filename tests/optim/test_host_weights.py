@@ -37,13 +37,13 @@ def test_the_device_waits_for_the_oldest_gradients_and_keeps_them_until_then():
     model, copies = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5))), Queued()
     parameters = list(model.parameters())
     weights = HostWeights(
-        parameters, hosted=set(parameters), in_backward=set(parameters), resident=set(), fp32=True, copies=copies,
+        parameters, offloaded=set(parameters), in_backward=set(parameters), resident=set(), fp32=True, copies=copies,
         pin_memory=False, disk=None, bucket_bytes=2 * 64,
     )  # fmt: skip
     model(torch.ones(2, 4)).sum().backward()
     assert copies.waited == [("device", True)] * 3, "all but two buckets' bytes"
     weights.collect_gradients()
-    assert all(weights.hosted[parameter].grad is not None for parameter in parameters)
+    assert all(weights.offloaded[parameter].grad is not None for parameter in parameters)
     assert [place for place, _ in copies.waited[3:]] == ["host"] * 5
     model(torch.ones(2, 4)).sum().backward()
     del copies.waited[:]

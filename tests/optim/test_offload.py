@@ -29,11 +29,11 @@ class CountingSgd(torch.optim.Optimizer):
                 parameter -= 0.1 / group["count"] * parameter.grad
 
 
-def offloaded(model, optim_func, params=None, disk=None, hosted=lambda name: True):
+def offloaded(model, optim_func, params=None, disk=None, offloaded=lambda name: True):
     parameters = list(model.parameters())
-    chosen = {parameter for name, parameter in model.named_parameters() if hosted(name)}
+    chosen = {parameter for name, parameter in model.named_parameters() if offloaded(name)}
     weights = HostWeights(
-        parameters, hosted=chosen, in_backward=chosen, resident=set(), fp32=False,
+        parameters, offloaded=chosen, in_backward=chosen, resident=set(), fp32=False,
         copies=copies_for(torch.device("cpu")), pin_memory=False, disk=disk, bucket_bytes=700,
     )  # fmt: skip
     return GuardedOptimizer(weights.optimizer(optim_func, params or parameters), master=weights)
@@ -75,7 +75,7 @@ def test_any_optimizer_over_some_parameters(name, tmp_path):
         groups = [
             {"params": [p for n, p in model.named_parameters() if n.endswith(kind)]} for kind in ("weight", "bias")
         ]
-        optimizer = offloaded(model, OPTIMIZERS[name], groups, disk, hosted=lambda name: "layers.1" not in name)
+        optimizer = offloaded(model, OPTIMIZERS[name], groups, disk, offloaded=lambda name: "layers.1" not in name)
         torch.testing.assert_close(train(model, optimizer), expected, rtol=1e-6, atol=1e-6)
         assert all(p.grad is None for n, p in model.named_parameters() if "layers.1" not in n)
     if name == "counting":

@@ -12,7 +12,7 @@ from meshwright.cost import find_cluster
 from meshwright.errors import MeshwrightError
 from meshwright.planner import ModuleModel
 from meshwright.planner.planned_models import token_batch
-from meshwright.planner.search import default_space, read_wishes
+from meshwright.planner.search import default_space, read_constraints
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.constraints import constrained
 from meshwright.planner.search.search_space import Candidates
@@ -146,7 +146,7 @@ def test_bounds_of_a_module_with_wide_layers_are_not_above_its_plans(cluster, in
     subject = ModuleModel("wide", Wide(), token_batch(16), seq=16).subject(where, 16, None)
     space = default_space(subject)
     space = space.replace(sizes={"tensor": space.sizes["tensor"]}, recompute=space.recompute[:3], hybrid=False)
-    space = constrained(space, (), read_wishes((), included), where.num_devices, where.devices_per_node)
+    space = constrained(space, (), read_constraints((), included), where.num_devices, where.devices_per_node)
     candidates, bounds, checked = Candidates(space, where.num_devices, 8, 16), Bounds(subject, where), 0
     for mesh in candidates.meshes():
         for branch, parts in itertools.product(candidates.branches(mesh), candidates.micro_batches(mesh)):

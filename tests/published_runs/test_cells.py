@@ -93,9 +93,9 @@ def test_megatron_of_2021_is_predicted_as_it_was_published():
 
 def test_bridge_moves_as_many_blocks_to_the_host_as_its_recipes():
     wide = {"source": "Megatron-Bridge", "model": "Llama-3-70B", "micro_batch": "2", "global_batch": "256", "ac": ""}
-    hosted = [case_of(row(**wide, precision="FP8", gpu=gpu)) for gpu in ("GB200", "GB300")]
-    assert [case.strategy.get("offload").activations for case in hosted] == [0.5, 0.25]
-    assert all(held_by(case).fits for case in hosted)
+    offloaded = [case_of(row(**wide, precision="FP8", gpu=gpu)) for gpu in ("GB200", "GB300")]
+    assert [case.strategy.get("offload").activations for case in offloaded] == [0.5, 0.25]
+    assert all(held_by(case).fits for case in offloaded)
 
 
 def test_torchs_stages_keep_buffers():

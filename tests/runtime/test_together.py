@@ -10,15 +10,15 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from meshwright.errors import LaunchError
-from meshwright.runtime import agreement as together, come_together, rank
+from meshwright.runtime import agreement as together, rank, wait_for_all_ranks
 
 
 def _late():
     told = io.StringIO()
-    come_together("a test")  # from here on they are equally far
+    wait_for_all_ranks("a test")  # from here on they are equally far
     with mock.patch.object(together, "_PATIENCE_S", 0.1), contextlib.redirect_stderr(told):
         time.sleep(0.4 * rank())
-        come_together("a test")
+        wait_for_all_ranks("a test")
     return told.getvalue()
 
 
@@ -34,4 +34,4 @@ def test_ranks_that_never_come_are_named(monkeypatch):
     for name, value in {"_get_default_store": lambda: store, "world_size": lambda: 3, "_PATIENCE_S": 0.05}.items():
         monkeypatch.setattr(together, name, value)
     with pytest.raises(LaunchError, match=r"save was not called on every rank.*ranks 1, 2"):
-        come_together("save")
+        wait_for_all_ranks("save")

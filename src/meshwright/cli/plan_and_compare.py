@@ -165,12 +165,12 @@ class PlanOptions:
             num_micro_batches=self.num_micro_batches,
             objective=self.objective,
             excluded=self.excluded,
-            included=[each for text in self.included for each in _wishes(text)],
+            included=[each for text in self.included for each in _constraints_line(text)],
             top=self.top,
         )
 
 
-def _wishes(text: str) -> tuple[Any, ...]:
+def _constraints_line(text: str) -> tuple[Any, ...]:
     """A method's name, or with keys as in the text of a strategy."""
     return Strategy(text).methods if "(" in text else (text,)
 

@@ -25,7 +25,7 @@ from meshwright.cli.run_files import (
     write_document,
 )
 from meshwright.cli.train_data import Loaded
-from meshwright.cli.train_options import Options, Prepared, prepare, unless_said
+from meshwright.cli.train_options import Options, Prepared, prepare, unless_given
 from meshwright.cost.device_specs import half_peak_flops_per_s
 from meshwright.data import GlobalOrder, RepeatedStream
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError
@@ -157,8 +157,8 @@ def _accelerate(prepared: Prepared, data: Loaded) -> Accelerated:
         },
         excluded=prepared.config.strategy.excluded,
         included=prepared.config.strategy.included,
-        max_grad_norm=unless_said(prepared.strategy, "grad_clip", optimizer, "max_grad_norm"),
-        num_micro_batches=unless_said(prepared.strategy, "gradient_accumulation", run, "num_micro_batches"),
+        max_grad_norm=unless_given(prepared.strategy, "grad_clip", optimizer, "max_grad_norm"),
+        num_micro_batches=unless_given(prepared.strategy, "gradient_accumulation", run, "num_micro_batches"),
         memory_limit=int(run.memory_limit_gb * 1e9) if run.memory_limit_gb is not None else None,
         cluster=prepared.cluster,
         time_limit=prepared.config.strategy.time_limit,

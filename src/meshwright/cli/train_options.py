@@ -144,7 +144,7 @@ def _check_batch(config: TrainConfig, strategy: Strategy | None, world: int) -> 
         )
 
 
-def unless_said(strategy: Strategy | None, method: str, table: Table, key: str) -> Any:
+def unless_given(strategy: Strategy | None, method: str, table: Table, key: str) -> Any:
     """A value of the configuration; None where it is a default and a method of the strategy says the same thing."""
     is_default = key not in table.model_fields_set
     return None if strategy is not None and method in strategy and is_default else getattr(table, key)

@@ -5,7 +5,7 @@ See [Note: documented names that moved] in :mod:`meshwright.runtime.lazy`.
 
 from __future__ import annotations
 
-from meshwright.runtime.lazy import alias_modules, alias_names
+from meshwright.runtime.lazy import alias_modules, alias_name
 
 _BMTRAIN = "meshwright.compat.bmtrain"
 _COLOSSALAI = "meshwright.compat.colossalai"
@@ -40,8 +40,11 @@ MODULES = {
     "meshwright.utils": f"{_BMTRAIN}.utils",
 }
 
-# Package -> module -> names.
+# Package -> module -> names; ``old=new`` where the name has changed, too.
 NAMES = {
+    "meshwright.cost": {
+        "meshwright.cost.step": "Wire=Compression",
+    },
     "meshwright.lr_scheduler": {
         f"{_BMTRAIN}.lr_schedules": "Cosine Exponential Linear NoDecay Noam WSD WarmupLRScheduler",
     },
@@ -65,4 +68,6 @@ def install() -> None:
     """Make every documented name importable; nothing is imported before somebody asks for it."""
     alias_modules(MODULES)
     for package, homes in NAMES.items():
-        alias_names(package, {name: module for module, names in homes.items() for name in names.split()})
+        for module, names in homes.items():
+            for old, _, new in (name.partition("=") for name in names.split()):
+                alias_name(package, old, module, new or old)

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
     from meshwright.cost.events import StepEvent as StepEvent, coalesced as coalesced, step_events as step_events
     from meshwright.cost.peak_memory import AVERAGING as AVERAGING, Peak as Peak, moments as moments, peak as peak
     from meshwright.cost.rank_memory import (
-        Home as Home,
         Memory as Memory,
+        OffloadPlacement as OffloadPlacement,
         balanced_owners as balanced_owners,
         element_bytes as element_bytes,
         gathered_itemsize as gathered_itemsize,
-        homes_of as homes_of,
         local_shape as local_shape,
         memory as memory,
+        offload_placements as offload_placements,
         padded_bytes as padded_bytes,
         pick_largest as pick_largest,
         shape_on as shape_on,
@@ -61,10 +61,11 @@ if TYPE_CHECKING:
         BoundaryAxis as BoundaryAxis,
         Buffer as Buffer,
         CollectiveKind as CollectiveKind,
+        Compression as Compression,
         Copy as Copy,
         Encoding as Encoding,
-        Hosted as Hosted,
         Moment as Moment,
+        Offloaded as Offloaded,
         Op as Op,
         OuterState as OuterState,
         Parameter as Parameter,
@@ -75,7 +76,6 @@ if TYPE_CHECKING:
         Step as Step,
         Traffic as Traffic,
         Updating as Updating,
-        Wire as Wire,
         names_class as names_class,
         pass_flops as pass_flops,
     )

@@ -213,7 +213,7 @@ class Activations:
     flops_at: Placed = ()  # of forward and backward, where a pipeline cuts the model
     loss_bytes: int = 0  # beside what is saved, while the loss runs backward: the gradient of the logits
     outside_bytes: int = 0  # of ``saved_bytes``: behind the last block, freed before the blocks run backward
-    hosted_bytes: int = 0  # copied to the host instead of being saved
+    offloaded_bytes: int = 0  # copied to the host instead of being saved
     transients: tuple[Transient, ...] = field(default=(), hash=False)  # beside all of these; empty: unknown
     kept_at: tuple[Placed, ...] = field(default=(), hash=False)  # of a micro-batch, by stages: by the first place
     working_at: Placed = field(default=(), hash=False)  # of the module that needs most there when it is recomputed

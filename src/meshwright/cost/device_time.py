@@ -13,8 +13,8 @@ from meshwright.cost.rank_memory import (
     copy_bytes,
     element_bytes,
     held_bytes,
-    homes_of,
     keeps_state,
+    offload_placements,
     shape_on,
     state_bytes,
 )
@@ -271,7 +271,7 @@ def copies(step: Step) -> tuple[Copy, ...]:
 
 
 def _activations(step: Step) -> tuple[Copy, ...]:
-    size = step.activations.hosted_bytes * step.num_micro_batches if step.activations is not None else 0
+    size = step.activations.offloaded_bytes * step.num_micro_batches if step.activations is not None else 0
     return Copy("device", "host", size, "forward"), Copy("host", "device", size, "backward")
 
 
@@ -279,7 +279,7 @@ def _parameters(step: Step) -> tuple[Copy, ...]:
     """Shards come for every gather, and their gradients leave after every reduction."""
     inside = outside = trained = 0
     names = [block.name for block in step.blocks for _ in block.parameters]
-    for name, home, (_, parameter) in zip(names, homes_of(step), step.every_parameter(), strict=True):
+    for name, home, (_, parameter) in zip(names, offload_placements(step), step.every_parameter(), strict=True):
         size = home.parameters * held_bytes(step, parameter)
         inside, outside = (inside, outside + size) if name == "outside" else (inside + size, outside)
         trained += size if parameter.trainable else 0
@@ -294,7 +294,7 @@ def _parameters(step: Step) -> tuple[Copy, ...]:
 
 def _updates(step: Step) -> tuple[Copy, ...]:
     early = late = 0
-    for home, (_, parameter) in zip(homes_of(step), step.every_parameter(), strict=True):
+    for home, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True):
         early += home.gradients * held_bytes(step, parameter)
         late += home.optimizer * held_bytes(step, parameter)
     reductions = 1 if step.whole_gradients else step.num_micro_batches
@@ -306,11 +306,11 @@ def _updates(step: Step) -> tuple[Copy, ...]:
 
 
 def _disk(step: Step) -> tuple[Copy, ...]:
-    if step.hosted is None or not step.hosted.on_disk:
+    if step.offloaded is None or not step.offloaded.on_disk:
         return ()
     size = sum(
         home.copied * copy_bytes(step, parameter) + (home.count - home.on_device) * state_bytes(step, parameter)
-        for home, (_, parameter) in zip(homes_of(step), step.every_parameter(), strict=True)
+        for home, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True)
     )
     return Copy("disk", "host", size, "update"), Copy("host", "disk", size, "update")
 
@@ -319,7 +319,7 @@ def _disk(step: Step) -> tuple[Copy, ...]:
 
 
 @dataclass(frozen=True)
-class Copying:
+class OffloadTime:
     """Seconds of a step's copies, were they alone.
 
     Args:
@@ -341,27 +341,27 @@ class Copying:
         return max(0.0, self.forward_s - forward_s) + max(0.0, self.backward_s - backward_s)
 
 
-NO_COPIES = Copying()
+NO_COPIES = OffloadTime()
 
 
-def copying(step: Step, cluster: Cluster) -> Copying:
+def offload_time(step: Step, cluster: Cluster) -> OffloadTime:
     """The copies of a step on a cluster."""
-    if step.hosted is None and not (step.activations is not None and step.activations.hosted_bytes):
+    if step.offloaded is None and not (step.activations is not None and step.activations.offloaded_bytes):
         return NO_COPIES
     every = copies(step)
     forward, backward, update = (
         _seconds([copy for copy in every if copy.moment == moment], step, cluster)
         for moment in ("forward", "backward", "update")
     )
-    return Copying(forward, backward, update, hides=not step.on_cpu)
+    return OffloadTime(forward, backward, update, hides=not step.on_cpu)
 
 
-def hosted_share(step: Step) -> float:
+def offloaded_share(step: Step) -> float:
     """Of the elements that train, those whose update runs in host memory."""
-    if step.hosted is None:
+    if step.offloaded is None:
         return 0.0
     here = there = 0
-    for home, (_, parameter) in zip(homes_of(step), step.every_parameter(), strict=True):
+    for home, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True):
         if parameter.trainable:
             numel = 1
             for size in shape_on(step, parameter, step.optimizer.axis):

@@ -89,7 +89,7 @@ def broadcast_bytes(step: Step) -> int:
 
 def is_freed_at_once(step: Step) -> bool:
     """Whether FSDP2 lets go of what it has gathered as soon as that is copied, as it does where gathers run apart."""
-    return step.on_cpu and step.wire is None
+    return step.on_cpu and step.compression is None
 
 
 def last_gathered_bytes(step: Step) -> int:

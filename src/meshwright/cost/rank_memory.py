@@ -66,7 +66,7 @@ def pick_numbers(
 
 
 @dataclass
-class Home:
+class OffloadPlacement:
     """How many of the equal instances of a parameter live where; every instance counts once."""
 
     count: int  # instances in all
@@ -85,10 +85,10 @@ class Home:
         return self.gradients + self.optimizer
 
 
-def homes_of(step: Step) -> list[Home]:
+def offload_placements(step: Step) -> list[OffloadPlacement]:
     """The homes of the parameters of a step, in the order of ``every_parameter``."""
-    homes = [Home(count) for count, _ in step.every_parameter()]
-    if step.hosted is None:
+    homes = [OffloadPlacement(count) for count, _ in step.every_parameter()]
+    if step.offloaded is None:
         return homes
     _place_parameters(step, homes)
     listed = [parameter for _, parameter in step.every_parameter()]
@@ -97,12 +97,12 @@ def homes_of(step: Step) -> list[Home]:
     total = sum(home.count * size for home, size in zip(homes, trained, strict=True))
     taken = sum(home.parameters * size for home, size in zip(homes, trained, strict=True))
     left = [home.count - home.parameters if each.trainable else 0 for home, each in zip(homes, listed, strict=True)]
-    hosted = pick_numbers(keys, sizes, left, step.hosted.optimizer * total - taken)
+    offloaded = pick_numbers(keys, sizes, left, step.offloaded.optimizer * total - taken)
     early = [
-        number if each.sharded or step.shard_axis is None else 0 for number, each in zip(hosted, listed, strict=True)
+        number if each.sharded or step.shard_axis is None else 0 for number, each in zip(offloaded, listed, strict=True)
     ]
-    leaving = pick_numbers(keys, sizes, early, step.hosted.gradients * total - taken)
-    for home, number, gone in zip(homes, hosted, leaving, strict=True):
+    leaving = pick_numbers(keys, sizes, early, step.offloaded.gradients * total - taken)
+    for home, number, gone in zip(homes, offloaded, leaving, strict=True):
         home.optimizer, home.gradients = number - gone, gone
     return homes
 
@@ -117,13 +117,13 @@ def _whole_shape(step: Step, parameter: Parameter) -> tuple[int, ...]:
     return tuple(size * parts if dim == parameter.tensor_dim else size for dim, size in enumerate(parameter.shape))
 
 
-def _place_parameters(step: Step, homes: list[Home]) -> None:
+def _place_parameters(step: Step, homes: list[OffloadPlacement]) -> None:
     """Parameters leave by unit of sharding: a block, or all that lies outside of the blocks."""
-    assert step.hosted is not None
-    if step.shard_axis is None or not step.hosted.parameters:
+    assert step.offloaded is not None
+    if step.shard_axis is None or not step.offloaded.parameters:
         return
     sizes, counts = [_sharded_numel(step, block) for block in step.blocks], [block.count for block in step.blocks]
-    budget = step.hosted.parameters * sum(size * count for size, count in zip(sizes, counts, strict=True))
+    budget = step.offloaded.parameters * sum(size * count for size, count in zip(sizes, counts, strict=True))
     chosen, first = pick_numbers([()] * len(sizes), sizes, counts, budget), 0
     for number, block in zip(chosen, step.blocks, strict=True):
         for offset, parameter in enumerate(block.parameters):
@@ -189,9 +189,9 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
     Rank 0 of the sharding axis holds the most: shards are cut as ``torch.chunk`` does, the remainder last.
     """
     where = coordinate or {}
-    homes = homes_of(step)
+    homes = offload_placements(step)
 
-    def total(bytes_of: Callable[[Parameter], int], number_of: Callable[[Home], int]) -> int:
+    def total(bytes_of: Callable[[Parameter], int], number_of: Callable[[OffloadPlacement], int]) -> int:
         pairs = zip(homes, step.every_parameter(), strict=True)
         return sum(number * bytes_of(parameter) for home, (_, parameter) in pairs if (number := number_of(home)))
 
@@ -207,7 +207,7 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
     def copied(p: Parameter) -> int:
         return copy_bytes(step, p, where)
 
-    on_disk, known = step.hosted is not None and step.hosted.on_disk, step.activations
+    on_disk, known = step.offloaded is not None and step.offloaded.on_disk, step.activations
     host_master, host_states = total(copied, lambda home: home.copied), total(states, lambda h: h.count - h.on_device)
     host_scalars = total(scalars, lambda home: home.count - home.on_device) if on_disk else host_states
     return Memory(
@@ -228,7 +228,7 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
         host_master=0 if on_disk else host_master,
         host_gradients=total(copied, lambda home: home.copied) + total(gradient, lambda home: home.parameters),
         host_optimizer=host_scalars,
-        host_activations=known.hosted_bytes if known is not None else 0,
+        host_activations=known.offloaded_bytes if known is not None else 0,
         host_average=total(lambda p: average_bytes(step, p, where), lambda home: home.count - home.on_device),
         disk_master=host_master if on_disk else 0,
         disk_optimizer=host_states - host_scalars,
@@ -329,7 +329,7 @@ def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Ma
     return math.prod(shape[dim] for dim in state.dims) * state.numel_apart * itemsize
 
 
-def _updating_bytes(step: Step, homes: Sequence[Home], where: Mapping[str, int]) -> int:
+def _updating_bytes(step: Step, homes: Sequence[OffloadPlacement], where: Mapping[str, int]) -> int:
     """The most that the update of one group holds for a moment on the device.
 
     Methods that divide some of a group's parameters over another mesh than the rest have both updated apart.

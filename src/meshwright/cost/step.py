@@ -75,7 +75,7 @@ class Encoding:
 
 
 @dataclass(frozen=True)
-class Wire:
+class Compression:
     """How weights and gradients travel; None: as they are."""
 
     gather: Encoding | None = None
@@ -290,7 +290,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Hosted:
+class Offloaded:
     """What host memory or a disk holds in place of the device, as fractions from 0 to 1 of elements; see ``homes``."""
 
     optimizer: float  # of the elements that train: their states, master weights and gradients at the update
@@ -351,7 +351,7 @@ class Step:
     master: Placement | None = None  # fp32 copies beside half parameters
     outer: OuterState | None = None
     average: Average | None = None
-    hosted: Hosted | None = None
+    offloaded: Offloaded | None = None
     on_cpu: bool = False  # the device's memory is host memory
     on_one_host: bool = False  # so is that of all ranks, and one host's: they hand on through memory that they share
     compute_itemsize: int | None = None  # bytes per element of gathered parameters; None: as given
@@ -361,14 +361,16 @@ class Step:
     gathers_ahead: bool = True  # backward gathers the next block while one computes
     waits_to_update: bool = False  # the host reads from the device whether to update (fp16's loss scale)
     whole_gradients: bool = False  # gradients accumulate whole until the last micro-batch
-    wire: Wire | None = None  # in how many bits weights are gathered and gradients reduced; None: as they are
+    compression: Compression | None = (
+        None  # in how many bits weights are gathered and gradients reduced; None: as they are
+    )
     traffic: tuple[Traffic, ...] = ()
     counted_again: tuple[str, ...] = ()  # axes whose ranks those behind them have, too: of others' runs alone
 
     @property
     def shards_in_memory(self) -> bool:
         """Whether ranks hand on what they gather and reduce of shards through memory of their host."""
-        return self.on_one_host and self.wire is None and self.size(self.shard_axis) > 1
+        return self.on_one_host and self.compression is None and self.size(self.shard_axis) > 1
 
     def size(self, axis: str | None) -> int:
         """Ranks along an axis; 1 where the mesh has none of that name."""

@@ -10,14 +10,14 @@ from meshwright.cost.calibration import Calibration, fitted
 from meshwright.cost.cluster import Cluster
 from meshwright.cost.device_time import (
     NO_COPIES,
-    Copying,
     Machine,
+    OffloadTime,
     accumulated_bytes,
     backward_s,
-    copying,
     forward_s,
-    hosted_share,
     launched_s,
+    offload_time,
+    offloaded_share,
     update_s,
 )
 from meshwright.cost.scheduling import (
@@ -62,7 +62,7 @@ class Rank:
     gathers_each: bool
     reduces_each: bool
     accumulate_s: float = 0.0
-    copying: Copying = NO_COPIES
+    offload_time: OffloadTime = NO_COPIES
 
 
 def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
@@ -74,7 +74,7 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
     hidden = [each for each in step.traffic if each.hidden and each.moment != "update" and each.kind != "send"]
     gathers_each = any(each.per_micro_batch for each in hidden if _gathers(each))
     reduces_each = any(each.per_micro_batch for each in hidden if not _gathers(each))
-    passes, moved = _passes(step, machine, network, inline), copying(step, cluster)
+    passes, moved = _passes(step, machine, network, inline), offload_time(step, cluster)
 
     def reducing(wanted: Callable[[Traffic], bool]) -> Passes:
         reductions = (each for each in hidden if not _gathers(each) and wanted(each))
@@ -87,7 +87,7 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
         inline_s=inline["forward"] + inline["backward"],
         update_s=updated_s(step, machine, cluster, moved)
         + sum(one_s(step, t, network) for t in step.traffic if t.moment == "update"),
-        copying=moved,
+        offload_time=moved,
         gathers_each=gathers_each,
         reduces_each=reduces_each,
         accumulate_s=known.constants.accumulation
@@ -97,10 +97,10 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
     )
 
 
-def updated_s(step: Step, machine: Machine, cluster: Cluster, moved: Copying) -> float:
+def updated_s(step: Step, machine: Machine, cluster: Cluster, moved: OffloadTime) -> float:
     """Seconds of the update: of the device, and then of what is in host memory, with the copies it waits for."""
     here = max(update_s(step, machine), launched_s(step, machine) - _ahead_s(step, machine))
-    share = 0.0 if step.on_cpu else hosted_share(step)
+    share = 0.0 if step.on_cpu else offloaded_share(step)
     slower = machine.bytes_per_s * machine.efficiency.update / cluster.host_memory.bytes_per_s
     return here * (1 - share + share * slower) + moved.update_s
 
@@ -339,7 +339,7 @@ def _together(
 
 def _copies_left_s(rank: Rank, micro_batches: int) -> float:
     passes = rank.passes
-    return rank.copying.left_s(passes.forward_total_s * micro_batches, passes.backward_total_s * micro_batches)
+    return rank.offload_time.left_s(passes.forward_total_s * micro_batches, passes.backward_total_s * micro_batches)
 
 
 def _replicated(rank: Rank, micro_batches: int, *, in_turn: bool) -> float:

@@ -183,11 +183,12 @@ def _is_mask(entry: Any) -> bool:
 #
 # Shapes: (…, D) hidden states · (C, D) weight · (C,) bias · (…, C) logits.
 
-_Head: Any = torch.Tensor
+_Tensor: Any = torch.Tensor
 _CASTS = {
-    _Head.float: torch.float32, _Head.half: torch.float16, _Head.bfloat16: torch.bfloat16, _Head.double: torch.float64,
+    _Tensor.float: torch.float32, _Tensor.half: torch.float16, _Tensor.bfloat16: torch.bfloat16,
+    _Tensor.double: torch.float64,
 }  # fmt: skip
-_SAME = {_Head.contiguous, _Head.clone, torch.clone}
+_SAME = {_Tensor.contiguous, _Tensor.clone, torch.clone}
 
 
 class HeadLogits(LazyLogits):
@@ -245,7 +246,7 @@ class HeadLogits(LazyLogits):
         if func in _SAME:
             return self.with_part(self.part)
         dtype = _CASTS.get(func)
-        if func is _Head.to and len(args) + len(kwargs) == 1:
+        if func is _Tensor.to and len(args) + len(kwargs) == 1:
             dtype = args[0] if args else kwargs.get("dtype")
         # To a narrower type, rounding the logits is part of the result.
         widens = isinstance(dtype, torch.dtype) and torch.promote_types(dtype, self.dtype) == dtype
@@ -319,10 +320,10 @@ class _WrapHeadLogits(torch.autograd.Function):
 # leads there (see :class:`~meshwright.loss.lazy_logits.LazyLogits`), and scaling. Anything else sees the whole logits,
 # which are gathered when they are first needed.
 
-_Shards: Any = torch.Tensor
 _ELEMENTWISE = {
-    _Shards.float, _Shards.half, _Shards.bfloat16, _Shards.double, _Shards.to, _Shards.type, _Shards.contiguous, _Shards.clone, _Shards.detach, _Shards.mul, _Shards.div,
-    _Shards.__mul__, _Shards.__rmul__, _Shards.__truediv__, _Shards.tanh, torch.mul, torch.div, torch.tanh, torch.clone,
+    _Tensor.float, _Tensor.half, _Tensor.bfloat16, _Tensor.double, _Tensor.to, _Tensor.type, _Tensor.contiguous,
+    _Tensor.clone, _Tensor.detach, _Tensor.mul, _Tensor.div, _Tensor.__mul__, _Tensor.__rmul__, _Tensor.__truediv__,
+    _Tensor.tanh, torch.mul, torch.div, torch.tanh, torch.clone,
 }  # fmt: skip
 """What treats every logit alike, as long as the other arguments are numbers or types."""
 

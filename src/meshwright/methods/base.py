@@ -37,7 +37,7 @@ from meshwright.store.entries import unwrapped
 from meshwright.strategy import MethodConfig
 
 if TYPE_CHECKING:
-    from meshwright.cost import Wire
+    from meshwright.cost import Compression
     from meshwright.methods.expert.divided_experts import Experts
     from meshwright.methods.expert.expert_layers import ExpertLayer
     from meshwright.methods.pipeline.execution import PipelineEngine
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from meshwright.methods.tensor.block_trials import SampleRun
     from meshwright.methods.tensor.model_split import Split
     from meshwright.methods.weight_vote import Voter
-    from meshwright.methods.zero import SameLayers
+    from meshwright.methods.zero import GatherOrderCheck
     from meshwright.strategy import Strategy
 
 
@@ -241,7 +241,7 @@ def _as_it_is(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-class HostedBytes(Protocol):
+class OffloadedBytes(Protocol):
     """Counts what it copies to the host."""
 
     num_bytes: int
@@ -286,7 +286,7 @@ class Job:
     is_split: bool = False  # by tensor_parallel or expert_parallel: parts are DTensors, and all values are rank 0's
     recomputed: Mapping[str, frozenset[str]] | None = None  # of checkpoint's check: operators kept, by paths
     precision: Precision | None = None  # set by a precision method for the method that shards
-    wire: Wire | None = None  # set by comm for the method that shards, or for data parallelism
+    compression: Compression | None = None  # set by comm for the method that shards, or for data parallelism
     loss_scaling: bool = False  # fp16: gradients would underflow
     loss_scale: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of LossScaler
     skip_nonfinite: bool = False
@@ -300,12 +300,14 @@ class Job:
     before_update: list[Callable[[], None]] = field(default_factory=list)  # called before each step of the optimizer
     after_update: list[Callable[[], None]] = field(default_factory=list)  # and after it; never for a skipped step
     make_host_weights: Callable[[], MasterWeights] | None = None  # offload: in place of master weights
-    hosted_units: frozenset[str] = frozenset()  # offload: paths of blocks whose sharded parameters live on the host
+    offloaded_units: frozenset[str] = frozenset()  # offload: paths of blocks whose sharded parameters live on the host
     pin_memory: bool = False  # offload: whether they are page-locked there
-    activations: HostedBytes | None = None  # offload: what forward copies to the host
+    activations: OffloadedBytes | None = None  # offload: what forward copies to the host
     stages: Stages | None = None  # for norms, where the parameters are one pipeline rank's
     micro_batch: MicroBatchContext = _no_context  # entered around forward and backward; True on the last micro-batch
-    same_layers: SameLayers | None = None  # set by the method that shards: what compares the ranks in every step
+    gather_order_check: GatherOrderCheck | None = (
+        None  # set by the method that shards: what compares the ranks in every step
+    )
     notices: list[str] = field(default_factory=list)  # what the user is told once, on rank 0
 
     def size(self, axis: str | None) -> int:
@@ -445,8 +447,8 @@ def abandoned_if_it_fails(job: Job, optim: Optimizer | None) -> Iterator[None]:
 
     Nothing waits for another rank here: where only this one has failed, its error is to be seen at once.
     """
-    if job.same_layers is not None:
-        job.same_layers.forget()
+    if job.gather_order_check is not None:
+        job.gather_order_check.forget()
     try:
         yield
     except Exception:
@@ -465,8 +467,8 @@ def abandon(job: Job, optim: Optimizer | None) -> None:
             _reset(module)
     if job.pipeline is not None:
         job.pipeline.abandon()
-    if job.same_layers is not None:
-        job.same_layers.forget()
+    if job.gather_order_check is not None:
+        job.gather_order_check.forget()
     job.model.zero_grad()
     if optim is not None:
         optim.zero_grad()  # some gradients may be on the host

@@ -16,15 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.comm.compression import Packing, Route, gathered_messages, reduced_row
 from meshwright.comm.transport import all_gather_flat
-from meshwright.cost import AVERAGING, Encoding, Step, Wire
+from meshwright.cost import AVERAGING, Compression, Encoding, Step
 from meshwright.errors import StrategyError
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase, averaging_axis
 from meshwright.nn import Comm as FsdpComm, is_mean, parameter_groups
 from meshwright.runtime import settings
 
 
-def quantise_units(model: nn.Module, wire: Wire, way: Route) -> None:
-    """Exchanges the collectives of every unit of a sharded model.
+def quantise_units(model: nn.Module, compression: Compression, way: Route) -> None:
+    """CollectiveLog the collectives of every unit of a sharded model.
 
     Args:
         model: Sharded with ``fully_shard`` over the ranks of ``way``.
@@ -38,30 +38,30 @@ def quantise_units(model: nn.Module, wire: Wire, way: Route) -> None:
         floating = all(parameter.sharded_param.is_floating_point() for parameter in parameters)
         if not parameters or not floating:
             continue
-        unit = _Unit(parameters, wire, way)
-        if wire.gather is not None or way.nodes is not None:
+        unit = _Unit(parameters, compression, way)
+        if compression.gather is not None or way.nodes is not None:
             module.set_custom_all_gather(_AllGather(unit))  # type: ignore[arg-type]
-        if wire.reduce is not None or way.nodes is not None:
+        if compression.reduce is not None or way.nodes is not None:
             module.set_custom_reduce_scatter(_ReduceScatter(unit))  # type: ignore[arg-type]
 
 
 class _Unit:
     """The parameters that FSDP2 packs together, and how a rank's part of them travels."""
 
-    def __init__(self, parameters: list[Any], wire: Wire, way: Route) -> None:
-        self._parameters, self._wire, self.way = parameters, wire, way
+    def __init__(self, parameters: list[Any], compression: Compression, way: Route) -> None:
+        self._parameters, self._compression, self.way = parameters, compression, way
         self._warned = False
 
     def gathered(self, num_elements: int) -> Packing:
         """A rank's shards, rows that only fill up among them; as they are, they may be packed bytes (fp8)."""
-        if self._wire.gather is None:
+        if self._compression.gather is None:
             return Packing((num_elements,), (False,), None)
-        return self._packing(self._parameters, self._wire.gather)
+        return self._packing(self._parameters, self._compression.gather)
 
     def reduced(self, num_elements: int) -> Packing:
         """The gradients that one rank will own; all in whole numbers if they are not those of all that trains."""
         trained = [each for each in self._parameters if each.sharded_param.requires_grad]
-        packing = self._packing(trained, self._wire.reduce)
+        packing = self._packing(trained, self._compression.reduce)
         if sum(packing.sizes) == num_elements:
             return packing
         if not self._warned:
@@ -76,7 +76,7 @@ class _Unit:
     def _packing(self, parameters: list[Any], encoding: Encoding | None) -> Packing:
         return Packing(
             tuple(each.padded_sharded_param_size.numel() for each in parameters),
-            tuple(each._orig_size.numel() >= self._wire.min_numel for each in parameters),
+            tuple(each._orig_size.numel() >= self._compression.min_numel for each in parameters),
             encoding,
         )
 
@@ -138,7 +138,9 @@ class _ReduceScatter(FsdpComm):
 # means, quantised once more, go to all, who decode the same bytes.
 
 
-def quantise_averages(model: DistributedDataParallel, wire: Wire, way: Route, device: torch.device) -> None:
+def quantise_averages(
+    model: DistributedDataParallel, compression: Compression, way: Route, device: torch.device
+) -> None:
     """Averages the buckets of a model in few bits from now on.
 
     Args:
@@ -147,13 +149,13 @@ def quantise_averages(model: DistributedDataParallel, wire: Wire, way: Route, de
         way: The ranks that average, and their nodes.
         device: Where the model is.
     """
-    if wire.reduce is not None or way.nodes is not None:
-        model.register_comm_hook(None, _Averages(wire, way, device).average)
+    if compression.reduce is not None or way.nodes is not None:
+        model.register_comm_hook(None, _Averages(compression, way, device).average)
 
 
 class _Averages:
-    def __init__(self, wire: Wire, way: Route, device: torch.device) -> None:
-        self._wire, self._way, self._device = wire, way, device
+    def __init__(self, compression: Compression, way: Route, device: torch.device) -> None:
+        self._compression, self._way, self._device = compression, way, device
         # Beside the computation; DDP waits for it by the future's events.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -168,7 +170,7 @@ class _Averages:
             devices=[] if self._stream is None else [self._device]
         )
         with self._aside():
-            average_in_place([gradient.view(-1) for gradient in bucket.gradients()], self._wire, self._way)
+            average_in_place([gradient.view(-1) for gradient in bucket.gradients()], self._compression, self._way)
             future.set_result(bucket.buffer())
         return future
 
@@ -189,10 +191,12 @@ _Averages.average.__annotations__.update(
 )
 
 
-def average_in_place(gradients: Sequence[torch.Tensor], wire: Wire, way: Route) -> None:
+def average_in_place(gradients: Sequence[torch.Tensor], compression: Compression, way: Route) -> None:
     """Replaces flat gradients of one type by their means over ranks."""
     pieces = [-(-gradient.numel() // way.size) for gradient in gradients]
-    packing = Packing(tuple(pieces), tuple(each.numel() >= wire.min_numel for each in gradients), wire.reduce)
+    packing = Packing(
+        tuple(pieces), tuple(each.numel() >= compression.min_numel for each in gradients), compression.reduce
+    )
     rows = gradients[0].new_zeros(way.size, sum(pieces))
     for gradient, part in zip(gradients, rows.split(pieces, dim=1), strict=True):
         for target, source in _runs(part, gradient):
@@ -308,12 +312,12 @@ class Comm(Method):
         return value
 
     @property
-    def _wire(self) -> Wire:
+    def _compression(self) -> Compression:
         def encoding(kind: Literal["int8", "int4", "fp8"] | None) -> Encoding | None:
             return None if kind is None else Encoding(kind, self.block_size, _SCALE_BYTES[self.scale_dtype])
 
         per_node = settings().local_world_size if self.hierarchical == "auto" else self.hierarchical
-        return Wire(encoding(self.all_gather), encoding(self.reduce), self.min_numel, per_node)
+        return Compression(encoding(self.all_gather), encoding(self.reduce), self.min_numel, per_node)
 
     def check(self, job: Job) -> None:
         """Refuses what it cannot change, and nodes that cut the axis into unequal parts."""
@@ -348,15 +352,15 @@ class Comm(Method):
                 got=", ".join(f"{axis}={job.size(axis)}" for axis in averaging),
                 fix="add zero1, zero2 or fsdp, or leave hierarchical out",
             )
-        self._wire.neighbours(job.axes, _axis(job))
+        self._compression.neighbours(job.axes, _axis(job))
 
     def apply(self, job: Job) -> None:
         """Tells the method that shards, or replicates, how to communicate."""
-        job.wire = self._wire
+        job.compression = self._compression
         axis = _axis(job)
         if job.num_averaged == 1:
             job.notices.append("comm changes nothing: one rank has nobody to communicate with")
-        elif self.hierarchical is not None and job.wire.neighbours(job.axes, axis) is None:
+        elif self.hierarchical is not None and job.compression.neighbours(job.axes, axis) is None:
             job.notices.append(
                 f"comm: hierarchical changes nothing; ranks along {axis} are all on one node, or each on its own"
             )
@@ -368,7 +372,7 @@ class Comm(Method):
 
     def cost(self, step: Step) -> Step:
         """The same for the simulated step."""
-        return step.replace(wire=self._wire)
+        return step.replace(compression=self._compression)
 
 
 def _axis(job: Job) -> str:

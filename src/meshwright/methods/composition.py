@@ -17,7 +17,7 @@ from meshwright.methods.gradient_averaging import GradientHooks
 from meshwright.methods.parallel_mode import ParallelMode, replicate, replicate_cost
 from meshwright.methods.replace.model_changes import Replacement
 from meshwright.nn import part_of_whole, rank_orders, wrap_method
-from meshwright.optim import Held, tell_held
+from meshwright.optim import ParameterPlacement, set_placement
 from meshwright.runtime import Axes, fit_axes, same_on_every_rank
 from meshwright.store.entries import stored_name, unwrapped
 from meshwright.strategy import Strategy
@@ -178,7 +178,7 @@ def _saving(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 # --- Tells optimizers what they cannot see from parameters: which ranks hold them, and in what order.
 
 
-def tell_parameters(job: Job) -> None:
+def set_parameter_placements(job: Job) -> None:
     """Notes it on every parameter, when all methods have changed the model."""
     model = unwrapped(job.model)
     part, orders = part_of_whole(model), rank_orders(model)
@@ -187,7 +187,7 @@ def tell_parameters(job: Job) -> None:
     homes = {stored_name(name): ranks for name, ranks in part.homes.items()} if part is not None else {}
     for name, parameter in named.items():
         on, of = (len(homes[name]), part.size) if part is not None else (1, 1)
-        tell_held(parameter, Held(places[name], on, of, orders.get(id(parameter))))
+        set_placement(parameter, ParameterPlacement(places[name], on, of, orders.get(id(parameter))))
 
 
 # --- How methods go together: what a strategy implies, and the order in which its methods are applied.
@@ -357,7 +357,7 @@ def apply_strategy(job: Job) -> None:
         if method.phase > Phase.REPLICATE:
             method.apply(job)
     hooks.carry_over(job.model)
-    tell_parameters(job)
+    set_parameter_placements(job)
     refuse_own_saving(job)
 
 

@@ -12,7 +12,7 @@ from pydantic import Field, PositiveInt
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.cost import Activations, Hosted, Step, pick_largest
+from meshwright.cost import Activations, Offloaded, Step, pick_largest
 from meshwright.errors import StrategyError
 from meshwright.methods.base import AVERAGED, Conflict, Job, Method, Phase
 from meshwright.methods.offload_activations import ActivationOffload
@@ -26,7 +26,7 @@ class Chosen(NamedTuple):
     """Disjoint sets of parameters that train, and those among ``hosted`` whose gradients leave in backward."""
 
     resident: set[torch.Tensor]
-    hosted: set[torch.Tensor]
+    offloaded: set[torch.Tensor]
     in_backward: set[torch.Tensor]
 
 
@@ -38,7 +38,7 @@ def completed_in_backward(sizes: Mapping[str, int], shard_axis: str | None) -> b
     return alone if shard_axis is None else sizes.get("tensor", 1) == 1
 
 
-def hosted_units(job: Job, fraction: float) -> frozenset[str]:
+def offloaded_units(job: Job, fraction: float) -> frozenset[str]:
     """The paths of the blocks whose sharded parameters are to live on the host; ``""`` stands for what is outside."""
     if job.shard_axis is None or not fraction:
         return frozenset()
@@ -54,21 +54,21 @@ def hosted_units(job: Job, fraction: float) -> frozenset[str]:
     return frozenset(paths[place] for place in picked)
 
 
-def choose(job: Job, hosted: Hosted) -> Chosen:
+def choose(job: Job, offloaded: Offloaded) -> Chosen:
     """Chooses among the parameters of the model as it is now, sharded or not; equal on every rank."""
     blocks = [path for path, _ in find_blocks(job.model)]
     trainable = {name: parameter for name, parameter in job.model.named_parameters() if parameter.requires_grad}
     resident: set[torch.Tensor] = {
         parameter
         for name, parameter in trainable.items()
-        if isinstance(parameter, DTensor) and unit_of(name, blocks) in job.hosted_units
+        if isinstance(parameter, DTensor) and unit_of(name, blocks) in job.offloaded_units
     }
     total = sum(parameter.numel() for parameter in trainable.values())
     taken = sum(parameter.numel() for parameter in resident)
     others: list[torch.Tensor] = [parameter for parameter in trainable.values() if parameter not in resident]
-    listed = _largest(others, hosted.optimizer * total - taken)
+    listed = _largest(others, offloaded.optimizer * total - taken)
     complete = [p for p in listed if isinstance(p, DTensor) or job.shard_axis is None]
-    return Chosen(resident, set(listed), set(_largest(complete, hosted.gradients * total - taken)))
+    return Chosen(resident, set(listed), set(_largest(complete, offloaded.gradients * total - taken)))
 
 
 def _largest(parameters: list[torch.Tensor], budget: float) -> list[torch.Tensor]:
@@ -251,17 +251,17 @@ class Offload(Method):
     def check_mesh(self, sizes: Mapping[str, int], shard_axis: str | None) -> None:
         """Refuses what cannot leave the device on such a mesh."""
         check_gradients(self.gradients or 0.0, sizes, shard_axis)
-        check_parameters(self._hosted(sizes, shard_axis).parameters, sizes, shard_axis)
+        check_parameters(self._offloaded(sizes, shard_axis).parameters, sizes, shard_axis)
         check_activations(self.activations, sizes)
 
     def check(self, job: Job) -> None:
         """Refuses what cannot leave the device in this job, and a disk that cannot be written to."""
         self.check_mesh(dict(job.axes), job.shard_axis)
-        hosted = self._hosted(dict(job.axes), job.shard_axis)
-        check_parameter_units(hosted.parameters, job.strategy)
+        offloaded = self._offloaded(dict(job.axes), job.shard_axis)
+        check_parameter_units(offloaded.parameters, job.strategy)
         if self.activations:
             require_blocks(job.model, method="offload", option="activations")
-        if hosted.optimizer and job.optim_func is None:
+        if offloaded.optimizer and job.optim_func is None:
             raise StrategyError(
                 "offload has no optimizer whose states it could keep",
                 expected="optim_func",
@@ -272,7 +272,7 @@ class Offload(Method):
 
     def apply(self, job: Job) -> None:
         """Hooks the blocks, tells the sharding method which units live on the host, and changes the master weights."""
-        hosted = self._hosted(dict(job.axes), job.shard_axis)
+        offloaded = self._offloaded(dict(job.axes), job.shard_axis)
         pin = self.pin_memory and job.device.type == "cuda"
         copies = copies_for(job.device)
         count = self._num_blocks(len(find_blocks(job.model)))
@@ -281,15 +281,15 @@ class Offload(Method):
             offload = ActivationOffload(blocks, copies, pin_memory=pin, prefetch=self.prefetch)
             job.model.register_forward_pre_hook(offload.forget)
             job.activations = offload
-        job.hosted_units, job.pin_memory = hosted_units(job, hosted.parameters), pin
-        if not hosted.optimizer:
+        job.offloaded_units, job.pin_memory = offloaded_units(job, offloaded.parameters), pin
+        if not offloaded.optimizer:
             return
 
         def host_weights() -> HostWeights:
-            chosen = choose(job, hosted)
+            chosen = choose(job, offloaded)
             return HostWeights(
                 [parameter for parameter in job.model.parameters() if parameter.requires_grad],
-                hosted=chosen.hosted,
+                offloaded=chosen.offloaded,
                 in_backward=chosen.in_backward,
                 resident=chosen.resident,
                 fp32=job.master_weights,
@@ -303,22 +303,22 @@ class Offload(Method):
 
     def cost(self, step: Step) -> Step:
         """Moves bytes from the device to the host or to disk."""
-        hosted = self._hosted(dict(step.axes), step.shard_axis)
+        offloaded = self._offloaded(dict(step.axes), step.shard_axis)
         known = step.activations
         if known is not None and (count := self._num_blocks(len(known.blocks))):
             step = step.replace(activations=_hosted_activations(known, count, self.prefetch))
-        return step.replace(hosted=hosted if hosted.optimizer else None)
+        return step.replace(offloaded=offloaded if offloaded.optimizer else None)
 
     def _num_blocks(self, every: int) -> int:
         return round(self.activations * every)
 
-    def _hosted(self, sizes: Mapping[str, int], shard_axis: str | None) -> Hosted:
+    def _offloaded(self, sizes: Mapping[str, int], shard_axis: str | None) -> Offloaded:
         """The fractions, with the default of ``gradients`` for these axes."""
         assert self.optimizer is not None, "normalised"
         gradients = self.gradients
         if gradients is None:
             gradients = self.optimizer if completed_in_backward(sizes, shard_axis) else self.parameters
-        return Hosted(self.optimizer, gradients, self.parameters, on_disk=self.disk is not None)
+        return Offloaded(self.optimizer, gradients, self.parameters, on_disk=self.disk is not None)
 
 
 def _hosted_activations(known: Activations, count: int, prefetch: int) -> Activations:
@@ -329,6 +329,6 @@ def _hosted_activations(known: Activations, count: int, prefetch: int) -> Activa
     return dataclasses.replace(
         known,
         saved_bytes=known.saved_bytes - first[-1].freed_bytes,
-        hosted_bytes=first[-1].copied_bytes,
+        offloaded_bytes=first[-1].copied_bytes,
         returned_bytes=returned,
     )

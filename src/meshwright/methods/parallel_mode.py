@@ -182,12 +182,12 @@ def replicate(job: Job) -> None:
         gradient_as_bucket_view=True,  # else every gradient exists twice
         **options,
     )
-    if job.wire is not None:
+    if job.compression is not None:
         from meshwright.comm.compression import route
         from meshwright.methods.comm import quantise_averages
 
-        way = route(group, job.wire.neighbours(job.axes, averaging_axis(job)))
-        quantise_averages(replicas, job.wire, way, job.device)
+        way = route(group, job.compression.neighbours(job.axes, averaging_axis(job)))
+        quantise_averages(replicas, job.compression, way, job.device)
     average_every_backward(replicas)
     averaged, finish = AveragedGradients(replicas, group), job.finish_optimizer
     job.finish_optimizer = lambda optimizer: averaged.follow(finish(optimizer))

@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from meshwright.comm.compression import route
-from meshwright.cost import Step, Wire
+from meshwright.cost import Compression, Step
 from meshwright.errors import ModelError, StrategyError
 from meshwright.methods.base import STEP_AXES, Conflict, Job, Phase, mean_over, torch_dtype
 from meshwright.methods.comm import quantise_units
 from meshwright.methods.gradient_averaging import broadcast_states
 from meshwright.methods.zero_config import Gathers, Units, ZeroMethod, not_beside, shard_cost, unit_of, units_of
 from meshwright.nn import (
-    Exchanges,
+    CollectiveLog,
     average_gradients,
     exchange_on_host,
     find_blocks,
@@ -50,7 +50,7 @@ class _Met(NamedTuple):
     order: bytes
 
 
-class SameLayers:
+class GatherOrderCheck:
     """Compares the ranks by numbers that go along with the mean of their losses.
 
     They would get each other's weights and gradients, where the counts are equal, without a word. Where they are not,
@@ -61,7 +61,7 @@ class SameLayers:
         exchanges: What they gather and reduce.
     """
 
-    def __init__(self, job: Job, exchanges: Exchanges) -> None:
+    def __init__(self, job: Job, exchanges: CollectiveLog) -> None:
         self._job, self._exchanges = job, exchanges
         self._num_ranks = math.prod(job.size(axis) for axis in STEP_AXES)
         self._order = b""
@@ -178,8 +178,8 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     share_hooks(job.model)
     if job.device.type == "cpu":
         exchange_on_host(job.model)
-    if job.wire is not None and job.size(job.shard_axis) > 1:
-        _quantise(job, job.wire)
+    if job.compression is not None and job.size(job.shard_axis) > 1:
+        _quantise(job, job.compression)
     elif job.device.type == "cpu":
         # A stream would carry the gathers that are started ahead; without one they run in gloo's threads, or are
         # waited for where they start.
@@ -241,10 +241,10 @@ def _mesh(job: Job) -> DeviceMesh:
     return mesh[job.shard_axis]
 
 
-def _quantise(job: Job, wire: Wire) -> None:
+def _quantise(job: Job, compression: Compression) -> None:
     assert job.shard_axis is not None
     group = job.require_mesh()[job.shard_axis].get_group()
-    quantise_units(job.model, wire, route(group, wire.neighbours(job.axes, job.shard_axis)))
+    quantise_units(job.model, compression, route(group, compression.neighbours(job.axes, job.shard_axis)))
 
 
 def _precision(config: ZeroMethod, job: Job) -> MixedPrecisionPolicy:
@@ -259,7 +259,7 @@ def _precision(config: ZeroMethod, job: Job) -> MixedPrecisionPolicy:
 
 def _offload(job: Job, unit: str) -> OffloadPolicy:
     """For the parameters of a block, or for those outside of blocks (``""``)."""
-    return CPUOffloadPolicy(pin_memory=job.pin_memory) if unit in job.hosted_units else OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=job.pin_memory) if unit in job.offloaded_units else OffloadPolicy()
 
 
 def _prefetch_forward(units: Units) -> None:
@@ -283,11 +283,11 @@ def _keep_whole(ignored: set[nn.Parameter], job: Job) -> None:
 
 def _compare_layers(job: Job, ignored: set[nn.Parameter], blocks: list[str]) -> None:
     if any(job.size(axis) > 1 for axis in STEP_AXES):
-        hosted = {p for name, p in job.model.named_parameters() if unit_of(name, blocks) in job.hosted_units}
+        offloaded = {p for name, p in job.model.named_parameters() if unit_of(name, blocks) in job.offloaded_units}
         experts = job.experts.parameters() if job.experts is not None else set()  # other ranks have others of them
-        exchanges = Exchanges(job.model, ignored | experts, hosted, gathers=job.size(job.shard_axis) > 1)
-        job.same_layers = SameLayers(job, exchanges)
-        job.before_update.append(job.same_layers.before_update)
+        exchanges = CollectiveLog(job.model, ignored | experts, offloaded, gathers=job.size(job.shard_axis) > 1)
+        job.gather_order_check = GatherOrderCheck(job, exchanges)
+        job.before_update.append(job.gather_order_check.before_update)
 
 
 def _dropped_layers(method: str, model: nn.Module) -> list[str]:

@@ -12,7 +12,7 @@ from meshwright.runtime.lazy import lazy_exports
 if TYPE_CHECKING:
     from meshwright.nn.bf16_on_cpu import carried as carried, widen as widen, widened as widened
     from meshwright.nn.fsdp_units import (
-        Exchanges as Exchanges,
+        CollectiveLog as CollectiveLog,
         abandon_units as abandon_units,
         average_gradients as average_gradients,
         gathered_root as gathered_root,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from meshwright.nn.parallel_linear import OpParallelLinear as OpParallelLinear, ReduceType as ReduceType
     from meshwright.nn.recompute_buffers import SameBuffers as SameBuffers, recompute_contexts as recompute_contexts
     from meshwright.nn.swapped_parameters import (
-        KeptAttributes as KeptAttributes,
+        SavedAttributes as SavedAttributes,
         call_with as call_with,
         run_with as run_with,
     )

@@ -259,7 +259,7 @@ def is_alike_on_tensor_ranks(parameter: torch.Tensor) -> bool:
 # --- What a rank of a sharded model has gathered and reduced, and in which order: others may have run other layers.
 
 
-class Exchanges:
+class CollectiveLog:
     """Notes what FSDP2 exchanges on this rank: units that a forward gathers, and gradients that a backward reduces.
 
     Ranks pair what they exchange by order alone. Units that are gathered already are not noted, nor gradients that only
@@ -276,7 +276,7 @@ class Exchanges:
         self,
         model: nn.Module,
         apart: Collection[nn.Parameter],
-        hosted: Collection[nn.Parameter] = (),
+        offloaded: Collection[nn.Parameter] = (),
         *,
         gathers: bool = True,
     ) -> None:
@@ -286,7 +286,7 @@ class Exchanges:
         for unit, name in _first_parameters(model, exchanged).items() if gathers else ():
             self._note_gathers(model, unit, name)
         for name, parameter in exchanged.items():
-            if parameter.requires_grad and parameter not in hosted:
+            if parameter.requires_grad and parameter not in offloaded:
                 note = self._note(f"the gradient of {name}")
                 # FSDP2 calls it where it has sent the gradient, in compiled models too.
                 parameter.register_post_accumulate_grad_hook(lambda _, note=note: note())

@@ -254,7 +254,7 @@ _of_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, HostExchange] = weakref
 
 
 def exchange_on_host(model: nn.Module, *, is_block: bool = False) -> None:
-    """Exchanges the collectives of every unit of a sharded model on CPUs, whose values travel as they are.
+    """CollectiveLog the collectives of every unit of a sharded model on CPUs, whose values travel as they are.
 
     All ranks call it alike: memory is theirs together.
 

@@ -47,7 +47,7 @@ def call_with(
         for name, tensor in (*each._parameters.items(), *each._buffers.items())
         if id(tensor) in lent
     }
-    before = KeptAttributes()
+    before = SavedAttributes()
     for each in module.modules():
         before.note(each)
     try:
@@ -70,7 +70,7 @@ def run_with(
             would stay with it: tensors without data, and on this rank alone where only one predicts; or this rank would
             wait for others.
     """
-    before, own, met = KeptAttributes(), set(model.modules()), set[nn.Module]()
+    before, own, met = SavedAttributes(), set(model.modules()), set[nn.Module]()
 
     def enter(module: nn.Module, args: Any) -> None:
         if module in met:
@@ -128,7 +128,7 @@ class _Run(nn.Module):
 _CONTAINERS = (dict, list, set, collections.OrderedDict, collections.defaultdict, collections.deque)
 
 
-class KeptAttributes:
+class SavedAttributes:
     """Of modules, what their attributes were; plain containers in them are followed, however deep."""
 
     def __init__(self) -> None:

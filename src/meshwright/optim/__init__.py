@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     )
     from meshwright.optim.came import CAME as CAME, DistributedCAME as DistributedCAME
     from meshwright.optim.dtensors import (
-        Held as Held,
+        ParameterPlacement as ParameterPlacement,
         Stages as Stages,
         check_steps_alone as check_steps_alone,
         clip_grad_norm_ as clip_grad_norm_,
         clip_grad_value_ as clip_grad_value_,
         local_tensor as local_tensor,
+        set_placement as set_placement,
         step_by_layouts as step_by_layouts,
         step_on_local_tensors as step_on_local_tensors,
-        tell_held as tell_held,
         total_norm as total_norm,
     )
     from meshwright.optim.eight_bit_adamw import (

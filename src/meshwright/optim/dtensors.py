@@ -295,7 +295,7 @@ class Order(Protocol):
 
 
 @dataclass(frozen=True)
-class Held:
+class ParameterPlacement:
     """What one parameter is in the whole model."""
 
     position: int
@@ -308,21 +308,21 @@ class Held:
     """None: in the model's own."""
 
 
-def tell_held(parameter: torch.Tensor, held: Held) -> None:
+def set_placement(parameter: torch.Tensor, held: ParameterPlacement) -> None:
     """Notes it on the parameter."""
     setattr(parameter, _ATTRIBUTE, held)
 
 
-def held_of(parameter: torch.Tensor) -> Held | None:
+def placement_of(parameter: torch.Tensor) -> ParameterPlacement | None:
     """What was told; None: the parameter's mesh says all there is to know."""
-    held: Held | None = getattr(parameter, _ATTRIBUTE, None)
+    held: ParameterPlacement | None = getattr(parameter, _ATTRIBUTE, None)
     return held
 
 
 def is_in_parts(optimizer: Optimizer) -> bool:
     """Whether this rank's parameters are a part of a whole model's, or lie in an order of their own."""
     every: Iterable[dict[str, Any]] = optimizer.param_groups
-    told = (held_of(parameter) for group in every for parameter in group["params"])
+    told = (placement_of(parameter) for group in every for parameter in group["params"])
     return any(held is not None and (held.of > 1 or held.order is not None) for held in told)
 
 
@@ -363,7 +363,7 @@ class Peers(NamedTuple):
         return cls(None, world_size())
 
 
-def num_replicas(tensor: torch.Tensor, peers: Peers | None = None, held: Held | None = None) -> int:
+def num_replicas(tensor: torch.Tensor, peers: Peers | None = None, held: ParameterPlacement | None = None) -> int:
     """How many ranks (of the world, or of some peers) hold the same shard.
 
     Args:

@@ -72,7 +72,7 @@ class OffloadedOptimizer(WrappedOptimizer):
             inner.state_like = self.state_like  # type: ignore[attr-defined]  # states are loaded into their files
 
     @property
-    def hosted(self) -> set[torch.Tensor]:
+    def offloaded(self) -> set[torch.Tensor]:
         """The optimizer's parameters that are on the host."""
         return set(self._on_host)
 
@@ -261,7 +261,7 @@ class HostWeights(MasterWeights):
         self,
         parameters: Sequence[nn.Parameter],
         *,
-        hosted: set[torch.Tensor],
+        offloaded: set[torch.Tensor],
         in_backward: set[torch.Tensor],
         resident: set[torch.Tensor],
         fp32: bool,
@@ -270,9 +270,9 @@ class HostWeights(MasterWeights):
         disk: Disk | None,
         bucket_bytes: int,
     ) -> None:
-        super().__init__([p for p in parameters if p not in hosted and p not in resident] if fp32 else [])
+        super().__init__([p for p in parameters if p not in offloaded and p not in resident] if fp32 else [])
         self.resident, self.disk = resident, disk
-        self.hosted: dict[torch.Tensor, torch.Tensor] = {}
+        self.offloaded: dict[torch.Tensor, torch.Tensor] = {}
         """The copy on the host of each parameter that has one."""
         self._in_backward, self._copies, self._pin, self._fp32 = in_backward, copies, pin_memory, fp32
         self._arriving: dict[torch.Tensor, tuple[torch.Tensor, Event]] = {}  # gradients on their way
@@ -280,10 +280,10 @@ class HostWeights(MasterWeights):
         self._window = bucket_bytes  # of them at most
         self._sums: dict[torch.Tensor, torch.Tensor] = {}  # gradients that have arrived
         self._sent: set[torch.Tensor] = set()  # whose weights are on their way since the last step began
-        self.buckets = [self._bucket(each) for each in _cut([p for p in parameters if p in hosted], bucket_bytes)]
+        self.buckets = [self._bucket(each) for each in _cut([p for p in parameters if p in offloaded], bucket_bytes)]
         own = [p for p in parameters if p in resident]
         self.buckets += [Bucket(each, each, []) for each in _cut(own, bucket_bytes)]
-        self.of.update(self.hosted)
+        self.of.update(self.offloaded)
         self._mark()
         for parameter in in_backward:
             parameter.register_post_accumulate_grad_hook(self._leave)  # type: ignore[attr-defined]
@@ -299,8 +299,8 @@ class HostWeights(MasterWeights):
             files += [file] if file is not None else []
         for parameter, local in zip(parameters, host, strict=True):
             local.copy_(local_tensor(parameter))
-            self.hosted[parameter] = wrapped_like(parameter, local).requires_grad_()
-        return Bucket(parameters, [self.hosted[parameter] for parameter in parameters], files)
+            self.offloaded[parameter] = wrapped_like(parameter, local).requires_grad_()
+        return Bucket(parameters, [self.offloaded[parameter] for parameter in parameters], files)
 
     def _type_of(self, parameter: torch.Tensor) -> torch.dtype:
         return torch.float32 if self._fp32 and parameter.dtype in HALF_TYPES else parameter.dtype
@@ -358,7 +358,7 @@ class HostWeights(MasterWeights):
         """Gives every copy its gradient: those that left in backward, and the others now."""
         self._sent.clear()
         for parameter, master in self.of.items():
-            if parameter not in self.hosted:
+            if parameter not in self.offloaded:
                 master.grad = None if parameter.grad is None else parameter.grad.float()
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -367,7 +367,7 @@ class HostWeights(MasterWeights):
                 else:
                     self._sums.pop(parameter, None)  # the device's is the sum
                     self._depart(parameter)
-        for parameter, copy in self.hosted.items():
+        for parameter, copy in self.offloaded.items():
             self._land(parameter)
             found = self._sums.get(parameter)
             copy.grad = None if found is None else wrapped_like(copy, found)
@@ -383,9 +383,9 @@ class HostWeights(MasterWeights):
         After a step the latter have been sent bucket by bucket; after loading, all are sent.
         """
         for parameter, master in self.of.items():
-            if parameter not in self.hosted:
+            if parameter not in self.offloaded:
                 parameter.copy_(master)
-        self.send([parameter for parameter in self.hosted if parameter not in self._sent])
+        self.send([parameter for parameter in self.offloaded if parameter not in self._sent])
         self._sent.clear()
         self._copies.join()
         self._mark()
@@ -395,8 +395,8 @@ class HostWeights(MasterWeights):
         """Begins to bring new weights to the device; resident parameters are where they belong."""
         targets, sources = [], []
         for parameter in parameters:
-            if parameter in self.hosted:
-                target, source = local_tensor(parameter.detach()), local_tensor(self.hosted[parameter].detach())
+            if parameter in self.offloaded:
+                target, source = local_tensor(parameter.detach()), local_tensor(self.offloaded[parameter].detach())
                 if source.dtype != target.dtype:
                     rounded = _empty(torch.empty_like(source, dtype=target.dtype, device="meta"), self._pin)
                     source = rounded.copy_(source)

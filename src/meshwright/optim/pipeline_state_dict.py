@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import CheckpointError
 from meshwright.optim import full_state_dict as whole_state
-from meshwright.optim.dtensors import Held, held_of, is_in_parts
+from meshwright.optim.dtensors import ParameterPlacement, is_in_parts, placement_of
 from meshwright.optim.full_state_dict import parameters_by_key
 from meshwright.runtime import agreed, gather_objects, rank, same_on_every_rank, settings
 
@@ -46,7 +46,7 @@ class Whole:
 
     groups: list[list[int]]
     """Positions of parameters in the model; equal on every rank."""
-    parameters: dict[int, tuple[torch.Tensor, Held]]
+    parameters: dict[int, tuple[torch.Tensor, ParameterPlacement]]
     """This rank's, by position."""
 
     @classmethod
@@ -56,7 +56,7 @@ class Whole:
         Raises:
             CheckpointError: On every rank, when groups are not the same everywhere, or parameters of unknown place.
         """
-        groups = [[(parameter, held_of(parameter)) for parameter in g["params"]] for g in optimizer.param_groups]
+        groups = [[(parameter, placement_of(parameter)) for parameter in g["params"]] for g in optimizer.param_groups]
         every = gather_objects([[held.position if held is not None else None for _, held in g] for g in groups])
         strange = any(position is None for told in every for group in told for position in group)
         if strange or len({len(told) for told in every}) != 1:
@@ -94,7 +94,7 @@ def _gathered(optimizer: Optimizer, whole: Whole) -> dict[str, Any]:
     mine = {
         held.position: local["state"].get(key) or {}
         for key, parameter in whole_state.parameters_by_key(optimizer, local).items()
-        if (held := held_of(parameter)) is not None
+        if (held := placement_of(parameter)) is not None
     }
     with same_on_every_rank():  # what cannot be put in order is an error before anybody waits for it
         for position, state in mine.items():
@@ -148,7 +148,7 @@ def _collected(whole: Whole, mine: dict[int, dict[str, Any]], position: int, nam
     return value.to("cpu", copy=True)
 
 
-def _fused_dim(name: str, value: Any, parameter: torch.Tensor, held: Held) -> int | None:
+def _fused_dim(name: str, value: Any, parameter: torch.Tensor, held: ParameterPlacement) -> int | None:
     """The dim of a state, a tensor or the description of one, that lies in the order of ranks as its parameter does."""
     if held.order is None or not isinstance(value, torch.Tensor | whole_state.Description) or not value.shape:
         return None
@@ -212,7 +212,7 @@ def _local_groups(
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
         numbers = []
         for parameter in group["params"]:
-            held = held_of(parameter)
+            held = placement_of(parameter)
             assert held is not None, "Whole.of has looked"
             numbers.append(len(places))
             places[whole.keys[held.position]] = numbers[-1]

@@ -23,7 +23,7 @@ from meshwright.planner.explain import WhatIf, found_document, what_if
 from meshwright.planner.model_shapes import parse_family
 from meshwright.planner.planned_models import FamilyModel, ModuleModel, PlannedModel, token_batch
 from meshwright.planner.plans import Plan, Subject
-from meshwright.planner.search import Found, default_space, read_wishes, search, search_in_stages
+from meshwright.planner.search import Found, default_space, read_constraints, search, search_in_stages
 from meshwright.planner.workload import Workload
 from meshwright.strategy import Strategy, read_size
 
@@ -97,7 +97,7 @@ class PlanRequest:
             found = self.planned([Strategy(self.strategy)])
         for plan in found.plans[:1]:
             _check_traced(plan)
-            _check_included(plan, read_wishes(self.excluded, self.included))
+            _check_included(plan, read_constraints(self.excluded, self.included))
         return found
 
     def _in_full(self, plan: Plan) -> Plan:

@@ -198,7 +198,7 @@ class Subject(Protocol):
 def host_bytes(step: Step) -> int:
     """Bytes of host memory beside a device; where both are one, they are of the device's limit."""
     known = step.activations
-    offloads = step.hosted is not None or (known is not None and known.hosted_bytes > 0)
+    offloads = step.offloaded is not None or (known is not None and known.offloaded_bytes > 0)
     return memory(step).host_total if offloads and not step.on_cpu else 0
 
 

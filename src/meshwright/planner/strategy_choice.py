@@ -11,7 +11,7 @@ from meshwright.errors import MeshwrightError, StrategyError, readable_bytes
 from meshwright.methods.base import SHARDING
 from meshwright.methods.composition import without_mixed
 from meshwright.planner.plans import Plan, Subject
-from meshwright.planner.search.constraints import as_devices_have, left_to_search, read_wishes
+from meshwright.planner.search.constraints import as_devices_have, left_to_search, read_constraints
 from meshwright.strategy import Strategy
 from meshwright.strategy.method_config import METHOD_CONFIGS
 
@@ -124,7 +124,7 @@ def _planned(workload: Subject, candidates: Iterable[Strategy], refused: list[Me
 
 
 def _candidates(workload: Subject, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[Strategy]:
-    wished = read_wishes(excluded, included)
+    wished = read_constraints(excluded, included)
     # An included sharding method takes the place of a candidate's own.
     replaced = SHARDING if any(getattr(method, "shards", False) for method in wished.values()) else ()
     kept: list[list[str]] = []

@@ -156,7 +156,7 @@ _PATIENCE_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
-def come_together(what: str) -> None:
+def wait_for_all_ranks(what: str) -> None:
     """Waits until every rank has come into a call, and tells which ones stay away for long.
 
     The ranks meet in their store. In a collective, a call that is made on rank 0 only (as under DDP a model is saved)
@@ -185,7 +185,7 @@ def come_together(what: str) -> None:
         pause_s = min(pause_s * 1.3, _LONGEST_PAUSE_S)
 
 
-def told_by_all(what: str, text: str, patience_s: float | None = None) -> list[str | None]:
+def gather_over_store(what: str, text: str, patience_s: float | None = None) -> list[str | None]:
     """What every rank says, in rank order; over the store, so that it does no harm when some are in a collective.
 
     Args:
@@ -349,14 +349,14 @@ _MODULUS = 2**20  # exact in fp32, in which the number travels
 _order = 0
 
 
-def note_gathered(place: int) -> None:
+def note_gather(place: int) -> None:
     """Counts something that all ranks gather together, by a number that it has on all of them."""
     global _order
     if not torch.compiler.is_compiling():
         _order = (_order * 31 + place + 1) % _MODULUS
 
 
-def take_order() -> int:
+def take_gather_order() -> int:
     """A number for what was gathered since the last call, and in which order; equal on ranks that gathered the same."""
     global _order
     taken, _order = _order, 0

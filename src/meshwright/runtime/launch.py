@@ -25,7 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from meshwright.errors import LaunchError
 from meshwright.runtime.device import host_share_bytes
-from meshwright.runtime.rendezvous import told_separate_tasks
+from meshwright.runtime.rendezvous import separate_tasks_warning
 
 _LOOPBACK_BACKEND = "meshwright-loopback"
 _ADDRESS = "127.0.0.1"
@@ -159,7 +159,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
         LaunchError: Where so many interpreters would not fit into this machine's memory.
     """
     _check_room(nproc)
-    if told := told_separate_tasks(os.environ):
+    if told := separate_tasks_warning(os.environ):
         print(f"meshwright: {told}", file=sys.stderr, flush=True)
     # Without a limit every rank starts a thread per core and they fight over the cores.
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))

@@ -10,7 +10,7 @@ offers once, under ``TYPE_CHECKING``, where static checkers read it, and hands t
 
 [Note: documented names that moved] Names that other systems' users know (``meshwright.optim.OptimManager``,
 ``meshwright.booster``) live in ``meshwright.compat``, which nothing below it may import. The package's root tells
-:func:`alias_names` and :func:`alias_modules` where they are; until somebody asks for one, nothing is imported.
+:func:`alias_name` and :func:`alias_modules` where they are; until somebody asks for one, nothing is imported.
 """
 
 from __future__ import annotations
@@ -69,14 +69,16 @@ def _exports(package: str) -> dict[str, tuple[str, str]]:
     }
 
 
-def alias_names(package: str, homes: Mapping[str, str]) -> None:
-    """Let a package offer names that live above it.
+def alias_name(package: str, name: str, home: str, attribute: str) -> None:
+    """Let a package offer a name that lives above it, or is called otherwise today.
 
     Args:
-        package: The package that offers them.
-        homes: Module of each name.
+        package: The package that offers it.
+        name: What it is documented as.
+        home: The module it lives in.
+        attribute: What it is called there.
     """
-    _ALIASED_NAMES.setdefault(package, {}).update({name: (home, name) for name, home in homes.items()})
+    _ALIASED_NAMES.setdefault(package, {})[name] = (home, attribute)
 
 
 def alias_modules(homes: Mapping[str, str]) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import LaunchError
 from meshwright.runtime.device import choose_device, seed_everything, synchronize_device
-from meshwright.runtime.rendezvous import forget_meshes, launchers_store, meet, told_separate_tasks
+from meshwright.runtime.rendezvous import forget_meshes, launchers_store, meet, separate_tasks_warning
 
 _own = threading.local()
 _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # by purpose: (world, its background group)
@@ -220,7 +220,7 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
     present = [name for name in _ENVIRONMENT if name in os.environ]
     # MASTER_ADDR and MASTER_PORT alone are often left exported in a shell: they do not make a world.
     if "RANK" not in present and "WORLD_SIZE" not in present:
-        if told := told_separate_tasks(os.environ):
+        if told := separate_tasks_warning(os.environ):
             print(f"meshwright: {told}", file=sys.stderr, flush=True)
         dist.init_process_group(store=HashStore(), rank=0, world_size=1, **options)
         return

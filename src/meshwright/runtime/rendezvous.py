@@ -23,7 +23,7 @@ _TASKS = {
 }
 
 
-def told_separate_tasks(environment: Mapping[str, str]) -> str | None:
+def separate_tasks_warning(environment: Mapping[str, str]) -> str | None:
     """What to say where several processes were started together and each is about to train alone; None: nothing.
 
     One of them says it. It is no error: somebody may want so many runs of one process.

@@ -103,7 +103,7 @@ class CheckpointStore:
                 Earlier checkpoints are untouched and nothing of the new one stays.
             LaunchError: When the ranks are at different steps.
         """
-        runtime.come_together(_CALLS)
+        runtime.wait_for_all_ranks(_CALLS)
         failed = failed_before()
         runtime.check_equal("The step to save", str(state.step), fix="call save at the same step on every rank")
         return self._save(state, non_blocking=non_blocking and not failed)
@@ -140,7 +140,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: On every rank, when one of them failed.
         """
-        runtime.come_together(_CALLS)
+        runtime.wait_for_all_ranks(_CALLS)
         with runtime.same_on_every_rank():
             wait_for_saves()
 

@@ -15,7 +15,7 @@ from meshwright.errors import CheckpointError, join_names
 from meshwright.nn.fp8 import is_scaling_state
 from meshwright.optim.guarded_step import masters_of, weights_were_loaded
 from meshwright.optim.mixed_precision import MasterWeights
-from meshwright.runtime import come_together, gather_objects, rank, require_distributed, same_on_every_rank
+from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank, wait_for_all_ranks
 from meshwright.store.entries import ModelEntries, in_model_order, model_entries, stored_name, to_rank_order_
 from meshwright.store.folder import is_folder, read_folder, write_config, write_folder
 from meshwright.store.optimizer_state import refuse_parts
@@ -32,10 +32,10 @@ from meshwright.store.transfer import (
     PartEntries,
     collect,
     collect_from_stage,
-    collect_held,
+    collect_owned,
     refuse_stages,
     spread,
-    spread_held,
+    spread_owned,
     spread_to_stage,
     whole_entries,
 )
@@ -64,7 +64,7 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
         CheckpointError: On every rank, when the file cannot be written.
     """
     require_distributed("save")
-    come_together("save")
+    wait_for_all_ranks("save")
     path = Path(file)
     non_blocking = not failed_before() and non_blocking
     with same_on_every_rank():
@@ -103,7 +103,7 @@ def save_folder(
         CheckpointError: On every rank, when the folder cannot be written, or the model holds more than tensors.
     """
     require_distributed("save_folder")
-    come_together("save_folder")
+    wait_for_all_ranks("save_folder")
     non_blocking = not failed_before() and non_blocking
     with same_on_every_rank():
         refuse_stages(model, "save_folder")
@@ -122,7 +122,7 @@ def save_folder(
 
         def gather(name: str) -> torch.Tensor | None:
             first = tied.get(name, name)
-            return collect_held(own.get(first), held[first])
+            return collect_owned(own.get(first), held[first])
 
     stem = f"{prefix}.model" if prefix else "model"
     write_folder(
@@ -154,7 +154,7 @@ def _gathered(entries: ModelEntries, stages: Mapping[str, int]) -> dict[str, Any
 def _gathered_parts(entries: ModelEntries, parts: PartEntries) -> dict[str, Any]:
     """The same where ranks hold parts of the model: each tensor comes from one that trains it."""
     own = in_model_order(entries, entries.tensors)
-    copies = {name: collect_held(own.get(name), held) for name, held in parts.held.items()}
+    copies = {name: collect_owned(own.get(name), held) for name, held in parts.held.items()}
     found = copies | {name: copies[first] for name, first in parts.tied.items()} | parts.values
     return {name: found[name] for name in parts.names} if rank() == 0 else {}
 
@@ -186,7 +186,7 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
             as it was.
     """
     require_distributed("load")
-    come_together("load")
+    wait_for_all_ranks("load")
     path = Path(file)
     found: dict[str, Any] = {}
     with same_on_every_rank():
@@ -297,7 +297,7 @@ def _fill_parts(
         if given is None:
             continue
         target = entries.tensors.get(name)
-        spread_held(found.get(given), target, held)
+        spread_owned(found.get(given), target, held)
         if target is not None:
             with torch.no_grad():
                 to_rank_order_(entries, {name: target})

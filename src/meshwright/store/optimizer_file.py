@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from meshwright.errors import CheckpointError
 from meshwright.nn import part_of_whole
 from meshwright.optim import GuardedOptimizer, OuterOptimizer, inner_optimizer
-from meshwright.runtime import come_together, gather_objects, rank, require_distributed, same_on_every_rank
+from meshwright.runtime import gather_objects, rank, require_distributed, same_on_every_rank, wait_for_all_ranks
 from meshwright.store.entries import from_plain, in_model_order, model_entries, to_plain, to_rank_order_, unwrapped
 from meshwright.store.folder import is_folder, read_folder, write_folder
 from meshwright.store.manifest import GroupRecord, OptimizerRecord, TensorRecord, tensor_records
@@ -32,7 +32,7 @@ from meshwright.store.optimizer_state import (
     updated_names,
 )
 from meshwright.store.tensor_files import failed_before, make_folder, read_file, wait_for_saves, write_file, write_later
-from meshwright.store.transfer import collect, collect_held, held_by_ranks, spread, spread_held
+from meshwright.store.transfer import collect, collect_owned, owned_by_ranks, spread, spread_owned
 
 
 def save_optimizer(
@@ -63,7 +63,7 @@ def save_optimizer(
         CheckpointError: On every rank, when it updates what is not in the model, or writing failed.
     """
     require_distributed("save_optimizer")
-    come_together("save_optimizer")
+    wait_for_all_ranks("save_optimizer")
     target = Path(path)
     non_blocking = not failed_before() and non_blocking
     with same_on_every_rank():
@@ -73,12 +73,12 @@ def save_optimizer(
     if part is None:
         refuse_parts(tensors, "save_optimizer")
     else:
-        own, held = tensors, held_by_ranks(tensors)
+        own, held = tensors, owned_by_ranks(tensors)
         contents = _united_contents(contents, part.names)
         tensors = {name: each.empty("meta") for name, each in held.items()}
 
         def gather(name: str) -> torch.Tensor | None:
-            return collect_held(own.get(name), held[name])
+            return collect_owned(own.get(name), held[name])
 
     if folder:
         stem = f"{prefix}.{INDEX_KEY}" if prefix else INDEX_KEY
@@ -134,7 +134,7 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, path: str | os.PathLi
             then as it was.
     """
     require_distributed("load_optimizer")
-    come_together("load_optimizer")
+    wait_for_all_ranks("load_optimizer")
     found: dict[str, torch.Tensor] = {}
     contents: OptimizerContents | None = None
     with same_on_every_rank():
@@ -151,8 +151,8 @@ def load_optimizer(optimizer: Optimizer, model: nn.Module, path: str | os.PathLi
         plan, targets = _plan(optimizer, model, contents, told, others)
     with torch.no_grad():
         if staged:
-            for name, each in held_by_ranks(targets).items():
-                spread_held(found.get(name), targets.get(name), each)
+            for name, each in owned_by_ranks(targets).items():
+                spread_owned(found.get(name), targets.get(name), each)
         else:
             for name, target in targets.items():
                 spread(found.get(name), target)

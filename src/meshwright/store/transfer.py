@@ -95,7 +95,7 @@ def _padded(rows: torch.Tensor, tensor: DTensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Held:
+class OwnedTensor:
     """One tensor, and who holds it; equal on every rank."""
 
     record: TensorRecord
@@ -109,9 +109,9 @@ class Held:
         return torch.empty(self.record.shape, dtype=dtype_named(self.record.dtype), device=device)
 
 
-def held_by_ranks(
+def owned_by_ranks(
     tensors: Mapping[str, torch.Tensor], order: Iterable[str] = (), stale: Container[str] = ()
-) -> dict[str, Held]:
+) -> dict[str, OwnedTensor]:
     """What all ranks hold together; collective.
 
     Args:
@@ -125,12 +125,12 @@ def held_by_ranks(
     for name in dict.fromkeys(name for name in (*order, *names) if name in names):
         holders = [number for number, told in enumerate(every) if name in told]
         homes = [number for number in holders if every[number][name][1]] or holders
-        found[name] = Held(every[homes[0]][name][0], tuple(homes), tuple(holders))
+        found[name] = OwnedTensor(every[homes[0]][name][0], tuple(homes), tuple(holders))
     return found
 
 
 @torch.no_grad()
-def collect_held(tensor: torch.Tensor | None, held: Held) -> torch.Tensor | None:
+def collect_owned(tensor: torch.Tensor | None, held: OwnedTensor) -> torch.Tensor | None:
     """A copy of the whole tensor on the host of rank 0; None elsewhere. Every rank calls it.
 
     Args:
@@ -154,7 +154,7 @@ def collect_held(tensor: torch.Tensor | None, held: Held) -> torch.Tensor | None
 
 
 @torch.no_grad()
-def spread_held(source: torch.Tensor | None, target: torch.Tensor | None, held: Held) -> None:
+def spread_owned(source: torch.Tensor | None, target: torch.Tensor | None, held: OwnedTensor) -> None:
     """Copies a whole tensor, which rank 0 holds, to the ranks that hold it or shards of it; the others get nothing.
 
     Args:
@@ -186,7 +186,7 @@ def spread_held(source: torch.Tensor | None, target: torch.Tensor | None, held: 
 class PartEntries:
     """The entries of a model of which ranks hold parts: as a state dict of the whole has them, equal on every rank."""
 
-    held: dict[str, Held]
+    held: dict[str, OwnedTensor]
     """By stored name, of tied tensors the first."""
     tied: dict[str, str]
     """Further names of tied tensors, and the first."""
@@ -201,7 +201,7 @@ class PartEntries:
         part = part_of_whole(entries.module)
         if part is None:
             return None
-        held = held_by_ranks(entries.tensors, part.names, _stale(entries, part))
+        held = owned_by_ranks(entries.tensors, part.names, _stale(entries, part))
         first = {id(tensor): name for name, tensor in entries.tensors.items()}
         raw = {stored_name(name): value for name, value in entries.raw.items()}
         tied = {name: first[id(value)] for name, value in raw.items() if id(value) in first and name not in held}

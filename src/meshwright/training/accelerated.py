@@ -130,7 +130,7 @@ class Accelerated:
         """
         optim = required(self.optim)
         optim.zero_grad()
-        with kept_buffers(self.model, self._job.skip_nonfinite or self._job.spikes is not None) as restore_buffers:
+        with restored_buffers(self.model, self._job.skip_nonfinite or self._job.spikes is not None) as restore_buffers:
             loss = self._mean_loss(self._forward_backward(micro_batches(batch, self.num_micro_batches)))
             grad_norm, update = clipped_step(self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages)
             spike = judge_loss(loss, self._guard, self._job.spikes)
@@ -193,12 +193,12 @@ class Accelerated:
     def _forward(self, inputs: Any) -> torch.Tensor:
         if self._saved_bytes != _MEASURE_NEXT:
             return self._loss_of(inputs)
-        hosted = self._job.activations
-        before = hosted.num_bytes if hosted is not None else 0
+        offloaded = self._job.activations
+        before = offloaded.num_bytes if offloaded is not None else 0
         with record_saved(self.model) as saved:
             loss = self._loss_of(inputs)
         self._saved_bytes = saved.bytes
-        self._hosted_bytes = hosted.num_bytes - before if hosted is not None else 0
+        self._hosted_bytes = offloaded.num_bytes - before if offloaded is not None else 0
         return loss
 
     def _loss_of(self, inputs: Any) -> torch.Tensor:
@@ -287,7 +287,7 @@ class Accelerated:
 
     def dry_run(self, batch: Any) -> DryRun:
         """Runs forward and backward once and leaves weights, buffers, gradients and random generators as they were."""
-        with preserved_rng(), kept_buffers(self.model) as restore_buffers:
+        with preserved_rng(), restored_buffers(self.model) as restore_buffers:
             start = time.perf_counter()
             self._forward_backward(micro_batches(batch, self.num_micro_batches))
             synchronize_device(self.device)
@@ -327,7 +327,7 @@ class MeanLoss:
             DataError: When others are in another epoch; on a GPU at the first step in one.
             ModelError: When they have run other layers that are sharded; on a GPU one step late.
         """
-        epoch, layers = getattr(self._dataloader, "epoch", None), self._job.same_layers
+        epoch, layers = getattr(self._dataloader, "epoch", None), self._job.gather_order_check
         ran = layers.numbers() if layers is not None else []
         beside = [*([epoch] if isinstance(epoch, int) else []), *ran]
         if not beside:
@@ -429,7 +429,7 @@ def required(optim: Optimizer | None) -> Optimizer:
 
 
 @contextlib.contextmanager
-def kept_buffers(model: nn.Module, needed: bool = True) -> Iterator[Callable[[], None]]:
+def restored_buffers(model: nn.Module, needed: bool = True) -> Iterator[Callable[[], None]]:
     """Copies buffers, and yields what puts them back: running statistics that have seen a nan never lose it again.
 
     An :class:`UnsoundStepError` puts them back, too.

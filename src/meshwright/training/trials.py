@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.errors import ModelError, StrategyError
-from meshwright.nn import KeptAttributes
+from meshwright.nn import SavedAttributes
 from meshwright.optim import local_tensor
 from meshwright.planner import Plan
 from meshwright.planner.measure import Outcome, RunCandidate, step_times
-from meshwright.runtime import gather_objects, preserved_rng, same_on_every_rank, told_by_all
+from meshwright.runtime import gather_objects, gather_over_store, preserved_rng, same_on_every_rank
 from meshwright.training.accelerated import Accelerated
 from meshwright.training.request import Request
 
@@ -49,7 +49,7 @@ def run_live(request: Request, build: Callable[[Request, Plan], Accelerated], de
             trial = [_copied(request)]
         times_s: tuple[float, ...] = ()
         error = ""
-        with preserved_rng(), kept_modules(others, request.model):
+        with preserved_rng(), restored_modules(others, request.model):
             try:
                 times_s = _train(trial.pop(), build, plan, num_steps, device, start_s + time_limit)
             except Exception as failed:  # of a candidate anything may fail, in the user's code too
@@ -76,7 +76,7 @@ def _common(plan: Plan, error: str, seconds: float) -> str:
         StrategyError: On a rank that fails when others, which wait for it in a collective, do not: they cannot be
             called back, and would wait for ever if this rank stayed.
     """
-    errors = told_by_all("candidate", error, _PATIENCE_S + 2 * seconds if error else None)
+    errors = gather_over_store("candidate", error, _PATIENCE_S + 2 * seconds if error else None)
     if None in errors:
         raise StrategyError(
             "A candidate failed on some ranks while others wait for them in a collective",
@@ -127,7 +127,7 @@ def _forget(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def kept_modules(modules: Iterable[nn.Module], model: nn.Module) -> Iterator[None]:
+def restored_modules(modules: Iterable[nn.Module], model: nn.Module) -> Iterator[None]:
     """Puts attributes, tensors and gradients of modules back as they were; the values wait in host memory.
 
     Args:
@@ -135,7 +135,7 @@ def kept_modules(modules: Iterable[nn.Module], model: nn.Module) -> Iterator[Non
         model: Gets gradients and attributes back alone: nobody trains it meanwhile, though a loss may read it.
     """
     modules = [each for each in modules if not any(isinstance(inside, FSDPModule) for inside in each.modules())]
-    attributes, own = KeptAttributes(), set(model.parameters())
+    attributes, own = SavedAttributes(), set(model.parameters())
     every = {each: None for module in (*modules, model) for each in module.modules()}
     for module in every:
         attributes.note(module)

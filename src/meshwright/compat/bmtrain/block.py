@@ -23,7 +23,7 @@ from meshwright.inspect import Record, captured, hand_over, recording_active
 from meshwright.nn.fsdp_units import parameter_groups
 from meshwright.nn.module_structure import subclass_like
 from meshwright.nn.recompute_buffers import recompute_contexts
-from meshwright.runtime import ShardAxes, note_gathered, require_distributed, settings
+from meshwright.runtime import ShardAxes, note_gather, require_distributed, settings
 
 BlockMode = Literal["BLOCK", "PIPE"]
 _STATE = "_meshwright_block"
@@ -102,7 +102,7 @@ class Block(nn.Module):
         """Runs the block; parameters gathered without autograd are freed at once."""
         prepare_root(self)
         if self._state.place is not None:
-            note_gathered(self._state.place)
+            note_gather(self._state.place)
         result = super().__call__(*args, **kwargs)
         if isinstance(result, _Recorded):
             hand_over(result.records, result.tensors)

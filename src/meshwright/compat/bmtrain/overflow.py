@@ -13,15 +13,15 @@ from meshwright.errors import ConfigError, ModelError
 from meshwright.optim.dtensors import (
     Peers,
     by_kind,
-    held_of,
     local_norms,
     local_tensor,
     num_replicas,
     numbers_of,
+    placement_of,
     reduced,
 )
 from meshwright.optim.outer import OuterOptimizer
-from meshwright.runtime import take_order
+from meshwright.runtime import take_gather_order
 
 
 class LossScale:
@@ -141,7 +141,7 @@ def norm_and_count(
     by_replicas: dict[int, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            replicas = num_replicas(parameter.grad, peers, held_of(parameter))
+            replicas = num_replicas(parameter.grad, peers, placement_of(parameter))
             by_replicas.setdefault(replicas, []).append(numbers_of(local_tensor(parameter.grad), norm_type))
     parts = []
     for replicas, group in by_replicas.items():
@@ -257,7 +257,7 @@ def on_any_rank(found: torch.Tensor, flags: tuple[bool, ...], peers: Peers | Non
     Raises:
         ModelError: On every rank, when ranks have gathered other Blocks, or in another order.
     """
-    order = float(take_order())
+    order = float(take_gather_order())
     host = torch.tensor([order, -order, *map(float, flags)]).to(found.device, non_blocking=True)
     any_found, highest, lowest, *rest = reduced(torch.cat([found.reshape(1), host]), dist.ReduceOp.MAX, peers).tolist()
     if highest != -lowest:

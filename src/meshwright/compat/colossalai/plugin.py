@@ -258,8 +258,8 @@ def in_fp8(products: bool, communication: bool, *, gathers: bool) -> list[Any]:
         communication: ``fp8_communication``.
         gathers: Whether weights are sharded, and travel too.
     """
-    wire = ("comm", {"all_gather": "fp8" if gathers else None, "reduce": "int8"})
-    return [*([("fp8", "tensorwise")] if products else []), *([wire] if communication else [])]
+    compression = ("comm", {"all_gather": "fp8" if gathers else None, "reduce": "int8"})
+    return [*([("fp8", "tensorwise")] if products else []), *([compression] if communication else [])]
 
 
 def offloaded(cpu_offload: bool) -> list[Any]:

@@ -95,7 +95,7 @@ class SequenceRanks(TokenRanks):
         return self._tokens_of_heads(output)
 
     def _heads_of_tokens(self, tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """Exchanges tokens for heads, all tensors in one message."""
+        """CollectiveLog tokens for heads, all tensors in one message."""
         n = self.order.size
         # (n, batch, heads / n, tokens / n, features)
         parts = [tensor.unflatten(1, (n, -1)).transpose(0, 1) for tensor in tensors]

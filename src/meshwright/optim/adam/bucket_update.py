@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.optim.adam.adam_rule import AdamRule, AdamStates, Shards
-from meshwright.optim.dtensors import held_of, local_tensor, num_replicas, reduced
+from meshwright.optim.dtensors import local_tensor, num_replicas, placement_of, reduced
 
 # Kernels work on vectors of a few elements: cutting at multiples of this leaves every element in the lane it had.
 _ALIGNMENT = 1024
@@ -82,7 +82,7 @@ class DeltaMoments:
         """Counts the values of a piece of one parameter."""
         wide = values.double()
         count = torch.full((), float(values.numel()), dtype=torch.float64, device=values.device)
-        replicas = num_replicas(parameter, held=held_of(parameter))
+        replicas = num_replicas(parameter, held=placement_of(parameter))
         self._sums.append(torch.stack([wide.sum(), wide.square().sum(), count]) / replicas)
 
     def reduce(self) -> None:

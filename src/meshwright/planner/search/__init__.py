@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from meshwright.planner.search.constraints import read_wishes as read_wishes
+    from meshwright.planner.search.constraints import read_constraints as read_constraints
     from meshwright.planner.search.find import search as search, search_in_stages as search_in_stages
     from meshwright.planner.search.search_space import (
         Space as Space,

@@ -57,10 +57,10 @@ class Bounds:
         self._ideal = dataclasses.replace(known, constants=ideal)
         links = (cluster.intra, cluster.inter, cluster.host_link, cluster.disk)
         intra, inter, host, disk = (Link(link.bytes_per_s, 0.0) for link in links)
-        self._wires = dataclasses.replace(cluster, intra=intra, inter=inter, host_link=host, disk=disk)
+        self._full_links = dataclasses.replace(cluster, intra=intra, inter=inter, host_link=host, disk=disk)
         efficiency = known.of(cluster.device.efficiency)
         self._machine = Machine(cluster.device, efficiency, ideal, cluster.num_devices)
-        self._network = Network(self._wires, efficiency, ideal)
+        self._network = Network(self._full_links, efficiency, ideal)
         self.num_probes = 0
         self.limit_bytes: int | None = None  # known when anything has been probed
         self._probes: dict[object, Probe | MeshwrightError] = {}
@@ -172,7 +172,7 @@ class Bounds:
 
     def _copies_s(self, probe: Probe, samples: int) -> float:
         """Activations go to the host beside forward, and come back beside backward."""
-        return 2 * probe.hosted_bytes * samples / self._wires.host_share.bytes_per_s if not probe.step.on_cpu else 0.0
+        return 2 * probe.offloaded_bytes * samples / self._full_links.host_share.bytes_per_s if not probe.step.on_cpu else 0.0
 
     def _ideal_s(self, probe: Probe, samples: int) -> float:
         inside, outside, _ = self._seconds(probe, _MANY, ideal=True)
@@ -205,7 +205,7 @@ class Bounds:
         """Of a micro-batch: all blocks, what is outside of them, and the quickest block."""
         key = id(probe), samples, ideal
         if key not in self._computed:
-            cluster, known = (self._wires, self._ideal) if ideal else (self.cluster, self.known)
+            cluster, known = (self._full_links, self._ideal) if ideal else (self.cluster, self.known)
             passes = rank_of(scaled(probe.step, samples), cluster, known).passes
             blocks = [f + b for f, b in zip(passes.forward_s, passes.backward_s, strict=True)]
             outside = passes.outside_forward_s + passes.outside_backward_s
@@ -254,9 +254,9 @@ class Bounds:
 
     def _state(self, branch: Branch, axes: tuple[tuple[str, int], ...]) -> State:
         # What leaves the device is chosen parameter by parameter.
-        merged = self._bare(branch, axes, 1, merged=True).hosted is None
+        merged = self._bare(branch, axes, 1, merged=True).offloaded is None
         bare = functools.partial(self._bare, branch, axes, merged=merged)
-        return State(bare, self._wires, self._machine, self._network, self.undivided(branch).taken)
+        return State(bare, self._full_links, self._machine, self._network, self.undivided(branch).taken)
 
     def twin(self, branch: Branch) -> int:
         """Equal numbers cost the very same."""

@@ -22,7 +22,7 @@ Wishes = Mapping[str, MethodConfig]
 """The methods that every candidate has, by name; the keys that their configs set are the caller's."""
 
 
-def read_wishes(excluded: Sequence[str], included: Sequence[Any]) -> Wishes:
+def read_constraints(excluded: Sequence[str], included: Sequence[Any]) -> Wishes:
     """Reads what is included as a strategy is read; refuses unknown names, and wishes that contradict each other.
 
     Raises:

@@ -13,7 +13,7 @@ from meshwright.errors import StrategyError, join_names, readable_bytes
 from meshwright.planner.plans import Plan, Subject
 from meshwright.planner.search.bounds import Bounds
 from meshwright.planner.search.branch_and_bound import Engine
-from meshwright.planner.search.constraints import HALF, constrained, read_wishes
+from meshwright.planner.search.constraints import HALF, constrained, read_constraints
 from meshwright.planner.search.search_space import Candidates, Choice, Space, choices, default_space, offloads
 from meshwright.planner.search.search_state import Found, Further, Looked, Objective, check_objective
 from meshwright.runtime.lazy import paused_collection
@@ -171,7 +171,7 @@ def search(
     """
     start = time.perf_counter()
     check_objective(objective)
-    wished = read_wishes(excluded, included)
+    wished = read_constraints(excluded, included)
     cluster: Cluster | None = getattr(subject, "cluster", None)
     node = cluster.devices_per_node if cluster is not None else subject.world
     left = functools.partial(constrained, excluded=excluded, included=wished, world=subject.world, node=node)
@@ -396,7 +396,7 @@ def search_in_stages(subject: Subject, space: Space, **options: Any) -> Found:
 
 def _further(small: Space, whole: Space, excluded: Sequence[str], included: Sequence[Any]) -> Iterator[Further]:
     """What comes after the small space, but for what a wish names: that has been tried there, or must not be."""
-    wished = read_wishes(excluded, included)
+    wished = read_constraints(excluded, included)
     mesh = dict(getattr(wished.get("parallel_mode"), "axes", ()))
     sizes = tuple(size for size in whole.sizes.get("pipeline", ()) if size > 1)  # none on one device
     if sizes and not mesh and "pipeline_parallel" not in wished and _may_be("pipeline_parallel", excluded, included):
@@ -413,7 +413,7 @@ def _further(small: Space, whole: Space, excluded: Sequence[str], included: Sequ
 def _may_be(name: str, excluded: Sequence[str], included: Sequence[Any]) -> bool:
     """Whether wishes allow a method that they may not name."""
     try:
-        read_wishes(excluded, [*included, name])
+        read_constraints(excluded, [*included, name])
     except StrategyError:
         return False
     return True

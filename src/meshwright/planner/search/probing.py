@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from meshwright.cost import Activations, Block, Cluster, Op, Parameter, Step, Traffic, memory, peak
-from meshwright.cost.device_time import Machine, copying
+from meshwright.cost.device_time import Machine, offload_time
 from meshwright.cost.step_time import one_s, updated_s
 from meshwright.cost.traffic import Network
 from meshwright.methods import Method
@@ -102,7 +102,7 @@ class State:
     """
 
     bare: Callable[[int], Step]
-    wires: Cluster
+    full_links: Cluster
     machine: Machine
     network: Network
     taken: Callable[[Step], int]
@@ -149,7 +149,7 @@ class State:
     @functools.cached_property
     def update_s(self) -> float:
         """The update."""
-        return updated_s(self.once, self.machine, self.wires, copying(self.once, self.wires))
+        return updated_s(self.once, self.machine, self.full_links, offload_time(self.once, self.full_links))
 
     @functools.cached_property
     def link_s(self) -> tuple[float, float]:
@@ -216,9 +216,9 @@ class Probe:
         return None if self.again is None else self.again(2)
 
     @property
-    def hosted_bytes(self) -> int:
+    def offloaded_bytes(self) -> int:
         """What forward sends to the host, and backward brings back."""
-        return self.step.activations.hosted_bytes if self.step.activations is not None else 0
+        return self.step.activations.offloaded_bytes if self.step.activations is not None else 0
 
     @functools.cached_property
     def num_blocks(self) -> int:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from meshwright.methods.replace.model_changes import one_sequence_per_sample, without_grouped_kernels
 from meshwright.nn import find_blocks, run_with
 from meshwright.planner.trace.aten_kernels import FlopCount, converted_to, device_of_pass, kernels_of_device
-from meshwright.planner.trace.live_tensors import HeldBytes, SavedTensors, record_saved
+from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved
 from meshwright.planner.trace.op_recording import ModelOps, OpRecorder, Ops, model_ops, sort_kernels, summarise
 from meshwright.planner.trace.repeated_blocks import (
     NotRepeatedError,
@@ -302,7 +302,7 @@ class Pass:
         work = PlacedWork(self.model, blocks, counter)
         autocast = torch.autocast(device.type, dtype=self.autocast_dtype) if self.autocast_dtype else _nothing()
         found = record_saved(self.model, counter=counter, blocks=blocks)
-        held = HeldBytes(state.values(), _tensors(inputs))
+        held = LiveBytes(state.values(), _tensors(inputs))
         with warnings.catch_warnings(), fake, counter, autocast, found as saved:
             warnings.simplefilter("ignore")
             recorder = self._recorder(saved, held)
@@ -334,7 +334,7 @@ class Pass:
     def _blocks(self) -> Sequence[nn.Module]:
         return self.blocks or [block for _, block in find_blocks(self.model)]
 
-    def _recorder(self, saved: SavedTensors, held: HeldBytes) -> OpRecorder:
+    def _recorder(self, saved: SavedTensors, held: LiveBytes) -> OpRecorder:
         if self.fp8 is None:
             return OpRecorder(saved, held)
         return OpRecorder(saved, held, self.fp8.layers.values(), self.fp8.scaling)

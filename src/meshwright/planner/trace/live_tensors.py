@@ -253,7 +253,7 @@ class _Gradient(NamedTuple):
     place: int
 
 
-class HeldBytes:
+class LiveBytes:
     """Follows the storages that operators make until nothing refers to them.
 
     Args:

@@ -45,7 +45,7 @@ class OffloadedBytes:
         self._optimizer, self._inner = optimizer, inner
         self.parameters: set[torch.Tensor] = set(weights.resident) if weights is not None else set()
         """The model's parameters that are on the host."""
-        self.copies: set[torch.Tensor] = set(weights.hosted.values()) if weights is not None else set()
+        self.copies: set[torch.Tensor] = set(weights.offloaded.values()) if weights is not None else set()
         """Copies of other parameters on the host or on disk."""
         self.gradients = {p.grad for p in (*self.parameters, *self.copies) if p.grad is not None}
         """Gradients of both."""
@@ -59,7 +59,7 @@ class OffloadedBytes:
                     yield value
 
     def _home(self, parameter: torch.Tensor, key: str) -> str:
-        if self._inner is None or parameter not in self._inner.hosted:
+        if self._inner is None or parameter not in self._inner.offloaded:
             return "device"
         return "disk" if self._inner.is_stored(parameter, key) else "host"
 

@@ -24,7 +24,7 @@ from meshwright.planner.trace.aten_kernels import kernels_of, view_of, with_work
 
 if TYPE_CHECKING:
     from meshwright.cost import Scaling
-    from meshwright.planner.trace.live_tensors import HeldBytes, SavedTensors
+    from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors
 
 
 FEWEST = 8  # blocks for which this is worth while
@@ -154,7 +154,7 @@ class OpRecorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, saved: SavedTensors, held: HeldBytes, fp8: Collection[nn.Module] = (), scaling: Scaling = ""
+        self, saved: SavedTensors, held: LiveBytes, fp8: Collection[nn.Module] = (), scaling: Scaling = ""
     ) -> None:
         super().__init__()
         self._saved, self._held, self._fp8, self._scaling = saved, held, set(fp8), scaling
