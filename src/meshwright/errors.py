@@ -90,7 +90,7 @@ class ReplicaError(MeshwrightError, RuntimeError):
 
 
 def printable(text: str) -> str:
-    """Text with what a terminal would obey, hide or refuse shown instead, as ``\\x1b`` and the like.
+    r"""Return the text with what a terminal would obey, hide or refuse shown instead, as ``\\x1b`` and the like.
 
     Escape sequences, carriage returns, changes of writing direction, characters without width and halves of
     surrogate pairs; line feeds and tabs stay. For names from files of other people.
@@ -99,7 +99,7 @@ def printable(text: str) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns ``" (did you mean 'x'?)"`` for the closest of ``known``, or ``""`` when nothing is close."""
+    """Return ``" (did you mean 'x'?)"`` for the closest of ``known``, or ``""`` when nothing is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -112,7 +112,7 @@ def join_names(names: Iterable[str], limit: int = 12) -> str:
 
 
 def readable_bytes(size: int) -> str:
-    """A size for people, in binary units: ``"1.50 GiB"``."""
+    """Return a size for people, in binary units: ``"1.50 GiB"``."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

@@ -42,17 +42,17 @@ class BenchOptions:
 
     @property
     def uses_cuda(self) -> bool:
-        """Whether ranks compute on CUDA devices."""
+        """Return whether ranks compute on CUDA devices."""
         return self.device == "auto" and torch.cuda.is_available()
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes to measure, in bytes."""
+        """Return the sizes to measure, in bytes."""
         default = default_max_bytes(torch.device("cuda" if self.uses_cuda else "cpu"))
         return benchmark_sizes(self.min_bytes, self.max_bytes if self.max_bytes is not None else default)
 
     def check(self) -> None:
-        """Refuses what cannot be measured or written, before anything is started.
+        """Refuse what cannot be measured or written, before anything is started.
 
         Raises:
             ConfigError: Naming the option.
@@ -85,7 +85,7 @@ class BenchOptions:
         return nproc
 
     def arguments(self) -> list[str]:
-        """The command line of one rank."""
+        """Return the command line of one rank."""
         return [
             "bench-comm",
             *(word for op in self.ops for word in ("--op", op)),
@@ -108,7 +108,7 @@ def _check_name(option: str, value: str, known: Sequence[str]) -> None:
 
 
 def bench_comm(options: BenchOptions) -> None:
-    """Measures, as one rank of the world, and shows the result on rank 0; collective.
+    """Measure, as one rank of the world, and show the result on rank 0; collective.
 
     Raises:
         MeshwrightError: On every rank.

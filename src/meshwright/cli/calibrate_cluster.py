@@ -34,11 +34,11 @@ class CalibrateOptions:
 
     @property
     def uses_cuda(self) -> bool:
-        """Whether ranks compute on CUDA devices."""
+        """Return whether ranks compute on CUDA devices."""
         return self.device == "auto" and torch.cuda.is_available()
 
     def check(self) -> None:
-        """Refuses what cannot be measured or written, before anything is started.
+        """Refuse what cannot be measured or written, before anything is started.
 
         Raises:
             ConfigError: Naming the option.
@@ -89,12 +89,12 @@ class CalibrateOptions:
         return self.processes or devices or 2
 
     def arguments(self) -> list[str]:
-        """The command line of one rank."""
+        """Return the command line of one rank."""
         return ["calibrate", "--out", str(self.out), "--device", self.device, "--clock", self.clock]
 
 
 def run_calibration(options: CalibrateOptions) -> None:
-    """Measures, as one rank of the world, writes the file and shows the result on rank 0; collective.
+    """Measure, as one rank of the world, write the file and show the result on rank 0; collective.
 
     Raises:
         MeshwrightError: On every rank.

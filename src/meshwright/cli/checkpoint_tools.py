@@ -30,7 +30,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _found(directory: Path) -> list[Path]:
-    """The checkpoints that a path means, oldest first."""
+    """Return the checkpoints that a path means, oldest first."""
     if (directory / MANIFEST).exists() or (directory / RECORD).exists():
         return [directory]
     folder = directory / CHECKPOINTS if (directory / CHECKPOINTS).is_dir() else directory
@@ -41,7 +41,7 @@ def _found(directory: Path) -> list[Path]:
 
 
 def list_checkpoints(directory: Path, as_json: bool) -> int:
-    """Shows the complete checkpoints of a run; returns the exit status."""
+    """Show the complete checkpoints of a run; return the exit status."""
     rows = [_row(path) for path in _found(directory)]
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
@@ -78,7 +78,7 @@ def _methods(record: Record) -> str:
 
 
 def verify_checkpoints(directory: Path, as_json: bool) -> int:
-    """Names what is damaged; returns the exit status."""
+    """Name what is damaged; return the exit status."""
     damage = {str(path): [str(error) for error in damage_of(path)] for path in _found(directory)}
     if as_json:
         typer.echo(json.dumps(damage, indent=1))
@@ -89,7 +89,7 @@ def verify_checkpoints(directory: Path, as_json: bool) -> int:
 
 
 def export_checkpoint(directory: Path, out: Path, dtype: str | None) -> int:
-    """Writes the weights of the newest whole checkpoint; returns the exit status."""
+    """Write the weights of the newest whole checkpoint; return the exit status."""
     if dtype is not None and dtype not in _DTYPES:
         raise CheckpointError("--dtype is not known", expected=", ".join(_DTYPES), got=dtype, fix="use one of these")
     path = _newest_whole(_found(directory))
@@ -117,7 +117,7 @@ def _say_exported(out: Path, weights: Mapping[str, torch.Tensor], path: Path, ki
 
 
 def _newest_whole(paths: list[Path]) -> Path:
-    """The newest checkpoint that is whole; newer ones that are not are told."""
+    """Return the newest checkpoint that is whole; newer ones that are not are told."""
     damaged: list[MeshwrightError] = []
     for path in reversed(paths):
         try:

@@ -255,7 +255,7 @@ def train_command(
 
 
 def _train(options: Options) -> int:
-    """Trains here, or starts the ranks that do."""
+    """Train here, or start the ranks that do."""
     from meshwright.cli.run_files import default_run_dir
     from meshwright.cli.train_loop import train
     from meshwright.cli.train_options import number_of_processes, prepare
@@ -336,7 +336,7 @@ def bench_comm_command(
 
 
 def _bench_comm(options: BenchOptions) -> int:
-    """Measures here, or starts the ranks that do."""
+    """Measure here, or start the ranks that do."""
     from meshwright.cli.bench_comm import bench_comm
     from meshwright.runtime.launch import inside_launcher
 
@@ -372,7 +372,7 @@ def calibrate_command(
 
 
 def _calibrate(options: CalibrateOptions) -> int:
-    """Measures here, or starts the ranks that do."""
+    """Measure here, or start the ranks that do."""
     from meshwright.cli.calibrate_cluster import run_calibration
     from meshwright.runtime.launch import inside_launcher
 

@@ -24,7 +24,7 @@ _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "remote p
 
 
 def exit_status(command: Callable[[], int], *, show_traceback: bool = False) -> int:
-    """Runs a command and tells on stderr why it failed.
+    """Run a command and tell on stderr why it failed.
 
     An error that all ranks agreed on is told by rank 0; any other by the rank that met it, with its number.
 
@@ -50,7 +50,7 @@ def exit_status(command: Callable[[], int], *, show_traceback: bool = False) -> 
 
 
 def leave(status: int) -> NoReturn:
-    """Ends a rank at once, without the interpreter's own farewell.
+    """End a rank at once, without the interpreter's own farewell.
 
     gloo's threads may still hold tensors of the last collectives. One that lets go of a tensor while the interpreter
     is being taken down aborts the process (pytorch#179291): a finished run would be reported as failed.
@@ -61,7 +61,7 @@ def leave(status: int) -> NoReturn:
 
 
 def _wait_until_told(error: Exception) -> None:
-    """Keeps the launcher from ending rank 0, because another rank is gone, before it has told an agreed error."""
+    """Keep the launcher from ending rank 0, because another rank is gone, before it has told an agreed error."""
     if getattr(error, "agreed", False):
         with contextlib.suppress(Exception):
             synchronize()

@@ -20,7 +20,7 @@ _WIDE = 120
 
 
 def law() -> dict[str, Any]:
-    """The law as plain values: methods in the order in which they are applied, and every conflict."""
+    """Return the law as plain values: methods in the order in which they are applied, and every conflict."""
     return {
         "methods": [_described(method) for method in known_methods()],
         "stand_for_others": _short_names(),
@@ -58,7 +58,7 @@ def _needs(method: type[Method]) -> list[str]:
 
 
 def _conflicts(name: str) -> dict[str, list[str]]:
-    """The other method of each conflict, and its reasons."""
+    """Return the other method of each conflict, and its reasons."""
     found: dict[str, list[str]] = {}
     for rule in rules():
         if name in (rule.first, rule.second):
@@ -68,7 +68,7 @@ def _conflicts(name: str) -> dict[str, list[str]]:
 
 
 def _names(name: str) -> str:
-    """Those that a method never goes together with, and in brackets those under some keys."""
+    """Return those that a method never goes together with, and in brackets those under some keys."""
     never = {_other(rule, name) for rule in rules() if rule.always and name in (rule.first, rule.second)}
     return ", ".join(other if other in never else f"({other})" for other in _conflicts(name))
 
@@ -78,7 +78,7 @@ def _other(rule: Rule, name: str) -> str:
 
 
 def print_methods(*, as_json: bool, console: Console | None = None) -> None:
-    """Prints the law: a table where the terminal is wide, a paragraph for each method where it is not.
+    """Print the law: a table where the terminal is wide, a paragraph for each method where it is not.
 
     Args:
         as_json: Print :func:`law` as JSON instead.

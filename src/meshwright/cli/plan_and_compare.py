@@ -61,7 +61,7 @@ class Subjects:
     memory_limit: str | None = None
 
     def request(self, **wanted: Any) -> PlanRequest:
-        """The request, with what is wanted of its plans.
+        """Return the request, with what is wanted of its plans.
 
         Raises:
             ConfigError, ModelError: Naming the option.
@@ -83,7 +83,7 @@ class Subjects:
         return named_model(self.model, self.seq, cluster)
 
     def _module(self, cluster: Cluster) -> ModuleModel:
-        """The module that a function builds, on ``meta`` unless it is planned for the CPU."""
+        """Return the module that a function builds, on ``meta`` unless it is planned for the CPU."""
         find_modules_beside(Path.cwd())
         if (self.seq is None) == (self.sample is None):
             raise ConfigError(
@@ -114,7 +114,7 @@ class Subjects:
 
 
 def is_reference(model: str) -> bool:
-    """Whether a model is ``MODULE:FUNCTION``, and not a family with its dimensions."""
+    """Return whether a model is ``MODULE:FUNCTION``, and not a family with its dimensions."""
     name = model.partition(":")[0]
     return bool(_REFERENCE.fullmatch(model)) and name not in (*_FAMILIES, "hf", *known_models())
 
@@ -153,7 +153,7 @@ class PlanOptions:
     save: Path | None = None
 
     def request(self) -> PlanRequest:
-        """The request.
+        """Return the request.
 
         Raises:
             MeshwrightError: Naming what is wrong.
@@ -171,7 +171,7 @@ class PlanOptions:
 
 
 def _constraints_line(text: str) -> tuple[Any, ...]:
-    """A method's name, or with keys as in the text of a strategy."""
+    """Return a method's name, or with keys as in the text of a strategy."""
     return Strategy(text).methods if "(" in text else (text,)
 
 
@@ -245,7 +245,7 @@ class CompareOptions:
 
 
 def compare(options: CompareOptions) -> int:
-    """Shows plans beside each other, and what leads from the first to each other.
+    """Show plans beside each other, and what leads from the first to each other.
 
     Raises:
         MeshwrightError: When a file cannot be read, or a strategy cannot be.
@@ -293,7 +293,7 @@ def _read(path: Path) -> str:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Says which of the files an error is about."""
+    """Say which of the files an error is about."""
     try:
         yield
     except MeshwrightError as error:
@@ -334,7 +334,7 @@ def _planned(
 def _written(
     files: Sequence[Path], documents: Sequence[Mapping[str, Any] | None]
 ) -> tuple[list[dict[str, Any]], list[Difference]]:
-    """The first plan of every document, as it was predicted then."""
+    """Return the first plan of every document, as it was predicted then."""
     strategies = [str(path) for path, document in zip(files, documents, strict=True) if document is None]
     if strategies:
         raise ConfigError(
@@ -362,7 +362,7 @@ def _written(
 
 
 def _elsewhere(difference: Difference, here: Any, there: Any) -> Difference:
-    """Another cluster is a change, too."""
+    """Return another cluster is a change, too."""
     if here == there:
         return difference
     before, after = _where(here), _where(there)

@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError, MeshwrightError, did_you_mean
 
 
 def find_modules_beside(folder: Path) -> None:
-    """Puts a folder first on the import path, as Python does for a script that lies in it."""
+    """Put a folder first on the import path, as Python does for a script that lies in it."""
     sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
 
 
@@ -46,7 +46,10 @@ def resolve_reference(reference: str, key: str) -> Callable[..., Any]:
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function names an argument. ``**kwargs`` do not count: nobody knows what they are passed on to."""
+    """Return whether a function names an argument.
+
+    ``**kwargs`` do not count: nobody knows what they are passed on to.
+    """
     try:
         return name in inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
@@ -62,7 +65,7 @@ def call_reference(
     expected: str,
     error_cls: type[MeshwrightError],
 ) -> Any:
-    """Calls what a reference refers to.
+    """Call what a reference refers to.
 
     Args:
         function: The function or class.

@@ -44,16 +44,16 @@ class TrainingProgress(Progress):
 
     @property
     def visible(self) -> bool:
-        """Whether anybody can see it."""
+        """Return whether anybody can see it."""
         return not self.disable
 
     def show(self, step: int, line: str, eta_s: float | None) -> None:
-        """Moves the bar and changes the line."""
+        """Move the bar and change the line."""
         self._line = line
         self.update(self._steps_task, completed=step, eta=duration(eta_s))
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """What is above, the bar and the line, for rich."""
+        """Return what is above, the bar and the line, for rich."""
         if self.above is not None:
             yield self.above
         yield self.make_tasks_table(self.tasks)
@@ -75,7 +75,7 @@ def status_line(record: Mapping[str, Any], smoothed_loss: float | None) -> str:
 
 
 def speed(records: Sequence[Mapping[str, Any]]) -> str:
-    """The median of steps, in tokens/s, or in samples/s where samples are no tokens."""
+    """Return the median of steps, in tokens/s, or in samples/s where samples are no tokens."""
     unit = "tokens" if records[0]["tokens_per_s"] is not None else "samples"
     return f"{readable_count(statistics.median(record[f'{unit}_per_s'] for record in records))} {unit}/s"
 
@@ -151,7 +151,7 @@ class Observer:
 
     @contextlib.contextmanager
     def _board_errors(self) -> Iterator[None]:
-        """Ends the events, and not the run, where they cannot be written."""
+        """End the events, and not the run, where they cannot be written."""
         try:
             yield
         except OSError as error:
@@ -159,17 +159,17 @@ class Observer:
             tell_unwritten(self._session.run_dir / TENSORBOARD, error, "its events end here")
 
     def show_measured(self, measured: Mapping[str, int]) -> None:
-        """Prints the plan with what the first step really held beside it."""
+        """Print the plan with what the first step really held beside it."""
         self._print_instead(plan_table(self._plan, measured))
 
     def _print_instead(self, table: RenderableType | None) -> None:
-        """Prints a table for good, in the place of the one above the bar."""
+        """Print a table for good, in the place of the one above the bar."""
         self._progress.above = None
         if table is not None:
             self._console.print(table)
 
     def show_step(self, record: dict[str, Any]) -> None:
-        """Writes one step down, and shows it."""
+        """Write one step down, and show it."""
         self._metrics.append(record)
         with self._board_errors():
             if self._board is not None:
@@ -184,7 +184,7 @@ class Observer:
             self._console.print(line, soft_wrap=True, highlight=False)
 
     def rewind(self, step: int) -> None:
-        """Forgets what came after a step."""
+        """Forget what came after a step."""
         self._metrics.rewind(step)
         self._first_step, self._smoothed = step + 1, None
         with self._board_errors():
@@ -208,7 +208,7 @@ class Observer:
 
 
 def _tensorboard(session: Session) -> Any:
-    """A SummaryWriter; None where TensorBoard is not installed."""
+    """Return a SummaryWriter; None where TensorBoard is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -224,7 +224,7 @@ _CURVE_WIDTH = 56
 
 
 def print_report(session: Session, records: Sequence[Mapping[str, Any]], peak_bytes: int) -> None:
-    """Prints what came of a run.
+    """Print what came of a run.
 
     Args:
         session: The run, after its last step.

@@ -16,7 +16,7 @@ from meshwright.store.tensor_files import write_text
 
 
 def check_writable(option: str, path: Path | None, fix: str = "name another file") -> None:
-    """Refuses a file that cannot be written, before anything is worked out.
+    """Refuse a file that cannot be written, before anything is worked out.
 
     Raises:
         ConfigError: Naming the option.
@@ -52,7 +52,7 @@ def _is_special(path: Path) -> bool:
 
 
 def write(option: str, path: Path, text: str) -> None:
-    """Writes a file, whole or not at all, and says so on standard error.
+    """Write a file, whole or not at all, and say so on standard error.
 
     Raises:
         ConfigError: When that fails.
@@ -64,7 +64,7 @@ def write(option: str, path: Path, text: str) -> None:
 def write_whole(
     path: Path, text: str, told: str, fix: str = "name another file", *, makes_folder: bool = False
 ) -> None:
-    """Writes a file under its name only when it is complete.
+    """Write a file under its name only when it is complete.
 
     Raises:
         ConfigError: As ``told``, when that fails.
@@ -109,12 +109,15 @@ def default_run_dir(file: Path) -> Path:
 
 
 def is_restart(directory: Path | None) -> bool:
-    """Whether an earlier attempt of the launch that has started this process may have begun the run there."""
+    """Return whether an earlier attempt of the launch that has started this process may have begun the run there."""
     return restart_count() > 0 or (directory is not None and _was_begun_by(launch_id(), directory))
 
 
 def begun_run_dir(file: Path) -> Path | None:
-    """The directory that :func:`default_run_dir` gave an earlier attempt of this launch, the newest; None: none."""
+    """Return the directory that :func:`default_run_dir` gave an earlier attempt of this launch, the newest; None.
+
+    None.
+    """
     name = launch_id()
     found = [path for path in _RUNS.glob(f"{file.stem}-*") if _was_begun_by(name, path)] if name is not None else []
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
@@ -129,7 +132,7 @@ def _was_begun_by(launch: str | None, directory: Path) -> bool:
 
 
 def check_run_dir(directory: Path, *, resume: bool) -> None:
-    """Refuses to overwrite a run, and to resume one that has no checkpoint. Changes nothing.
+    """Refuse to overwrite a run, and to resume one that has no checkpoint. Changes nothing.
 
     Raises:
         ConfigError: When ``directory`` holds a run, or cannot hold one.
@@ -164,7 +167,7 @@ def _check_resumable(directory: Path) -> None:
 
 
 def write_document(path: Path, text: str) -> None:
-    """Writes a small file, whole or not at all.
+    """Write a small file, whole or not at all.
 
     Raises:
         ConfigError: When it cannot be written.
@@ -189,7 +192,7 @@ class MetricsFile:
         self._told = False
 
     def append(self, record: dict[str, Any]) -> None:
-        """Writes one line. Infinities and nan, which JSON lacks, become null.
+        """Write one line. Infinities and nan, which JSON lacks, become null.
 
         Where the disk is full this is told once; the lines are kept and written when there is room again.
         """
@@ -205,7 +208,7 @@ class MetricsFile:
             self._told = True
 
     def rewind(self, step: int) -> None:
-        """Drops the lines of later steps, which will be taken again."""
+        """Drop the lines of later steps, which will be taken again."""
         self._file.close()
         self.records[:] = [record for record in self.records if record["step"] <= step]
         try:
@@ -216,7 +219,7 @@ class MetricsFile:
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
 
     def close(self) -> None:
-        """Ends the file."""
+        """End the file."""
         if self._pending:
             tell_unwritten(self._path, "no room until the end", f"{len(self._pending.splitlines())} lines are missing")
         self._file.close()
@@ -228,7 +231,7 @@ def line_of(record: dict[str, Any]) -> str:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Adds a line to a file of records; one that cannot be written is told instead."""
+    """Add a line to a file of records; one that cannot be written is told instead."""
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(line_of(record))
@@ -237,7 +240,7 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def tell_unwritten(path: Path, error: object, consequence: str) -> None:
-    """Says on stderr that a file which only tells of the run cannot be written: no reason to end the run."""
+    """Say on stderr that a file which only tells of the run cannot be written: no reason to end the run."""
     print(
         f"meshwright: {path} cannot be written ({error}); training goes on, and {consequence}. What to do: make room "
         "on the disk, for the next checkpoint needs some",

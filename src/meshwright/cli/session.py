@@ -75,7 +75,7 @@ class Session:
 
 
 def open_session(options: Options) -> Session:
-    """Joins the world, builds everything and loads the checkpoint when resuming; collective.
+    """Join the world, build everything and load the checkpoint when resuming; collective.
 
     Raises:
         MeshwrightError: On every rank. Nothing has been written into the run directory then.
@@ -95,7 +95,7 @@ def open_session(options: Options) -> Session:
 
 
 def _join(options: Options) -> Prepared:
-    """Checks the request and makes this process a rank; what fails on any rank is raised on all."""
+    """Check the request and make this process a rank; what fails on any rank is raised on all."""
     prepared, failure = None, None
     try:
         world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -122,7 +122,10 @@ def _join(options: Options) -> Prepared:
 
 
 def _run_dir(options: Options, prepared: Prepared) -> tuple[Path, bool]:
-    """The run's directory, and whether an earlier attempt of this launch may have saved there; equal on every rank."""
+    """Return the run's directory, and whether an earlier attempt of this launch may have saved there.
+
+    Equal on every rank.
+    """
     own = prepared.run_dir or begun_run_dir(options.file)
     # An agent counts the failures of its own machine: one that has joined later knows of none.
     restarted = any(gather_objects(is_restart(own)))
@@ -193,7 +196,7 @@ def _resume(prepared: Prepared, accelerated: Accelerated, store: CheckpointStore
 
 
 def earlier_config(extra: object, where: object) -> dict[str, dict[str, object]]:
-    """The tables of the training file that a checkpoint was written under; none where it says nothing of them.
+    """Return the tables of the training file that a checkpoint was written under; none where it says nothing of them.
 
     Raises:
         CheckpointError: When what it says is no training file.
@@ -213,7 +216,7 @@ def earlier_config(extra: object, where: object) -> dict[str, dict[str, object]]
 
 
 def changes(then: dict[str, dict[str, object]], now: dict[str, dict[str, object]]) -> list[str]:
-    """What differs between two training files in ways that a run which is resumed has to know, in lines."""
+    """Return what differs between two training files in ways that a run which is resumed has to know, in lines."""
     lines = []
     for table, values in now.items():
         for key, value in values.items():
@@ -254,7 +257,7 @@ def _write_documents(options: Options, prepared: Prepared, run_dir: Path, accele
 
 
 def _transformers_config(model: nn.Module) -> str | None:
-    """What ``save_pretrained`` would write as ``config.json``; None for a model of another kind."""
+    """Return what ``save_pretrained`` would write as ``config.json``; None for a model of another kind."""
     model = unwrapped(model)
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_diff_dict"):

@@ -75,7 +75,7 @@ class DataTable(Table):
 
     @property
     def function(self) -> str | None:
-        """The reference to a function that returns samples; None where the source is text."""
+        """Return the reference to a function that returns samples; None where the source is text."""
         is_function = isinstance(self.source, str) and re.fullmatch(_REFERENCE, self.source)
         return str(self.source) if is_function else None
 
@@ -124,7 +124,7 @@ class StrategyTable(Table):
 
     @property
     def is_automatic(self) -> bool:
-        """Whether Meshwright chooses."""
+        """Return whether Meshwright chooses."""
         return self.file is None and self.methods == "auto"
 
 
@@ -215,7 +215,7 @@ _HELP = "meshwright train --help-config lists every key"
 
 
 def read_config(file: Path, changes: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Reads a training file.
+    """Read a training file.
 
     Args:
         file: TOML file.
@@ -261,7 +261,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
 
 
 def _parsed(text: str) -> dict[str, Any]:
-    """The tables of a TOML text, whose integers have 64 bits: Python's own have no end, and long ones no text.
+    """Return the tables of a TOML text, whose integers have 64 bits: Python's own have no end, and long ones no text.
 
     Raises:
         ValueError: When it is none.

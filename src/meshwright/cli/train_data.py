@@ -42,7 +42,7 @@ class Loaded:
     model_input_format: str | None = None
 
     def start_at(self, samples_seen: int) -> None:
-        """Passes over what a run has seen before."""
+        """Pass over what a run has seen before."""
         self.order.start = samples_seen
 
     def loader_args(self, batch_size: int, num_workers: int = 0) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Samples:
     vocab_size: None = None  # its samples need not be tokens
 
     def load(self, seed: int) -> Loaded:
-        """Calls the function. Collective.
+        """Call the function. Collective.
 
         Raises:
             DataError: On every rank, when it fails, returns no dataset, or the ranks' differ in length.
@@ -101,7 +101,7 @@ class Samples:
 
 
 def find_samples(table: DataTable) -> Samples:
-    """Finds the function that ``data.source`` names, without calling it.
+    """Find the function that ``data.source`` names, without calling it.
 
     Raises:
         ConfigError: When it is not there.
@@ -147,7 +147,7 @@ def _batch_of_one(sample: Any) -> Any:
 
 
 def _tokens(batch: Any) -> int | None:
-    """Tokens of a sample; None where it has none."""
+    """Return the tokens of a sample; None where it has none."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else batch
     if isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.dtype == torch.long:
         return ids.shape[1]
@@ -168,7 +168,7 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """Ids of the tokenizer."""
+        """Return the ids of the tokenizer."""
         return self.tokenizer.vocab_size
 
     def load(self, seed: int) -> Loaded:
@@ -182,7 +182,7 @@ class Corpus:
 
 
 def find_corpus(table: DataTable, folder: Path) -> Corpus:
-    """Finds the files and loads the tokenizer; tokenizes nothing yet.
+    """Find the files and load the tokenizer; tokenizes nothing yet.
 
     Raises:
         DataError, ConfigError: When a file or the tokenizer is not there.
@@ -197,7 +197,7 @@ def _default_cache() -> Path:
 
 
 def tokenized(corpus: Corpus, seq_len: int) -> TokenDataset:
-    """The corpus as sequences; one rank of each machine tokenizes it if nobody has before. Collective.
+    """Return the corpus as sequences; one rank of each machine tokenizes it if nobody has before. Collective.
 
     Raises:
         DataError: On every rank, when it cannot be read or is shorter than one sequence.

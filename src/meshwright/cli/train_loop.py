@@ -99,7 +99,7 @@ class Anomalies:
         append_line(self._session.run_dir / ANOMALIES, record)
 
     def _roll_back(self) -> None:
-        """Loads the newest checkpoint and goes on with the batches that come now: those in between are left out."""
+        """Load the newest checkpoint and go on with the batches that come now: those in between are left out."""
         session, state = self._session, self._session.state
         spiked, seen = state.step, state.samples_seen
         now = state.extra, state.strategy
@@ -132,7 +132,7 @@ _ASK_REPLICAS_EVERY = 10
 
 
 def train(options: Options) -> int:
-    """Trains, as one rank of the world; collective.
+    """Train, as one rank of the world; collective.
 
     Returns:
         0, or 128 + the signal that ended the run early, after a checkpoint.

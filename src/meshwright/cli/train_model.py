@@ -48,7 +48,7 @@ class ModelSource:
 
 
 def model_source(table: ModelTable, folder: Path, *, of_text: bool = True) -> ModelSource:
-    """Finds what ``[model]`` names, without building it.
+    """Find what ``[model]`` names, without building it.
 
     Args:
         table: The table.
@@ -164,7 +164,7 @@ class OptimizerChoice:
 
 
 def optimizer_of(table: OptimizerTable) -> OptimizerChoice:
-    """The optimizer's class, its keyword arguments and how it groups parameters.
+    """Return the optimizer's class, its keyword arguments and how it groups parameters.
 
     Raises:
         ConfigError: When there is no such class, or it does not take a key that is set.

@@ -35,7 +35,7 @@ class Options:
     max_restarts: int = 0
 
     def read(self) -> TrainConfig:
-        """The training file with this command line's changes.
+        """Return the training file with this command line's changes.
 
         Raises:
             ConfigError: Naming every key that is wrong.
@@ -43,7 +43,7 @@ class Options:
         return read_config(self.file, self.changes, {"run.steps": self.steps, "run.nproc": self.nproc})
 
     def arguments(self, run_dir: Path) -> list[str]:
-        """The command line of one rank of this run."""
+        """Return the command line of one rank of this run."""
         return [
             "train", str(self.file), "--out", str(run_dir),
             *(["--nproc", str(self.nproc)] if self.nproc is not None else []),
@@ -54,7 +54,7 @@ class Options:
         ]  # fmt: skip
 
     def resume_command(self, run_dir: Path, steps: int) -> str:
-        """The command line that goes on with this run up to ``steps``."""
+        """Return the command line that goes on with this run up to ``steps``."""
         words = ["meshwright", "train", str(self.file), "--out", str(run_dir), "--resume", "--steps", str(steps)]
         words += ["--nproc", str(self.nproc)] if self.nproc is not None else []
         return shlex.join([*words, *(word for change in self.changes for word in ("--set", change))])
@@ -79,7 +79,7 @@ class Prepared:
 
 
 def prepare(options: Options, world: int) -> Prepared:
-    """Reads and checks everything that can be checked before ranks meet.
+    """Read and check everything that can be checked before ranks meet.
 
     Args:
         options: The command line.

@@ -3,7 +3,8 @@
 Sizes and bandwidths are those of NVIDIA's nccl-tests (doc/PERFORMANCE.md there), so that figures can be compared:
 ``size_bytes`` is the whole message (what every rank holds after an all-gather or before a reduce-scatter), the
 algorithm bandwidth is size / time, and the bus bandwidth corrects it by what each rank has to send, so that it can be
-held against the speed of the link whatever the number of ranks."""
+held against the speed of the link whatever the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def benchmark_collectives(
     group: Group = None,
     on_measurement: Callable[[Measurement], None] | None = None,
 ) -> list[Measurement]:
-    """Measures collectives on this rank's device; collective, with the same arguments on every rank.
+    """Measure collectives on this rank's device; collective, with the same arguments on every rank.
 
     Args:
         ops: Which, of ``BENCHMARK_OPS``. ``send_recv`` sends from every even rank to the next odd one, all at once.
@@ -110,12 +111,12 @@ def benchmark_collectives(
 
 
 def default_max_bytes(device: torch.device) -> int:
-    """The largest message worth measuring where nobody has said: seconds in all on either kind of device."""
+    """Return the largest message worth measuring where nobody has said: seconds in all on either kind of device."""
     return 2**24 if device.type == "cpu" else 2**30
 
 
 def check_benchmark(ops: Sequence[str], iterations: int, warmup: int) -> None:
-    """Refuses collectives that cannot be measured, and counts that measure nothing; communicates with nobody.
+    """Refuse collectives that cannot be measured, and counts that measure nothing; communicates with nobody.
 
     Raises:
         ConfigError: Naming the argument.
@@ -138,7 +139,7 @@ def check_benchmark(ops: Sequence[str], iterations: int, warmup: int) -> None:
 
 
 def check_num_ranks(num_ranks: int) -> None:
-    """Refuses a world in which nothing is sent.
+    """Refuse a world in which nothing is sent.
 
     Raises:
         LaunchError: When there is one rank.
@@ -181,7 +182,10 @@ def _measure(
 
 
 def benchmark_operation(op: str, message: torch.Tensor, members: Members) -> Callable[[], None]:
-    """The bare collective, one of ``BENCHMARK_OPS``, on buffers made beforehand; ``message`` is cut by all ranks."""
+    """Return the bare collective, one of ``BENCHMARK_OPS``, on buffers made beforehand.
+
+    ``message`` is cut by all ranks.
+    """
     if op == "all_reduce":
         return lambda: dist.all_reduce(message, group=members.group)
     if op == "send_recv":

@@ -37,7 +37,7 @@ def all_reduce(
     *,
     comm: Group = None,
 ) -> torch.Tensor:
-    """Combines the tensors of all ranks; every rank gets the result.
+    """Combine the tensors of all ranks; every rank gets the result.
 
     Where several ranks hold the extreme of ``max`` or ``min`` they share its gradient equally, as in ``torch.amax``
     (in BMTrain each gets all of it).
@@ -66,7 +66,7 @@ def all_reduce(
 
 
 def all_gather(x: torch.Tensor, group: Group = None, grad: Gradient = "partial", *, comm: Group = None) -> torch.Tensor:
-    """Collects the tensors of all ranks on every rank.
+    """Collect the tensors of all ranks on every rank.
 
     Args:
         x: Tensor of one shape and dtype on all ranks.
@@ -88,7 +88,7 @@ def all_gather(x: torch.Tensor, group: Group = None, grad: Gradient = "partial",
 
 
 def reduce_scatter(x: torch.Tensor, op: ReduceOp = "sum", group: Group = None, *, comm: Group = None) -> torch.Tensor:
-    """Combines the tensors of all ranks; rank ``r`` gets the ``r``-th part of the result along dim 0.
+    """Combine the tensors of all ranks; rank ``r`` gets the ``r``-th part of the result along dim 0.
 
     ``max``, ``min`` and ``prod`` have the gradients of :func:`all_reduce`, where BMTrain's raise; to know them, every
     rank holds the whole result for a moment where ``x`` requires a gradient.
@@ -125,7 +125,7 @@ def reduce_scatter(x: torch.Tensor, op: ReduceOp = "sum", group: Group = None, *
 
 
 def broadcast(x: torch.Tensor, root: int = 0, group: Group = None, *, comm: Group = None) -> torch.Tensor:
-    """Gives every rank the tensor of one of them.
+    """Give every rank the tensor of one of them.
 
     The result has a gradient on every rank when the root's ``x`` requires one: in backward all of them send theirs to
     the root, so all must call it. On the other ranks the values of ``x`` are not used, and its gradient is zero. Hosts
@@ -199,7 +199,7 @@ class _AllReduce(Function):
 
 
 def _product(x: torch.Tensor, members: Members) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product over ranks, and that of the other ranks: not product / x, which is 0 / 0 where x is 0."""
+    """Return the product over ranks, and that of the other ranks: not product / x, which is 0 / 0 where x is 0."""
     rows = gathered(x, members)
     rows = rows.float() if x.dtype in HALF else rows
     others = torch.cat([rows[: members.rank], rows[members.rank + 1 :]])
@@ -283,7 +283,7 @@ def _check_average(call: str, op: str, x: torch.Tensor) -> None:
 
 
 def gather_result(x: torch.Tensor, group: Group = None) -> torch.Tensor:
-    """Joins the results of all ranks along dim 0, on every rank (BMTrain).
+    """Join the results of all ranks along dim 0, on every rank (BMTrain).
 
     Without gradient: it is for predictions and measurements. In training use ``all_gather``.
 

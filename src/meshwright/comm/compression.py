@@ -38,7 +38,7 @@ def encode(parts: Sequence[torch.Tensor], encoding: Encoding) -> torch.Tensor:
 def decode(
     message: torch.Tensor, sizes: Sequence[int], encoding: Encoding, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """The parts that :func:`encode` turned into bytes, in fp32 and rounded to ``dtype``.
+    """Return the parts that :func:`encode` turned into bytes, in fp32 and rounded to ``dtype``.
 
     Args:
         message: Bytes ``(num_rows, …)``, contiguous or not.
@@ -90,7 +90,7 @@ def _places(sizes: Sequence[int], encoding: Encoding) -> Iterator[tuple[int, int
 
 
 def _padded_codes(codes: torch.Tensor, sizes: Sequence[int], encoding: Encoding) -> torch.Tensor:
-    """Codes of whole blocks, contiguous: what does not travel is zero."""
+    """Return the codes of whole blocks, contiguous: what does not travel is zero."""
     width = sum(-(-size // encoding.block_size) for size in sizes) * encoding.block_size
     width //= 2 if encoding.kind == "int4" else 1
     if codes.shape[1] == width:
@@ -139,7 +139,7 @@ class Packing:
     """How; None: all travel as they are."""
 
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
-        """Turns rows ``(num_rows, elements)`` of floats into messages ``(num_rows, bytes)``."""
+        """Turn rows ``(num_rows, elements)`` of floats into messages ``(num_rows, bytes)``."""
         parts = rows.split(self.sizes, dim=1)
         large, small = self._sorted(parts)
         pieces = [encode(large, self.encoding)] if large and self.encoding is not None else []
@@ -148,7 +148,7 @@ class Packing:
         return torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
 
     def unpack(self, messages: torch.Tensor, sent: torch.dtype, rows: torch.Tensor) -> None:
-        """Fills rows ``(num_rows, elements)`` with what messages say.
+        """Fill rows ``(num_rows, elements)`` with what messages say.
 
         Args:
             messages: Bytes ``(num_rows, bytes)``.
@@ -168,7 +168,7 @@ class Packing:
                 part.copy_(value)
 
     def _sorted(self, parts: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The parts that are quantised, and the others."""
+        """Return the parts that are quantised, and the others."""
         both = list(zip(parts, self.quantised, strict=True))
         quantises = self.encoding is not None
         return [p for p, few in both if few and quantises], [p for p, few in both if not (few and quantises)]
@@ -203,7 +203,7 @@ class Route:
 
 
 def route(group: dist.ProcessGroup, per_node: int | None) -> Route:
-    """Finds the way of a group's messages; collective over the world, in which all groups are cut alike.
+    """Find the way of a group's messages; collective over the world, in which all groups are cut alike.
 
     Args:
         group: Its ranks lie node by node.
@@ -233,7 +233,7 @@ def gathered_messages(message: torch.Tensor, way: Route) -> torch.Tensor:
 
 
 def reduced_row(rows: torch.Tensor, packing: Packing, way: Route) -> torch.Tensor:
-    """The sum over ranks of the row that is this rank's, ``(elements,)``, added up in fp32 (fp64 for fp64).
+    """Return the sum over ranks of the row that is this rank's, ``(elements,)``, added up in fp32 (fp64 for fp64).
 
     One all-to-all of packed rows. Over nodes two: ranks of a node add up what they have for each place, then nodes
     exchange these sums, packed once more, so that each sum leaves its node once (qgZ of ZeRO++, Wang et al. 2023).

@@ -30,7 +30,7 @@ class Header:
 
     @classmethod
     def of(cls, call: str, x: torch.Tensor) -> Header:
-        """Describes ``x``.
+        """Describe ``x``.
 
         Raises:
             ConfigError: When ``x`` is not a tensor of this rank alone.
@@ -48,26 +48,26 @@ class Header:
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether the sender's tensor is part of a graph."""
+        """Return whether the sender's tensor is part of a graph."""
         return self.gradient == _REQUIRED
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The shape without dim 0."""
+        """Return the shape without dim 0."""
         return self.shape[1:]
 
     @property
     def can_have_gradient(self) -> bool:
-        """Whether the rank records graphs at all."""
+        """Return whether the rank records graphs at all."""
         return self.gradient != _OFF
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype that ``dtype`` names."""
+        """Return the dtype that ``dtype`` names."""
         return getattr(torch, self.dtype)
 
     def encode(self) -> torch.Tensor:
-        """The header as uint8, shape (256,), on the CPU.
+        """Return the header as uint8, shape (256,), on the CPU.
 
         Raises:
             ConfigError: When it does not fit (a tensor of dozens of dims).
@@ -84,7 +84,7 @@ class Header:
 
     @classmethod
     def decode(cls, message: torch.Tensor) -> Header:
-        """The inverse of :meth:`encode`; takes a tensor on any device.
+        """Return the inverse of :meth:`encode`; takes a tensor on any device.
 
         Raises:
             LaunchError: When the message is no header: the other rank called something else.
@@ -107,12 +107,12 @@ class Header:
         return header
 
     def send(self, peer: int, members: Members) -> None:
-        """Sends the header to one rank of the group."""
+        """Send the header to one rank of the group."""
         dist.send(self.encode().to(members.host_device), group_dst=peer, group=members.group)
 
     @classmethod
     def receive(cls, peer: int, members: Members) -> Header:
-        """Receives the header that ``peer`` sends."""
+        """Receive the header that ``peer`` sends."""
         message = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=members.host_device)
         dist.recv(message, group_src=peer, group=members.group)
         return cls.decode(message)
@@ -126,7 +126,7 @@ def exchange(header: Header, members: Members) -> list[Header]:
 
 
 def check_alike(headers: Sequence[Header], fields: Sequence[str], members: Members) -> None:
-    """Raises on every rank unless the named fields are alike.
+    """Raise on every rank unless the named fields are alike.
 
     Raises:
         LaunchError: Naming the first rank that differs from the group's first.
@@ -148,7 +148,7 @@ def check_alike(headers: Sequence[Header], fields: Sequence[str], members: Membe
 
 
 def check_call(call: str, x: torch.Tensor, members: Members, *, backward_communicates: bool) -> None:
-    """Compares this call with the other ranks', on the CPU; on CUDA the host does not wait for that.
+    """Compare this call with the other ranks', on the CPU; on CUDA the host does not wait for that.
 
     Args:
         call: The function with its arguments.
@@ -170,7 +170,7 @@ def check_call(call: str, x: torch.Tensor, members: Members, *, backward_communi
 
 
 def on_all_ranks(error: MeshwrightError, members: Members) -> MeshwrightError:
-    """Marks an error that all ranks of the group raise; a program prints it once where the group is the world."""
+    """Mark an error that all ranks of the group raise; a program prints it once where the group is the world."""
     error.agreed = members.size == dist.get_world_size()  # type: ignore[attr-defined]
     return error
 

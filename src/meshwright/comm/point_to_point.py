@@ -19,7 +19,7 @@ _ACTIVATION_TAG, _GRADIENT_TAG = 0, 1
 
 
 def send_activations(x: torch.Tensor, peer: int, group: Group = None, *, comm: Group = None) -> torch.Tensor:
-    """Sends a tensor of any shape and dtype to a rank that calls ``recv_activations``.
+    """Send a tensor of any shape and dtype to a rank that calls ``recv_activations``.
 
     When ``x`` requires a gradient, the peer sends it back while it differentiates what it made of the tensor. The
     sender waits for it in the backward of what this function returns: ``send_activations(x, peer).backward()``, or
@@ -47,7 +47,7 @@ def send_activations(x: torch.Tensor, peer: int, group: Group = None, *, comm: G
 
 
 def recv_activations(peer: int, group: Group = None, *, comm: Group = None) -> torch.Tensor:
-    """Receives the tensor that a rank sends with ``send_activations``; shape, dtype and kind of device travel along.
+    """Receive the tensor that a rank sends with ``send_activations``; shape, dtype and kind of device travel along.
 
     Args:
         peer: Rank within the group.
@@ -141,14 +141,14 @@ class Arrival(NamedTuple):
 
 
 def new_chain(device: torch.device) -> torch.Tensor:
-    """What ties exchanges into one chain: backward goes through all of them, in reverse order, on every rank."""
+    """Return what ties exchanges into one chain: backward goes through all of them, in reverse order, on every rank."""
     return torch.zeros(1, device=device, requires_grad=torch.is_grad_enabled())
 
 
 def exchange_activations(
     chain: torch.Tensor, departures: Sequence[tuple[int, torch.Tensor]], arrivals: Sequence[Arrival], members: Members
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Sends tensors to ranks of a group while others arrive; in backward gradients travel the other way.
+    """Send tensors to ranks of a group while others arrive; in backward gradients travel the other way.
 
     Every rank of the group makes the same sequence of calls with one chain, and what one rank sends another expects, in
     the same order per pair. Then no rank waits for one that waits for it: neither here nor in backward, if on every

@@ -42,7 +42,7 @@ class SharedMemory:
 
     @property
     def own_bytes(self) -> int:
-        """A rank's share of it."""
+        """Return a rank's share of it."""
         return len(self._memory) // self.num_ranks
 
 
@@ -96,7 +96,7 @@ def _file(num_bytes: int) -> Iterator[torch.Tensor]:
 
 
 def _fill(path: Path, num_bytes: int) -> None:
-    """Takes all pages at once: a process that writes where there are none left is ended (SIGBUS), without an error."""
+    """Take all pages at once: a process that writes where there are none left is ended (SIGBUS), without an error."""
     if num_bytes * _SHARE > _free_bytes():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -142,5 +142,5 @@ def _path(name: str) -> Path:
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of ``ALIGNMENT``."""
+    """Return the next multiple of ``ALIGNMENT``."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

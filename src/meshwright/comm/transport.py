@@ -26,18 +26,21 @@ class Members:
     size: int
 
     def backend(self, device: torch.device) -> str | None:
-        """The backend by which tensors on ``device`` travel in this group, such as ``"nccl"``; None if they cannot."""
+        """Return the backend by which tensors on ``device`` travel in this group, such as ``"nccl"``.
+
+        None if they cannot.
+        """
         pairs = dist.get_backend_config(self.group).split(",")  # "cpu:gloo,cuda:nccl"
         return dict(pair.split(":") for pair in pairs).get(device.type)
 
     @property
     def host_device(self) -> torch.device:
-        """Where small messages to the host travel: the CPU, or the CUDA device of a group that is NCCL alone."""
+        """Return where small messages to the host travel: the CPU, or the CUDA device of a group that is NCCL alone."""
         host = torch.device("cpu")
         return host if self.backend(host) else torch.device("cuda", torch.cuda.current_device())
 
     def check_place(self, name: str, place: int) -> None:
-        """Refuses a root or peer that is not in the group.
+        """Refuse a root or peer that is not in the group.
 
         Raises:
             ConfigError: Naming the argument.
@@ -52,7 +55,7 @@ class Members:
 
 
 def members_of(group: Group, comm: Group = None) -> Members:
-    """Finds the group that a caller means, by either of its two names.
+    """Find the group that a caller means, by either of its two names.
 
     Raises:
         LaunchError: Before ``init_distributed``, or when this rank is not in the group.
@@ -105,7 +108,7 @@ _MADE: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def groups_of_ranks(wanted: Sequence[tuple[int, ...]]) -> list[dist.ProcessGroup]:
-    """The groups of the given ranks, made once per world; collective over the world.
+    """Return the groups of the given ranks, made once per world; collective over the world.
 
     All ranks make all groups, in one order: torch names a group that its members make alone by their ranks, and one
     that is made a second time finds what the first has left in the store, and waits for ever.
@@ -146,7 +149,7 @@ def reduced(x: torch.Tensor, op: str, members: Members) -> torch.Tensor:
 
 
 def reduced_to_root(x: torch.Tensor, root: int, members: Members) -> torch.Tensor:
-    """The sum on ``root``, zeros elsewhere; a new contiguous tensor."""
+    """Return the sum on ``root``, zeros elsewhere; a new contiguous tensor."""
     total = _summand(x, "sum", members)
     if members.size > 1:
         dist.reduce(total, group_dst=root, group=members.group)
@@ -177,7 +180,7 @@ def exchanged(x: torch.Tensor, members: Members) -> torch.Tensor:
 
 
 def broadcasted(x: torch.Tensor, root: int, members: Members) -> torch.Tensor:
-    """The root's ``x``, as a new contiguous tensor on every rank."""
+    """Return the root's ``x``, as a new contiguous tensor on every rank."""
     copy = x.clone(memory_format=torch.contiguous_format) if members.rank == root else _like(x)
     dist.broadcast(copy, group_src=root, group=members.group)
     return copy
@@ -216,7 +219,7 @@ class Pending:
         self._work, self._finish = work, finish
 
     def wait(self) -> torch.Tensor:
-        """The result; on CUDA the stream waits, not the host."""
+        """Return the result; on CUDA the stream waits, not the host."""
         self._work.wait()
         return self._finish()
 

@@ -15,7 +15,7 @@ the list, and the number of its blocks is behind it. What belongs to several pla
 
 @functools.lru_cache(maxsize=512)
 def sums_of(ranges: tuple[tuple[int, int], ...], num_blocks: int, amounts: Placed) -> tuple[int, ...]:
-    """What of some amounts every stage has, the blocks from ``first`` to ``end`` of a list of ``num_blocks``.
+    """Return what of some amounts every stage has, the blocks from ``first`` to ``end`` of a list of ``num_blocks``.
 
     Kept, as every rank of a pipeline asks for the same.
 
@@ -72,7 +72,7 @@ class Transient(NamedTuple):
     remains: int = 0
 
     def most(self, *, with_gradients: bool) -> int:
-        """The most beside what is saved.
+        """Return the most beside what is saved.
 
         Args:
             with_gradients: Whether complete gradients of this place are held, and not added to others.
@@ -81,14 +81,14 @@ class Transient(NamedTuple):
 
 
 def outermost_instants(every: Iterable[Instant]) -> tuple[Instant, ...]:
-    """Those of many instants at which most is held, for some number of samples, with complete gradients or without."""
+    """Return those of many instants at which most is held, for some number of samples, with complete gradients or without."""
     instants = set(every)
     kept = {*_hull(instants, lambda m: m.weights + m.gradients), *_hull(instants, lambda m: m.weights)}
     return tuple(sorted(kept))
 
 
 def _hull(instants: Iterable[Instant], constant: Callable[[Instant], int]) -> list[Instant]:
-    """The upper right part of the convex hull over (what grows with the samples, what does not)."""
+    """Return the upper right part of the convex hull over (what grows with the samples, what does not)."""
     best: dict[int, Instant] = {}
     for each in instants:
         other = best.get(each.activations)
@@ -105,7 +105,7 @@ def _hull(instants: Iterable[Instant], constant: Callable[[Instant], int]) -> li
 
 
 def _is_below(first: Instant, middle: Instant, last: Instant, constant: Callable[[Instant], int]) -> bool:
-    """Whether the middle of three is on or below the line through the others."""
+    """Return whether the middle of three is on or below the line through the others."""
     run, rise = first.activations - last.activations, constant(last) - constant(first)
     return (constant(middle) - constant(first)) * run <= rise * (first.activations - middle.activations)
 
@@ -141,18 +141,21 @@ class SavedTensor:
     needed_from: int = -1  # the first place whose backward needs it: when that has run, it is free
 
     def is_kept(self, recomputed: Recomputed) -> bool:
-        """Whether it lives from forward to backward while these modules are recomputed."""
+        """Return whether it lives from forward to backward while these modules are recomputed."""
         return self.is_saved(recomputed) or self.is_kept_result(recomputed)
 
     def is_saved(self, recomputed: Recomputed) -> bool:
-        """Whether autograd holds it then: what a module saves that is not recomputed, or an input of one that is."""
+        """Return whether autograd holds it then.
+
+        What a module saves that is not recomputed, or an input of one that is.
+        """
         for running in self.savers:  # loops, as a search asks this of thousands of tensors for every plan
             if _cover(running, recomputed) is None:
                 return True
         return not recomputed.keys().isdisjoint(self.inputs_of)
 
     def is_kept_result(self, recomputed: Recomputed) -> bool:
-        """Whether a recomputed module holds it, as the result of an operator that it does not run again."""
+        """Return whether a recomputed module holds it, as the result of an operator that it does not run again."""
         for operator, running in self.results:
             module = _cover(running, recomputed)
             if module is not None and operator in recomputed[module]:
@@ -171,7 +174,10 @@ class Work:
     place: int = -1
 
     def is_recomputed(self, recomputed: Recomputed, *, to_the_end: bool) -> bool:
-        """Whether recomputation runs it again; one that runs ``to_the_end`` does not stop at the last saved tensor."""
+        """Return whether recomputation runs it again.
+
+        One that runs ``to_the_end`` does not stop at the last saved tensor.
+        """
         module = _cover(self.running if to_the_end else self.running[: self.num_needed], recomputed)
         return module is not None and self.operator not in recomputed[module]
 
@@ -220,7 +226,7 @@ class Activations:
     returned_bytes: int = 0  # back on the device at once while the blocks that saved them run backward
 
     def recompute(self, recomputed: Recomputed, *, to_the_end: bool = False) -> tuple[Activations, int]:
-        """The activations with these modules recomputed, and the operations that they run again in a micro-batch.
+        """Return activations with these modules recomputed, and the operations that they run again in a micro-batch.
 
         Args:
             recomputed: Modules of this rank among others.
@@ -258,7 +264,7 @@ class Activations:
         )
 
     def _at_most(self, stages: Sequence[int]) -> int:
-        """The most that is held at one time, of what one micro-batch has in every stage."""
+        """Return the most that is held at one time, of what one micro-batch has in every stage."""
         return max(sum(count * size for count, size in zip(held, stages, strict=True)) for held in self.in_flight)
 
     def cut(
@@ -267,7 +273,7 @@ class Activations:
         in_flight: tuple[tuple[int, ...], ...],
         backward_at: tuple[BackwardAt, ...] = (),
     ) -> Activations:
-        """Those of a pipeline rank.
+        """Return those of a pipeline rank.
 
         Args:
             stages: Of this rank: whether each has any of some places.
@@ -287,7 +293,7 @@ class Activations:
         ).settled()
 
     def first_blocks(self) -> tuple[BlockSaves, ...]:
-        """What copying all that the first block saves to the host would change; the first two; and so on."""
+        """Return what copying all that the first block saves to the host would change; the first two; and so on."""
         freed, copied = [0] * len(self.blocks), [0] * len(self.blocks)
         for tensor in (tensor for stage in self.stages for tensor in stage):
             places = self._savers_in_blocks(tensor)
@@ -299,7 +305,7 @@ class Activations:
         return tuple(BlockSaves(sum(freed[: count + 1]), sum(copied[: count + 1])) for count in range(len(self.blocks)))
 
     def _savers_in_blocks(self, tensor: SavedTensor) -> set[int | None]:
-        """The blocks in which autograd saves it, and None for whatever is in no block."""
+        """Return the blocks in which autograd saves it, and None for whatever is in no block."""
         found: set[int | None] = set()
         for running in tensor.savers:
             if _cover(running, self.recomputed) is None:
@@ -313,7 +319,7 @@ def _placed(amounts: Mapping[int, int]) -> Placed:
 
 
 def _cover(running: Running, recomputed: Recomputed) -> int | None:
-    """The recomputed module among those that run; None where none is."""
+    """Return the recomputed module among those that run; None where none is."""
     for module in running:
         if module in recomputed:
             return module

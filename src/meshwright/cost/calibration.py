@@ -34,7 +34,7 @@ class Learned:
     num_runs: int = 0
 
     def applied(self, known: Calibration) -> Calibration:
-        """The calibration with everything as long as it is."""
+        """Return the calibration with everything as long as it is."""
         devices = {name: self._efficiency(each) for name, each in known.devices.items()}
         return dataclasses.replace(
             known, devices=devices, constants=self._constants(known.constants), num_runs=self.num_runs
@@ -57,7 +57,7 @@ class Learned:
 
 
 def learned_from(data: Mapping[str, Any]) -> Learned:
-    """Reads what ``dataclasses.asdict`` made of it.
+    """Read what ``dataclasses.asdict`` made of it.
 
     Raises:
         TypeError, ValueError: When it is something else.
@@ -236,7 +236,7 @@ class Calibration:
 
 
 def read_calibration(text: str) -> Calibration:
-    """Reads the JSON that ``benchmarks/fit.py`` and a calibration write.
+    """Read the JSON that ``benchmarks/fit.py`` and a calibration write.
 
     Raises:
         ConfigError: When it is not such a file, or names what is not known.
@@ -272,20 +272,20 @@ def calibration_from(data: Mapping[str, Any]) -> Calibration:
 
 
 def calibration_tables(calibration: Calibration) -> dict[str, Any]:
-    """The tables that :func:`calibration_from` reads."""
+    """Return the tables that :func:`calibration_from` reads."""
     devices = {name: dataclasses.asdict(entry) for name, entry in calibration.devices.items()}
     machine = {} if calibration.machine is None else {"machine": calibration.machine}
     return machine | {"devices": devices, "constants": dataclasses.asdict(calibration.constants)}
 
 
 def write_calibration(calibration: Calibration, **notes: Any) -> str:
-    """The JSON of a calibration; ``notes`` say where its numbers come from."""
+    """Return the JSON of a calibration; ``notes`` say where its numbers come from."""
     return json.dumps({"format": FORMAT, **notes, **calibration_tables(calibration)}, indent=2) + "\n"
 
 
 @functools.cache
 def fitted() -> Calibration:
-    """The presets that the package carries, fitted to published runs."""
+    """Return the presets that the package carries, fitted to published runs."""
     return read_calibration((resources.files("meshwright.cost") / "efficiencies.json").read_text())
 
 

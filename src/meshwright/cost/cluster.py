@@ -68,7 +68,7 @@ class Cluster:
 
     @property
     def is_one_node(self) -> bool:
-        """Whether all devices are in one node."""
+        """Return whether all devices are in one node."""
         return self.num_devices <= self.devices_per_node
 
     @property
@@ -78,7 +78,7 @@ class Cluster:
         return None if price is None else price * self.num_devices
 
     def resized(self, num_devices: int) -> Cluster:
-        """The same with another number of devices; a single node that is not full grows up to what is usual."""
+        """Return the same with another number of devices; a single node that is not full grows up to what is usual."""
         per_node = self.devices_per_node
         if self.num_devices <= per_node:
             per_node = max(per_node, min(num_devices, most_joined(self.device)))
@@ -151,7 +151,7 @@ def make_cluster(
     node_gbps: float | None = None,
     latency_s: float = 1.2e-5,
 ) -> Cluster:
-    """A cluster of a known device with the links that are usual for it.
+    """Return a cluster of a known device with the links that are usual for it.
 
     Args:
         device: A device, or its name.
@@ -223,7 +223,7 @@ _MAY_BE_UNKNOWN = {"fp8_flops_per_s", "fp4_flops_per_s", "price_per_hour"}
 
 
 def find_cluster(name: str) -> Cluster:
-    """The cluster that a preset (``"h100x64"``, ``"a100-40x8"``, ``"cpu*2"``) or a file (TOML or JSON) describes.
+    """Return cluster that a preset (``"h100x64"``, ``"a100-40x8"``, ``"cpu*2"``) or a file (TOML or JSON) describes.
 
     Raises:
         ConfigError: For a preset that is unknown, and a file that is not valid.
@@ -256,7 +256,7 @@ def _refuse_two_numbers(name: str, device: str, number: str) -> None:
 
 
 def read_cluster(path: Path, *, learned: bool = True) -> Cluster:
-    """Reads a cluster file.
+    """Read a cluster file.
 
     Keys: ``device`` (a preset's name, or a table with the fields of :class:`Device`), ``num_devices``, and optionally
     ``devices_per_node``, ``price_per_hour``, ``host_memory_bytes`` (of a device's share of its node),
@@ -366,7 +366,7 @@ def _positive(value: Any, name: str) -> float:
 
 
 def write_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) -> str:
-    """The JSON of a cluster; ``measured`` says where its numbers come from and how far off they are."""
+    """Return the JSON of a cluster; ``measured`` says where its numbers come from and how far off they are."""
     device = {key: value for key, value in dataclasses.asdict(cluster.device).items() if key != "aliases"}
     whole: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     if measured:

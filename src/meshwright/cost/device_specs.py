@@ -50,11 +50,11 @@ class Device:
 
     @property
     def half_dtype(self) -> str:
-        """What half precision is: ``bf16`` where the device has it, else ``fp16``."""
+        """Return what half precision is: ``bf16`` where the device has it, else ``fp16``."""
         return "bf16" if self.bf16 else "fp16"
 
     def peak_flops_per_s(self, dtype: str) -> float:
-        """Peak of matrix products in ``fp32``, ``half``, ``fp8`` or ``fp4`` (or of the next wider type)."""
+        """Return the peak of matrix products in ``fp32``, ``half``, ``fp8`` or ``fp4`` (or of the next wider type)."""
         if dtype == "fp32":
             return self.fp32_flops_per_s
         if dtype == "fp4" and self.fp4_flops_per_s:
@@ -63,7 +63,7 @@ class Device:
 
 
 def _pcie(like: Device, name: str, bandwidth_bytes_per_s: float, power_fraction: float, *aliases: str) -> Device:
-    """A board with the same chip, and other memory and power."""
+    """Return a board with the same chip, and other memory and power."""
     return dataclasses.replace(
         like,
         name=name,
@@ -163,7 +163,7 @@ _HBM2E_BANDWIDTH = 2.4e12
 
 
 def find_device(name: str) -> Device:
-    """The preset that a driver's or a table's name means; memory, power and kind of memory in the name count.
+    """Return the preset that a driver's or a table's name means; memory, power and kind of memory in the name count.
 
     ``"NVIDIA A100-SXM4-40GB"`` is an A100-40, ``"H100-SXM-96GB-HBM2e-500W"`` an H100 with its memory, power and memory
     bandwidth changed. Of a MIG instance, ``"… MIG 3g.40gb"``, the part of the device that it has.
@@ -188,7 +188,7 @@ def find_device(name: str) -> Device:
 
 
 def half_peak_flops_per_s(device_name: str) -> float | None:
-    """Peak of dense half-precision matrix products in FLOP/s; None for a device that is not in the table."""
+    """Return the peak of dense half-precision matrix products in FLOP/s; None for a device that is not in the table."""
     try:
         return find_device(device_name).half_flops_per_s
     except ConfigError:

@@ -50,7 +50,7 @@ class Casts:
         return (self.gradient + self.input_again + self.weight_again) / 4
 
     def times(self, factor: float) -> Casts:
-        """The same with more bytes, or fewer."""
+        """Return the same with more bytes, or fewer."""
         parts = (self.input, self.weight, self.gradient, self.input_again, self.weight_again)
         return Casts(*(factor * part for part in parts))
 
@@ -124,22 +124,22 @@ class Machine:
         return self.device.power_fraction**self.constants.power / slowest
 
     def matmul_flops_per_s(self, dtype: str) -> float:
-        """What large products reach."""
+        """Return what large products reach."""
         fraction = self.efficiency.of_matmul(dtype)
         return self.device.peak_flops_per_s(dtype) * fraction * self.sustained
 
     @property
     def bytes_per_s(self) -> float:
-        """What memory-bound kernels reach."""
+        """Return what memory-bound kernels reach."""
         return self.device.bandwidth_bytes_per_s * self.efficiency.memory
 
     def move_s(self, num_bytes: float) -> float:
-        """Seconds of a kernel's bytes: those that fit into the cache, and the others."""
+        """Return the seconds of a kernel's bytes: those that fit into the cache, and the others."""
         cached = min(num_bytes, self.device.cache_bytes)
         return (cached / self.efficiency.cached + num_bytes - cached) / self.bytes_per_s
 
     def attention_flops_per_s(self, width: int, dtype: str, variant: str = "") -> float:
-        """What fused attention reaches with heads of a width."""
+        """Return what fused attention reaches with heads of a width."""
         slower = self.constants.flash1 if variant == "flash1" else 1.0
         fraction = self.constants.vendor if variant == "vendor" else self.efficiency.of_attention(dtype)[0] * slower
         narrow = 1.0 if variant == "flash1" else min(1.0, width / _HEAD_WIDTH) ** self.constants.narrow
@@ -148,7 +148,7 @@ class Machine:
 
 
 def forward_s(op: Op, machine: Machine) -> float:
-    """Seconds of an op in forward, all its ``count``."""
+    """Return the seconds of an op in forward, all its ``count``."""
     return 0.0 if op.moment == "backward" else _kernel_s(op, machine)
 
 
@@ -165,7 +165,7 @@ def _kernel_s(op: Op, machine: Machine) -> float:
 
 
 def backward_s(op: Op, machine: Machine) -> float:
-    """Seconds of its backward, recomputation included."""
+    """Return the seconds of its backward, recomputation included."""
     gap = machine.constants.gap_s
     again = forward_s(op, machine) * op.recomputed if op.recomputed else 0.0
     if op.moment == "forward":
@@ -225,7 +225,7 @@ def accumulated_bytes(step: Step, *, whole: bool) -> int:
 
 
 def update_s(step: Step, machine: Machine) -> float:
-    """Clips (reads gradients), then reads weights, gradients and state and writes weights and state, each once."""
+    """Clip (reads gradients), then read weights, gradients and state and write weights and state, each once."""
     moved = 0
     for count, parameter in step.every_parameter():
         if not parameter.trainable:
@@ -247,7 +247,7 @@ def update_s(step: Step, machine: Machine) -> float:
 
 
 def launched_s(step: Step, machine: Machine) -> float:
-    """The host's time for operators that the optimizer runs for each parameter by itself."""
+    """Return the host's time for operators that the optimizer runs for each parameter by itself."""
     if step.on_cpu:
         return 0.0
     each = sum(
@@ -335,7 +335,7 @@ class OffloadTime:
     hides: bool = True
 
     def left_s(self, forward_s: float, backward_s: float) -> float:
-        """What does not hide behind so many seconds of forward and of backward."""
+        """Return what does not hide behind so many seconds of forward and of backward."""
         if not self.hides:
             return self.forward_s + self.backward_s
         return max(0.0, self.forward_s - forward_s) + max(0.0, self.backward_s - backward_s)
@@ -345,7 +345,7 @@ NO_COPIES = OffloadTime()
 
 
 def offload_time(step: Step, cluster: Cluster) -> OffloadTime:
-    """The copies of a step on a cluster."""
+    """Return the copies of a step on a cluster."""
     if step.offloaded is None and not (step.activations is not None and step.activations.offloaded_bytes):
         return NO_COPIES
     every = copies(step)
@@ -372,7 +372,10 @@ def offloaded_share(step: Step) -> float:
 
 
 def _seconds(every: Sequence[Copy], step: Step, cluster: Cluster) -> float:
-    """The slowest of the ways: each direction of the link to the host, the host's memory under both, and the disk."""
+    """Return the slowest of the ways.
+
+    Each direction of the link to the host, the host's memory under both, and the disk.
+    """
     ways: dict[tuple[str, ...], float] = {}
     for copy in every:
         way: tuple[str, ...]

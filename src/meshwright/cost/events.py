@@ -1,6 +1,7 @@
 """The whole simulated step as events: every rank of a pipeline, every stream, every micro-batch, and what binds.
 
-The same tasks that :func:`~meshwright.cost.simulate.simulate` counts, laid out in time; the last ends when it says."""
+The same tasks that :func:`~meshwright.cost.simulate.simulate` counts, laid out in time; the last ends when it says.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +58,14 @@ class StepEvent:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Return how long it took."""
         return self.end_s - self.start_s
 
 
 def step_events(
     steps: Step | Sequence[Step], cluster: Cluster, calibration: Calibration | None = None
 ) -> tuple[StepEvent, ...]:
-    """A step as it runs on a cluster, in order of time.
+    """Return a step as it runs on a cluster, in order of time.
 
     Steps of many equal blocks or micro-batches are simulated in part and continued; here all are laid out, and
     stretched by the small factor by which that differs, so that the last event ends at ``step_time_s``.
@@ -95,7 +96,7 @@ def step_events(
 
 
 def coalesced(events: Sequence[StepEvent], most: int) -> tuple[StepEvent, ...]:
-    """The same with fewer events: neighbours on one lane become one, until about ``most`` are left."""
+    """Return the same with fewer events: neighbours on one lane become one, until about ``most`` are left."""
     together = -(-len(events) // most)
     if together <= 1:
         return tuple(events)
@@ -125,7 +126,10 @@ class _Score:
         return len(self.tasks) - 1
 
     def events(self, end_s: float, shares: Sequence[tuple[float, float]]) -> list[StepEvent]:
-        """What is played, ending at ``end_s``; a share of each rank's computing is collectives that blocks wait for."""
+        """Return what is played, ending at ``end_s``.
+
+        A share of each rank's computing is collectives that blocks wait for.
+        """
         played = schedule(self.tasks)
         whole = max((event.end_s for event in played), default=0.0)
         stretch = end_s / whole if whole else 1.0
@@ -175,7 +179,7 @@ def _micro_batch(rank: Rank, *, first: bool, last: bool) -> list[Task]:
 
 
 def _append(score: _Score, tasks: Sequence[Task], before: tuple[int, ...], label: str) -> tuple[int, ...]:
-    """Adds a micro-batch behind what was there; returns the last task of each stream."""
+    """Add a micro-batch behind what was there; return the last task of each stream."""
     offset, latest = len(score.tasks), dict[str, int]()
     for task in tasks:
         after = tuple(offset + index for index in task.after) + (() if task.stream in latest else before)
@@ -237,7 +241,7 @@ def _back_to_back(times: Sequence[StageTimes], whole: float, micro_batches: int)
 
 
 def _source(action: Action, last: int) -> Action | None:
-    """What an action waits for on another stage, or its own forward."""
+    """Return what an action waits for on another stage, or its own forward."""
     kind, stage, part = action
     if kind == "F":
         return ("F", stage - 1, part) if stage else None
@@ -256,7 +260,7 @@ def _beside(score: _Score, own: Rank, rank: int, computed: int, waits: tuple[int
 
 
 def _last_reductions(ranks: Sequence[Rank], end: float, busy: float, rounds: float) -> list[StepEvent]:
-    """Gathers and reductions once a step, beside each rank's last backwards and what of them is left after these."""
+    """Gather and reductions once a step, beside each rank's last backwards and what of them is left after these."""
     slowest = max(ranks, key=lambda each: once_s(each) - each.passes.backward_total_s * rounds)
     found = []
     for rank, each in enumerate(ranks):

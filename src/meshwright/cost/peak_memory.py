@@ -28,7 +28,7 @@ _BUCKET_BYTES = 250 * 2**20  # DDP sends so much at once, and does not wait for 
 
 
 def copied_out(step: Step) -> list[tuple[int, int]]:
-    """The moments of forward at which gathered weights are there twice: flat as they arrived, and in place.
+    """Return the moments of forward at which gathered weights are there twice: flat as they arrived, and in place.
 
     What is flat is freed at once on a CPU; elsewhere only when the next unit has gathered its own.
 
@@ -68,7 +68,7 @@ def exchanged_in_memory(step: Step) -> int:
 
 
 def averages_in_buckets(step: Step) -> bool:
-    """Whether DDP averages: gradients are parts of its buffers, which last."""
+    """Return whether DDP averages: gradients are parts of its buffers, which last."""
     split = step.size("tensor") * step.size("expert") > 1
     averaged = math.prod(map(step.size, AVERAGING)) > 1
     return step.shard_axis is None and step.stages is None and averaged and not split
@@ -88,12 +88,15 @@ def broadcast_bytes(step: Step) -> int:
 
 
 def is_freed_at_once(step: Step) -> bool:
-    """Whether FSDP2 lets go of what it has gathered as soon as that is copied, as it does where gathers run apart."""
+    """Return whether FSDP2 lets go of what it has gathered as soon as that is copied, as it does where gathers run apart."""
     return step.on_cpu and step.compression is None
 
 
 def last_gathered_bytes(step: Step) -> int:
-    """What is flat yet behind the blocks in forward: the last block's weights; where there is none, the model's."""
+    """Return what is flat yet behind the blocks in forward: the last block's weights.
+
+    Where there is none, the model's.
+    """
     if is_freed_at_once(step):
         return 0
     every = whole_weights(step)
@@ -120,7 +123,7 @@ def _saved_before_the_last_block(step: Step) -> int:
 
 
 def backward_by_place(step: Step, whole: Memory) -> Iterator[tuple[bool, Memory]]:
-    """Yields whether a place lies behind the blocks, and what is held at its own peak.
+    """Yield whether a place lies behind the blocks, and what is held at its own peak.
 
     Args:
         step: With transients.
@@ -195,7 +198,7 @@ def _of_stage(step: Step, known: Activations, stage: int) -> list[Transient]:
 
 
 def _accumulates(step: Step, now: BackwardAt) -> bool:
-    """Whether gradients are added to others, or copied to where they belong, as soon as they are complete."""
+    """Return whether gradients are added to others, or copied to where they belong, as soon as they are complete."""
     if step.shard_axis is not None and not step.whole_gradients:
         return False
     return now.accumulated[now.stage] or averages_in_buckets(step)
@@ -304,7 +307,7 @@ class Peak:
 
 
 def peak(step: Step, but_for: Collection[Moment] = ()) -> Peak:
-    """The moment at which a rank holds most, and how much.
+    """Return the moment at which a rank holds most, and how much.
 
     Args:
         step: What it computes.
@@ -316,7 +319,7 @@ def peak(step: Step, but_for: Collection[Moment] = ()) -> Peak:
 
 
 def moments(step: Step) -> dict[Moment, Memory]:
-    """What a rank holds at each moment that competes for the peak.
+    """Return what a rank holds at each moment that competes for the peak.
 
     Before a part of the model computes in forward, what was gathered is copied to where it is used. As the loss runs
     backward everything that forward saved is alive, and no gradient but those that accumulate. When
@@ -389,7 +392,9 @@ def _gradients(step: Step) -> tuple[int, int, int]:
 
 
 def _reserved(every: dict[Moment, Memory], weights: int) -> int:
-    """The allocator keeps blocks per stream: gathered weights, and gradients as shards, come from streams of their own.
+    """Return the allocator keeps blocks per stream.
+
+    Gathered weights, and gradients as shards, come from streams of their own.
 
     What computes allocates on one stream; what it holds there at its own peak stays reserved.
     """

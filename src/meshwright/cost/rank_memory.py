@@ -12,7 +12,7 @@ from meshwright.cost.step import Block, Buffer, Parameter, Placement, StateTenso
 
 
 def balanced_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Gives every thing one owner, the largest first to whoever has least (Graham's LPT rule).
+    """Give every thing one owner, the largest first to whoever has least (Graham's LPT rule).
 
     No rank gets more than 4/3 of what the best division gives the fullest; equal on every rank that asks.
 
@@ -31,7 +31,7 @@ def balanced_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def pick_largest(keys: Sequence[tuple[Any, ...]], sizes: Sequence[int], budget: float) -> set[int]:
-    """Takes things, the largest first, as long as they fit into what is left of a budget.
+    """Take things, the largest first, as long as they fit into what is left of a budget.
 
     Args:
         keys: Break ties between equal sizes, in the same way wherever the same things are asked about.
@@ -48,7 +48,7 @@ def pick_largest(keys: Sequence[tuple[Any, ...]], sizes: Sequence[int], budget: 
 def pick_numbers(
     keys: Sequence[tuple[Any, ...]], sizes: Sequence[int], counts: Sequence[int], budget: float
 ) -> list[int]:
-    """The same of things that there are several of: how many of each are chosen.
+    """Return the same of things that there are several of: how many of each are chosen.
 
     Args:
         keys: As of :func:`pick_largest`.
@@ -76,17 +76,17 @@ class OffloadPlacement:
 
     @property
     def on_device(self) -> int:
-        """Instances with nothing on the host."""
+        """Return the instances with nothing on the host."""
         return self.count - self.parameters - self.gradients - self.optimizer
 
     @property
     def copied(self) -> int:
-        """Instances with a copy of the parameter on the host, where it is updated."""
+        """Return the instances with a copy of the parameter on the host, where it is updated."""
         return self.gradients + self.optimizer
 
 
 def offload_placements(step: Step) -> list[OffloadPlacement]:
-    """The homes of the parameters of a step, in the order of ``every_parameter``."""
+    """Return the homes of the parameters of a step, in the order of ``every_parameter``."""
     homes = [OffloadPlacement(count) for count, _ in step.every_parameter()]
     if step.offloaded is None:
         return homes
@@ -108,7 +108,7 @@ def offload_placements(step: Step) -> list[OffloadPlacement]:
 
 
 def whole_numel(step: Step, parameter: Parameter) -> int:
-    """Elements of the whole parameter, before a tensor axis divides it."""
+    """Return the elements of the whole parameter, before a tensor axis divides it."""
     return parameter.numel * (step.size("tensor") if parameter.tensor_dim is not None else 1)
 
 
@@ -169,14 +169,17 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Sum of the classes on the device, of activations and what an update holds the larger; unknown ones are 0."""
+        """Return the sum of the classes on the device, of activations and what an update holds the larger.
+
+        Unknown ones are 0.
+        """
         names = (field.name for field in fields(self) if not field.name.startswith(("host_", "disk_")))
         computing = sum(map(self._sized, _COMPUTING))
         return sum(map(self._sized, names)) - min(computing, self.updating)
 
     @property
     def host_total(self) -> int:
-        """Sum of all classes on the host."""
+        """Return the sum of all classes on the host."""
         return sum(self._sized(field.name) for field in fields(self) if field.name.startswith("host_"))
 
     def _sized(self, name: str) -> int:
@@ -184,7 +187,7 @@ class Memory:
 
 
 def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
-    """Predicts the bytes of every class on the rank at ``coordinate`` (axis name -> index; absent axes count as 0).
+    """Predict the bytes of every class on the rank at ``coordinate`` (axis name -> index; absent axes count as 0).
 
     Rank 0 of the sharding axis holds the most: shards are cut as ``torch.chunk`` does, the remainder last.
     """
@@ -236,13 +239,16 @@ def memory(step: Step, coordinate: Mapping[str, int] | None = None) -> Memory:
 
 
 def held_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
-    """Bytes of one rank's part of a parameter, as the model holds it."""
+    """Return the bytes of one rank's part of a parameter, as the model holds it."""
     placement = Placement(step.parameters.axis, step.held_itemsize(parameter))
     return _local_bytes(step, parameter, placement, where or {})
 
 
 def copy_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
-    """Bytes of the host's copy of one rank's part of a parameter: fp32 for half where there are master weights."""
+    """Return the bytes of the host's copy of one rank's part of a parameter.
+
+    Fp32 for half where there are master weights.
+    """
     itemsize = element_bytes(parameter, step.parameters.itemsize)
     if step.master is not None and parameter.floating:
         itemsize = max(itemsize, _FP32_BYTES)
@@ -250,7 +256,7 @@ def copy_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None
 
 
 def average_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | None = None) -> int:
-    """Bytes of the moving average of one rank's part of a parameter; 0 where none is kept."""
+    """Return the bytes of the moving average of one rank's part of a parameter; 0 where none is kept."""
     if step.average is None or not parameter.trainable:
         return 0
     itemsize = step.average.itemsize or max(parameter.itemsize, _FP32_BYTES)
@@ -258,12 +264,15 @@ def average_bytes(step: Step, parameter: Parameter, where: Mapping[str, int] | N
 
 
 def state_bytes(step: Step, parameter: Parameter) -> int:
-    """Bytes of the states of one rank's part of a parameter, without counters."""
+    """Return the bytes of the states of one rank's part of a parameter, without counters."""
     return sum(_state_bytes(step, parameter, state, {}) for state in parameter.states if not _is_scalar(state))
 
 
 def keeps_state(step: Step, parameter: Parameter, state: StateTensor) -> bool:
-    """Whether the optimizer keeps a state at all: one only for half precision where it updates a parameter in half."""
+    """Return whether the optimizer keeps a state at all.
+
+    One only for half precision where it updates a parameter in half.
+    """
     return not state.only_for_half or element_bytes(parameter, step.optimizer.itemsize) < _FP32_BYTES
 
 
@@ -272,7 +281,10 @@ def _is_scalar(state: StateTensor) -> bool:
 
 
 def local_shape(shape: tuple[int, ...], parts: int, index: int) -> tuple[int, ...]:
-    """Shape of chunk ``index`` of ``parts`` along dim 0, as ``torch.chunk`` and FSDP2 cut it; a scalar stays whole."""
+    """Return the shape of chunk ``index`` of ``parts`` along dim 0, as ``torch.chunk`` and FSDP2 cut it.
+
+    A scalar stays whole.
+    """
     if not shape or parts == 1:
         return shape
     rows = math.ceil(shape[0] / parts)
@@ -280,7 +292,10 @@ def local_shape(shape: tuple[int, ...], parts: int, index: int) -> tuple[int, ..
 
 
 def padded_bytes(step: Step, parameter: Parameter, itemsize: int) -> int:
-    """Bytes of a parameter (or its gradient) in a collective over the sharding axis: every rank sends equal rows."""
+    """Return the bytes of a parameter (or its gradient) in a collective over the sharding axis.
+
+    Every rank sends equal rows.
+    """
     parts = step.size(step.shard_axis)
     if not parameter.shape:
         return itemsize
@@ -288,12 +303,12 @@ def padded_bytes(step: Step, parameter: Parameter, itemsize: int) -> int:
 
 
 def element_bytes(tensor: Parameter | Buffer, itemsize: int | None) -> int:
-    """Bytes per element under a precision; integer tensors keep their own."""
+    """Return the bytes per element under a precision; integer tensors keep their own."""
     return itemsize if itemsize is not None and tensor.floating else tensor.itemsize
 
 
 def gathered_itemsize(step: Step, parameter: Parameter) -> int:
-    """Bytes per element of a parameter that is gathered."""
+    """Return the bytes per element of a parameter that is gathered."""
     own = parameter.gather_itemsize
     return own if own is not None else element_bytes(parameter, step.compute_itemsize)
 
@@ -301,7 +316,10 @@ def gathered_itemsize(step: Step, parameter: Parameter) -> int:
 def shape_on(
     step: Step, parameter: Parameter, axis: str | None, where: Mapping[str, int] | None = None
 ) -> tuple[int, ...]:
-    """Shape of the part of a parameter that the rank at ``where`` holds, when an axis shards it (None: whole)."""
+    """Return the shape of the part of a parameter that the rank at ``where`` holds, when an axis shards it (None.
+
+    Whole).
+    """
     where = where or {}
     if axis is None or not parameter.sharded:
         return parameter.shape
@@ -330,7 +348,7 @@ def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Ma
 
 
 def _updating_bytes(step: Step, homes: Sequence[OffloadPlacement], where: Mapping[str, int]) -> int:
-    """The most that the update of one group holds for a moment on the device.
+    """Return the most that the update of one group holds for a moment on the device.
 
     Methods that divide some of a group's parameters over another mesh than the rest have both updated apart.
     """

@@ -37,7 +37,7 @@ class Event:
 
 
 def schedule(tasks: Sequence[Task]) -> list[Event]:
-    """Runs tasks as early as their streams and what they wait for allow; marks the critical path."""
+    """Run tasks as early as their streams and what they wait for allow; mark the critical path."""
     free: dict[str, tuple[float, int]] = {}  # per stream: when it is free, and which task it ran last
     starts: list[float] = []
     ends: list[float] = []
@@ -129,7 +129,7 @@ class Passes:
 
 
 def pass_s(passes: Passes, *, gather: bool, reduce: bool) -> float:
-    """Seconds of the micro-batch; of many blocks, the mean one is played a few times and then continued."""
+    """Return the seconds of the micro-batch; of many blocks, the mean one is played a few times and then continued."""
     count = len(passes.forward_s)
     if not (gather and passes.all_gathers_s) and not (reduce and passes.all_reductions_s):
         return passes.compute_s
@@ -146,7 +146,7 @@ def pass_s(passes: Passes, *, gather: bool, reduce: bool) -> float:
 
 
 def pass_tasks(passes: Passes, *, gather: bool, reduce: bool) -> list[Task]:
-    """The micro-batch as tasks on the streams ``compute`` and ``link``.
+    """Return the micro-batch as tasks on the streams ``compute`` and ``link``.
 
     Two blocks are whole at once: a gather waits for the computation of the block before the last.
     """
@@ -226,7 +226,7 @@ class StageTimes:
 
 @functools.cache
 def order(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[Action]]:
-    """What every rank computes, in order.
+    """Return what every rank computes, in order.
 
     ``gpipe`` (Huang et al. 2019), ``1f1b`` (Narayanan et al. 2019) and ``interleaved`` (Narayanan et al. 2021, §2.2) as
     they are; the schedules that split backward (``zbv``, ``dualpipev``) have an order of their own, see
@@ -238,7 +238,7 @@ def order(schedule: str, ranks: int, stages_per_rank: int, micro_batches: int) -
 def pipeline_s(
     schedule: str, times: Sequence[StageTimes], hop_s: float, stages_per_rank: int, micro_batches: int
 ) -> float:
-    """Seconds from the first forward to the last backward.
+    """Return the seconds from the first forward to the last backward.
 
     Args:
         schedule: Its name.
@@ -289,14 +289,17 @@ def settled_after(schedule: str, ranks: int, micro_batches: int) -> int:
 
 
 def _per_round(schedule: str, ranks: int, micro_batches: int) -> int:
-    """Micro-batches that go through one stage of a rank before the next stage's turn; torch makes rounds equal."""
+    """Return the micro-batches that go through one stage of a rank before the next stage's turn.
+
+    Torch makes rounds equal.
+    """
     return micro_batches // max(1, micro_batches // ranks) if schedule == "interleaved" else ranks
 
 
 def play(
     rows: Sequence[Sequence[Action]], times: Sequence[StageTimes], hop_s: float, stages_per_rank: int
 ) -> list[tuple[int, Action, float]]:
-    """Plays an order through: ``(rank, action, when it ends)``, as they end."""
+    """Play an order through: ``(rank, action, when it ends)``, as they end."""
     ranks, last = len(rows), len(rows) * stages_per_rank - 1
     done: dict[Action, float] = {}
     clock, position = [0.0] * ranks, [0] * ranks
@@ -372,7 +375,7 @@ def _passes(
 def play_on_cores(
     rows: Sequence[Sequence[Action]], times: Sequence[StageTimes], hop_s: float, stages_per_rank: int, cores: int
 ) -> float:
-    """Seconds until the last action ends: whoever is ready first takes the core that is free first.
+    """Return the seconds until the last action ends: whoever is ready first takes the core that is free first.
 
     Args:
         rows: What every rank computes, in order.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def names_class(reference: str, names: Iterable[str]) -> bool:
-    """Whether ``reference`` (bare ``"Block"`` or qualified ``"package.module.Block"``) names one of ``names``.
+    """Return whether ``reference`` (bare ``"Block"`` or qualified ``"package.module.Block"``) names one of ``names``.
 
     A class defined in a script is ``__main__.Block`` there and ``train.Block`` elsewhere: only its bare name counts.
 
@@ -69,7 +69,7 @@ class Encoding:
     scale_bytes: int = 4  # 4: fp32, 2: bf16
 
     def num_bytes(self, numel: int) -> int:
-        """Bytes of so many neighbouring elements of one tensor, the last block shorter."""
+        """Return the bytes of so many neighbouring elements of one tensor, the last block shorter."""
         codes = -(-numel // 2) if self.kind == "int4" else numel
         return codes + -(-numel // self.block_size) * self.scale_bytes
 
@@ -84,13 +84,13 @@ class Compression:
     ranks_per_node: int | None = None  # of the job; None: one collective over all nodes
 
     def num_bytes(self, encoding: Encoding | None, tensor_numel: int, numel: int, itemsize: int) -> int:
-        """Bytes of ``numel`` elements, a part of a floating tensor of ``tensor_numel``."""
+        """Return the bytes of ``numel`` elements, a part of a floating tensor of ``tensor_numel``."""
         if encoding is None or tensor_numel < self.min_numel:
             return numel * itemsize
         return encoding.num_bytes(numel)
 
     def neighbours(self, axes: Sequence[tuple[str, int]], axis: str) -> int | None:
-        """How many consecutive ranks along an axis share a node; None where one collective goes over them all.
+        """Return how many consecutive ranks along an axis share a node; None where one collective goes over them all.
 
         Args:
             axes: ``(name, size)``, innermost first: neighbours along an axis lie as many ranks apart as the axes
@@ -175,7 +175,7 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole tensor."""
+        """Return the number of elements of the whole tensor."""
         return math.prod(self.shape)
 
 
@@ -251,18 +251,18 @@ class Stages:
     schedule: str = "1f1b"  # in which order ranks compute
 
     def sums(self, amounts: Placed) -> tuple[int, ...]:
-        """What of some amounts every stage has."""
+        """Return what of some amounts every stage has."""
         return sums_of(self.ranges, self.num_blocks, amounts)
 
     def has(self, stage: int, places: tuple[int, ...]) -> bool:
-        """The stage of the first block has also what is before the list, that of the last what is behind it."""
+        """Return the stage of the first block has also what is before the list, that of the last what is behind it."""
         first, end = self.ranges[stage]
         behind = end + 1 if end == self.num_blocks else end
         return any(first <= place < behind or (place == -1 and first == 0 < end) for place in places)
 
     @property
     def own(self) -> tuple[int, ...]:
-        """The stages of this rank."""
+        """Return the stages of this rank."""
         return tuple(stage for stage, rank in enumerate(self.ranks) if rank == self.here)
 
 
@@ -369,7 +369,7 @@ class Step:
 
     @property
     def shards_in_memory(self) -> bool:
-        """Whether ranks hand on what they gather and reduce of shards through memory of their host."""
+        """Return whether ranks hand on what they gather and reduce of shards through memory of their host."""
         return self.on_one_host and self.compression is None and self.size(self.shard_axis) > 1
 
     def size(self, axis: str | None) -> int:
@@ -377,11 +377,11 @@ class Step:
         return dict(self.axes).get(axis, 1) if axis is not None else 1
 
     def held_itemsize(self, parameter: Parameter) -> int | None:
-        """Bytes per element of a floating parameter as the model holds it; None: as it is given."""
+        """Return the bytes per element of a floating parameter as the model holds it; None: as it is given."""
         return self.whole_itemsize if self._cast_whole(parameter) else self.parameters.itemsize
 
     def has_master(self, parameter: Parameter) -> bool:
-        """Whether the optimizer updates an fp32 copy of a half parameter in its place."""
+        """Return whether the optimizer updates an fp32 copy of a half parameter in its place."""
         return self.master is not None or self._cast_whole(parameter)
 
     def _cast_whole(self, parameter: Parameter) -> bool:
@@ -389,11 +389,11 @@ class Step:
         return self.whole_itemsize is not None and not parameter.sharded and parameter.expert is None
 
     def replace(self, **changes: object) -> Step:
-        """The same step with some fields changed."""
+        """Return the same step with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def send(self, *traffic: Traffic) -> Step:
-        """The same step with more collectives; those over an axis of one rank, or of no bytes, send nothing."""
+        """Return the same step with more collectives; those over an axis of one rank, or of no bytes, send nothing."""
         real = tuple(each for each in traffic if self.size(each.axis) > 1 and each.bytes_per_step > 0)
         return self.replace(traffic=self.traffic + real)
 

@@ -66,7 +66,7 @@ class Rank:
 
 
 def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
-    """The seconds of one rank's micro-batch on a cluster."""
+    """Return the seconds of one rank's micro-batch on a cluster."""
     efficiency = known.of(cluster.device.efficiency)
     machine = Machine(cluster.device, efficiency, known.constants, cluster.num_devices)
     network = Network(cluster, efficiency, known.constants)
@@ -98,7 +98,10 @@ def rank_of(step: Step, cluster: Cluster, known: Calibration) -> Rank:
 
 
 def updated_s(step: Step, machine: Machine, cluster: Cluster, moved: OffloadTime) -> float:
-    """Seconds of the update: of the device, and then of what is in host memory, with the copies it waits for."""
+    """Return the seconds of the update.
+
+    Of the device, and then of what is in host memory, with the copies it waits for.
+    """
     here = max(update_s(step, machine), launched_s(step, machine) - _ahead_s(step, machine))
     share = 0.0 if step.on_cpu else offloaded_share(step)
     slower = machine.bytes_per_s * machine.efficiency.update / cluster.host_memory.bytes_per_s
@@ -116,7 +119,7 @@ def _ahead_s(step: Step, machine: Machine) -> float:
 
 
 def one_s(step: Step, traffic: Traffic, network: Network) -> float:
-    """Seconds of a step's collectives of one kind, were they alone."""
+    """Return the seconds of a step's collectives of one kind, were they alone."""
     group = group_of(step.axes, (traffic.axis,), network.cluster.devices_per_node, step.counted_again)
     known, calls = network.constants, traffic.calls
     reduction = "all_to_all" if step.on_cpu else "reduce_scatter"  # of shards
@@ -138,7 +141,7 @@ def _of_micro_batch(step: Step, traffic: Traffic, network: Network) -> float:
 
 
 def inline_s(step: Step, network: Network, moment: str) -> float:
-    """Seconds of the collectives that a micro-batch's blocks wait for, in forward or in backward."""
+    """Return the seconds of the collectives that a micro-batch's blocks wait for, in forward or in backward."""
     waited_for = [each for each in step.traffic if each.moment == moment and not each.hidden and each.kind != "send"]
     seconds = sum(one_s(step, each, network) for each in waited_for)
     seconds += sum(each.calls * network.constants.waits_s(step.size(each.axis)) for each in _met(waited_for))
@@ -146,13 +149,13 @@ def inline_s(step: Step, network: Network, moment: str) -> float:
 
 
 def _met(waited_for: Sequence[Traffic]) -> list[Traffic]:
-    """Those at which ranks wait for each other: small messages, of norms' gradients, follow others at once."""
+    """Return those at which ranks wait for each other: small messages, of norms' gradients, follow others at once."""
     large = max((each.bytes_per_step / each.calls for each in waited_for), default=0.0) / _SMALL_SHARE
     return [each for each in waited_for if each.bytes_per_step / each.calls >= large]
 
 
 def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, float]) -> Passes:
-    """What one micro-batch computes and gathers; reductions are left at nothing."""
+    """Return what one micro-batch computes and gathers; reductions are left at nothing."""
     blocks = [block for block in step.blocks if block.name != "outside"]
     forward, backward, outside = _computing(step, blocks, machine)
     count = max(len(forward), 1)
@@ -184,7 +187,10 @@ def _passes(step: Step, machine: Machine, network: Network, inline: dict[str, fl
 def _computing(
     step: Step, blocks: list[Block], machine: Machine
 ) -> tuple[list[float], list[float], tuple[float, float]]:
-    """Seconds of every block's forward and backward, and of what is outside; from the FLOPs alone without ops."""
+    """Return the seconds of every block's forward and backward, and of what is outside.
+
+    From the FLOPs alone without ops.
+    """
     outside = [op for block in step.blocks if block.name == "outside" for op in block.ops if _runs_here(step, op)]
     apart = _seconds(outside, machine)
     if any(block.ops for block in step.blocks):
@@ -202,7 +208,10 @@ def _computing(
 
 
 def _block_s(ops: tuple[Op, ...], machine: Machine) -> tuple[float, float]:
-    """Seconds of one block's forward and backward: of its kernels, or of launching them where these are short."""
+    """Return the seconds of one block's forward and backward.
+
+    Of its kernels, or of launching them where these are short.
+    """
     forward, backward = _seconds(ops, machine)
     launched = sum(_launch_s(op, machine) for op in ops if op.moment != "backward")
     return max(forward, launched), max(backward, _behind_s(ops, machine))
@@ -254,7 +263,7 @@ def _outside_share(step: Step) -> float:
 
 
 def seconds_of(step: Step, traffic: Traffic, cluster: Cluster, known: Calibration) -> float:
-    """Seconds of a step's collectives of one kind on a cluster, were they alone."""
+    """Return the seconds of a step's collectives of one kind on a cluster, were they alone."""
     return one_s(step, traffic, Network(cluster, known.of(cluster.device.efficiency), known.constants))
 
 
@@ -281,7 +290,7 @@ class StepTime:
 
     @property
     def binds(self) -> str:
-        """The largest part."""
+        """Return the largest part."""
         parts = {"compute": self.compute_s, "tensor or sequence collectives": self.inline_s}
         parts |= {"copies between memories": self.copies_s}
         parts |= {"data collectives": self.exposed_s, "pipeline bubble": self.bubble_s, "update": self.update_s}
@@ -292,7 +301,7 @@ class StepTime:
 def simulate(
     steps: Step | Sequence[Step], cluster: Cluster, calibration: Calibration | None = None, *, in_turn: bool = False
 ) -> StepTime:
-    """Seconds of a step on a cluster.
+    """Return the seconds of a step on a cluster.
 
     Args:
         steps: The step of a rank after all ``cost`` twins; with a pipeline, of every rank of its axis.
@@ -311,7 +320,7 @@ def simulate(
 
 
 def timeline(step: Step, cluster: Cluster, calibration: Calibration | None = None) -> list[Event]:
-    """The events of one micro-batch that gathers and reduces, forward and backward, on one rank."""
+    """Return the events of one micro-batch that gathers and reduces, forward and backward, on one rank."""
     known = calibration or cluster.calibration or fitted()
     return schedule(pass_tasks(rank_of(step, cluster, known).last, gather=True, reduce=True))
 
@@ -361,7 +370,7 @@ def _replicated(rank: Rank, micro_batches: int, *, in_turn: bool) -> float:
 def _pipelined(
     steps: Sequence[Step], ranks: Sequence[Rank], cluster: Cluster, known: Calibration, *, in_turn: bool
 ) -> tuple[float, float, float, float]:
-    """Seconds until the last backward, of computing, of collectives that did not hide, and of waiting."""
+    """Return the seconds until the last backward, of computing, of collectives that did not hide, and of waiting."""
     step = steps[0]
     stages = step.stages
     assert stages is not None
@@ -377,7 +386,7 @@ def _pipelined(
 
 
 def played_s(step: Step, times: Sequence[StageTimes], hop: float, known: Calibration) -> float:
-    """Seconds until the last backward of a pipeline ends, on cores of its ranks' own or on those that they share."""
+    """Return the seconds until the last backward of a pipeline ends, on cores of its ranks' own or on those that they share."""
     stages = step.stages
     assert stages is not None
     per_rank, micro_batches = len(stages.ranks) // (max(stages.ranks) + 1), step.num_micro_batches
@@ -407,7 +416,7 @@ def _left_s(rank: Rank, collectives_s: float, computing_s: float) -> float:
 
 
 def hop_s(step: Step, cluster: Cluster, known: Calibration) -> float:
-    """Seconds from one stage of a pipeline to the next."""
+    """Return the seconds from one stage of a pipeline to the next."""
     network = Network(cluster, known.of(cluster.device.efficiency), known.constants)
     group = group_of(step.axes, ("pipeline",), cluster.devices_per_node, step.counted_again)
     size = step.stages.boundary_bytes if step.stages is not None else None
@@ -415,7 +424,7 @@ def hop_s(step: Step, cluster: Cluster, known: Calibration) -> float:
 
 
 def once_s(rank: Rank) -> float:
-    """Gathers and reductions of a pipeline's rank once a step: as its last backward runs, and only that hides them."""
+    """Gather and reductions of a pipeline's rank once a step: as its last backward runs, and only that hides them."""
     reductions = rank.last.all_reductions_s - (rank.passes.all_reductions_s if rank.reduces_each else 0.0)
     return reductions + (0.0 if rank.gathers_each else rank.passes.all_gathers_s)
 
@@ -429,7 +438,7 @@ def last_rounds(ranks: int, stages: int, micro_batches: int) -> float:
 
 
 def stage_times(rank: Rank) -> StageTimes:
-    """What one micro-batch takes a rank of a pipeline, with the collectives that each one runs."""
+    """Return what one micro-batch takes a rank of a pipeline, with the collectives that each one runs."""
     passes = rank.passes
     forward = passes.forward_total_s
     if rank.gathers_each:

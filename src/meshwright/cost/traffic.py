@@ -60,7 +60,7 @@ def group_of(
     devices_per_node: int,
     counted_again: tuple[str, ...] = (),
 ) -> Group:
-    """How the ranks along some axes (taken as one) lie on nodes; the first axis is innermost.
+    """Return how the ranks along some axes (taken as one) lie on nodes; the first axis is innermost.
 
     Args:
         axes: Names and sizes.
@@ -78,7 +78,7 @@ def group_of(
 
 
 def collective_s(kind: str, num_bytes: float, group: Group, network: Network, calls: int = 1) -> float:
-    """Seconds of ``calls`` collectives that carry ``num_bytes`` together.
+    """Return the seconds of ``calls`` collectives that carry ``num_bytes`` together.
 
     Args:
         kind: As in ``Traffic``; so is what ``num_bytes`` counts.
@@ -144,7 +144,7 @@ def _hop_s(group: Group, network: Network) -> float:
 
 
 def inline_traffic(step: Step, axis: str, boundaries: Iterable[Boundary]) -> list[Traffic]:
-    """The collectives of boundaries in every micro-batch, by kind and moment: blocks wait for them."""
+    """Return the collectives of boundaries in every micro-batch, by kind and moment: blocks wait for them."""
     sent: dict[tuple[CollectiveKind, Moment], tuple[int, int]] = {}
     for each in boundaries:
         size, calls = sent.get((each.kind, each.moment), (0, 0))
@@ -164,7 +164,7 @@ def inline_traffic(step: Step, axis: str, boundaries: Iterable[Boundary]) -> lis
 
 
 def send_boundaries(step: Step, axis: str) -> Step:
-    """The step with what its boundaries over ``axis`` send in all micro-batches."""
+    """Return the step with what its boundaries over ``axis`` send in all micro-batches."""
     return step.send(*inline_traffic(step, axis, (each for each in step.boundaries if each.axis == axis)))
 
 
@@ -174,14 +174,14 @@ _BUCKET_BYTES = 25 * 2**20  # what DDP reduces at once
 
 
 def gathered_bytes(step: Step, parameter: Parameter) -> int:
-    """Bytes of a parameter in an all-gather over the sharding axis, from equal rows of every rank."""
+    """Return the bytes of a parameter in an all-gather over the sharding axis, from equal rows of every rank."""
     return _bytes(
         step, parameter, gathered_itemsize(step, parameter), step.compression.gather if step.compression else None
     )
 
 
 def reduced_bytes(step: Step, parameter: Parameter) -> int:
-    """Bytes of its gradient in a reduction over the sharding axis."""
+    """Return the bytes of its gradient in a reduction over the sharding axis."""
     size = element_bytes(parameter, step.reduce_itemsize)
     return _bytes(step, parameter, size, step.compression.reduce if step.compression else None)
 
@@ -220,7 +220,7 @@ def reduce_traffic(step: Step, axis: str, num_bytes: int, *, calls: int = 1, eac
 
 
 def mean_traffic(step: Step, axis: str, ranks: int) -> tuple[Traffic, ...]:
-    """The mean of all whole gradients but experts' over replicas: an all-reduce; with a wire, its two legs.
+    """Return the mean of all whole gradients but experts' over replicas: an all-reduce; with a wire, its two legs.
 
     Each gradient is cut into equal pieces, one for every rank; the owner of a piece forms its mean.
     """
@@ -241,7 +241,7 @@ def mean_traffic(step: Step, axis: str, ranks: int) -> tuple[Traffic, ...]:
 
 
 def _between_nodes(step: Step, axis: str, num_bytes: int) -> int | None:
-    """Bytes of the collective between nodes: one rank of each takes part."""
+    """Return the bytes of the collective between nodes: one rank of each takes part."""
     neighbours = step.compression.neighbours(step.axes, axis) if step.compression is not None else None
     return None if neighbours is None else num_bytes // neighbours
 
@@ -252,7 +252,7 @@ AXIS = "context"
 
 
 def ring_s(step: Step, network: Network, moment: str) -> float:
-    """Seconds of a micro-batch's forward or backward that attention does not hide of what is passed on beside it.
+    """Return the seconds of a micro-batch's forward or backward that attention does not hide of what is passed on beside it.
 
     Args:
         step: After all ``cost`` twins.

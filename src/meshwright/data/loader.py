@@ -48,7 +48,7 @@ class GlobalBatchLoader(DataLoader[Any]):
 
     @property
     def last_batch_size(self) -> int | None:
-        """Samples of this replica in the last batch of an epoch; None where there is no telling."""
+        """Return the samples of this replica in the last batch of an epoch; None where there is no telling."""
         if isinstance(self.dataset, IterableDataset) or not isinstance(self.sampler, Sized):
             return None
         try:
@@ -58,7 +58,7 @@ class GlobalBatchLoader(DataLoader[Any]):
         return rest if rest and not self.drop_last else self.replica_batch_size
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch's order; call it before iterating. Reaches samplers and datasets with a ``set_epoch``."""
+        """Choose the epoch's order; call it before iterating. Reaches samplers and datasets with a ``set_epoch``."""
         self.epoch = epoch
         forward_epoch(self.sampler, epoch)
         forward_epoch(self.dataset, epoch)
@@ -79,7 +79,7 @@ def global_batch_loader(
     sampler_cls: type | None = None,
     sampler_seed: int = 0,
 ) -> GlobalBatchLoader:
-    """Makes the DataLoader of one data-parallel replica.
+    """Make the DataLoader of one data-parallel replica.
 
     The k-th batches of all replicas, put together, are the k-th batch of a single replica: the number of replicas
     changes neither the batches nor their order. Only where the dataset's length does not divide is the last,
@@ -225,7 +225,7 @@ def _shared_out(sampler: Any, replica: int, num_replicas: int, drop_last: bool) 
 
 
 def _check_undivided(sampler: Any) -> None:
-    """Refuses a sampler that yields one rank's part already: of that each replica would see a part."""
+    """Refuse a sampler that yields one rank's part already: of that each replica would see a part."""
     parts = getattr(sampler, "num_replicas", 1)
     if isinstance(parts, int) and parts > 1:
         raise DataError(
@@ -308,7 +308,10 @@ class GlobalOrder(Sampler[int]):
             offset = 0
 
     def samples(self, first: int, count: int) -> list[int]:
-        """The indices of so many samples from a position on, for instance those of one batch; ``start`` is ignored."""
+        """Return the indices of so many samples from a position on, for instance those of one batch.
+
+        ``start`` is ignored.
+        """
         found: list[int] = []
         while len(found) < count:
             epoch, offset = divmod(first + len(found), self.num_samples)
@@ -316,7 +319,7 @@ class GlobalOrder(Sampler[int]):
         return found
 
     def permutation_of_epoch(self, epoch: int) -> np.ndarray:
-        """The order within one epoch: int64 of shape (num_samples,)."""
+        """Return the order within one epoch: int64 of shape (num_samples,)."""
         if not self.shuffle:
             return np.arange(self.num_samples)
         # numpy promises the raw words of a bit generator for ever, the results of Generator.permutation only until
@@ -361,7 +364,7 @@ class ShardedSampler(Sampler[Any]):
         return _share(self.sampler, self.num_replicas, self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the sampler the epoch, if it listens."""
+        """Tell the sampler the epoch, if it listens."""
         forward_epoch(self.sampler, epoch)
 
 
@@ -389,7 +392,7 @@ class UndividedOrder(Sampler[int]):
         return len(self.sampler.dataset)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the sampler the epoch."""
+        """Tell the sampler the epoch."""
         self.sampler.set_epoch(epoch)
 
 
@@ -426,12 +429,12 @@ class ShardedStream(IterableDataset[Any]):
         return _share(self.stream, self.num_replicas, drop_last=True)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the stream the epoch, if it listens."""
+        """Tell the stream the epoch, if it listens."""
         forward_epoch(self.stream, epoch)
 
 
 def check_replica(replica: int, num_replicas: int) -> None:
-    """Refuses a replica that does not exist.
+    """Refuse a replica that does not exist.
 
     Raises:
         DataError: Unless ``0 <= replica < num_replicas``.
@@ -446,7 +449,7 @@ def check_replica(replica: int, num_replicas: int) -> None:
 
 
 def forward_epoch(listener: Any, epoch: int) -> None:
-    """Calls ``listener.set_epoch(epoch)`` where there is such a method."""
+    """Call ``listener.set_epoch(epoch)`` where there is such a method."""
     set_epoch = getattr(listener, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)

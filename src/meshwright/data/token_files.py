@@ -29,7 +29,7 @@ _GLOB_CHARACTERS = frozenset("*?[")
 
 
 def find_files(source: str | Sequence[str], base: Path) -> list[Path]:
-    """Finds the files of a corpus.
+    """Find the files of a corpus.
 
     Args:
         source: ``"stdlib"``, a file path or a glob (``**`` crosses folders), or a sequence of these. ``~`` is expanded.
@@ -280,7 +280,7 @@ class TokenDataset(Dataset[torch.Tensor]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the file, those behind the last whole window included."""
+        """Return the tokens in the file, those behind the last whole window included."""
         return int(self._tokens.size)
 
     def __len__(self) -> int:

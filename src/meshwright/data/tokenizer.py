@@ -24,21 +24,21 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids: all are in ``range(vocab_size)``."""
+        """Return the number of ids: all are in ``range(vocab_size)``."""
 
     @property
     def end_of_text(self) -> int:
-        """The id that stands after every document."""
+        """Return the id that stands after every document."""
 
     @property
     def fingerprint(self) -> str:
         """Equal for two tokenizers exactly when they encode every text alike; part of the name of cached tokens."""
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Ids of a text, integers of shape (num_tokens,), without the end-of-text id."""
+        """Return the ids of a text, integers of shape (num_tokens,), without the end-of-text id."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; end-of-text ids vanish."""
+        """Return the text of ids; end-of-text ids vanish."""
 
 
 class ByteTokenizer:
@@ -52,11 +52,11 @@ class ByteTokenizer:
     fingerprint = "bytes-1"
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The bytes themselves, uint8 of shape (num_bytes,), read-only."""
+        """Return the bytes themselves, uint8 of shape (num_bytes,), read-only."""
         return np.frombuffer(text, dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; bytes that are not UTF-8 become the replacement character, end-of-text ids vanish.
+        """Return the text of ids; bytes that are not UTF-8 become the replacement character, end-of-text ids vanish.
 
         Raises:
             DataError: When an id is outside the vocabulary.
@@ -98,7 +98,9 @@ class JsonTokenizer:
         self.vocab_size: int = max(num_ids, self.end_of_text + 1)
 
     def encode(self, text: bytes) -> np.ndarray:
-        """Ids of a text, int64 of shape (num_tokens,); bytes that are not UTF-8 become the replacement character.
+        """Return the ids of a text, int64 of shape (num_tokens,).
+
+        Bytes that are not UTF-8 become the replacement character.
 
         Raises:
             DataError: When the tokenizer's parts do not fit together.
@@ -108,7 +110,7 @@ class JsonTokenizer:
         return np.asarray(encoding.ids, dtype=np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; special tokens vanish, and so do ids outside the vocabulary.
+        """Return the text of ids; special tokens vanish, and so do ids outside the vocabulary.
 
         Raises:
             DataError: When the tokenizer's parts do not fit together.
@@ -135,7 +137,7 @@ def _explained(what: str) -> Iterator[None]:
 
 
 def load_tokenizer(name: str, base: Path) -> Tokenizer:
-    """Loads a tokenizer by name.
+    """Load a tokenizer by name.
 
     Args:
         name: ``"bytes"``, or the path of a ``tokenizers`` JSON file. ``~`` is expanded.

@@ -33,14 +33,14 @@ class Record:
 
     @property
     def source(self) -> torch.Tensor:
-        """What this rank recorded, joined along dim 0."""
+        """Return what this rank recorded, joined along dim 0."""
         if len(self.sources) == 1:
             return self.sources[0]
         return torch.cat([each.detach() for each in self.sources]) if self.sources else self.tensor.detach()[:0]
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient that backward left in ``source``, if it was asked for and has arrived."""
+        """Return the gradient that backward left in ``source``, if it was asked for and has arrived."""
         if not self.keeps_grad or not self.sources:
             return None
         grads = [each.grad if each.requires_grad else None for each in self.sources]
@@ -67,7 +67,7 @@ _sinks: list[list[Any]] = []
 
 
 def recording_active() -> bool:
-    """Whether :func:`record_tensor` records now: someone inspects, and this is no recomputation.
+    """Return whether :func:`record_tensor` records now: someone inspects, and this is no recomputation.
 
     Recomputations are known by running inside a backward pass.
     """
@@ -75,7 +75,7 @@ def recording_active() -> bool:
 
 
 def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires_grad: bool = True) -> torch.Tensor:
-    """Records a tensor of the model's forward for the surrounding :func:`inspect_tensor`; without one, does nothing.
+    """Record a tensor of the model's forward for the surrounding :func:`inspect_tensor`; without one, do nothing.
 
     In code that torch recomputes (``use_reentrant=False``) the tensor is recorded once. With torch's reentrant
     checkpoint the recorded tensor has no gradient, since its forward runs without autograd.
@@ -112,7 +112,7 @@ def _append(record: Record) -> None:
 
 @contextlib.contextmanager
 def recording_into(records: list[Any]) -> Iterator[None]:
-    """Sends what is recorded inside to ``records``; the sinks are as before whatever happens inside."""
+    """Send what is recorded inside to ``records``; the sinks are as before whatever happens inside."""
     depth = len(_sinks)
     _sinks.append(records)
     try:
@@ -123,14 +123,14 @@ def recording_into(records: list[Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def captured() -> Iterator[list[Record]]:
-    """Collects what is recorded inside instead of passing it on; empty when nothing is recorded now."""
+    """Collect what is recorded inside instead of passing it on; empty when nothing is recorded now."""
     records: list[Record] = []
     with recording_into(records) if recording_active() else contextlib.nullcontext():
         yield records
 
 
 def hand_over(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> None:
-    """Passes captured records on to the inspector or the capture around this point.
+    """Pass captured records on to the inspector or the capture around this point.
 
     Args:
         records: As :func:`captured` collected them.
@@ -143,7 +143,7 @@ def hand_over(records: Sequence[Record], tensors: Sequence[torch.Tensor]) -> Non
 
 
 def hand_over_stages(stages: dict[int, list[Record]]) -> None:
-    """Passes on what this rank's stages have recorded in one pass of a pipeline; on all ranks of it.
+    """Pass on what this rank's stages have recorded in one pass of a pipeline; on all ranks of it.
 
     Args:
         stages: By number; {} on a rank that has run none.
@@ -153,7 +153,7 @@ def hand_over_stages(stages: dict[int, list[Record]]) -> None:
 
 
 def refuse_nesting() -> None:
-    """Refuses a second inspector inside the first.
+    """Refuse a second inspector inside the first.
 
     Raises:
         InspectError: When someone records already.
@@ -209,7 +209,7 @@ class Watched:
 
 
 def hand_over_micro_batches(stages: Mapping[int, Sequence[Sequence[Watched]]]) -> None:
-    """Passes on what a rank's stages have recorded in a pass whose backward is through, micro-batches put together.
+    """Pass on what a rank's stages have recorded in a pass whose backward is through, micro-batches put together.
 
     Args:
         stages: For every stage of this rank, one list of records per micro-batch.
@@ -231,7 +231,7 @@ def _together(micro_batches: Sequence[Sequence[Watched]]) -> list[Record]:
 
 @torch.no_grad()
 def _joined(parts: list[Watched]) -> Record:
-    """Records of micro-batches as one of the batch, with the gradients that backward has left by now."""
+    """Record of micro-batches as one of the batch, with the gradients that backward has left by now."""
     first, sources = parts[0].record, [part.record.source.detach() for part in parts]
     whole = _cat(sources)
     if any(part.grads for part in parts):

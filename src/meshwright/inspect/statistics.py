@@ -22,13 +22,13 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 18, "other": 1 << 24}
 
 
 def nothing() -> torch.Tensor:
-    """The moments of no elements: merging them with others changes nothing."""
+    """Return the moments of no elements: merging them with others changes nothing."""
     return torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf], dtype=torch.float64)
 
 
 @torch.no_grad()
 def moments(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Moments of each tensor, computed where it lives; the host waits once per device.
+    """Return the moments of each tensor, computed where it lives; the host waits once per device.
 
     Args:
         tensors: Plain tensors of any real type, shape and device; they may be empty.
@@ -60,7 +60,7 @@ def _of_chunk(chunk: torch.Tensor) -> torch.Tensor:
 
 
 def merge(parts: torch.Tensor) -> torch.Tensor:
-    """Moments of all parts taken together.
+    """Return the moments of all parts taken together.
 
     Args:
         parts: Shape ``(parts, …, 5)``, fp64.
@@ -94,7 +94,7 @@ NOBODY = 2**31 - 1
 
 
 def share(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
-    """The elements this rank answers for, and the team of ranks that holds this copy of the whole tensor.
+    """Return the elements this rank answers for, and the team of ranks that holds this copy of the whole tensor.
 
     A sharded tensor is whole on its mesh, a plain one on its rank. Of ranks that hold the same elements (they differ
     along replicated mesh dims only), the first answers and the others have nothing to say. One tensor may exist once
@@ -121,7 +121,7 @@ def share(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
 
 
 def is_first_of_team(tensor: torch.Tensor) -> bool:
-    """Whether this rank is the first of those that hold the tensor together; always for a plain tensor."""
+    """Return whether this rank is the first of those that hold the tensor together; always for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return True
     coordinate = tensor.device_mesh.get_coordinate()
@@ -182,7 +182,7 @@ class Table:
 
 
 def fill(rows: Sequence[Row]) -> Table:
-    """Computes this rank's table; does not communicate."""
+    """Compute this rank's table; do not communicate."""
     nothing = torch.empty(0), NOBODY
     shares = []
     for row in rows:
@@ -197,7 +197,7 @@ def fill(rows: Sequence[Row]) -> Table:
 
 
 def merged(tables: Sequence[Table], *, one_team: bool, order: Sequence[str] = ()) -> tuple[list[str], torch.Tensor]:
-    """Merges the tables of all ranks by name.
+    """Merge the tables of all ranks by name.
 
     Args:
         tables: One per rank; a rank may lack names, as on another pipeline stage.

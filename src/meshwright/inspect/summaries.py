@@ -36,14 +36,14 @@ _TRANSPARENT = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def keep_name_order(model: nn.Module, names: Sequence[str]) -> None:
-    """Notes the order of all names of a model of which ranks hold different parts, on all of them alike."""
+    """Note the order of all names of a model of which ranks hold different parts, on all of them alike."""
     model.__dict__[_ORDER] = tuple(names)
 
 
 def inspect_model(
     model: nn.Module, pattern: str | None = None, prefix: str = "", *, param_name: str | None = None
 ) -> list[dict[str, Any]]:
-    """Statistics of the parameters whose names match, equal to those of the whole tensors on one rank.
+    """Return the statistics of the parameters whose names match, equal to those of the whole tensors on one rank.
 
     Collective: every rank calls it, and all together exchange one small table, whatever the number and size of the
     parameters; no parameter is gathered. Parameters may be plain (equal on all ranks) or sharded over any mix of
@@ -123,7 +123,7 @@ def _ddp_paths(model: nn.Module) -> list[str]:
 
 
 def _plain_name(name: str, wrappers: list[str]) -> str:
-    """The name without what DDP (at the paths ``wrappers``), torch.compile and torch's checkpoint wrapper add."""
+    """Return name without what DDP (at the paths ``wrappers``), torch.compile and torch's checkpoint wrapper add."""
     for path in reversed(wrappers):  # inner ones first: outer paths stay as they were
         start = f"{path}." if path else ""
         if name.startswith(f"{start}module."):
@@ -171,7 +171,9 @@ class Inspector:
         ]
 
     def get_summary(self) -> list[dict[str, Any]]:
-        """Statistics of every recorded tensor over all ranks; call it after the ``with`` block, on every rank.
+        """Return the statistics of every recorded tensor over all ranks.
+
+        Call it after the ``with`` block, on every rank.
 
         Costs one exchange of a small table. It reads the tensors as they are now: called again after backward, it
         has the gradients.
@@ -200,7 +202,10 @@ class Inspector:
         ]
 
     def get_tensor(self, name: str, group: str | None = None, index: int | None = None) -> torch.Tensor | None:
-        """The tensor recorded here as ``name`` in ``group``: the ``index``-th, or the first; None if there is none."""
+        """Return the tensor recorded here as ``name`` in ``group``: the ``index``-th, or the first.
+
+        None if there is none.
+        """
         records = placed(self._entries)[1]
         found = [record.tensor for record in records if (record.name, record.group) == (name, group)]
         wanted = 0 if index is None else index
@@ -216,7 +221,7 @@ class Inspector:
 
 
 def _rows_here(tensor: torch.Tensor) -> Shape:
-    """The tensor's shape, its first dim counted on one rank of those that hold it together."""
+    """Return the tensor's shape, its first dim counted on one rank of those that hold it together."""
     shape = tuple(tensor.shape)
     return shape if is_first_of_team(tensor) or not shape else (0, *shape[1:])
 
@@ -228,7 +233,7 @@ def _over_ranks(name: str, tables: list[Table]) -> Shape:
 
 @contextlib.contextmanager
 def inspect_tensor() -> Iterator[Inspector]:
-    """Records, inside the ``with`` block, what the model's code passes to :func:`record_tensor`.
+    """Record, inside the ``with`` block, what the model's code passes to :func:`record_tensor`.
 
     Example::
 
@@ -253,7 +258,7 @@ _LEFT = 2  # name and shape; numbers stand to the right
 
 
 def format_summary(summary: Sequence[dict[str, Any]]) -> str:
-    """A summary as an aligned table, numbers with four decimals.
+    """Return a summary as an aligned table, numbers with four decimals.
 
     Args:
         summary: What ``inspect_model`` or ``Inspector.get_summary`` returned, or several of them joined.

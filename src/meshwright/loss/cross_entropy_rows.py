@@ -60,7 +60,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 
 def check_options(reduction: str, label_smoothing: float) -> None:
-    """Refuses a reduction that does not exist and a smoothing that is not a fraction."""
+    """Refuse a reduction that does not exist and a smoothing that is not a fraction."""
     if reduction not in REDUCTIONS:
         raise ConfigError(
             f"Unknown reduction {reduction!r}{did_you_mean(str(reduction), REDUCTIONS)}",
@@ -78,7 +78,7 @@ def check_options(reduction: str, label_smoothing: float) -> None:
 
 
 def check_plain(name: str, tensor: Tensor) -> None:
-    """Refuses a sharded tensor: its other rows or columns are on other ranks."""
+    """Refuse a sharded tensor: its other rows or columns are on other ranks."""
     if isinstance(tensor, DTensor):
         raise ModelError(
             f"The loss cannot work on a DTensor ({name})",
@@ -90,7 +90,7 @@ def check_plain(name: str, tensor: Tensor) -> None:
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
-    """Refuses what has no gradient."""
+    """Refuse what has no gradient."""
     if not tensor.is_floating_point():
         raise ModelError(
             f"The loss needs {name} that are floating-point numbers",
@@ -101,7 +101,7 @@ def check_floating(name: str, tensor: Tensor) -> None:
 
 
 def check_target(target: Tensor, expected: tuple[int, ...]) -> None:
-    """Refuses targets that are not one class index per row."""
+    """Refuse targets that are not one class index per row."""
     if target.is_floating_point() or target.is_complex() or tuple(target.shape) != expected:
         raise DataError(
             "The targets are not one class per row",
@@ -114,7 +114,7 @@ def check_target(target: Tensor, expected: tuple[int, ...]) -> None:
 
 
 def check_class_weight(class_weight: Tensor | None, num_classes: int, name: str) -> None:
-    """Refuses class weights that are not one constant per class."""
+    """Refuse class weights that are not one constant per class."""
     if class_weight is None:
         return
     check_plain(name, class_weight)
@@ -164,14 +164,14 @@ class Softmax(NamedTuple):
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type to compute in: fp32, or fp64 for fp64."""
+    """Return the type to compute in: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def make_rows(
     target_n: Tensor, dtype: torch.dtype, class_weight_C: Tensor | None, ignore_index: int, label_smoothing: float
 ) -> Rows:
-    """Sorts out which rows count and how much; ``dtype`` is that of the logits."""
+    """Sort out which rows count and how much; ``dtype`` is that of the logits."""
     kept_n = target_n != ignore_index
     target_n = torch.where(kept_n, target_n, 0).long()
     if class_weight_C is None:
@@ -183,7 +183,7 @@ def make_rows(
 
 
 def row_losses(logits_nC: Tensor, rows: Rows, *, overwrite: bool = False) -> tuple[Tensor, Softmax]:
-    """The loss of every row (n,), 0 where it is ignored, and what the gradient is made of.
+    """Return the loss of every row (n,), 0 where it is ignored, and what the gradient is made of.
 
     ``overwrite`` computes in the logits' own memory where their type allows.
     """
@@ -202,7 +202,7 @@ def row_losses(logits_nC: Tensor, rows: Rows, *, overwrite: bool = False) -> tup
 
 
 def row_gradients_(softmax: Softmax, rows: Rows, upstream_n: Tensor, out_nC: Tensor) -> Tensor:
-    """Writes the logits' gradient into ``out_nC``, which may be ``softmax.exps_nC`` (used up either way); returns it.
+    """Write the logits' gradient into ``out_nC``, which may be ``softmax.exps_nC`` (used up either way); return it.
 
     ``upstream_n`` is the gradient of each row's loss.
     """
@@ -229,19 +229,22 @@ def _weighted_sum(values_nC: Tensor, rows: Rows) -> Tensor:
 
 
 def sum_of_weights(rows: Rows, num_classes: int) -> Tensor | float:
-    """The weights of all classes, added up."""
+    """Return the weights of all classes, added up."""
     return float(num_classes) if rows.class_weight_C is None else rows.class_weight_C.sum()
 
 
 def mean(total: Tensor, rows: Rows) -> Tensor:
-    """The summed loss over the weights of the targets that count, as torch divides it; nan when no row counts."""
+    """Return the summed loss over the weights of the targets that count, as torch divides it.
+
+    Nan when no row counts.
+    """
     some_count = rows.kept_n.any()
     # Not 0/0: its gradient would be nan too, and torch's is 0.
     return torch.where(some_count, total, torch.nan) / torch.where(some_count, rows.weight_n.sum(), 1.0)
 
 
 def rows_at_a_time(logits_NC: Tensor) -> int:
-    """How many rows of logits to work on at once."""
+    """Return how many rows of logits to work on at once."""
     num_rows, num_classes = logits_NC.shape
     # A compiler fuses the whole thing into one pass; without data there is nothing to hold.
     if torch.compiler.is_compiling() or isinstance(logits_NC, FakeTensor):
@@ -250,7 +253,7 @@ def rows_at_a_time(logits_NC: Tensor) -> int:
 
 
 def slices(num_rows: int, rows_at_a_time: int) -> Iterator[slice]:
-    """Cuts ``num_rows`` into slices."""
+    """Cut ``num_rows`` into slices."""
     for start in range(0, num_rows, rows_at_a_time):
         yield slice(start, min(start + rows_at_a_time, num_rows))
 

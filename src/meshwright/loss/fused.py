@@ -165,7 +165,7 @@ class FusedCrossEntropy(nn.Module):
         self.parallel = parallel
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """The loss in fp32; see :func:`fused_cross_entropy` for the shapes."""
+        """Return the loss in fp32; see :func:`fused_cross_entropy` for the shapes."""
         return fused_cross_entropy(
             input,
             target,
@@ -177,7 +177,7 @@ class FusedCrossEntropy(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The options."""
+        """Return the options."""
         options = f"ignore_index={self.ignore_index}, reduction={self.reduction!r}"
         return f"{options}, label_smoothing={self.label_smoothing}, parallel={self.parallel}"
 
@@ -188,7 +188,7 @@ _NOTHING = -100  # the target of a position that predicts nothing
 
 
 def next_token_loss(model_input: Any, output: Any) -> Tensor:
-    """Mean cross-entropy, in nats per token, of predicting token t + 1 from the tokens up to t.
+    """Return the mean cross-entropy, in nats per token, of predicting token t + 1 from the tokens up to t.
 
     In fp32, in the memory of the logits (:func:`fused_cross_entropy`): 4 bytes per fp32 logit, 2 per half-precision
     one, beyond the logits themselves, where ``F.cross_entropy`` takes 12.

@@ -47,24 +47,24 @@ class LazyLogits(torch.Tensor):
 
     @abstractmethod
     def make_whole(self) -> Tensor:
-        """The whole logits (…, C), differentiable."""
+        """Return the whole logits (…, C), differentiable."""
 
     @abstractmethod
     def with_part(self, part: Tensor) -> Self:
-        """The logits of other positions."""
+        """Return the logits of other positions."""
 
     @abstractmethod
     def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Self | None:
-        """The result of a function of every logit by itself; None where ``func`` is none, or needs the whole."""
+        """Return the result of a function of every logit by itself; None where ``func`` is none, or needs the whole."""
 
     @abstractmethod
     def cross_entropy(
         self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
     ) -> Tensor:
-        """The cross entropy of rows (N, C), in at least fp32."""
+        """Return the cross entropy of rows (N, C), in at least fp32."""
 
     def materialised(self) -> Tensor:
-        """The whole logits (…, C), made once."""
+        """Return the whole logits (…, C), made once."""
         if self.whole is None:
             with torch.enable_grad():  # it is kept for whoever comes later
                 self.whole = self.make_whole()
@@ -72,14 +72,14 @@ class LazyLogits(torch.Tensor):
 
     @property
     def are_rows(self) -> bool:
-        """Whether there is one row of logits per target (N, C), not yet made."""
+        """Return whether there is one row of logits per target (N, C), not yet made."""
         return self.whole is None and self.part.dim() == 2
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Answers from the part where that is possible, else from the whole."""
+        """Answer from the part where that is possible, else from the whole."""
         kwargs = kwargs or {}
         if func in _OF_THE_WHOLE:
             with torch._C.DisableTorchFunctionSubclass():
@@ -96,7 +96,7 @@ class LazyLogits(torch.Tensor):
         return func(*args, **kwargs)
 
     def _of_part(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """The result computed without the whole; False when that cannot be."""
+        """Return the result computed without the whole; False when that cannot be."""
         if func is F.cross_entropy:
             return self._cross_entropy(*args, **kwargs)
         alike = self.elementwise(func, args, kwargs)
@@ -129,7 +129,7 @@ class LazyLogits(torch.Tensor):
         return True, loss if torch.is_autocast_enabled(self.part.device.type) else loss.to(self.dtype)
 
     def _is_of_positions(self, index: Any) -> bool:
-        """Whether an index chooses positions and leaves the classes as they are."""
+        """Return whether an index chooses positions and leaves the classes as they are."""
         entries = list(index) if isinstance(index, tuple) else [index]
         if any(
             isinstance(entry, list) or (isinstance(entry, Tensor) and entry.dtype == torch.uint8) for entry in entries
@@ -206,7 +206,7 @@ class HeadLogits(LazyLogits):
     def __new__(
         cls: type[HeadLogits], hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> HeadLogits:
-        """Makes a tensor without memory of its own."""
+        """Make a tensor without memory of its own."""
         shape = (*hidden.shape[:-1], weight.shape[0])
         self: HeadLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=dtype, device=hidden.device
@@ -216,7 +216,7 @@ class HeadLogits(LazyLogits):
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> HeadLogits:
-        """The logits of a head, in the type in which ``F.linear`` would give them (that of autocast, where it is on).
+        """Return the logits of a head, in the type in which ``F.linear`` would give them (that of autocast, where it is on).
 
         Args:
             hidden: (…, D).
@@ -232,17 +232,17 @@ class HeadLogits(LazyLogits):
         return self.weight.shape[0]
 
     def make_whole(self) -> Tensor:
-        """The product."""
+        """Return the product."""
         self._check_weight()
         with torch.autocast(self.part.device.type, enabled=False):
             return F.linear(self.part, self.weight, self.bias).to(self.dtype)
 
     def with_part(self, part: Tensor) -> HeadLogits:
-        """The logits of other hidden states."""
+        """Return the logits of other hidden states."""
         return _deferred(part, self.weight, self.bias, self.dtype)
 
     def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> HeadLogits | None:
-        """Casts; the cross entropy is computed in fp32 from products in the type of the head, whatever the cast."""
+        """Cast; the cross entropy is computed in fp32 from products in the type of the head, whatever the cast."""
         if func in _SAME:
             return self.with_part(self.part)
         dtype = _CASTS.get(func)
@@ -255,7 +255,7 @@ class HeadLogits(LazyLogits):
     def cross_entropy(
         self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
     ) -> Tensor:
-        """The cross entropy of rows (N, C), in at least fp32; see :func:`linear_cross_entropy`."""
+        """Return the cross entropy of rows (N, C), in at least fp32; see :func:`linear_cross_entropy`."""
         self._check_weight()
         with torch.autocast(self.part.device.type, enabled=False):  # what it does to types has been done
             return linear_cross_entropy(
@@ -270,7 +270,7 @@ class HeadLogits(LazyLogits):
             )
 
     def _check_weight(self) -> None:
-        """Refuses a weight that FSDP has freed since."""
+        """Refuse a weight that FSDP has freed since."""
         if self.weight.untyped_storage().nbytes() == 0:
             raise ModelError(
                 "The weight of the head was freed before the loss was computed",
@@ -342,7 +342,7 @@ class VocabularyShards(LazyLogits):
 
     @staticmethod
     def __new__(cls: type[VocabularyShards], part: Tensor, vocabulary: Vocabulary) -> VocabularyShards:
-        """Makes a tensor without memory of its own."""
+        """Make a tensor without memory of its own."""
         shape = (*part.shape[:-1], vocabulary.size)
         self: VocabularyShards = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=part.dtype, device=part.device
@@ -364,15 +364,15 @@ class VocabularyShards(LazyLogits):
         return self.vocabulary.size
 
     def make_whole(self) -> Tensor:
-        """Gathers; collective over the ranks that hold parts."""
+        """Gather; collective over the ranks that hold parts."""
         return self.vocabulary.gather(self.part)
 
     def with_part(self, part: Tensor) -> VocabularyShards:
-        """The shards of other positions."""
+        """Return the shards of other positions."""
         return VocabularyShards.of(part, self.vocabulary)
 
     def elementwise(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> VocabularyShards | None:
-        """Casts, copies, scaling by numbers and tanh."""
+        """Cast, copies, scaling by numbers and tanh."""
         if func not in _ELEMENTWISE or any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
             return None
         return self.with_part(func(self.part, *args, **kwargs))
@@ -385,7 +385,7 @@ class VocabularyShards(LazyLogits):
     def cross_entropy(
         self, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, label_smoothing: float
     ) -> Tensor:
-        """The cross entropy of rows (N, C), in at least fp32; see :func:`parallel_cross_entropy`."""
+        """Return the cross entropy of rows (N, C), in at least fp32; see :func:`parallel_cross_entropy`."""
         return parallel_cross_entropy(
             self.part,
             target,

@@ -108,13 +108,16 @@ def _linear_cross_entropy(
 
 
 def default_chunk_size(num_tokens: int, width: int, num_classes: int) -> int:
-    """Tokens at a time: the power of two that makes the logits at least as large as ``hidden``, and 256 or more."""
+    """Return the tokens at a time.
+
+    The power of two that makes the logits at least as large as ``hidden``, and 256 or more.
+    """
     even = num_tokens * width / max(num_classes, 1)
     return max(_SMALLEST_CHUNK, 1 << max(0, int(even) - 1).bit_length())
 
 
 def in_autocast_type(*tensors: Tensor | None) -> list[Any]:
-    """The tensors as ``F.linear`` would take them; the conversions are part of the graph."""
+    """Return the tensors as ``F.linear`` would take them; the conversions are part of the graph."""
     kind = next(each.device.type for each in tensors if each is not None)
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return list(tensors)
@@ -227,7 +230,7 @@ class LinearCrossEntropy(nn.Module):
         self.chunk_size = chunk_size
 
     def forward(self, hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The loss in fp32: hidden (…, D), weight (C, D), target (…), bias (C,)."""
+        """Return the loss in fp32: hidden (…, D), weight (C, D), target (…), bias (C,)."""
         return linear_cross_entropy(
             hidden,
             weight,
@@ -241,7 +244,7 @@ class LinearCrossEntropy(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The options."""
+        """Return the options."""
         return (
             f"ignore_index={self.ignore_index}, reduction={self.reduction!r}, "
             f"label_smoothing={self.label_smoothing}, chunk_size={self.chunk_size}"
@@ -267,7 +270,7 @@ class HeadGradients(NamedTuple):
 
 
 def head_losses(hidden_ND: Tensor, weight_CD: Tensor, bias_C: Tensor | None, rows: Rows, chunk: int) -> Tensor:
-    """The loss of every token (N,)."""
+    """Return the loss of every token (N,)."""
     loss_N = torch.empty_like(rows.weight_n)
     with without_autocast(hidden_ND.device):
         for some in slices(hidden_ND.shape[0], chunk):
@@ -286,7 +289,7 @@ def head_gradients(
     upstream_N: Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[Tensor, HeadGradients]:
-    """The losses, and the gradients of their sum weighted by ``upstream_N``.
+    """Return the losses, and the gradients of their sum weighted by ``upstream_N``.
 
     Args:
         hidden_ND: See :func:`head_losses`, as are the next four.
@@ -325,7 +328,7 @@ def _zeros(hidden_ND: Tensor, weight_CD: Tensor, wanted: Sequence[bool]) -> Head
 def _add(
     gradients: HeadGradients, some: slice, slope_nC: Tensor, hidden_nD: Tensor, weight_CD: Tensor, factor: float
 ) -> None:
-    """Adds the part of one chunk; ``slope_nC`` is the gradient of its logits, over ``factor``."""
+    """Add the part of one chunk; ``slope_nC`` is the gradient of its logits, over ``factor``."""
     if gradients.hidden_ND is not None:
         product_nD = _product(slope_nC, weight_CD)
         gradients.hidden_ND[some] = product_nD if factor == 1.0 else product_nD.mul_(factor)

@@ -1,7 +1,8 @@
 """Cross entropy of logits whose classes are divided over ranks. N rows · c of C classes (one rank's).
 
 Three numbers per row are put together over the ranks (Shoeybi et al. 2019, §3): the largest logit, the sum of
-exponentials, and the target's logit. ``rows`` has the formulas."""
+exponentials, and the target's logit. ``rows`` has the formulas.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """What ``torch.nn.functional.cross_entropy`` computes of the whole logits, which no rank holds; collective.
+    """Return what ``torch.nn.functional.cross_entropy`` computes of the whole logits, which no rank holds; collective.
 
     Args:
         logits_Nc: This rank's, of any floating-point type; computed in at least fp32.
@@ -105,7 +106,7 @@ def parallel_cross_entropy(
 def parallel_row_losses(
     logits_Nc: Tensor, rows: Rows, vocabulary: Vocabulary, *, sums_upstream: bool = False
 ) -> Tensor:
-    """The loss of every row (N,), equal on all ranks; 0 where it is ignored. Collective.
+    """Return the loss of every row (N,), equal on all ranks; 0 where it is ignored. Collective.
 
     Args:
         logits_Nc: This rank's.
@@ -173,7 +174,7 @@ class _ParallelRowLosses(Function):
 
 
 def _places(rows: Rows, first: int, num_classes: int) -> tuple[Tensor, Tensor]:
-    """The target's place among this rank's classes (0 where it is not among them), and whether it is."""
+    """Return the target's place among this rank's classes (0 where it is not among them), and whether it is."""
     place_N1 = rows.target_n1 - first
     here_N1 = (place_N1 >= 0) & (place_N1 < num_classes)
     return torch.where(here_N1, place_N1, 0), here_N1

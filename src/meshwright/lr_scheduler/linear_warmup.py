@@ -13,7 +13,7 @@ from meshwright.errors import ConfigError, did_you_mean
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuses what has no learning rates to set.
+    """Refuse what has no learning rates to set.
 
     Raises:
         ConfigError: Saying what a schedule needs.
@@ -56,7 +56,7 @@ def warmup_decay(
     decay: Decay = "cosine",
     min_lr_ratio: float = 0.0,
 ) -> LambdaLR:
-    """Raises the learning rate linearly over ``warmup_steps``, then lowers it to ``min_lr_ratio`` of its peak.
+    """Raise the learning rate linearly over ``warmup_steps``, then lower it to ``min_lr_ratio`` of its peak.
 
     The first step already moves: warm-up step k of w runs at k/w of the peak. The last step runs just above the lowest
     rate, which is kept from then on. The cosine is that of Loshchilov and Hutter, "SGDR" (2016), without restarts.

@@ -128,27 +128,33 @@ class Method(MethodConfig):
     conflicts: ClassVar[tuple[Conflict, ...]] = ()  # each is declared by one of the two methods
 
     def at_work(self, sizes: Mapping[str, int]) -> bool:
-        """Whether it changes anything on a mesh: the method of an axis does where the axis has several ranks."""
+        """Return whether it changes anything on a mesh: the method of an axis does where the axis has several ranks."""
         return self.axis is None or sizes.get(self.axis, 1) > 1
 
     @property
     def of_state(self) -> bool:
-        """Whether it changes what becomes of parameters and their states alone: what blocks compute and save stays."""
+        """Return whether it changes what becomes of parameters and their states alone.
+
+        What blocks compute and save stays.
+        """
         return False
 
     def check(self, job: Job) -> None:
-        """Refuses a job it cannot work on, before anything is changed.
+        """Refuse a job it cannot work on, before anything is changed.
 
         Raises:
             MeshwrightError: Saying what, expected, got, and what to do.
         """
 
     def left_out_on(self, device: torch.device | Device) -> str | None:
-        """Why a strategy is applied without it on such a device, as a sentence for the user; None where it works."""
+        """Return why a strategy is applied without it on such a device, as a sentence for the user.
+
+        None where it works.
+        """
         return None
 
     def check_mesh(self, sizes: Mapping[str, int], shard_axis: str | None) -> None:
-        """Refuses a mesh on which it cannot do what its keys ask for; searches pass such strategies over.
+        """Refuse a mesh on which it cannot do what its keys ask for; search pass such strategies over.
 
         Args:
             sizes: Ranks along every axis.
@@ -160,11 +166,11 @@ class Method(MethodConfig):
 
     @abstractmethod
     def apply(self, job: Job) -> None:
-        """Changes the real job."""
+        """Change the real job."""
 
     @abstractmethod
     def cost(self, step: Step) -> Step:
-        """Changes the simulated step in the same way."""
+        """Change the simulated step in the same way."""
 
 
 # --- Class references in configs: users write classes or names, strategies keep qualified names.
@@ -196,7 +202,7 @@ _TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def dtype_name(value: Any) -> Any:
-    """The name of a precision in any of its spellings; what is none of them stays as it is."""
+    """Return the name of a precision in any of its spellings; what is none of them stays as it is."""
     return _NAMES.get(str(value), value)
 
 
@@ -205,19 +211,22 @@ HalfDType = Annotated[Literal["fp16", "bf16"], BeforeValidator(dtype_name)]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a precision's name."""
+    """Return the torch dtype of a precision's name."""
     return _TORCH[name]
 
 
 def half_dtype(device: torch.device) -> str:
-    """What half precision is on a device: ``bf16``; ``fp16`` on CUDA devices that only emulate it (before Ampere)."""
+    """Return what half precision is on a device: ``bf16``.
+
+    ``fp16`` on CUDA devices that only emulate it (before Ampere).
+    """
     # CPUs without bf16 instructions multiply it in fp32; of fp16 they have no fast way.
     has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if has_bf16 else "fp16"
 
 
 def itemsize(name: str) -> int:
-    """Bytes per element of a precision."""
+    """Return the bytes per element of a precision."""
     return _TORCH[name].itemsize
 
 
@@ -319,43 +328,43 @@ class Job:
         return self.coordinate.get(axis, 0)
 
     def require_mesh(self) -> DeviceMesh:
-        """The mesh, for methods that run after the mesh phase."""
+        """Return the mesh, for methods that run after the mesh phase."""
         assert self.mesh is not None, "parallel_mode applies first"
         return self.mesh
 
     @property
     def num_replicas(self) -> int:
-        """How many ranks, or groups of ranks, train on different samples."""
+        """Return how many ranks, or groups of ranks, train on different samples."""
         return math.prod(self.size(axis) for axis in SAMPLED)
 
     @property
     def num_averaged(self) -> int:
-        """How many ranks, or groups of ranks, average their gradients in every step."""
+        """Return how many ranks, or groups of ranks, average their gradients in every step."""
         return math.prod(self.size(axis) for axis in AVERAGED)
 
     @property
     def averaging_group(self) -> dist.ProcessGroup | None:
-        """The ranks that average gradients in every step; None for the world. Collective."""
+        """Return the ranks that average gradients in every step; None for the world. Collective."""
         if self.num_averaged == math.prod(size for _, size in self.axes):
             return None
         return self.flat_mesh(*AVERAGED).get_group()
 
     def flat_mesh(self, *names: str) -> DeviceMesh:
-        """Those of these axes that have several ranks, as a mesh of one dim; at least one has. Collective."""
+        """Return those of these axes that have several ranks, as a mesh of one dim; at least one has. Collective."""
         axes = tuple(axis for axis in names if self.size(axis) > 1)
         mesh = self.require_mesh()
         return mesh[axes]._flatten() if len(axes) > 1 else mesh[axes]
 
     @property
     def replica(self) -> int:
-        """Which of them this rank belongs to."""
+        """Return which of them this rank belongs to."""
         place = 0
         for axis in SAMPLED:
             place = place * self.size(axis) + self.index(axis)
         return place
 
     def build_optimizer(self) -> Optimizer | None:
-        """Builds the optimizer over the model as it is now, with its guards; ``finish_optimizer`` comes after it."""
+        """Build the optimizer over the model as it is now, with its guards; ``finish_optimizer`` comes after it."""
         return None if self.optim_func is None else self._guarded_optimizer(self.optim_func)
 
     def _guarded_optimizer(self, optim_func: OptimizerFactory) -> Optimizer:
@@ -393,7 +402,7 @@ class Job:
 
 
 def _check_fused(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuses groups that are to treat the parts of fused projections apart: these lie in the order of ranks."""
+    """Refuse groups that are to treat the parts of fused projections apart: these lie in the order of ranks."""
     fused = rank_orders(model)
     for group in optimizer.param_groups:
         if group.get("split", 1) not in (1, None) and any(id(parameter) in fused for parameter in group["params"]):
@@ -406,7 +415,7 @@ def _check_fused(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _check_fused_kernel(optimizer: Optimizer) -> None:
-    """Refuses torch's fused SGD over shards, which would be an error of torch in the first step."""
+    """Refuse torch's fused SGD over shards, which would be an error of torch in the first step."""
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
         if group["fused"] and any(isinstance(parameter, DTensor) for parameter in group["params"]):
             raise ConfigError(
@@ -427,7 +436,7 @@ ALL_AXES = ("replica", *STEP_AXES)
 
 
 def mean_over(job: Job, value: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-    """The mean of a tensor over the ranks along these axes; collective."""
+    """Return the mean of a tensor over the ranks along these axes; collective."""
     mean = value.detach().clone()
     for axis in axes:
         if job.size(axis) > 1:
@@ -457,7 +466,7 @@ def abandoned_if_it_fails(job: Job, optim: Optimizer | None) -> Iterator[None]:
 
 
 def abandon(job: Job, optim: Optimizer | None) -> None:
-    """Frees what a failed forward or backward has gathered and its gradients; all engines are ready for the next one.
+    """Free what a failed forward or backward has gathered and its gradients; all engines are ready for the next one.
 
     Every rank that goes on calls it, having failed at the same place.
     """
@@ -482,7 +491,7 @@ def _reset(replicas: DistributedDataParallel) -> None:
 
 
 def _settle(replicas: nn.Module, args: Any) -> None:
-    """Waits until no average of the failed pass is under way: the next pass writes where these read and write."""
+    """Wait until no average of the failed pass is under way: the next pass writes where these read and write."""
     assert isinstance(replicas, DistributedDataParallel)
     if torch.is_grad_enabled():  # all ranks are here
         replicas.__dict__.pop(_SETTLING).remove()
@@ -493,5 +502,5 @@ def _settle(replicas: nn.Module, args: Any) -> None:
 
 
 def averaging_axis(job: Job) -> str:
-    """The axis over which gradients are averaged where no method shards: the first of several."""
+    """Return the axis over which gradients are averaged where no method shards: the first of several."""
     return next((axis for axis in AVERAGING if job.size(axis) > 1), AVERAGING[0])

@@ -60,7 +60,7 @@ class Repeated:
         )
 
     def share_of(self, part: Op | Boundary) -> float:
-        """The share of the blocks with this kernel or collective that run it again."""
+        """Return the share of the blocks with this kernel or collective that run it again."""
         if isinstance(part, Op) and part.moment == "backward":
             return 0.0
         names = part.inside if self._to_the_end else part.needed_in
@@ -78,7 +78,7 @@ class Repeated:
         return again / sum(kinds.values()) if again else 0.0
 
     def _near(self, path: str) -> list[TracedModule]:
-        """Boundaries of tokens know only the block that they are in, which may be around a recomputed module."""
+        """Return boundaries of tokens know only the block that they are in, which may be around a recomputed module."""
         above = [self._around[each] for each in _upwards(path) if each in self._around]
         return above + self._within.get(path, [])
 
@@ -163,14 +163,14 @@ class Checkpoint(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads a class, a name, or several."""
+        """Read a class, a name, or several."""
         if isinstance(raw, str | type | tuple | list | set | frozenset):
             return {"wrap_class": raw}
         return super().from_short(raw)
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuses keys that contradict each other."""
+        """Refuse keys that contradict each other."""
         given = [key for key in _WHICH if keys.get(key) is not None]
         if len(given) > 1:
             raise _contradiction(f"at most one of {', '.join(_WHICH)}", " and ".join(given), "leave the others out")
@@ -189,23 +189,23 @@ class Checkpoint(Method):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all modules are treated alike, wherever they are in the model."""
+        """Return whether all modules are treated alike, wherever they are in the model."""
         return self.every in (None, 1) and self.layers is None and self.each is None
 
     @property
     def keeps_results(self) -> bool:
-        """Whether some module keeps results of operators, or may be chosen to."""
+        """Return whether some module keeps results of operators, or may be chosen to."""
         if self.each is not None:
             return "selective" in self.each
         return self.policy != "full" and (self.policy is not None or self.memory_budget is not None)
 
     @property
     def partial(self) -> frozenset[str]:
-        """The operators that a module keeps which is not recomputed in full."""
+        """Return the operators that a module keeps which is not recomputed in full."""
         return frozenset(self.policy) if isinstance(self.policy, tuple) else SELECTIVE
 
     def granularities(self, count: int) -> tuple[Granularity, ...]:
-        """What each of so many modules does; all of it in full as long as a memory budget has decided nothing.
+        """Return what each of so many modules does; all of it in full as long as a memory budget has decided nothing.
 
         Raises:
             StrategyError: When the config speaks of another number of modules.
@@ -223,12 +223,12 @@ class Checkpoint(Method):
         return tuple(covered if index < first and index % (self.every or 1) == 0 else "none" for index in range(count))
 
     def check(self, job: Job) -> None:
-        """Refuses classes that are not in the model, and a model without blocks when no class is named."""
+        """Refuse classes that are not in the model, and a model without blocks when no class is named."""
         modules = self._modules(job.model)
         job.recomputed = self._kept([path for path, _ in modules])
 
     def _kept(self, modules: Sequence[ModuleT]) -> dict[ModuleT, frozenset[str]]:
-        """Those of the modules that are recomputed, with the operators whose results each keeps."""
+        """Return those of the modules that are recomputed, with the operators whose results each keeps."""
         kept = {"full": frozenset[str](), "selective": self.partial}
         each = zip(modules, self.granularities(len(modules)), strict=True)
         return {module: kept[what] for module, what in each if what != "none"}
@@ -240,7 +240,7 @@ class Checkpoint(Method):
         return [(path, module) for path, module in model.named_modules() if path in found]
 
     def apply(self, job: Job) -> None:
-        """Wraps the forward of every such module; parameter names stay as they are."""
+        """Wrap the forward of every such module; parameter names stay as they are."""
         if job.recomputed is None:
             self.check(job)
         alike: dict[frozenset[str], list[nn.Module]] = {}
@@ -254,7 +254,7 @@ class Checkpoint(Method):
             job.notices.append("checkpoint: config.use_cache was set to False; a cache cannot be recomputed")
 
     def cost(self, step: Step) -> Step:
-        """Frees what the chosen modules save and adds what one of them needs while it recomputes."""
+        """Free what the chosen modules save and add what one of them needs while it recomputes."""
         known = step.activations
         if known is None:
             return step
@@ -271,7 +271,10 @@ class Checkpoint(Method):
         return changed.send(*_sent_again(step, repeated))
 
     def covered(self, known: Activations) -> tuple[int, ...]:
-        """The numbers of the modules that can be recomputed, in the model's order: twin of what ``apply`` wraps."""
+        """Return the numbers of the modules that can be recomputed, in the model's order.
+
+        Twin of what ``apply`` wraps.
+        """
         if self.wrap_class is None:
             return known.blocks
         found: list[int] = []

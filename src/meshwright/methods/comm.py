@@ -59,7 +59,10 @@ class _Unit:
         return self._packing(self._parameters, self._compression.gather)
 
     def reduced(self, num_elements: int) -> Packing:
-        """The gradients that one rank will own; all in whole numbers if they are not those of all that trains."""
+        """Return the gradients that one rank will own.
+
+        All in whole numbers if they are not those of all that trains.
+        """
         trained = [each for each in self._parameters if each.sharded_param.requires_grad]
         packing = self._packing(trained, self._compression.reduce)
         if sum(packing.sizes) == num_elements:
@@ -95,7 +98,7 @@ class _AllGather(FsdpComm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fills ``output_tensor`` (ranks · elements) with every rank's ``input_tensor`` as all ranks decode it.
+        """Fill ``output_tensor`` (ranks · elements) with every rank's ``input_tensor`` as all ranks decode it.
 
         A smaller group gathers what has been decoded before, as it is (``reshard_after_forward`` an integer).
         """
@@ -124,7 +127,7 @@ class _ReduceScatter(FsdpComm):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fills ``output_tensor`` (elements) with the sum or mean of the ranks' rows for this one."""
+        """Fill ``output_tensor`` (elements) with the sum or mean of the ranks' rows for this one."""
         way = self._unit.way
         rows = input_tensor.view(way.size, -1)
         total = reduced_row(rows, self._unit.reduced(rows.shape[1]), way)
@@ -141,7 +144,7 @@ class _ReduceScatter(FsdpComm):
 def quantise_averages(
     model: DistributedDataParallel, compression: Compression, way: Route, device: torch.device
 ) -> None:
-    """Averages the buckets of a model in few bits from now on.
+    """Average the buckets of a model in few bits from now on.
 
     Args:
         model: Over the ranks of ``way``.
@@ -165,7 +168,7 @@ class _Averages:
         state: None,
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
-        """Replaces the gradients of a bucket by their means over ranks; equal bits on all of them."""
+        """Replace the gradients of a bucket by their means over ranks; equal bits on all of them."""
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=[] if self._stream is None else [self._device]
         )
@@ -192,7 +195,7 @@ _Averages.average.__annotations__.update(
 
 
 def average_in_place(gradients: Sequence[torch.Tensor], compression: Compression, way: Route) -> None:
-    """Replaces flat gradients of one type by their means over ranks."""
+    """Replace flat gradients of one type by their means over ranks."""
     pieces = [-(-gradient.numel() // way.size) for gradient in gradients]
     packing = Packing(
         tuple(pieces), tuple(each.numel() >= compression.min_numel for each in gradients), compression.reduce
@@ -287,12 +290,12 @@ class Comm(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads the bits of gradients."""
+        """Read the bits of gradients."""
         return {"reduce": raw} if isinstance(raw, str) else super().from_short(raw)
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuses a method that changes nothing."""
+        """Refuse a method that changes nothing."""
         if all(keys.get(key, default) is None for key, default in (("all_gather", None), ("reduce", "int8"))) and (
             keys.get("hierarchical") is None
         ):
@@ -320,7 +323,7 @@ class Comm(Method):
         return Compression(encoding(self.all_gather), encoding(self.reduce), self.min_numel, per_node)
 
     def check(self, job: Job) -> None:
-        """Refuses what it cannot change, and nodes that cut the axis into unequal parts."""
+        """Refuse what it cannot change, and nodes that cut the axis into unequal parts."""
         self._check_engine(job)
         if self.hierarchical is not None:
             self._check_nodes(job)
@@ -355,7 +358,7 @@ class Comm(Method):
         self._compression.neighbours(job.axes, _axis(job))
 
     def apply(self, job: Job) -> None:
-        """Tells the method that shards, or replicates, how to communicate."""
+        """Tell the method that shards, or replicates, how to communicate."""
         job.compression = self._compression
         axis = _axis(job)
         if job.num_averaged == 1:
@@ -371,10 +374,10 @@ class Comm(Method):
             )
 
     def cost(self, step: Step) -> Step:
-        """The same for the simulated step."""
+        """Return the same for the simulated step."""
         return step.replace(compression=self._compression)
 
 
 def _axis(job: Job) -> str:
-    """The axis whose collectives change: the one that is sharded over, else that of data parallelism."""
+    """Return the axis whose collectives change: the one that is sharded over, else that of data parallelism."""
     return job.shard_axis or averaging_axis(job)

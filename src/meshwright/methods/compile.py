@@ -98,17 +98,17 @@ class Compile(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads ``"whole"``."""
+        """Read ``"whole"``."""
         return {"whole": True} if raw == "whole" else super().from_short(raw)
 
     def notices(self) -> list[str]:
-        """Says what a plan does not know."""
+        """Say what a plan does not know."""
         return [
             "compile: activations are predicted as without it; what compiled code saves is its compiler's decision"
         ] * (self.activation_budget != 0)
 
     def check(self, job: Job) -> None:
-        """Refuses backends that are not there, and models without blocks."""
+        """Refuse backends that are not there, and models without blocks."""
         self._check_backend(job.device)
         self._targets(job.model)
 
@@ -146,7 +146,7 @@ class Compile(Method):
         return [block for _, block in require_blocks(model, method=self.method_name, option="whole")]
 
     def apply(self, job: Job) -> None:
-        """Compiles in place; torch does the work in the first step."""
+        """Compile in place; torch does the work in the first step."""
         settings: dict[str, Any] = {}
         if self.activation_budget is not None:
             settings["activation_memory_budget"] = self.activation_budget
@@ -165,7 +165,7 @@ class Compile(Method):
 
 
 def _missing_compiler(device: torch.device) -> str:
-    """What inductor needs and does not find; empty when nothing is missing."""
+    """Return what inductor needs and does not find; empty when nothing is missing."""
     if device.type == "cpu":
         from torch._inductor import cpp_builder, exc
 

@@ -50,7 +50,7 @@ def known_methods() -> list[type[Method]]:
 
 
 def method_of_axes() -> dict[str, str]:
-    """The method that works on an axis, for axes that are one method's own."""
+    """Return the method that works on an axis, for axes that are one method's own."""
     return {method.axis: method.method_name for method in known_methods() if method.axis is not None}
 
 
@@ -67,7 +67,7 @@ def rules() -> list[Rule]:
 
 
 def sentence(name: str, conflict: Conflict) -> str:
-    """What a conflict says, without a full stop."""
+    """Return what a conflict says, without a full stop."""
     own, other = _with_keys(name, conflict.own_keys), _with_keys(conflict.other, conflict.other_keys)
     return f"{own} does not go together with {other}: {conflict.reason}"
 
@@ -77,7 +77,7 @@ def _with_keys(name: str, keys: str) -> str:
 
 
 def check_law(strategy: Strategy, sizes: Mapping[str, int]) -> None:
-    """Refuses methods that do not go together, and methods without what they need.
+    """Refuse methods that do not go together, and methods without what they need.
 
     Args:
         strategy: With every implied method in it.
@@ -114,7 +114,7 @@ def _check_needs(method: Method, strategy: Strategy) -> None:
 
 
 def check_axes(strategy: Strategy, sizes: Mapping[str, int], world: int) -> None:
-    """Refuses axes that no method works on, and methods without the axis that they work on.
+    """Refuse axes that no method works on, and methods without the axis that they work on.
 
     Raises:
         StrategyError: Naming the axis.
@@ -140,7 +140,7 @@ def check_axes(strategy: Strategy, sizes: Mapping[str, int], world: int) -> None
 
 
 def check_shard_axis(method: str, axis: str, sizes: Mapping[str, int]) -> None:
-    """Refuses a mesh without an axis that parameters can be sharded over.
+    """Refuse a mesh without an axis that parameters can be sharded over.
 
     Raises:
         StrategyError: Naming the method.
@@ -158,7 +158,7 @@ def check_shard_axis(method: str, axis: str, sizes: Mapping[str, int]) -> None:
 
 
 def refuse_own_saving(job: Job) -> None:
-    """Lets it write nothing but a state dict that it is given, where a rank has a part of the model."""
+    """Let it write nothing but a state dict that it is given, where a rank has a part of the model."""
     is_part = job.shard_axis is not None or job.is_split or job.pipeline is not None
     if is_part and hasattr(type(job.model), "save_pretrained"):
         wrap_method(unwrapped(job.model), "save_pretrained", _saving)
@@ -179,7 +179,7 @@ def _saving(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def set_parameter_placements(job: Job) -> None:
-    """Notes it on every parameter, when all methods have changed the model."""
+    """Note it on every parameter, when all methods have changed the model."""
     model = unwrapped(job.model)
     part, orders = part_of_whole(model), rank_orders(model)
     named = {stored_name(name): parameter for name, parameter in model.named_parameters()}
@@ -210,7 +210,7 @@ class Resolved:
 def resolve(
     strategy: Strategy, world: int, zero_level: int = 3, device: torch.device | Device | None = None
 ) -> Resolved:
-    """Completes a strategy for a number of ranks, and refuses one whose methods do not fit together.
+    """Complete a strategy for a number of ranks, and refuse one whose methods do not fit together.
 
     Args:
         strategy: As the user wrote it.
@@ -249,7 +249,7 @@ def _without_unusable(strategy: Strategy, device: torch.device | Device | None, 
 
 
 def shard_axis_of(strategy: Strategy, sizes: Mapping[str, int]) -> str | None:
-    """The axis over which a strategy shards; None where it does not.
+    """Return the axis over which a strategy shards; None where it does not.
 
     ``zero``, else ``data``; ranks of a sequence hold equal parameters too, and are taken where they are alone. So are
     ranks along experts, which hold all other parameters.
@@ -272,7 +272,7 @@ def _with_mesh(strategy: Strategy, world: int) -> tuple[Strategy, Axes]:
 
 
 def _sharding_method(strategy: Strategy) -> str | None:
-    """The first; the law allows no second."""
+    """Return the first; the law allows no second."""
     shards = (method.method_name for method in strategy.methods if isinstance(method, Method) and method.shards)
     return next(shards, None)
 
@@ -294,7 +294,7 @@ def _without_redundant_amp(strategy: Strategy, notices: list[str]) -> Strategy:
 
 
 def without_mixed(strategy: Strategy) -> Strategy:
-    """The strategy with the methods that ``mixed_parallel`` and its other names stand for, where it has them.
+    """Return the strategy with the methods that ``mixed_parallel`` and its other names stand for, where it has them.
 
     Raises:
         StrategyError: When such a name has no mesh, or two.
@@ -307,7 +307,7 @@ def without_mixed(strategy: Strategy) -> Strategy:
 
 
 def check_units(resolved: Resolved, model: nn.Module) -> None:
-    """Refuses what a sharding method would refuse of a model, before there is a job; nothing without such a method.
+    """Refuse what a sharding method would refuse of a model, before there is a job; nothing without such a method.
 
     Raises:
         ModelError: As the method's ``check`` does.
@@ -320,12 +320,12 @@ def check_units(resolved: Resolved, model: nn.Module) -> None:
 
 
 def in_phase_order(strategy: Strategy) -> list[Method]:
-    """The methods in the order in which they are applied."""
+    """Return the methods in the order in which they are applied."""
     return sorted((method for method in strategy.methods if isinstance(method, Method)), key=lambda m: m.phase)
 
 
 def check_strategy(job: Job) -> None:
-    """Asks every method of ``job.strategy`` whether it can be applied; changes nothing.
+    """Ask every method of ``job.strategy`` whether it can be applied; change nothing.
 
     Raises:
         MeshwrightError: From a method's ``check``, on every rank.
@@ -338,7 +338,7 @@ def check_strategy(job: Job) -> None:
 
 
 def apply_strategy(job: Job) -> None:
-    """Applies every method of ``job.strategy``, which :func:`check_strategy` has found right, phase by phase."""
+    """Apply every method of ``job.strategy``, which :func:`check_strategy` has found right, phase by phase."""
     methods, hooks = in_phase_order(job.strategy), GradientHooks(job.model)
     if job.shard_axis is None and job.size("tensor") == job.size("pipeline") == job.size("expert") == 1:
         job.model.to(job.device)  # a method that splits moves it part by part: whole, it may not fit
@@ -388,6 +388,6 @@ def cost_of(strategy: Strategy, step: Step, *, first: Phase = Phase.MESH, before
 def replacement_of(
     strategy: Strategy, model: nn.Module, axes: Iterable[tuple[str, int]], device: torch.device
 ) -> Replacement:
-    """What a strategy replaces in a plain model: nothing without ``module_replace``."""
+    """Return what a strategy replaces in a plain model: nothing without ``module_replace``."""
     method = cast("ModuleReplace | None", strategy.get("module_replace"))
     return Replacement() if method is None else method.replacement(model, strategy, dict(axes), device)

@@ -31,7 +31,7 @@ class Choice:
 
     @property
     def num_weights(self) -> dict[nn.Parameter, int]:
-        """The weights of the layers, with the number of layers that share each."""
+        """Return the weights of the layers, with the number of layers that share each."""
         counts: dict[nn.Parameter, int] = {}
         for layer in self.layers.values():
             weight = layer._parameters["weight"]
@@ -43,7 +43,7 @@ class Choice:
 def choose_layers(
     model: nn.Module, include: Sequence[str] | None, exclude: Sequence[str] | None, multiple: int
 ) -> Choice:
-    """Sorts the linear layers of a model by what ``include`` and ``exclude`` say of their names, and by their dims.
+    """Sort the linear layers of a model by what ``include`` and ``exclude`` say of their names, and by their dims.
 
     Args:
         model: A plain module.
@@ -68,7 +68,7 @@ def choose_layers(
 
 
 def require_layers(choice: Choice, multiple: int) -> None:
-    """Refuses a choice of no layers.
+    """Refuse a choice of no layers.
 
     Raises:
         ModelError: With what stands in the way of those there are.
@@ -100,7 +100,7 @@ def heads(model: nn.Module, choice: Choice) -> list[str]:
 
 
 def said(choice: Choice, recipe: str, multiple: int, *, verbose: bool) -> list[str]:
-    """What the user is told of a choice, one sentence each."""
+    """Return what the user is told of a choice, one sentence each."""
     others = len(choice.excluded) + len(choice.misshapen) + len(choice.subclasses)
     lines = [f"fp8: {len(choice.layers)} of {len(choice.layers) + others} linear layers multiply in 8 bits ({recipe})"]
     if choice.misshapen:
@@ -111,7 +111,7 @@ def said(choice: Choice, recipe: str, multiple: int, *, verbose: bool) -> list[s
 
 
 def unusable_on(device: torch.device | Device, least: tuple[int, int]) -> str | None:
-    """Why a device cannot multiply in 8 bits; None when it can. One that is planned for need not be here."""
+    """Return why a device cannot multiply in 8 bits; None when it can. One that is planned for need not be here."""
     if isinstance(device, Device):
         return None if device.fp8_flops_per_s is not None else f"a {device.name} has no 8-bit matrix products"
     if device.type != "cuda":
@@ -246,12 +246,12 @@ class Fp8(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads the name of a recipe."""
+        """Read the name of a recipe."""
         return {"recipe": raw} if isinstance(raw, str) else super().from_short(raw)
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuses keys that the recipe has no use for."""
+        """Refuse keys that the recipe has no use for."""
         recipe = keys.get("recipe", "delayed")
         for key in _OF_HISTORY if recipe != "delayed" else ():
             if keys.get(key, cls.model_fields[key].default) != cls.model_fields[key].default:
@@ -271,12 +271,12 @@ class Fp8(Method):
         return keys
 
     def left_out_on(self, device: torch.device | Device) -> str | None:
-        """Why it is ignored on a device without 8-bit products, unless it is emulated."""
+        """Return why it is ignored on a device without 8-bit products, unless it is emulated."""
         reason = None if self.emulate else unusable_on(device, (10, 0) if self.recipe == "mxfp8" else (8, 9))
         return reason and f"fp8 is ignored: {reason}; the layers multiply as they would without"
 
     def choice(self, model: nn.Module, tensor_ranks: int) -> Choice:
-        """Which layers of a plain model are replaced; each of ``tensor_ranks`` parts must have fitting dims."""
+        """Return which layers of a plain model are replaced; each of ``tensor_ranks`` parts must have fitting dims."""
         return choose_layers(model, self.include, self.exclude, self._multiple * tensor_ranks)
 
     @property
@@ -284,7 +284,7 @@ class Fp8(Method):
         return _TILE.get(self.recipe, 16)
 
     def options(self, *, sharded: bool, tensor_ranks: int, emulate: bool) -> Fp8Options | None:
-        """What layers are told under delayed scaling; None for torchao's recipes."""
+        """Return what layers are told under delayed scaling; None for torchao's recipes."""
         if self.recipe != "delayed":
             return None
         recipe = DelayedScaling(
@@ -293,14 +293,14 @@ class Fp8(Method):
         return Fp8Options(recipe, emulate, keep_weight=not sharded and tensor_ranks == 1)
 
     def trace(self, model: nn.Module, *, sharded: bool, tensor_ranks: int) -> Fp8Trace:
-        """What predictions need to run a plain model as ``apply`` will change it."""
+        """Return what predictions need to run a plain model as ``apply`` will change it."""
         choice = self.choice(model, tensor_ranks)
         # Fake tensors are never multiplied: any device can pretend.
         options = self.options(sharded=sharded, tensor_ranks=tensor_ranks, emulate=True)
         return Fp8Trace(choice.layers, options, choice.num_weights, self._multiple, self.recipe)
 
     def check(self, job: Job) -> None:
-        """Refuses a model without fitting layers, a recipe without its library, and gathers that nothing asks for."""
+        """Refuse a model without fitting layers, a recipe without its library, and gather that nothing asks for."""
         if self.recipe != "delayed":
             require_torchao(self.recipe)
         tensor_ranks = job.size("tensor")
@@ -321,7 +321,7 @@ class Fp8(Method):
             )
 
     def apply(self, job: Job) -> None:
-        """Replaces the layers in place, and ends every step with their scales."""
+        """Replace the layers in place, and end every step with their scales."""
         tensor_ranks = job.size("tensor")
         choice = self.choice(job.model, tensor_ranks)
         job.notices += said(choice, self.recipe, self._multiple * tensor_ranks, verbose=self.verbose)

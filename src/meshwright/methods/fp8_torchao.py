@@ -24,7 +24,7 @@ _MODULES = {"mxfp8": "torchao.prototype.moe_training.mxfp8_linear"}  # no stable
 
 
 def require_torchao(recipe: str) -> Any:
-    """The torchao module of a recipe.
+    """Return the torchao module of a recipe.
 
     Raises:
         StrategyError: When torchao is not there, or too old or new for the recipe.
@@ -42,7 +42,7 @@ def require_torchao(recipe: str) -> Any:
 
 
 def to_torchao(layers: Iterable[nn.Linear], recipe: str, *, rows: int, emulate: bool, all_gather: bool) -> None:
-    """Lets layers multiply in 8 bits by a recipe of torchao, in place.
+    """Let layers multiply in 8 bits by a recipe of torchao, in place.
 
     Args:
         layers: Of class ``nn.Linear`` itself.
@@ -91,7 +91,7 @@ def _to_mx(emulate: bool) -> Callable[[nn.Linear], None]:
 
 
 def filled_up(rows: int, forward: Callable[[Any], Any], input: Any) -> Any:
-    """The gradient of a weight sums over rows, which must come in whole tiles; rows of zeros add nothing."""
+    """Return the gradient of a weight sums over rows, which must come in whole tiles; rows of zeros add nothing."""
     flat = input.reshape(-1, input.shape[-1])
     missing = -flat.shape[0] % rows
     if not missing:
@@ -101,7 +101,7 @@ def filled_up(rows: int, forward: Callable[[Any], Any], input: Any) -> Any:
 
 
 def scales_ahead(model: nn.Module) -> Callable[[], None]:
-    """What to do after every step where FSDP2 gathers in 8 bits: the scales of all weights, in one all-reduce.
+    """Return what to do after every step where FSDP2 gathers in 8 bits: the scales of all weights, in one all-reduce.
 
     Loading other weights forgets them: the next gather then asks for each weight on its own.
     """

@@ -89,7 +89,7 @@ class GradientAverager:
                 parameter.register_post_accumulate_grad_hook(self._ready)
 
     def average(self) -> None:
-        """Averages the gradients as they are now."""
+        """Average the gradients as they are now."""
         self._renew()
         self._works = []
         self._end()
@@ -124,7 +124,7 @@ class GradientAverager:
                 self._send()
 
     def _send(self) -> None:
-        """Sends the next bucket; parameters without a gradient send zeros, so that all ranks send alike."""
+        """Send the next bucket; parameters without a gradient send zeros, so that all ranks send alike."""
         bucket = self._buckets[len(self._works)]
         parts = [
             (torch.zeros_like(local_tensor(p)) if p.grad is None else local_tensor(p.grad)).flatten() for p in bucket
@@ -172,7 +172,7 @@ class GradientAverager:
 
 
 def average_every_backward(replicas: DistributedDataParallel) -> None:
-    """Lets DDP average what each of several backwards through one forward adds (``retain_graph``): it waits for one.
+    """Let DDP average what each of several backwards through one forward adds (``retain_graph``): it waits for one.
 
     Averaging what is averaged already changes nothing. Where parameters may be unused DDP has to look at the output
     again, which is gone: there the first backward alone is averaged, as in DDP itself.
@@ -199,7 +199,10 @@ def average_every_backward(replicas: DistributedDataParallel) -> None:
 
 
 def _is_at_rest(replicas: DistributedDataParallel) -> bool:
-    """Whether DDP waits for no parameter of a backward that has begun: each of several may run through a part."""
+    """Return whether DDP waits for no parameter of a backward that has begun.
+
+    Each of several may run through a part.
+    """
     try:
         replicas._check_reducer_finalized()
     except RuntimeError:
@@ -208,7 +211,7 @@ def _is_at_rest(replicas: DistributedDataParallel) -> bool:
 
 
 def refuse_frozen(model: nn.Module) -> None:
-    """Lets DDP's forward fail where a parameter has been frozen for which DDP waits in every step.
+    """Let DDP's forward fail where a parameter has been frozen for which DDP waits in every step.
 
     Raises:
         ModelError: At the next forward that trains, naming them.
@@ -266,7 +269,7 @@ class GradientHooks:
         }
 
     def carry_over(self, model: nn.Module) -> None:
-        """Puts them on the parameters that the model has in the same places now."""
+        """Put them on the parameters that the model has in the same places now."""
         present = _named(model) if self._hooked else {}
         for name, before in self._hooked.items():
             now = present.get(name)  # None: another rank of a pipeline holds it

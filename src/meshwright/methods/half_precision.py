@@ -59,11 +59,11 @@ class HalfPrecisionMethod(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads a bare dtype."""
+        """Read a bare dtype."""
         return {"dtype": raw} if isinstance(raw, str | torch.dtype) else super().from_short(raw)
 
     def scale_loss(self, job: Job) -> None:
-        """Asks for loss scaling where gradients would underflow without: in fp16."""
+        """Ask for loss scaling where gradients would underflow without: in fp16."""
         job.loss_scaling = self.dtype == "fp16"
         job.loss_scale = self.loss_scale.model_dump() if self.loss_scale is not None else {}
 
@@ -72,16 +72,16 @@ class HalfPrecisionMethod(Method):
         return step.replace(waits_to_update=self.dtype == "fp16")
 
     def widen(self, job: Job) -> None:
-        """Multiplies and attends in fp32 on CPUs that are slow in bf16."""
+        """Multiply and attends in fp32 on CPUs that are slow in bf16."""
         if self.widens(job.strategy):
             widen(job.model, job.device)
 
     def widens(self, strategy: Strategy) -> bool:
-        """Whether it does; what is compiled is left as it is."""
+        """Return whether it does; what is compiled is left as it is."""
         return self.dtype == "bf16" and "compile" not in strategy
 
     def check(self, job: Job) -> None:
-        """Refuses bf16 on a CUDA device that cannot compute in it."""
+        """Refuse bf16 on a CUDA device that cannot compute in it."""
         if self.dtype == "bf16" and half_dtype(job.device) != "bf16":
             raise StrategyError(
                 f"{self.method_name}: this device cannot compute in bf16",
@@ -122,7 +122,7 @@ class AmpNative(HalfPrecisionMethod):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Takes ATorch's ``enabled``, which can only be true: a method that is off is left out."""
+        """Take ATorch's ``enabled``, which can only be true: a method that is off is left out."""
         if keys.pop("enabled", True) is not True:
             raise StrategyError(
                 "amp_native is in the strategy and disabled",
@@ -133,7 +133,7 @@ class AmpNative(HalfPrecisionMethod):
         return keys
 
     def apply(self, job: Job) -> None:
-        """Wraps forward (and generate) and the loss in autocast."""
+        """Wrap forward (and generate) and the loss in autocast."""
         dtype = torch_dtype(self.dtype)
 
         def in_autocast(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +151,7 @@ class AmpNative(HalfPrecisionMethod):
         job.skip_nonfinite = self.skip_if_nonfinite
 
     def cost(self, step: Step) -> Step:
-        """Gathers in half and reduces in fp32 where parameters are sharded; weights and gradients stay as they are."""
+        """Gather in half and reduce in fp32 where parameters are sharded; weights and gradients stay as they are."""
         step = self.scale_cost(step)
         if step.shard_axis is None:
             return step
@@ -181,7 +181,7 @@ class Half(HalfPrecisionMethod):
     master_weights: bool = True
 
     def apply(self, job: Job) -> None:
-        """Casts the model where it is replicated, or asks the sharding method to gather in half."""
+        """Cast the model where it is replicated, or ask the sharding method to gather in half."""
         dtype = torch_dtype(self.dtype)
         prepare_input, loss_func = job.prepare_input, job.loss_func
         job.prepare_input = lambda data, device: _cast(prepare_input(data, device), dtype)
@@ -215,7 +215,7 @@ class Half(HalfPrecisionMethod):
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Casts every floating tensor in nested containers; a ModelOutput stays one."""
+    """Cast every floating tensor in nested containers; a ModelOutput stays one."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf

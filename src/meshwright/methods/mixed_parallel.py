@@ -1,7 +1,8 @@
 """``mixed_parallel``, ``ds_3d_parallel`` (in ATorch's code ``deepspeed_3d_parallel``): one name for a mesh and the
 methods of its axes. Seed: ATorch.
 
-They are no methods of their own: a strategy with one is read as the strategy with what it stands for."""
+They are no methods of their own: a strategy with one is read as the strategy with what it stands for.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class MixedParallel(MethodConfig):
     """Keys of ``tensor_parallel``."""
 
     def methods(self, mode: ParallelMode) -> list[MethodConfig]:
-        """What it stands for on a mesh."""
+        """Return what it stands for on a mesh."""
         axes = dict(mode.axes)
         wanted: list[MethodConfig] = [mode]
         if axes.get("pipeline", 1) > 1:
@@ -66,7 +67,7 @@ class Ds3dParallel(MixedParallel):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuses what told DeepSpeed's engine of a model, with what to do instead."""
+        """Refuse what told DeepSpeed's engine of a model, with what to do instead."""
         for key in keys.keys() & _REFUSED.keys():
             if keys[key] is not None:
                 raise StrategyError(
@@ -78,7 +79,7 @@ class Ds3dParallel(MixedParallel):
         return {key: value for key, value in keys.items() if key not in _REFUSED}
 
     def notices(self) -> list[str]:
-        """Says which accepted keys change nothing."""
+        """Say which accepted keys change nothing."""
         inert = {"base_seed": "init_distributed seeds every rank", "tie_first": "tied weights are found"}
         given = [key for key in inert if getattr(self, key) is not None]
         return [f"{self.method_name}: {key} changes nothing; {inert[key]}" for key in given]
@@ -103,7 +104,7 @@ _NAMES = (MixedParallel.method_name, Ds3dParallel.method_name, DeepSpeed3dParall
 
 
 def without_mixed(strategy: Strategy) -> Strategy:
-    """The strategy with what ``mixed_parallel`` and ``ds_3d_parallel`` stand for in their place.
+    """Return the strategy with what ``mixed_parallel`` and ``ds_3d_parallel`` stand for in their place.
 
     Raises:
         StrategyError: When no mesh is named, or two are.

@@ -31,7 +31,7 @@ class Chosen(NamedTuple):
 
 
 def completed_in_backward(sizes: Mapping[str, int], shard_axis: str | None) -> bool:
-    """Whether a gradient is final when backward accumulates it: nobody averages it afterwards."""
+    """Return whether a gradient is final when backward accumulates it: nobody averages it afterwards."""
     if sizes.get("pipeline", 1) > 1 or sizes.get("expert", 1) > 1:  # stages reduce once, experts apart from the rest
         return False
     alone = all(sizes.get(axis, 1) == 1 for axis in AVERAGED)
@@ -39,7 +39,10 @@ def completed_in_backward(sizes: Mapping[str, int], shard_axis: str | None) -> b
 
 
 def offloaded_units(job: Job, fraction: float) -> frozenset[str]:
-    """The paths of the blocks whose sharded parameters are to live on the host; ``""`` stands for what is outside."""
+    """Return the paths of the blocks whose sharded parameters are to live on the host.
+
+    ``""`` stands for what is outside.
+    """
     if job.shard_axis is None or not fraction:
         return frozenset()
     config = next(method for method in job.strategy.methods if isinstance(method, ZeroMethod))
@@ -55,7 +58,7 @@ def offloaded_units(job: Job, fraction: float) -> frozenset[str]:
 
 
 def choose(job: Job, offloaded: Offloaded) -> Chosen:
-    """Chooses among the parameters of the model as it is now, sharded or not; equal on every rank."""
+    """Choose among the parameters of the model as it is now, sharded or not; equal on every rank."""
     blocks = [path for path, _ in find_blocks(job.model)]
     trainable = {name: parameter for name, parameter in job.model.named_parameters() if parameter.requires_grad}
     resident: set[torch.Tensor] = {
@@ -81,7 +84,7 @@ def _largest(parameters: list[torch.Tensor], budget: float) -> list[torch.Tensor
 
 
 def check_gradients(fraction: float, sizes: Mapping[str, int], shard_axis: str | None) -> None:
-    """Refuses gradients that leave before they are final.
+    """Refuse gradients that leave before they are final.
 
     Raises:
         StrategyError: Where gradients are averaged after backward has accumulated them.
@@ -96,7 +99,7 @@ def check_gradients(fraction: float, sizes: Mapping[str, int], shard_axis: str |
 
 
 def check_parameters(fraction: float, sizes: Mapping[str, int], shard_axis: str | None) -> None:
-    """Refuses parameters that no engine brings to the device in time.
+    """Refuse parameters that no engine brings to the device in time.
 
     Raises:
         StrategyError: Where FSDP2 does not shard.
@@ -111,7 +114,7 @@ def check_parameters(fraction: float, sizes: Mapping[str, int], shard_axis: str 
 
 
 def check_parameter_units(fraction: float, strategy: Strategy) -> None:
-    """Refuses a part of the parameters where FSDP2 gathers by other units than blocks.
+    """Refuse a part of the parameters where FSDP2 gathers by other units than blocks.
 
     Raises:
         StrategyError: Naming the keys.
@@ -130,7 +133,7 @@ def check_parameter_units(fraction: float, strategy: Strategy) -> None:
 
 
 def check_activations(fraction: float, sizes: Mapping[str, int]) -> None:
-    """Refuses activations under a pipeline, whose schedule decides when they are needed.
+    """Refuse activations under a pipeline, whose schedule decides when they are needed.
 
     Raises:
         StrategyError: Naming the axis.
@@ -145,7 +148,7 @@ def check_activations(fraction: float, sizes: Mapping[str, int]) -> None:
 
 
 def check_disk(folder: str | None) -> None:
-    """Makes the folder, and a file in it, which vanishes at once.
+    """Make the folder, and a file in it, which vanishes at once.
 
     Raises:
         ConfigError: When that fails.
@@ -212,7 +215,7 @@ class Offload(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads one of the three names."""
+        """Read one of the three names."""
         if isinstance(raw, str) and raw in _NAMES:
             return _NAMES[raw]
         if isinstance(raw, str):
@@ -226,7 +229,7 @@ class Offload(Method):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Fills in ``optimizer``."""
+        """Fill in ``optimizer``."""
         if keys.get("optimizer") is None:
             given = [keys.get(key) for key in ("gradients", "parameters", "activations")]
             states = [value for value in given[:2] if isinstance(value, int | float)]
@@ -237,7 +240,7 @@ class Offload(Method):
         return keys
 
     def model_post_init(self, _: Any) -> None:
-        """Refuses fractions that do not include each other."""
+        """Refuse fractions that do not include each other."""
         for smaller, larger in (("parameters", "gradients"), ("gradients", "optimizer"), ("parameters", "optimizer")):
             low, high = getattr(self, smaller), getattr(self, larger)
             if low is not None and high is not None and low > high:
@@ -249,13 +252,13 @@ class Offload(Method):
         return not self.activations
 
     def check_mesh(self, sizes: Mapping[str, int], shard_axis: str | None) -> None:
-        """Refuses what cannot leave the device on such a mesh."""
+        """Refuse what cannot leave the device on such a mesh."""
         check_gradients(self.gradients or 0.0, sizes, shard_axis)
         check_parameters(self._offloaded(sizes, shard_axis).parameters, sizes, shard_axis)
         check_activations(self.activations, sizes)
 
     def check(self, job: Job) -> None:
-        """Refuses what cannot leave the device in this job, and a disk that cannot be written to."""
+        """Refuse what cannot leave the device in this job, and a disk that cannot be written to."""
         self.check_mesh(dict(job.axes), job.shard_axis)
         offloaded = self._offloaded(dict(job.axes), job.shard_axis)
         check_parameter_units(offloaded.parameters, job.strategy)
@@ -302,7 +305,7 @@ class Offload(Method):
         job.make_host_weights = host_weights
 
     def cost(self, step: Step) -> Step:
-        """Moves bytes from the device to the host or to disk."""
+        """Move bytes from the device to the host or to disk."""
         offloaded = self._offloaded(dict(step.axes), step.shard_axis)
         known = step.activations
         if known is not None and (count := self._num_blocks(len(known.blocks))):
@@ -313,7 +316,7 @@ class Offload(Method):
         return round(self.activations * every)
 
     def _offloaded(self, sizes: Mapping[str, int], shard_axis: str | None) -> Offloaded:
-        """The fractions, with the default of ``gradients`` for these axes."""
+        """Return the fractions, with the default of ``gradients`` for these axes."""
         assert self.optimizer is not None, "normalised"
         gradients = self.gradients
         if gradients is None:

@@ -45,11 +45,11 @@ class SavedStorage:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the host."""
+        """Return the bytes on the host."""
         return self._host.numel()
 
     def fetch(self) -> None:
-        """Begins to bring the bytes back; nothing where that has begun."""
+        """Begin to bring the bytes back; nothing where that has begun."""
         if self._back is None:
             self.release()
             device = torch.empty(self._host.shape, dtype=torch.uint8, device=self._device)
@@ -57,13 +57,13 @@ class SavedStorage:
             self._arriving = self._copies.queued
 
     def release(self) -> None:
-        """Lets what comes on the device's current stream use the memory again, behind the copy to the host."""
+        """Let what comes on the device's current stream use the memory again, behind the copy to the host."""
         if self._leaving is not None:
             self._gone.wait()
             self._leaving = None
 
     def returned(self) -> torch.Tensor:
-        """The bytes on the device."""
+        """Return the bytes on the device."""
         self.fetch()
         assert self._back is not None
         flat, event = self._back
@@ -87,7 +87,7 @@ class SavedTensor(NamedTuple):
 
     @classmethod
     def of(cls, storage: SavedStorage, tensor: torch.Tensor) -> SavedTensor:
-        """Describes a tensor in a storage."""
+        """Describe a tensor in a storage."""
         local = local_tensor(tensor.detach())
         outline = torch.empty(0, dtype=local.dtype, device="meta").set_(
             torch.UntypedStorage(storage.num_bytes, device="meta"), local.storage_offset(), local.shape, local.stride()
@@ -95,7 +95,7 @@ class SavedTensor(NamedTuple):
         return cls(storage, wrapped_like(tensor, outline) if isinstance(tensor, DTensor) else outline)
 
     def unpack(self) -> torch.Tensor:
-        """The tensor again, on its device."""
+        """Return the tensor again, on its device."""
         outline = local_tensor(self.template)
         flat = self.storage.returned()
         local = torch.empty(0, dtype=outline.dtype, device=flat.device).set_(

@@ -46,12 +46,12 @@ class GradientAccumulation(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads the number."""
+        """Read the number."""
         is_count = isinstance(raw, int) and not isinstance(raw, bool)
         return {"num_micro_batches": raw} if is_count else super().from_short(raw)
 
     def notices(self) -> list[str]:
-        """Says when it changes nothing."""
+        """Say when it changes nothing."""
         one = self.num_micro_batches == 1
         return ["gradient_accumulation changes nothing: one micro-batch is the whole batch"] if one else []
 
@@ -60,7 +60,7 @@ class GradientAccumulation(Method):
         job.num_micro_batches = self.num_micro_batches
 
     def cost(self, step: Step) -> Step:
-        """The same for the simulated step, whose micro-batch was traced with this number."""
+        """Return the same for the simulated step, whose micro-batch was traced with this number."""
         return step.replace(num_micro_batches=self.num_micro_batches)
 
 
@@ -90,17 +90,17 @@ class GradClip(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads the largest norm."""
+        """Read the largest norm."""
         is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
         return {"max_norm": raw} if is_number else super().from_short(raw)
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Takes torch's ``float("inf")``, which JSON has no word for."""
+        """Take torch's ``float("inf")``, which JSON has no word for."""
         return {**keys, "norm_type": "inf"} if keys.get("norm_type") == float("inf") else keys
 
     def check(self, job: Job) -> None:
-        """Refuses two largest norms."""
+        """Refuse two largest norms."""
         if job.max_grad_norm not in (None, self.max_norm):
             raise StrategyError(
                 "grad_clip and max_grad_norm name different norms",
@@ -166,7 +166,7 @@ class SkipNonfinite(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads the action."""
+        """Read the action."""
         return {"action": raw} if isinstance(raw, str) else super().from_short(raw)
 
     def apply(self, job: Job) -> None:
@@ -222,11 +222,11 @@ class LossSpike(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads the action."""
+        """Read the action."""
         return {"action": raw} if isinstance(raw, str) else super().from_short(raw)
 
     def check(self, job: Job) -> None:
-        """Refuses a job without an update that could be skipped."""
+        """Refuse a job without an update that could be skipped."""
         if job.optim_func is None:
             raise StrategyError(
                 "loss_spike has no optimizer whose steps it could skip",
@@ -294,11 +294,11 @@ class Ema(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads the decay."""
+        """Read the decay."""
         return {"decay": raw} if isinstance(raw, float) else super().from_short(raw)
 
     def check(self, job: Job) -> None:
-        """Refuses a job in which nothing moves the weights."""
+        """Refuse a job in which nothing moves the weights."""
         if job.optim_func is None:
             raise StrategyError(
                 "ema has no optimizer whose weights it could average",
@@ -308,7 +308,7 @@ class Ema(Method):
             )
 
     def apply(self, job: Job) -> None:
-        """Follows the optimizer, when it is built."""
+        """Follow the optimizer, when it is built."""
         finish, policy = job.finish_optimizer, EmaPolicy(self.decay, self.warmup, self.every, self.dtype)
 
         def with_average(optimizer: Optimizer) -> Optimizer:
@@ -319,5 +319,5 @@ class Ema(Method):
         job.finish_optimizer = with_average
 
     def cost(self, step: Step) -> Step:
-        """An average beside all that trains."""
+        """Return an average beside all that trains."""
         return step.replace(average=Average(itemsize=2 if self.dtype == "bf16" else None, every=self.every))

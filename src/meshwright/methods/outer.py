@@ -88,12 +88,12 @@ class Outer(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> dict[str, Any]:
-        """Reads the name of a rule."""
+        """Read the name of a rule."""
         return {"rule": raw} if isinstance(raw, str) else dict(super().from_short(raw))
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuses keys that the rule has no use for."""
+        """Refuse keys that the rule has no use for."""
         rule = _RULES.get(keys.get("rule", "diloco"))
         for key in ("lr", "momentum", "nesterov"):
             if rule is not None and keys.get(key) is not None and getattr(rule, key) is None:
@@ -117,7 +117,7 @@ class Outer(Method):
         return True
 
     def check(self, job: Job) -> None:
-        """Refuses numbers that do not fit together, and a job without an optimizer."""
+        """Refuse numbers that do not fit together, and a job without an optimizer."""
         assert self._policy is not None  # made here, with its own checks
         if job.optim_func is None:
             raise StrategyError(
@@ -141,7 +141,7 @@ class Outer(Method):
 
     @property
     def _arguments(self) -> dict[str, Any]:
-        """The keys that are set, under the names of the rule's class."""
+        """Return the keys that are set, under the names of the rule's class."""
         rule, given = _RULES[self.rule], self.model_dump(exclude={"rule"}, exclude_none=True)
         if given.get("quantise") == "none":
             given["quantise"] = None
@@ -149,7 +149,7 @@ class Outer(Method):
 
     @property
     def _policy(self) -> OuterPolicy:
-        """What the rule's class will make of the keys."""
+        """Return what the rule's class will make of the keys."""
         values = {field.name: self._value(field.name, field.default) for field in fields(OuterPolicy)}
         return OuterPolicy(**values)
 
@@ -180,7 +180,7 @@ class Outer(Method):
 
 
 def _traffic(step: Step, policy: OuterPolicy) -> list[Traffic]:
-    """What a rank sends in a block, on average over its steps in warm-up's absence."""
+    """Return what a rank sends in a block, on average over its steps in warm-up's absence."""
     sizes = [
         (count * math.prod(shape_on(step, parameter, step.parameters.axis)), max(parameter.itemsize, _WIDE_BYTES))
         for count, parameter in step.every_parameter()

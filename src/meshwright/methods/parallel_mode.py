@@ -50,7 +50,7 @@ class AveragedGradients:
         self._will_average |= torch.is_grad_enabled() and self._replicas.require_backward_grad_sync
 
     def follow(self, optimizer: Optimizer) -> Optimizer:
-        """Looks before each step of an optimizer from now on; returns it."""
+        """Look before each step of an optimizer from now on; return it."""
         guard = guard_of(optimizer)
         stepped = guard.inner if guard is not None else optimizer
         call_around(stepped, before=[lambda: self._check(stepped)])
@@ -75,7 +75,7 @@ class AveragedGradients:
 
     @torch.no_grad()
     def _extremes(self, optimizer: Optimizer) -> tuple[float, float]:
-        """The smallest and the largest norm of all gradients among the ranks."""
+        """Return the smallest and the largest norm of all gradients among the ranks."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         device = next(self._replicas.parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
@@ -112,7 +112,7 @@ class ParallelMode(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads ``([(name, size), …], rank_order)`` with ATorch's further items, and a bare list of axes."""
+        """Read ``([(name, size), …], rank_order)`` with ATorch's further items, and a bare list of axes."""
         if not isinstance(raw, tuple | list) or not raw:
             return super().from_short(raw)
         if len(raw) == 2 and isinstance(raw[0], str):  # one axis
@@ -130,7 +130,7 @@ class ParallelMode(Method):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Takes axes given as keys (``zero=2, data=2``) and ATorch's spelling ``pipe``."""
+        """Take axes given as keys (``zero=2, data=2``) and ATorch's spelling ``pipe``."""
         named = [(name, keys.pop(name)) for name in list(keys) if _SPELLINGS.get(name, name) in AXES]
         if named and "axes" not in keys:
             keys["axes"] = named
@@ -141,21 +141,21 @@ class ParallelMode(Method):
         return keys
 
     def text_arguments(self) -> dict[str, Any]:
-        """Prints axes as keys."""
+        """Print axes as keys."""
         order = {"rank_order": list(self.rank_order)} if self.rank_order is not None else {}
         return {**dict(self.axes), **order}
 
     def apply(self, job: Job) -> None:
-        """Creates the mesh and its process groups."""
+        """Create the mesh and its process groups."""
         job.mesh = build_mesh(self.axes, self.rank_order, job.device.type)
 
     def cost(self, step: Step) -> Step:
-        """Names the axes."""
+        """Name the axes."""
         return step.replace(axes=self.axes)
 
 
 def replicate(job: Job) -> None:
-    """Averages gradients over ``data``, ``expert``, ``sequence`` and ``context``, where no method shards parameters.
+    """Average gradients over ``data``, ``expert``, ``sequence`` and ``context``, where no method shards parameters.
 
     DDP does it, and buckets of our own where parameters have become DTensors or differ from rank to rank. Experts are
     averaged over ``data`` alone.
@@ -202,7 +202,7 @@ class Replicas(DistributedDataParallel):
     """
 
     def __getattr__(self, name: str) -> Any:
-        """What DDP does not have is the model's, unless it is another method."""
+        """Return what DDP does not have is the model's, unless it is another method."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -233,7 +233,7 @@ def _with_experts(job: Job, experts: set[nn.Parameter], group: dist.ProcessGroup
 
 
 def _late(job: Job, group: dist.ProcessGroup) -> GradientAverager:
-    """Averages what does not train yet: DDP never looks at parameters that were frozen when it was made."""
+    """Average what does not train yet: DDP never looks at parameters that were frozen when it was made."""
     frozen = {p for p in job.model.parameters() if not p.requires_grad}
     if not job.find_unused_parameters:
         refuse_frozen(job.model)

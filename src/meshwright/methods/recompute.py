@@ -49,13 +49,13 @@ _running: list[frozenset[str]] = []  # the choice of the modules whose forward r
 
 
 def operator_name(operator: Any) -> str:
-    """An operator's name without its overload: ``"aten.mm"``."""
+    """Return an operator's name without its overload: ``"aten.mm"``."""
     schema = getattr(operator, "_schema", None)
     return schema.name.replace("::", ".") if schema is not None else f"higher_order.{operator.name()}"
 
 
 def can_keep(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a result can stand for running the operator again.
+    """Return whether a result can stand for running the operator again.
 
     Not if it changes its arguments; a view holds no result of its own; and one that draws random numbers must draw them
     again, or those that follow would be other ones.
@@ -75,12 +75,12 @@ def can_keep(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def kept_now(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the module that runs now keeps the result of this call."""
+    """Return whether the module that runs now keeps the result of this call."""
     return bool(_running) and operator_name(operator) in _running[-1] and can_keep(operator, args, kwargs)
 
 
 def selective_contexts(kept: frozenset[str]) -> tuple[Any, Any]:
-    """The contexts of forward and of recomputation for torch's checkpoint."""
+    """Return the contexts of forward and of recomputation for torch's checkpoint."""
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = operator_name(operator) in kept and can_keep(operator, args, kwargs)
@@ -155,7 +155,7 @@ _KEEPING: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules that keep re
 
 
 def recompute(modules: Sequence[nn.Module], kept: frozenset[str], *, no_reentrant: bool) -> None:
-    """Makes modules run their forward again in backward; parameter names stay as they are.
+    """Make modules run their forward again in backward; parameter names stay as they are.
 
     Args:
         modules: Whose forward is wrapped.
@@ -172,12 +172,18 @@ def recompute(modules: Sequence[nn.Module], kept: frozenset[str], *, no_reentran
 
 
 def keeps_results(model: nn.Module) -> bool:
-    """Whether a module of the model keeps results of operators beside what autograd saves; compiled ones save them."""
+    """Return whether a module of the model keeps results of operators beside what autograd saves.
+
+    Compiled ones save them.
+    """
     return any(module in _KEEPING and not is_compiled(module) for module in outside_compiled(model))
 
 
 def _owner(forward: Callable[..., Any]) -> nn.Module:
-    """The module whose forward this is: ``wrap_methods`` hands on the method with its module as first argument."""
+    """Return the module whose forward this is.
+
+    ``wrap_methods`` hands on the method with its module as first argument.
+    """
     module: nn.Module = forward.args[0]  # type: ignore[attr-defined]
     return module
 

@@ -82,7 +82,7 @@ class Ballot:
         """Parts of weights that several ranks hold."""
 
     def vote(self, tensors: Iterable[torch.Tensor]) -> list[Outcome]:
-        """Compares what the ranks hold; collective: one all-gather of 8 bytes for every weight.
+        """Compare what the ranks hold; collective: one all-gather of 8 bytes for every weight.
 
         Args:
             tensors: This rank's parts, in the order of the keys.
@@ -112,7 +112,7 @@ def gather(numbers: list[int], length: int, device: torch.device) -> np.ndarray:
 
 
 def names_of(outcomes: Iterable[Outcome], names: Mapping[int, str]) -> dict[int, str]:
-    """The names of what is unequal, also of weights that this rank has not; collective.
+    """Return the names of what is unequal, also of weights that this rank has not; collective.
 
     Args:
         outcomes: Equal on every rank.
@@ -145,7 +145,7 @@ class VotedWeights:
         self._parameters = named
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The model's, which tell by their layout which part a rank holds."""
+        """Return the model's, which tell by their layout which part a rank holds."""
         return self._parameters
 
     def tensors(self) -> list[torch.Tensor]:
@@ -158,7 +158,7 @@ class VotedWeights:
 
     @torch.no_grad()
     def take(self, name: str, copied: dict[str, Any]) -> None:
-        """Replaces them by those of another rank; call :meth:`finish` after the last.
+        """Replace them by those of another rank; call :meth:`finish` after the last.
 
         A state that only one of the two ranks has, because it belongs to an owner, stays as it is.
         """
@@ -168,7 +168,7 @@ class VotedWeights:
                 tensor.copy_(given)
 
     def finish(self) -> None:
-        """Rounds masters into the model, and forgets what was gathered from the weights before."""
+        """Round masters into the model, and forget what was gathered from the weights before."""
         self._inner.finish()
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
@@ -234,7 +234,7 @@ class Voter:
         return self._ballot.num_compared
 
     def count_step(self) -> None:
-        """Counts a step, and votes where it is time.
+        """Count a step, and vote where it is time.
 
         Raises:
             ReplicaError: On every rank; see :meth:`hold`.
@@ -250,13 +250,13 @@ class Voter:
 
     @property
     def _syncs_to_equal(self) -> bool:
-        """Whether there are moments at which all replicas hold the same."""
+        """Return whether there are moments at which all replicas hold the same."""
         assert self._outer is not None
         policy = self._outer.policy
         return policy.fragments == 1 and policy.delay == 0 and policy.merge_alpha == 0
 
     def hold(self) -> list[Difference]:
-        """Votes now; collective.
+        """Vote now; collective.
 
         Returns:
             What was unequal, the same on every rank; it is mended where the policy says so.
@@ -344,13 +344,13 @@ class WeightVote(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads the number of steps, or the action."""
+        """Read the number of steps, or the action."""
         if isinstance(raw, int) and not isinstance(raw, bool):
             return {"every": raw}
         return {"action": raw} if isinstance(raw, str) else super().from_short(raw)
 
     def check(self, job: Job) -> None:
-        """Refuses a job in which nothing moves the weights."""
+        """Refuse a job in which nothing moves the weights."""
         if job.optim_func is None:
             raise StrategyError(
                 "weight_vote has no optimizer whose steps it could count",
@@ -360,7 +360,7 @@ class WeightVote(Method):
             )
 
     def apply(self, job: Job) -> None:
-        """Follows the optimizer's steps."""
+        """Follow the optimizer's steps."""
         finish = job.finish_optimizer
 
         def voting(optimizer: Optimizer) -> Optimizer:

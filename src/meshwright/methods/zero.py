@@ -68,7 +68,7 @@ class GatherOrderCheck:
         self._met: _Met | None = None  # on a GPU: of the last time
 
     def forget(self) -> None:
-        """Leaves out of the comparison what has been run until now."""
+        """Leave out of the comparison what has been run until now."""
         self._exchanges.take()
 
     def numbers(self) -> list[int]:
@@ -77,7 +77,7 @@ class GatherOrderCheck:
         return self._numbers_of(self._order)
 
     def check(self, means: torch.Tensor) -> None:
-        """Looks at the means of all ranks' numbers (1-dim); on a GPU at those of last time, as not to wait for them.
+        """Look at the means of all ranks' numbers (1-dim); on a GPU at those of last time, as not to wait for them.
 
         Raises:
             ModelError: On every rank, when they have run different layers.
@@ -91,7 +91,7 @@ class GatherOrderCheck:
             self._compare(before.means.tolist(), before.order, "in the last step, after which weights are wrong")
 
     def before_update(self) -> None:
-        """Compares in loops written by hand, by an exchange of its own: they take no mean of the losses."""
+        """Compare in loops written by hand, by an exchange of its own: they take no mean of the losses."""
         if self._exchanges.is_any():
             numbers = torch.tensor(self.numbers(), dtype=torch.float32, device=self._job.device)
             self.check(mean_over(self._job, numbers, STEP_AXES))
@@ -113,7 +113,7 @@ class GatherOrderCheck:
             )
 
     def _where_apart(self, order: bytes) -> str:
-        """The first exchange in which ranks had different things; collective."""
+        """Return the first exchange in which ranks had different things; collective."""
         every = {dist.get_rank(): order}
         for axis in STEP_AXES:
             if self._job.size(axis) > 1:
@@ -141,7 +141,7 @@ def _sent_to_host(means: torch.Tensor, order: bytes) -> _Met:
 
 
 def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, reduce_once: bool) -> None:
-    """Shards the model's parameters over ``job.shard_axis``, unit by unit, and replicates over ``data`` beside it.
+    """Shard the model's parameters over ``job.shard_axis``, unit by unit, and replicates over ``data`` beside it.
 
     Args:
         config: The method's keys.
@@ -205,7 +205,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
 
 
 def _make_contiguous(model: nn.Module) -> None:
-    """Puts transposed weights, and convolutions in channels_last, in the order of their dims, as FSDP2 wants them."""
+    """Put transposed weights, and convolutions in channels_last, in the order of their dims, as FSDP2 wants them."""
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
@@ -269,7 +269,7 @@ def _prefetch_forward(units: Units) -> None:
 
 
 def _keep_whole(ignored: set[nn.Parameter], job: Job) -> None:
-    """Moves what nobody gathers to the device, cast like what is gathered where ``half`` asks for that.
+    """Move what nobody gathers to the device, cast like what is gathered where ``half`` asks for that.
 
     Under ``amp_native`` autocast brings the two together; here inputs come in half, and CUDA's kernels mix no types.
     """
@@ -291,7 +291,7 @@ def _compare_layers(job: Job, ignored: set[nn.Parameter], blocks: list[str]) -> 
 
 
 def _dropped_layers(method: str, model: nn.Module) -> list[str]:
-    """What transformers' models with LayerDrop are told: ranks draw apart, and would gather different layers."""
+    """Return what transformers' models with LayerDrop are told: ranks draw apart, and would gather different layers."""
     asked = getattr(model, "config", None)
     keys = [each for each in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop") if getattr(asked, each, 0)]
     return [
@@ -354,11 +354,11 @@ class Zero1(ZeroMethod):
     conflicts: ClassVar[tuple[Conflict, ...]] = not_beside("zero2", "fsdp")
 
     def check(self, job: Job) -> None:
-        """Refuses models that FSDP2 cannot shard."""
+        """Refuse models that FSDP2 cannot shard."""
         units_of(self, job.model, job.strategy, dict(job.axes))
 
     def apply(self, job: Job) -> None:
-        """Shards with FSDP2; parameters stay gathered and gradients whole until the last micro-batch."""
+        """Shard with FSDP2; parameters stay gathered and gradients whole until the last micro-batch."""
         shard(self, job, reshard_after_forward=False, reduce_once=True)
 
     def cost(self, step: Step) -> Step:
@@ -385,11 +385,11 @@ class Zero2(ZeroMethod):
     conflicts: ClassVar[tuple[Conflict, ...]] = not_beside("fsdp")
 
     def check(self, job: Job) -> None:
-        """Refuses models that FSDP2 cannot shard."""
+        """Refuse models that FSDP2 cannot shard."""
         units_of(self, job.model, job.strategy, dict(job.axes))
 
     def apply(self, job: Job) -> None:
-        """Shards with FSDP2; parameters stay gathered until the last backward."""
+        """Shard with FSDP2; parameters stay gathered until the last backward."""
         shard(self, job, reshard_after_forward=False, reduce_once=False)
 
     def cost(self, step: Step) -> Step:
@@ -415,7 +415,7 @@ class Fsdp(ZeroMethod):
     """True frees weights after forward; False keeps them (that is zero2); n keeps them sharded over n ranks."""
 
     def check(self, job: Job) -> None:
-        """Refuses models that FSDP2 cannot shard, and a group of ranks that does not divide the axis."""
+        """Refuse models that FSDP2 cannot shard, and a group of ranks that does not divide the axis."""
         units_of(self, job.model, job.strategy, dict(job.axes))
         group, ranks = self.reshard_after_forward, job.size(job.shard_axis)
         if not isinstance(group, bool) and (group < 1 or ranks % group):
@@ -427,11 +427,11 @@ class Fsdp(ZeroMethod):
             )
 
     def apply(self, job: Job) -> None:
-        """Shards with FSDP2."""
+        """Shard with FSDP2."""
         shard(self, job, reshard_after_forward=self.reshard_after_forward, reduce_once=False)
 
     def cost(self, step: Step) -> Step:
-        """Two gathers and one reduction per micro-batch."""
+        """Return two gathers and one reduction per micro-batch."""
         return shard_cost(self, step, gathers=self._gathers(step.size(step.shard_axis)), reduce_once=False)
 
     def _gathers(self, ranks: int) -> Gathers:
@@ -448,7 +448,7 @@ class Fsdp(ZeroMethod):
 
 
 def share_hooks(model: nn.Module) -> None:
-    """Lets hooks on the shards of FSDP2, registered before or later, see the gradients of gathered parameters.
+    """Let hooks on the shards of FSDP2, registered before or later, see the gradients of gathered parameters.
 
     They get what they get under data parallelism: a rank's own whole gradient, before it is averaged.
     """

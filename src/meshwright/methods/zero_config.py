@@ -80,7 +80,7 @@ class MixedPrecision(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_torch(cls, value: Any) -> Any:
-        """Takes FSDP1's ``MixedPrecision`` and FSDP2's ``MixedPrecisionPolicy``, too."""
+        """Take FSDP1's ``MixedPrecision`` and FSDP2's ``MixedPrecisionPolicy``, too."""
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             return value
         changed = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
@@ -92,7 +92,7 @@ class MixedPrecision(BaseModel):
 
 
 def not_beside(*names: str) -> tuple[Conflict, ...]:
-    """The conflicts with other methods that shard."""
+    """Return the conflicts with other methods that shard."""
     reason = "each decides how parameters are sharded"
     fix = "keep one of them: zero1 communicates least, fsdp holds least"
     return tuple(Conflict(other=name, reason=reason, fix=fix) for name in names)
@@ -125,14 +125,14 @@ class ZeroMethod(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads ATorch's set literal, in which a key stands beside True."""
+        """Read ATorch's set literal, in which a key stands beside True."""
         if isinstance(raw, set | frozenset) and raw <= {True, "use_ds_zero", "not_use_fsdp"}:
             return {key: True for key in raw if isinstance(key, str)}
         return super().from_short(raw)
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Renames ATorch's other spelling and refuses what FSDP2 cannot do."""
+        """Rename ATorch's other spelling and refuse what FSDP2 cannot do."""
         keys = {_RENAMED.get(key, key): value for key, value in keys.items()}
         for key in keys.keys() & _REFUSED.keys():
             raise StrategyError(
@@ -156,7 +156,7 @@ class ZeroMethod(Method):
         return getattr(value, "name", value)  # torch's BackwardPrefetch.BACKWARD_PRE
 
     def notices(self) -> list[str]:
-        """Says which accepted keys change nothing, and why."""
+        """Say which accepted keys change nothing, and why."""
         return [
             f"{self.method_name}: {key}={getattr(self, key)!r} changes nothing; {why}"
             for key, why in _INERT.items()
@@ -190,7 +190,7 @@ class Units:
 
 
 def units_of(config: ZeroMethod, model: nn.Module, strategy: Strategy, sizes: Mapping[str, int]) -> Units:
-    """The units of a config in a strategy on a mesh.
+    """Return the units of a config in a strategy on a mesh.
 
     Args:
         config: The method's keys.
@@ -215,7 +215,7 @@ def units_of(config: ZeroMethod, model: nn.Module, strategy: Strategy, sizes: Ma
 
 
 def choose_units(config: ZeroMethod, model: nn.Module, *, in_half: bool = False) -> Units:
-    """Finds the units that a config asks for, and checks that FSDP2 can shard them.
+    """Find the units that a config asks for, and check that FSDP2 can shard them.
 
     Scalars and empty parameters stay whole: there is nothing to divide. So do, where units are gathered in half, the
     few numbers of modules that compute with running statistics: these stay in fp32, and torch normalises in one
@@ -240,7 +240,7 @@ def choose_units(config: ZeroMethod, model: nn.Module, *, in_half: bool = False)
 
 
 def _gathers_in_half(config: ZeroMethod, strategy: Strategy) -> bool:
-    """Whether parameters are gathered in half beside buffers that are not: ``half`` casts these too."""
+    """Return whether parameters are gathered in half beside buffers that are not: ``half`` casts these too."""
     asked = config.mixed_precision.param_dtype if config.mixed_precision is not None else None
     lower = asked != "fp32" if asked is not None else "amp_native" in strategy
     return lower and "half" not in strategy
@@ -255,7 +255,7 @@ def _kept_whole(model: nn.Module, *, in_half: bool) -> set[nn.Parameter]:
 
 
 def unit_of(name: str, blocks: list[str]) -> str:
-    """The path of the block that a parameter lies in; ``""`` where it is in none."""
+    """Return the path of the block that a parameter lies in; ``""`` where it is in none."""
     return next((path for path in blocks if name.startswith(path + ".")), "")
 
 
@@ -270,7 +270,7 @@ def _candidates(config: ZeroMethod, model: nn.Module) -> list[tuple[str, nn.Modu
 
 
 def _by_size(path: str, module: nn.Module, minimum: int, found: list[tuple[str, nn.Module]]) -> int:
-    """Collects modules, inner first, that hold ``minimum`` parameters not yet in a unit; returns what is left over."""
+    """Collect modules, inner first, that hold ``minimum`` parameters not yet in a unit; return what is left over."""
     left = sum(parameter.numel() for parameter in module.parameters(recurse=False))
     for name, child in module.named_children():
         left += _by_size(f"{path}.{name}" if path else name, child, minimum, found)
@@ -389,7 +389,7 @@ def _with_precision(config: ZeroMethod, step: Step) -> Step:
 
 
 def _marked(config: ZeroMethod, block: Block, whole: tuple[str, ...]) -> Block:
-    """The block with scalars, and the parameters of some classes, marked as whole."""
+    """Return the block with scalars, and the parameters of some classes, marked as whole."""
     references = (*config.atorch_ignored_cls, *whole)
 
     def marked(parameter: Parameter) -> Parameter:

@@ -26,7 +26,10 @@ _CALLS = {
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """The default ``prepare_input``: every tensor of a batch moved to ``device``, and whatever else has a ``to``."""
+    """Return the default ``prepare_input``.
+
+    Every tensor of a batch moved to ``device``, and whatever else has a ``to``.
+    """
 
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -42,7 +45,7 @@ def _moves_itself(node: Any) -> bool:
 
 
 def check_input_format(model_input_format: str | None) -> None:
-    """Refuses a ``model_input_format`` that is none of the seed's three.
+    """Refuse a ``model_input_format`` that is none of the seed's three.
 
     Raises:
         ConfigError: Naming them.
@@ -57,14 +60,17 @@ def check_input_format(model_input_format: str | None) -> None:
 
 
 def usual_input_format(batch: Any) -> str | None:
-    """How a model takes a batch of such a kind where nobody says it: dictionaries by name, sequences in order."""
+    """Return how a model takes a batch of such a kind where nobody says it.
+
+    Dictionaries by name, sequences in order.
+    """
     if isinstance(batch, Mapping):
         return "unpack_dict"
     return "unpack_sequence" if isinstance(batch, list | tuple) else None
 
 
 def call_model(model: nn.Module, inputs: Any, model_input_format: str | None) -> Any:
-    """Calls the model with its input unpacked as the format says.
+    """Call the model with its input unpacked as the format says.
 
     Raises:
         DataError: When the input is not of the kind the format unpacks.
@@ -86,7 +92,9 @@ def call_model(model: nn.Module, inputs: Any, model_input_format: str | None) ->
 
 
 def call_loss(loss_func: Callable[[Any, Any], Any], inputs: Any, output: Any) -> Any:
-    """The loss function's result; what kind of call it was stands below an error that looks like a misunderstanding.
+    """Return the loss function's result.
+
+    What kind of call it was stands below an error that looks like a misunderstanding.
 
     Raises:
         ConfigError: When one of torch's distances would compare an input and an output of different shapes.
@@ -117,7 +125,9 @@ def _told_how(call: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
 
 
 def loss_of_output(inputs: Any, output: Any) -> Any:
-    """The default ``loss_func``: the loss that the model's own output carries, as transformers' models return it.
+    """Return the default ``loss_func``.
+
+    The loss that the model's own output carries, as transformers' models return it.
 
     Raises:
         ConfigError: When the output carries none.
@@ -136,7 +146,7 @@ def loss_of_output(inputs: Any, output: Any) -> Any:
 
 
 def first_loss(loss: Any, trains: bool = False) -> torch.Tensor:
-    """The loss itself, where a loss function returns a list or tuple with the loss first.
+    """Return the loss itself, where a loss function returns a list or tuple with the loss first.
 
     Args:
         loss: What the function returned.
@@ -166,7 +176,7 @@ def first_loss(loss: Any, trains: bool = False) -> torch.Tensor:
 
 
 def batch_size_of(batch: Any) -> int:
-    """Number of samples in a batch: the size of dim 0 that its tensors share.
+    """Return the number of samples in a batch: the size of dim 0 that its tensors share.
 
     Raises:
         DataError: When it holds no tensor with a dim 0, or they differ.
@@ -183,7 +193,7 @@ def batch_size_of(batch: Any) -> int:
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """The batch cut or repeated along dim 0 to a number of samples."""
+    """Return the batch cut or repeated along dim 0 to a number of samples."""
     size = batch_size_of(batch)
     places = [place % size for place in range(samples)]
 
@@ -194,7 +204,7 @@ def resized(batch: Any, samples: int) -> Any:
 
 
 def micro_batches(batch: Any, count: int) -> list[Any]:
-    """Cuts a batch into equal parts along dim 0 of its tensors.
+    """Cut a batch into equal parts along dim 0 of its tensors.
 
     So are lists and tuples cut that hold one thing per sample, such as names: as many as there are samples, and no
     tensors among them. Anything else goes into every part.
@@ -223,7 +233,7 @@ def micro_batches(batch: Any, count: int) -> list[Any]:
 
 
 def _chosen(batch: Any, size: int, tensor_rows: Callable[[torch.Tensor], torch.Tensor], places: Sequence[int]) -> Any:
-    """The samples at these places, where ``tensor_rows`` takes them from tensors."""
+    """Return the samples at these places, where ``tensor_rows`` takes them from tensors."""
 
     def choose(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
@@ -236,7 +246,7 @@ def _chosen(batch: Any, size: int, tensor_rows: Callable[[torch.Tensor], torch.T
 
 
 def _is_per_sample(node: Any, size: int) -> bool:
-    """Whether it is a list or tuple with as many items as there are samples, and no tensors in them."""
+    """Return whether it is a list or tuple with as many items as there are samples, and no tensors in them."""
     is_listed = type(node) in (list, tuple) and len(node) == size  # a named tuple is a structure
     # Nothing but None stands for arguments that are left out.
     is_filled = is_listed and any(item is not None for item in node)
@@ -266,7 +276,7 @@ _DISTANCE_FUNCTIONS = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
 
 
 def is_loss_func(value: Any) -> bool:
-    """Whether a value may be called with a model's input and its output.
+    """Return whether a value may be called with a model's input and its output.
 
     Not a class; nor one of torch's losses, which are called with an output and a target, but for those to which it is
     all one which is which: these compare the output with the input itself, as autoencoders do.
@@ -281,5 +291,5 @@ def _is_torchs_loss(value: Any) -> bool:
 
 
 def is_distance(value: Any) -> bool:
-    """Whether it is one of torch's losses to which it is all one which argument is the target."""
+    """Return whether it is one of torch's losses to which it is all one which argument is the target."""
     return isinstance(value, _DISTANCES) or value in _DISTANCE_FUNCTIONS

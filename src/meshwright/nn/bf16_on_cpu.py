@@ -22,7 +22,7 @@ _MIN_ROWS = 32  # fewer do not pay for widening the weight
 
 
 def widen_products(model: nn.Module, device: torch.device) -> int:
-    """Lets the ``nn.Linear`` layers of a model multiply in fp32 where they would in bf16, on CPUs that lack bf16.
+    """Let the ``nn.Linear`` layers of a model multiply in fp32 where they would in bf16, on CPUs that lack bf16.
 
     Weights, inputs, outputs and what backward keeps stay as they are; only for the time of a product its factors exist
     in fp32, too. Layers whose forward is not that of ``nn.Linear``, and DTensors, are left alone.
@@ -43,7 +43,7 @@ def widen_products(model: nn.Module, device: torch.device) -> int:
 
 @functools.cache
 def has_bf16_products() -> bool:
-    """Whether this CPU multiplies bf16 numbers; True for those that are not known here."""
+    """Return whether this CPU multiplies bf16 numbers; True for those that are not known here."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
     known = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
@@ -108,19 +108,19 @@ class WideAttention(TorchFunctionMode):
     """While it is entered, attention of bf16 tensors on the CPU runs in fp32; all else runs as it is."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Answers calls of ``scaled_dot_product_attention``."""
+        """Answer calls of ``scaled_dot_product_attention``."""
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         return _attention(*args, **(kwargs or {}))
 
 
 def attends_wide(device: torch.device) -> bool:
-    """Whether bf16 attention runs in fp32 there: on x86, where it was measured."""
+    """Return whether bf16 attention runs in fp32 there: on x86, where it was measured."""
     return device.type == "cpu" and platform.machine().lower() in ("x86_64", "amd64")
 
 
 def with_wide_attention(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Goes around a forward whose attention is to run in fp32; nothing is done inside another such."""
+    """Go around a forward whose attention is to run in fp32; nothing is done inside another such."""
     with contextlib.nullcontext() if _is_on() else WideAttention():
         return forward(*args, **kwargs)
 
@@ -159,7 +159,7 @@ def _attention(
 
 
 def _is_half(given: tuple[Tensor, ...]) -> bool:
-    """Whether torch would compute in bf16."""
+    """Return whether torch would compute in bf16."""
     if torch.is_autocast_enabled("cpu"):
         floating = all(each.dtype in (torch.float32, torch.bfloat16) for each in given)
         return floating and torch.get_autocast_dtype("cpu") == torch.bfloat16
@@ -167,7 +167,7 @@ def _is_half(given: tuple[Tensor, ...]) -> bool:
 
 
 def _fits_kernel(given: tuple[Tensor, ...], mask: Tensor | None) -> bool:
-    """Whether it is what torch's fused kernel does, and nobody looks at or transforms the operators."""
+    """Return whether it is what torch's fused kernel does, and nobody looks at or transforms the operators."""
     query, key, value = given
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
@@ -219,7 +219,7 @@ def _along_rows(tensor: Tensor) -> Tensor:
 
 
 def _added(mask: Tensor | None) -> Tensor | None:
-    """What is added to scores: of a mask of truths, minus infinity where it is false."""
+    """Return what is added to scores: of a mask of truths, minus infinity where it is false."""
     if mask is None or mask.dtype != torch.bool:
         return None if mask is None else mask.float()
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, float("-inf"))
@@ -229,7 +229,7 @@ def _added(mask: Tensor | None) -> Tensor | None:
 
 
 def widen(model: nn.Module, device: torch.device) -> None:
-    """Lets a model's layers multiply, and its forward attend, in fp32 where that is faster; changes it in place."""
+    """Let a model's layers multiply, and its forward attend, in fp32 where that is faster; change it in place."""
     widen_products(model, device)
     if attends_wide(device):
         wrap_method(model, "forward", with_wide_attention)

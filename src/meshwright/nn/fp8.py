@@ -43,11 +43,14 @@ class DelayedScaling:
     amax_compute_algo: Literal["max", "most_recent"] = "max"
 
     def dtype(self, role: int) -> torch.dtype:
-        """The 8-bit type of inputs, weights or gradients."""
+        """Return the 8-bit type of inputs, weights or gradients."""
         return E5M2 if role == GRADIENT and self.fp8_format == "HYBRID" else E4M3
 
     def scale(self, amax: torch.Tensor, role: int) -> torch.Tensor:
-        """The factor that brings ``amax`` (fp32) to the largest value of the format; infinite where ``amax`` is 0."""
+        """Return the factor that brings ``amax`` (fp32) to the largest value of the format.
+
+        Infinite where ``amax`` is 0.
+        """
         limit = torch.full_like(amax, torch.finfo(self.dtype(role)).max)  # a number over a tensor would round twice
         return limit / amax / 2.0**self.margin
 
@@ -69,12 +72,12 @@ class Scaled(NamedTuple):
 
 
 def largest(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest absolute value, 0-dim fp32; inf or nan where there is one."""
+    """Return the largest absolute value, 0-dim fp32; inf or nan where there is one."""
     return torch.linalg.vector_norm(tensor, ord=float("inf"), dtype=torch.float32)
 
 
 def cast(tensor: torch.Tensor, amax: torch.Tensor, known: torch.Tensor, recipe: DelayedScaling, role: int) -> Scaled:
-    """Casts a tensor to the 8-bit type of its role; values beyond the largest saturate.
+    """Cast a tensor to the 8-bit type of its role; values beyond the largest saturate.
 
     A tensor that holds inf or nan becomes nan as a whole: saturating would hide an overflow from the loss scale.
 
@@ -96,7 +99,7 @@ def cast(tensor: torch.Tensor, amax: torch.Tensor, known: torch.Tensor, recipe: 
 
 
 def product(left_MK: Scaled, right_KN: Scaled, dtype: torch.dtype, *, fast: bool, emulate: bool) -> torch.Tensor:
-    """Multiplies two 8-bit matrices, with sums in fp32.
+    """Multiply two 8-bit matrices, with sums in fp32.
 
     Args:
         left_MK: In row order.
@@ -120,7 +123,7 @@ def product(left_MK: Scaled, right_KN: Scaled, dtype: torch.dtype, *, fast: bool
 
 
 def transposed(scaled_MK: Scaled) -> Scaled:
-    """The transpose in row order, (K, M): products read both sides along the dim they sum over.
+    """Return the transpose in row order, (K, M): products read both sides along the dim they sum over.
 
     M is filled up with zeros to a multiple of 16; they add nothing to a sum over it.
     """
@@ -137,7 +140,10 @@ BUFFERS = (*PERSISTENT, "fp8_amax", "fp8_weight")
 
 
 def is_scaling_state(name: str) -> bool:
-    """Whether an entry of a state dict is a scale or its history: a model can go on without, with and from scratch."""
+    """Return whether an entry of a state dict is a scale or its history.
+
+    A model can go on without, with and from scratch.
+    """
     return name.rpartition(".")[2] in PERSISTENT
 
 
@@ -198,7 +204,7 @@ class Fp8Linear(nn.Linear):
         return output if self.bias is None else output + self.bias.to(dtype)
 
     def cast(self, tensor: torch.Tensor, role: int, *, record: bool) -> Scaled:
-        """Casts the layer's input, weight or output gradient, by role; ``record`` notes its largest value."""
+        """Cast the layer's input, weight or output gradient, by role; ``record`` notes its largest value."""
         amax = largest(tensor)
         if record:
             noted = self.fp8_amax.view(torch.float32)[role]
@@ -206,7 +212,7 @@ class Fp8Linear(nn.Linear):
         return cast(tensor, amax, self.fp8_scale.view(torch.float32)[role], self.fp8.recipe, role)
 
     def _cast_weight(self, *, record: bool) -> Scaled:
-        """The weight in 8 bits: the one that is kept, if neither weight nor scale has changed since.
+        """Return the weight in 8 bits: the one that is kept, if neither weight nor scale has changed since.
 
         Without gradients it is cast anew: whoever evaluates may have written to ``weight.data``, which leaves no trace.
         So it is in a compiled model, which knows no versions of tensors, and casts on the way to the product.
@@ -277,12 +283,12 @@ class _Product(Function):
 
 
 def _by_columns(scaled: Scaled) -> Scaled:
-    """The same matrix in column order, its rows filled up to a multiple of 16."""
+    """Return the same matrix in column order, its rows filled up to a multiple of 16."""
     return Scaled(transposed(scaled).values.t(), scaled.inverse)
 
 
 def to_fp8(linear: nn.Linear, options: Fp8Options) -> Fp8Linear:
-    """Makes a plain ``nn.Linear`` multiply in 8 bits, in place.
+    """Make a plain ``nn.Linear`` multiply in 8 bits, in place.
 
     Args:
         linear: Of class ``nn.Linear`` itself; both dims of its weight are multiples of 16.
@@ -320,7 +326,7 @@ def to_plain(linear: Fp8Linear) -> None:
 
 @torch.no_grad()
 def update_scales(layers: Sequence[Fp8Linear], group: dist.ProcessGroup | None = None) -> None:
-    """Ends a step: moves the largest values of the step into the histories, and updates the scales when it is due.
+    """End a step: moves the largest values of the step into the histories, and updates the scales when it is due.
 
     Called once before every optimizer step. Nothing in it waits for the device, and its kernels do not grow in number
     with the layers. A tensor that was not seen in the step, or was zero, enters as 0, and a history of zeros leaves a
@@ -351,5 +357,5 @@ def update_scales(layers: Sequence[Fp8Linear], group: dist.ProcessGroup | None =
 
 
 def _numbers(bits: torch.Tensor) -> torch.Tensor:
-    """A view of int32 bits as the fp32 numbers that they are."""
+    """Return a view of int32 bits as the fp32 numbers that they are."""
     return bits.view(torch.float32)

@@ -30,7 +30,7 @@ def parameter_groups(unit: FSDPModule) -> list[Any]:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """The same of what FSDP2 keeps for a unit, its ``FSDPState``."""
+    """Return the same of what FSDP2 keeps for a unit, its ``FSDPState``."""
     # torch 2.11 knows one group, later versions list them.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]
@@ -43,7 +43,7 @@ _hooked = False
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees what is gathered of a sharded model, else it would be taken for its weights after the shards have changed.
+    """Free what is gathered of a sharded model, else it would be taken for its weights after the shards have changed.
 
     Nothing is communicated, and nothing done where nothing is gathered.
     """
@@ -58,7 +58,7 @@ def reshard_units(modules: Iterable[nn.Module]) -> None:
 
 
 def reshard_at_updates(units: Iterable[nn.Module]) -> None:
-    """Frees what is gathered of FSDP2 units after every step of an optimizer of their parameters, from now on.
+    """Free what is gathered of FSDP2 units after every step of an optimizer of their parameters, from now on.
 
     Backward frees it; but a forward after that, for a metric say, gathers it again, and leaves it so where no backward
     is to gather it twice. FSDP2 would compute the next forward with these weights, of before the update.
@@ -114,7 +114,7 @@ def abandon_units(model: nn.Module) -> None:
 
 
 def recover_in_forward(unit: nn.Module) -> None:
-    """Lets the first forward after a backward that failed begin as if it had not, for loops that catch the error.
+    """Let the first forward after a backward that failed begin as if it had not, for loops that catch the error.
 
     FSDP2 ends a backward pass in a callback, and believes for ever that one is under way where it was not called: no
     later pass would be ended, and gradients of the failed one would be added to those of the next.
@@ -197,7 +197,7 @@ class _TensorAverager:
         self._waiting: dict[int, torch.Tensor] = {}  # parameters by identity
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Notes a parameter whose gradient is there; a hook after accumulation."""
+        """Note a parameter whose gradient is there; a hook after accumulation."""
         backward = torch._C._current_graph_task_id()
         if self._backward != backward:
             self._backward, self._waiting = backward, {}
@@ -252,7 +252,10 @@ def average_gradients(
 
 
 def is_alike_on_tensor_ranks(parameter: torch.Tensor) -> bool:
-    """Whether a sharded parameter exists once per tensor rank: FSDP2 reduces its gradient along the other axis only."""
+    """Return whether a sharded parameter exists once per tensor rank.
+
+    FSDP2 reduces its gradient along the other axis only.
+    """
     return isinstance(parameter, DTensor) and parameter.placements[1:] == (Replicate(),)
 
 
@@ -309,17 +312,17 @@ class CollectiveLog:
         model.get_submodule(unit).register_forward_pre_hook(torch.compiler.disable(about_to_run), prepend=True)
 
     def is_any(self) -> bool:
-        """Whether anything was exchanged since the last :meth:`take`."""
+        """Return whether anything was exchanged since the last :meth:`take`."""
         return bool(self._order)
 
     def take(self) -> bytes:
-        """The order since the last call; equal bytes are equal orders."""
+        """Return the order since the last call; equal bytes are equal orders."""
         taken = self._order.tobytes()
         del self._order[:]
         return taken
 
     def names(self, order: bytes) -> list[str]:
-        """What was exchanged in an order, that of any rank."""
+        """Return what was exchanged in an order, that of any rank."""
         return [self._names[place] for place in array.array("I", order)]
 
 

@@ -45,7 +45,10 @@ class _Arrival(dist.Work):
         return self._work.wait()
 
     def unpacked(self) -> int | None:
-        """The first gather that some rank still unpacked when it began this one; None where sizes were not the same."""
+        """Return the first gather that some rank still unpacked when it began this one.
+
+        None where sizes were not the same.
+        """
         self._work.wait()
         number, least, most = self._told.tolist()
         return int(number) if least == -most else None
@@ -119,7 +122,7 @@ class HostGathers(_Ranks):
         return torch.frombuffer(part, dtype=dtype)
 
     def _forget(self, unpacked: int) -> None:
-        """Lets go of the places of gathers before the first that some rank still unpacks."""
+        """Let go of the places of gathers before the first that some rank still unpacks."""
         while self._places and self._places[0].number < unpacked:
             self._places.popleft()
 
@@ -128,13 +131,13 @@ class HostGathers(_Ranks):
         return next((place.number for place in self._places if place.part() is not None), self._number)
 
     def _ask(self) -> int:
-        """The same of all ranks."""
+        """Return the same of all ranks."""
         first = torch.tensor(self._in_use())
         dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self._group)
         return int(first)
 
     def _room(self, num_bytes: int) -> int | None:
-        """Where so many bytes are free on all ranks, behind the last place or at the beginning."""
+        """Return where so many bytes are free on all ranks, behind the last place or at the beginning."""
         if not self._places:
             return 0
         first, last = self._places[0].start, self._places[-1].end
@@ -145,7 +148,7 @@ class HostGathers(_Ranks):
         return last if last + num_bytes <= first else None
 
     def gather(self, output: torch.Tensor, own: torch.Tensor, *, async_op: bool) -> dist.Work | None:
-        """Fills ``output`` (ranks · elements), from :meth:`allocate`, with every rank's ``own``, its rank-th part."""
+        """Fill ``output`` (ranks · elements), from :meth:`allocate`, with every rank's ``own``, its rank-th part."""
         shared = bool(self._places) and self._places[-1].number == self._number
         arrival = self._tell(output.nbytes) if self._memory is not None else None
         if shared and arrival is not None:
@@ -189,7 +192,7 @@ class HostReductions(_Ranks):
         return self._part(self._group.rank(), 0, size, dtype)
 
     def reduce(self, output: torch.Tensor) -> None:
-        """Fills ``output`` (elements) with the sum of the ranks' rows for this one; all were allocated last."""
+        """Fill ``output`` (elements) with the sum of the ranks' rows for this one; all were allocated last."""
         arrived = torch.zeros(1)
         dist.all_reduce(arrived, group=self._group)
         row = self._group.rank() * output.nbytes
@@ -202,7 +205,7 @@ class HostReductions(_Ranks):
 
 
 def _add(rows: Sequence[torch.Tensor], total: torch.Tensor) -> None:
-    """Adds rows up in their order, half precision in fp32."""
+    """Add rows up in their order, half precision in fp32."""
     first, second, *others = rows
     if not others:
         torch.add(first, second, out=total)
@@ -233,7 +236,7 @@ class HostExchange:
 
 
 def is_mean(op: Any) -> bool:
-    """Whether FSDP2 asks a reduction for a mean of gradients, and not for their sum.
+    """Return whether FSDP2 asks a reduction for a mean of gradients, and not for their sum.
 
     Raises:
         StrategyError: When it asks for something else.
@@ -293,7 +296,7 @@ class Comm:
     """What FSDP2 asks of a custom collective besides being called."""
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer for FSDP2 to pack into."""
+        """Return a buffer for FSDP2 to pack into."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -304,7 +307,7 @@ class _Gather(Comm):
         self._gathers = gathers
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """What all ranks pack into, and unpack from."""
+        """Return what all ranks pack into, and unpack from."""
         return self._gathers.allocate(math.prod(size), dtype).view(size)
 
     @torch.no_grad()
@@ -315,7 +318,7 @@ class _Gather(Comm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fills ``output_tensor`` (ranks · elements) with every rank's ``input_tensor``."""
+        """Fill ``output_tensor`` (ranks · elements) with every rank's ``input_tensor``."""
         return self._gathers.gather(output_tensor, input_tensor, async_op=async_op)
 
 
@@ -332,7 +335,7 @@ class _Reduce(Comm):
         self._shared = False
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """What this rank packs into; then a place for the sum, which stays as the gradient."""
+        """Return what this rank packs into; then a place for the sum, which stays as the gradient."""
         numel = math.prod(size)
         if self._size == numel * self._reductions.num_ranks:
             self._size = None
@@ -350,7 +353,7 @@ class _Reduce(Comm):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Fills ``output_tensor`` (elements) with the sum or mean of the ranks' rows for this one."""
+        """Fill ``output_tensor`` (elements) with the sum or mean of the ranks' rows for this one."""
         mean = is_mean(op)
         if self._shared:
             self._reductions.reduce(output_tensor)

@@ -24,7 +24,7 @@ _ZERO, _TENSOR = 0, 1
 
 
 def sharded(full: torch.Tensor, axes: ShardAxes | None = None) -> DTensor:
-    """Keeps this rank's part of a full tensor, without communication.
+    """Keep this rank's part of a full tensor, without communication.
 
     Args:
         full: Equal on all ranks of the mesh.
@@ -39,7 +39,7 @@ def sharded(full: torch.Tensor, axes: ShardAxes | None = None) -> DTensor:
 
 
 def sharded_piece(piece: torch.Tensor, dim: int, axes: ShardAxes | None = None) -> DTensor:
-    """Keeps this rank's rows of its tensor rank's piece, without communication.
+    """Keep this rank's rows of its tensor rank's piece, without communication.
 
     Args:
         piece: Equal on all ranks with the same place in their tensor group.
@@ -56,7 +56,7 @@ def sharded_piece(piece: torch.Tensor, dim: int, axes: ShardAxes | None = None) 
 
 
 def laid_out_like(parameter: DTensor, full: torch.Tensor) -> DTensor:
-    """Keeps of a full tensor, equal on all ranks, what this rank holds of ``parameter``; without communication."""
+    """Keep of a full tensor, equal on all ranks, what this rank holds of ``parameter``; without communication."""
     mesh, placements = parameter.device_mesh, parameter.placements
     if placements == (Shard(0),) or mesh.mesh_dim_names == _AXES:
         return _placed(local_part(full, parameter), full.shape, mesh, placements)
@@ -64,19 +64,19 @@ def laid_out_like(parameter: DTensor, full: torch.Tensor) -> DTensor:
 
 
 def local_part(full: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    """The elements of a full tensor that this rank holds of a distributed parameter, as a view."""
+    """Return the elements of a full tensor that this rank holds of a distributed parameter, as a view."""
     dim = tensor_dim(parameter)
     mesh = parameter.device_mesh
     return _rows(full if dim is None else local_piece(full, dim), mesh)
 
 
 def local_piece(full: torch.Tensor, dim: int) -> torch.Tensor:
-    """The piece of a full tensor that this rank has in its tensor group, as a view."""
+    """Return the piece of a full tensor that this rank has in its tensor group, as a view."""
     return full.chunk(tensor_size(), dim)[tensor_rank()]
 
 
 def tensor_dim(parameter: torch.Tensor) -> int | None:
-    """The dim along which tensor ranks hold pieces of a parameter; None where each has the whole."""
+    """Return the dim along which tensor ranks hold pieces of a parameter; None where each has the whole."""
     if not isinstance(parameter, DTensor) or parameter.device_mesh.mesh_dim_names != _AXES:
         return None
     placement = parameter.placements[_TENSOR]
@@ -84,7 +84,7 @@ def tensor_dim(parameter: torch.Tensor) -> int | None:
 
 
 def gather_parameter(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank computes with, gathered over the ``zero`` axis: the whole, or its piece. Collective.
+    """Return what this rank computes with, gathered over the ``zero`` axis: the whole, or its piece. Collective.
 
     Backward averages the gradient and splits it again.
     """
@@ -108,13 +108,13 @@ def gather_parameter(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def gathered_piece(parameter: DTensor) -> torch.Tensor:
-    """What this rank computes with of a tensor-split parameter that FSDP2 has gathered over the ``zero`` axis."""
+    """Return what this rank computes with of a tensor-split parameter that FSDP2 has gathered over the ``zero`` axis."""
     piece = parameter.to_local(grad_placements=parameter.placements)
     return _OncePerGroup.apply(piece, parameter.device_mesh.size())
 
 
 def without_memory(parameter: torch.Tensor, axes: ShardAxes) -> nn.Parameter:
-    """What FSDP2 is given to shard over the ``zero`` axis: the parameter's shapes on ``meta``."""
+    """Return what FSDP2 is given to shard over the ``zero`` axis: the parameter's shapes on ``meta``."""
     shape, dim = list(parameter.shape), tensor_dim(parameter)
     if dim is not None:
         shape[dim] //= tensor_size()
@@ -201,7 +201,7 @@ class RankOrder:
         return _permuted(tensor, self.dim if dim is None else dim, self.source().argsort())
 
     def to_ranks(self, tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-        """The way back."""
+        """Return the way back."""
         return _permuted(tensor, self.dim if dim is None else dim, self.source())
 
 
@@ -215,7 +215,7 @@ def _permuted(tensor: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tens
 
 
 def keep_rank_order(module: nn.Module, name: str, order: RankOrder) -> None:
-    """Notes that a parameter of a module lies in the order of ranks; its state dict keeps the model's own.
+    """Note that a parameter of a module lies in the order of ranks; its state dict keeps the model's own.
 
     ``state_dict()`` and ``load_state_dict()`` of such a model are collective. With ``keep_vars=True`` the former holds
     the parameters themselves, as they lie.
@@ -228,7 +228,7 @@ def keep_rank_order(module: nn.Module, name: str, order: RankOrder) -> None:
 
 
 def rank_orders(model: nn.Module) -> dict[int, RankOrder]:
-    """The parameters of a model that lie in the order of ranks, by identity."""
+    """Return the parameters of a model that lie in the order of ranks, by identity."""
     return {
         id(getattr(module, name)): order
         for module in model.modules()
@@ -268,12 +268,12 @@ class Elsewhere(nn.Module):
 
     @property
     def outline(self) -> nn.Module:
-        """The block, without memory."""
+        """Return the block, without memory."""
         block: nn.Module = self.__dict__[OUTLINE]
         return block
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses to run.
+        """Refuse to run.
 
         Raises:
             ModelError: Always.
@@ -293,7 +293,7 @@ class Elsewhere(nn.Module):
             destination.update(self.outline.state_dict(prefix=prefix, keep_vars=keep_vars))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Follows a conversion: dtypes are those that the block has on its stage."""
+        """Follow a conversion: dtypes are those that the block has on its stage."""
         self.outline._apply(lambda each: each.to(fn(torch.empty(0, dtype=each.dtype)).dtype))
         return super()._apply(fn, recurse)
 
@@ -303,7 +303,7 @@ _whole_model: list[None] = []  # not empty inside `whole_model`
 
 @contextlib.contextmanager
 def whole_model() -> Iterator[None]:
-    """Lets ``state_dict()`` name what other stages hold too, as tensors on ``meta``: names are alike on all ranks."""
+    """Let ``state_dict()`` name what other stages hold too, as tensors on ``meta``: names are alike on all ranks."""
     _whole_model.append(None)
     try:
         yield
@@ -312,7 +312,7 @@ def whole_model() -> Iterator[None]:
 
 
 def stages_of(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
-    """The stage of every entry of a model's state dict that is on one; without those that all ranks hold."""
+    """Return the stage of every entry of a model's state dict that is on one; without those that all ranks hold."""
     paths: dict[str, int] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""

@@ -20,7 +20,7 @@ _subclasses: dict[tuple[type, type], Any] = {}
 
 
 def class_name(cls: type) -> str:
-    """The qualified name under which a strategy stores a class: ``"package.module.Class"``."""
+    """Return the qualified name under which a strategy stores a class: ``"package.module.Class"``."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -38,7 +38,7 @@ def class_names(module: nn.Module) -> list[str]:
 
 
 def modules_of(model: nn.Module, references: Sequence[str], *, method: str) -> list[tuple[str, nn.Module]]:
-    """Finds the modules of the named classes, outermost first in the model's order.
+    """Find the modules of the named classes, outermost first in the model's order.
 
     Args:
         model: Where to look; the model itself is not a candidate.
@@ -70,7 +70,7 @@ def modules_of(model: nn.Module, references: Sequence[str], *, method: str) -> l
 
 
 def outermost(found: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """Leaves out modules that lie inside another of the found ones."""
+    """Leave out modules that lie inside another of the found ones."""
     last = None
     for path, module in sorted(found, key=lambda entry: entry[0].split(".")):
         if last is None or not path.startswith(last + "."):
@@ -82,7 +82,7 @@ def outermost(found: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Finds the modules that sit in the model's outermost ``nn.ModuleList``s and hold parameters.
+    """Find the modules that sit in the model's outermost ``nn.ModuleList``s and hold parameters.
 
     That is where transformer layers live, in plain models as in transformers' GPT-2, Llama, BERT and T5.
 
@@ -104,7 +104,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def require_blocks(model: nn.Module, *, method: str, option: str) -> list[tuple[str, nn.Module]]:
-    """Finds the blocks of a model, or says why a method cannot go on without.
+    """Find the blocks of a model, or say why a method cannot go on without.
 
     Raises:
         ModelError: When the model holds no ``nn.ModuleList`` of modules with parameters.
@@ -142,18 +142,18 @@ class Part:
     """Ranks on it."""
 
     def is_home(self, name: str) -> bool:
-        """Whether this rank holds a tensor as it is trained, and not a copy that is lent or goes stale."""
+        """Return whether this rank holds a tensor as it is trained, and not a copy that is lent or goes stale."""
         homes = self.homes.get(name)  # what methods have added since is on every rank
         return homes is None or self.rank in homes
 
 
 def keep_part_of_whole(model: nn.Module, part: Part) -> None:
-    """Notes on a model what it is a part of."""
+    """Note on a model what it is a part of."""
     model.__dict__[_ATTRIBUTE] = part
 
 
 def part_of_whole(model: nn.Module) -> Part | None:
-    """What :func:`keep_part_of_whole` noted; None for a model that every rank holds."""
+    """Return what :func:`keep_part_of_whole` noted; None for a model that every rank holds."""
     part: Part | None = model.__dict__.get(_ATTRIBUTE)
     return part
 
@@ -170,7 +170,7 @@ def class_with(cls: type[nn.Module], name: str, method: Callable[..., Any]) -> t
 
 
 def wrap_method(module: nn.Module, name: str, around: Around) -> None:
-    """Puts ``around`` about one method of one module, for example its ``forward``.
+    """Put ``around`` about one method of one module, for example its ``forward``.
 
     The module's class becomes a subclass of what it was (as FSDP2 does), so ``isinstance``, deep copies, parameter
     names and state dicts are those of the plain module; wrapping twice nests.
@@ -191,7 +191,7 @@ def wrap_methods(modules: Iterable[nn.Module], name: str, around: Around) -> Non
 
 
 def without_fast_path(model: nn.Module) -> None:
-    """Lets ``nn.TransformerEncoder`` run its layers by their forwards where gradients are off, too.
+    """Let ``nn.TransformerEncoder`` run its layers by their forwards where gradients are off, too.
 
     Its fast path reads their weights, and hands on nested tensors.
     """
@@ -219,7 +219,7 @@ _MARK = "_forward_is_compiled"
 def compile_forward(
     modules: Iterable[nn.Module], context: Callable[[], contextlib.AbstractContextManager[Any]], **options: Any
 ) -> None:
-    """Compiles the forwards of modules; those of one class are compiled once, and share the code.
+    """Compile the forwards of modules; those of one class are compiled once, and share the code.
 
     ``nn.Module.compile`` would compile what calls forward too, with every hook: those of FSDP2, and of whoever looks
     at the model while it trains. Here hooks of a compiled module run outside the compiled code; hooks of modules inside
@@ -257,7 +257,7 @@ def _compiled_class(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether the module's forward is compiled."""
+    """Return whether the module's forward is compiled."""
     return getattr(type(module), _MARK, False)
 
 
@@ -271,7 +271,7 @@ def outside_compiled(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def without_caches(model: nn.Module) -> bool:
-    """Switches off what ``config.use_cache`` of a transformers model asks for; returns whether it asked for it.
+    """Switch off what ``config.use_cache`` of a transformers model asks for; return whether it asked for it.
 
     Parts of a model (T5's decoder, the language model of LLaVA) have configurations of their own.
     """
@@ -283,7 +283,7 @@ def without_caches(model: nn.Module) -> bool:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a block that is called with this writes its keys and values into it, as into transformers' caches."""
+    """Return whether a block that is called with this writes its keys and values into it, as into transformers' caches."""
     return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
@@ -291,7 +291,7 @@ def is_cache(value: Any) -> bool:
 
 
 def check_initialized(model: nn.Module) -> None:
-    """Refuses a model with parameters or buffers that wait for an input to get their shapes.
+    """Refuse a model with parameters or buffers that wait for an input to get their shapes.
 
     Raises:
         ModelError: Naming them.
@@ -310,7 +310,7 @@ def check_initialized(model: nn.Module) -> None:
 
 
 def check_no_renorm(model: nn.Module, world: int) -> None:
-    """Refuses modules whose forward changes rows of their weights, those that a rank's own samples look up.
+    """Refuse modules whose forward changes rows of their weights, those that a rank's own samples look up.
 
     Args:
         model: With all its modules.

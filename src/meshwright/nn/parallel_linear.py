@@ -5,7 +5,8 @@ rows of all ranks, rank after rank · I input features · O output features.
 
 Rows travel along dim 0. Backward is the transpose of forward throughout: what was gathered is reduce-scattered, what
 was summed goes to all who added, so gradients are right whatever the ranks do with the result. As in Megatron-LM with
-sequence parallelism (Korthikanti et al. 2022) a gathered input is not kept for backward, but gathered again."""
+sequence parallelism (Korthikanti et al. 2022) a gathered input is not kept for backward, but gathered again.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ class OpParallelLinear:
         reduce_output_type: ReduceType | int | None = None,
         async_gather_chunks: int = 2,
     ) -> Tensor:
-        """Computes this rank's part, and exchanges what is asked for. In a world without tensor groups: ``F.linear``.
+        """Compute this rank's part, and exchanges what is asked for. In a world without tensor groups: ``F.linear``.
 
         Args:
             input: (rows…, features), floating point; of equal shape on all ranks of the group.
@@ -98,7 +99,7 @@ class OpParallelLinear:
 
 
 def _cast(*tensors: Tensor | None) -> Any:
-    """What autocast would do for ``F.linear``: it does not reach into a Function."""
+    """Return what autocast would do for ``F.linear``: it does not reach into a Function."""
     kind = next(tensor for tensor in tensors if tensor is not None).device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors

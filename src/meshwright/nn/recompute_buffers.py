@@ -134,7 +134,7 @@ def _copy_together(group: list[_Kept]) -> None:
 
 
 def _put_back(kept: list[_Kept]) -> None:
-    """Makes buffers hold these values again, unseen by autograd, which may have saved them for backward."""
+    """Make buffers hold these values again, unseen by autograd, which may have saved them for backward."""
     together: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for each in kept:
         if each.was_replaced:
@@ -176,7 +176,7 @@ class _Anew:
 def recompute_contexts(
     modules: Sequence[nn.Module], contexts: Callable[[], tuple[Any, Any]] | None = None
 ) -> dict[str, Any]:
-    """What torch's checkpoint is told to run modules again with the same buffers; nothing new if they have none.
+    """Return what torch's checkpoint is told to run modules again with the same buffers; nothing new if they have none.
 
     Args:
         modules: What is recomputed together.

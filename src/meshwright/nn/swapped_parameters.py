@@ -24,7 +24,7 @@ from meshwright.nn.module_structure import part_of_whole
 def call_with(
     module: nn.Module, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> Any:
-    """Calls a module with other tensors, and gives it its own back; attributes are put back as they were, too.
+    """Call a module with other tensors, and give it its own back; attributes are put back as they were, too.
 
     ``torch.func.functional_call`` by itself takes a module that lies in several places once for each of them, and
     gives it the lent tensors back as its own the second time.
@@ -119,7 +119,7 @@ class _Run(nn.Module):
         self._run = run
 
     def forward(self, inputs: Any) -> Any:
-        """Runs it."""
+        """Run it."""
         return self._run(self.model, inputs)
 
 
@@ -135,11 +135,11 @@ class SavedAttributes:
         self._contents: dict[int, tuple[Any, Any]] = {}  # by identity; holding the containers keeps that theirs
 
     def note(self, module: nn.Module) -> None:
-        """Takes down a module's own attributes, parameters, buffers and hooks; not what its tensors hold."""
+        """Take down a module's own attributes, parameters, buffers and hooks; not what its tensors hold."""
         self._note(vars(module))
 
     def put_back(self) -> None:
-        """Gives every container what it held; those that still do are left alone."""
+        """Give every container what it held; those that still do are left alone."""
         for container, content in self._contents.values():
             if _items(container) != _items(content):
                 container.clear()
@@ -161,7 +161,7 @@ def _items(container: Any) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def forgotten_results(model: nn.Module) -> Iterator[None]:
-    """Clears the caches of functions (``functools.lru_cache``, ``cache``) that take anything up in the block.
+    """Clear the caches of functions (``functools.lru_cache``, ``cache``) that take anything up in the block.
 
     Args:
         model: Functions are sought in its classes, in the files of these, and in the program that runs.

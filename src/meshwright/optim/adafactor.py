@@ -99,7 +99,7 @@ class Adafactor(ShardedOptimizer):
         super().__init__(params, defaults)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuses numbers out of range, and two ways to choose a step size at once.
+        """Refuse numbers out of range, and two ways to choose a step size at once.
 
         Raises:
             ConfigError: Naming the first.
@@ -120,11 +120,11 @@ class Adafactor(ShardedOptimizer):
         return states if group["beta1"] is None else {**states, "exp_avg": whole}
 
     def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
-        """Matrices of one shape are updated together, vectors of any."""
+        """Return the matrices of one shape are updated together, vectors of any."""
         return matrix_variant(layout)
 
     def update(self, chunk: Chunk) -> Update:
-        """Two rounds: means of squares and RMS(p), then RMS(u). One for vectors, whose u needs no sums."""
+        """Return two rounds: means of squares and RMS(p), then RMS(u). One for vectors, whose u needs no sums."""
         decay = 1.0 - chunk.step ** float(chunk.group["decay_rate"])
         floor = float(chunk.group["eps"][0])
         weight_sums = self.size_requests(chunk)
@@ -145,7 +145,7 @@ class Adafactor(ShardedOptimizer):
         _move_matrices(chunk, moment, sizes, _clipped(chunk, sizes, squares))
 
     def size_requests(self, chunk: Chunk) -> list[Sum]:
-        """What the sizes of the steps need: Σp² where RMS(p) counts."""
+        """Return what the sizes of the steps need: Σp² where RMS(p) counts."""
         return [Sum(chunk.weights.squares())] if chunk.group["scale_parameter"] else []
 
     def sizes(self, chunk: Chunk, weight_squares: list[torch.Tensor]) -> torch.Tensor | float:
@@ -240,7 +240,7 @@ def _move_matrices(chunk: Chunk, moment: FactoredMoment, sizes: torch.Tensor | f
 
 
 def _decay(weights: list[torch.Tensor], sizes: torch.Tensor | float, group: Mapping[str, Any]) -> None:
-    """p −= weight_decay · α · p; not p times 1 − …, which is rounded the same way in every step."""
+    """P −= weight_decay · α · p; not p times 1 − …, which is rounded the same way in every step."""
     if group["weight_decay"] == 0:
         return
     if isinstance(sizes, float):

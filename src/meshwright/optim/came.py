@@ -85,7 +85,7 @@ class CAME(ShardedOptimizer):
         super().__init__(params, defaults)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuses numbers out of range.
+        """Refuse numbers out of range.
 
         Raises:
             ConfigError: Naming the first.
@@ -103,14 +103,17 @@ class CAME(ShardedOptimizer):
         check_clip_threshold(group)
 
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
-        """The momentum, and means of squares and of the instability over rows and columns; of a vector all squares."""
+        """Return the momentum, and means of squares and of the instability over rows and columns.
+
+        Of a vector all squares.
+        """
         whole = Kept(layout.shape, tuple(range(layout.ndim)))
         if not is_factored(layout):
             return {"exp_avg": whole, "exp_avg_sq": whole}
         return {"exp_avg": whole, **kept_means(layout, "exp_avg_sq"), **kept_means(layout, "exp_avg_res")}
 
     def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
-        """Matrices of one shape are updated together, vectors of any."""
+        """Return the matrices of one shape are updated together, vectors of any."""
         return matrix_variant(layout)
 
     def update(self, chunk: Chunk) -> Update:
@@ -148,7 +151,7 @@ class DistributedCAME(CAME):
 
 
 def _average(chunk: Chunk, moment: FactoredMoment, instability: FactoredMoment, beta1: float) -> None:
-    """Moves the momentum towards u = g / √V̂, and counts (u − m)² with the m before that.
+    """Move the momentum towards u = g / √V̂, and counts (u − m)² with the m before that.
 
     The difference is made and squared: sums of u², u m and m² would cancel where m agrees with u, which is what the
     instability has to tell.

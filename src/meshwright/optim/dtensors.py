@@ -43,7 +43,7 @@ class Stages:
     alike: frozenset[torch.Tensor] = frozenset()  # held by all of them together, equal or as shards of one tensor
 
     def with_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> Stages:
-        """The same, where the fp32 copies of parameters count in their place."""
+        """Return the same, where the fp32 copies of parameters count in their place."""
 
         def with_copies(parameters: frozenset[torch.Tensor]) -> frozenset[torch.Tensor]:
             return parameters | {masters[parameter] for parameter in parameters if parameter in masters}
@@ -66,7 +66,7 @@ def total_norm(
     stages: Stages | None = None,
     alike: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """The norm of many tensors as if they were one vector, in fp32 and without waiting for the device.
+    """Return the norm of many tensors as if they were one vector, in fp32 and without waiting for the device.
 
     Local shards are summed first, so a world of any size costs one all-reduce of one number per mesh axis that shards.
     torch's own ``clip_grad_norm_`` fails when parameters live on different meshes, and runs DTensor operations.
@@ -95,7 +95,7 @@ def total_norm(
 
 
 def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Sums of |x|^p (maxima for the infinity norm), one for each layout and device."""
+    """Sum of |x|^p (maxima for the infinity norm), one for each layout and device."""
     by_layout: dict[tuple[Layout, torch.device], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         local = local_tensor(tensor)
@@ -122,7 +122,7 @@ def _combined(norms: list[torch.Tensor], infinite: bool) -> torch.Tensor:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """Which shards a gradient is made of.
+    """Return which shards a gradient is made of.
 
     Raises:
         ModelError: When it is an unreduced partial sum.
@@ -142,14 +142,14 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 @functools.lru_cache
 def _split_dims(placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
-    """The mesh dims that split a tensor; None where it is a partial sum."""
+    """Return the mesh dims that split a tensor; None where it is a partial sum."""
     if any(isinstance(placement, Partial) for placement in placements):
         return None
     return tuple(dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate))
 
 
 def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """The sum of |x|^p over all parts on all ranks that hold one (the maximum for the infinity norm)."""
+    """Return the sum of |x|^p over all parts on all ranks that hold one (the maximum for the infinity norm)."""
     parts = [numbers_of(part, norm_type) for part in parts]
     device, dtype = parts[0].device, _norm_type_of(parts)
     parts = [part for part in parts if part.numel() > 0]  # a shard can be empty; its maximum does not exist
@@ -169,7 +169,10 @@ def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> tor
 
 
 def numbers_of(part: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The real numbers of a plain tensor whose norm is the tensor's: of a sparse one its values, each row once."""
+    """Return the real numbers of a plain tensor whose norm is the tensor's.
+
+    Of a sparse one its values, each row once.
+    """
     if part.is_sparse:
         part = part.coalesce().values()
     if part.is_complex():
@@ -191,7 +194,7 @@ def _norm_type_of(parts: list[torch.Tensor]) -> torch.dtype:
 def clip_grad_norm_(
     parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0, stages: Stages | None = None
 ) -> torch.Tensor:
-    """Scales all gradients so that their norm is at most ``max_norm``; collective over the axes that shard them.
+    """Scale all gradients so that their norm is at most ``max_norm``; collective over the axes that shard them.
 
     Args:
         parameters: Parameters, plain or DTensor; those without a gradient are passed over.
@@ -222,7 +225,7 @@ def clip_grad_norm_(
 
 
 def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-    """Clamps every element of all gradients to ``[-clip_value, clip_value]``, each rank those it holds.
+    """Clamp every element of all gradients to ``[-clip_value, clip_value]``, each rank those it holds.
 
     torch's own fails where only some parameters are DTensors.
 
@@ -247,7 +250,7 @@ def _dense(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """What gradients of this norm are divided by, 0-dim.
+    """Return what gradients of this norm are divided by, 0-dim.
 
     torch multiplies by its reciprocal. Fused kernels divide, and clipping beforehand gives the same bits.
     """
@@ -255,7 +258,7 @@ def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def divide_(tensors: list[torch.Tensor], divisor: torch.Tensor) -> None:
-    """Divides plain tensors of any devices and types by a 0-dim one, in place."""
+    """Divide plain tensors of any devices and types by a 0-dim one, in place."""
     if divisor.device.type == "cpu" and divisor == 1.0:  # on the host it is known whether there is anything to do
         return
     for (device, _), group in _by_kind(tensors).items():
@@ -263,7 +266,7 @@ def divide_(tensors: list[torch.Tensor], divisor: torch.Tensor) -> None:
 
 
 def multiply_(tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
-    """Multiplies plain tensors of any devices and types by a 0-dim one, in place."""
+    """Multiply plain tensors of any devices and types by a 0-dim one, in place."""
     for (device, _), group in _by_kind(tensors).items():
         torch._foreach_mul_(group, scale.to(device))
 
@@ -285,13 +288,13 @@ class Order(Protocol):
 
     @property
     def dim(self) -> int:
-        """The dim in question."""
+        """Return the dim in question."""
 
     def to_model(self, tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-        """A tensor in the model's own order."""
+        """Return a tensor in the model's own order."""
 
     def to_ranks(self, tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-        """The way back."""
+        """Return the way back."""
 
 
 @dataclass(frozen=True)
@@ -309,18 +312,18 @@ class ParameterPlacement:
 
 
 def set_placement(parameter: torch.Tensor, held: ParameterPlacement) -> None:
-    """Notes it on the parameter."""
+    """Note it on the parameter."""
     setattr(parameter, _ATTRIBUTE, held)
 
 
 def placement_of(parameter: torch.Tensor) -> ParameterPlacement | None:
-    """What was told; None: the parameter's mesh says all there is to know."""
+    """Return what was told; None: the parameter's mesh says all there is to know."""
     held: ParameterPlacement | None = getattr(parameter, _ATTRIBUTE, None)
     return held
 
 
 def is_in_parts(optimizer: Optimizer) -> bool:
-    """Whether this rank's parameters are a part of a whole model's, or lie in an order of their own."""
+    """Return whether this rank's parameters are a part of a whole model's, or lie in an order of their own."""
     every: Iterable[dict[str, Any]] = optimizer.param_groups
     told = (placement_of(parameter) for group in every for parameter in group["params"])
     return any(held is not None and (held.of > 1 or held.order is not None) for held in told)
@@ -333,7 +336,7 @@ _LISTS = ("params", "param_names")  # of a parameter group: one item for each pa
 
 
 def is_dense(local: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill one block of memory without gaps, in any order of its dims."""
+    """Return whether a tensor's elements fill one block of memory without gaps, in any order of its dims."""
     return local.is_contiguous() or torch.empty_like(local, device="meta").stride() == local.stride()
 
 
@@ -364,7 +367,7 @@ class Peers(NamedTuple):
 
 
 def num_replicas(tensor: torch.Tensor, peers: Peers | None = None, held: ParameterPlacement | None = None) -> int:
-    """How many ranks (of the world, or of some peers) hold the same shard.
+    """Return how many ranks (of the world, or of some peers) hold the same shard.
 
     Args:
         tensor: A parameter, or the gradient of one.
@@ -386,7 +389,7 @@ def num_replicas(tensor: torch.Tensor, peers: Peers | None = None, held: Paramet
 
 
 def by_kind(tensors: Iterable[torch.Tensor]) -> Sequence[list[torch.Tensor]]:
-    """Tensors grouped by device and type, without the empty ones: what one multi-tensor kernel takes."""
+    """Return the tensors grouped by device and type, without the empty ones: what one multi-tensor kernel takes."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel() > 0:
@@ -410,7 +413,7 @@ def reduced(values: torch.Tensor, operation: dist.ReduceOp.RedOpType, peers: Pee
 
 
 def step_by_layouts(optimizer: Optimizer) -> None:
-    """Lets every step take each parameter group in parts that hold plain tensors only, or DTensors of one mesh only.
+    """Let every step take each parameter group in parts that hold plain tensors only, or DTensors of one mesh only.
 
     torch's fused and foreach updates take a group's tensors in one operation, which refuses mixtures; groups that are
     updated one tensor at a time stay whole. Between steps the groups are the caller's: learning rates and schedules
@@ -441,7 +444,10 @@ def _in_parts(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _updates_lists(group: dict[str, Any]) -> bool:
-    """Whether torch updates many tensors of a group in one operation: left the choice, it does so on accelerators."""
+    """Return whether torch updates many tensors of a group in one operation.
+
+    Left the choice, it does so on accelerators.
+    """
     chosen = [group[key] for key in ("fused", "foreach") if group.get(key) is not None]
     if chosen or "foreach" not in group:
         return any(chosen)
@@ -465,7 +471,7 @@ _ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, R
 
 
 def step_on_local_tensors(optimizer: Optimizer) -> None:
-    """Lets an optimizer update the local shards of its DTensors, as DTensor operations would, without their dispatch.
+    """Let an optimizer update the local shards of its DTensors, as DTensor operations would, without their dispatch.
 
     States stay DTensors. Nothing changes for optimizers other than torch's element-wise ones, for subclasses of
     theirs, and in steps whose states do not lie as their parameters.
@@ -484,7 +490,7 @@ def step_on_local_tensors(optimizer: Optimizer) -> None:
 
 
 def _unwrap(parameters: list[Any], gradients: list[Any], states: tuple[list[Any], ...]) -> None:
-    """Replaces DTensors by their local tensors, in all lists or in none."""
+    """Replace DTensors by their local tensors, in all lists or in none."""
     sharded = [index for index, each in enumerate(parameters) if isinstance(each, DTensor)]
     if not sharded:
         return
@@ -519,7 +525,7 @@ _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_steps_alone(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer whose ``step()`` takes gradients as they are.
+    """Return an optimizer whose ``step()`` takes gradients as they are.
 
     Raises:
         ConfigError: For one that asks for a closure (torch's LBFGS), with which it computes the loss several times.

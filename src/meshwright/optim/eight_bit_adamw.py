@@ -47,7 +47,7 @@ class MomentAdamW(ShardedOptimizer):
     """
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuses numbers out of range.
+        """Refuse numbers out of range.
 
         Raises:
             ConfigError: Naming the first.
@@ -61,20 +61,20 @@ class MomentAdamW(ShardedOptimizer):
             raise bad_value("percentile_clipping", percentile, "a whole number from 1 to 100 (100 clips nothing)")
 
     def form(self, layout: Layout, group: dict[str, Any]) -> Kept:
-        """The form of the moments: the parameter's."""
+        """Return the form of the moments: the parameter's."""
         return Kept(layout.shape, tuple(range(layout.ndim)))
 
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
-        """Moments, and the last norms where gradients are clipped by them."""
+        """Return the moments, and the last norms where gradients are clipped by them."""
         norms = {NORMS: kept_norms()} if group["percentile_clipping"] < 100 else {}
         return {**kept_moments(layout, self.form(layout, group), group), **norms}
 
     def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
-        """Shape in kind, and how blocks are cut."""
+        """Return the shape in kind, and how blocks are cut."""
         return layout.ndim, variant_of_moments(layout, self.form(layout, group), group)
 
     def asks(self, chunk: Chunk) -> bool:
-        """Norms or shared scales."""
+        """Return the norms or shared scales."""
         return chunk.group["percentile_clipping"] < 100 or self._shares_scales(chunk)
 
     def lives_on_host(self, group: dict[str, Any]) -> bool:
@@ -82,7 +82,7 @@ class MomentAdamW(ShardedOptimizer):
         return bool(group["is_paged"])
 
     def update(self, chunk: Chunk) -> Update:
-        """Rounds: what :meth:`observed` asks; norms, where they clip; scales, where ranks share a block."""
+        """Round: what :meth:`observed` asks; norms, where they clip; scales, where ranks share a block."""
         group: Any = chunk.group
         gradients = yield from self.observed(chunk)
         if group["percentile_clipping"] < 100:
@@ -105,12 +105,12 @@ class MomentAdamW(ShardedOptimizer):
         return is_eight_bit(form, group) and blocks_of(chunk.layout, form, group["block_wise"]).over is not None
 
     def observed(self, chunk: Chunk) -> Generator[list[Request], list[Any], TensorList]:
-        """What the moments are of: the gradients."""
+        """Return what the moments are of: the gradients."""
         yield from ()
         return chunk.gradients
 
     def move(self, chunk: Chunk, direction: TensorList, remaining: float) -> None:
-        """Takes the step, and what decay leaves of the result.
+        """Take the step, and what decay leaves of the result.
 
         Args:
             chunk: With the weights.
@@ -122,7 +122,10 @@ class MomentAdamW(ShardedOptimizer):
         chunk.weights.add_(direction, alpha=remaining)
 
     def rule(self, group: dict[str, Any], step: int) -> AdamRule:
-        """The step without decay. Its number's corrections are in lr and eps: variants differ in where eps stands."""
+        """Return the step without decay.
+
+        Its number's corrections are in lr and eps: variants differ in where eps stands.
+        """
         beta1, beta2 = map(float, group["betas"])
         root = math.sqrt(1.0 - beta2**step)
         return AdamRule(
@@ -207,7 +210,7 @@ class AdamW8bit(MomentAdamW):
 
 
 def _overrides(args: Any) -> dict[str, Any]:
-    """What bitsandbytes reads from ``args``."""
+    """Return what bitsandbytes reads from ``args``."""
     values = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
     return {key: values[name] for key, names in _READ_FROM_ARGS.items() for name in names if name in values}
 
@@ -220,14 +223,14 @@ HISTORY = 100
 
 
 def kept_norms() -> Kept:
-    """The form of a parameter's last squared norms."""
+    """Return the form of a parameter's last squared norms."""
     return Kept((HISTORY,), (None,))
 
 
 def clipped(
     chunk: Chunk, gradients: TensorList, over: tuple[int, ...] | None
 ) -> Generator[list[Sum], list[Any], TensorList]:
-    """Gradients scaled down to the norm below which ``percentile_clipping`` percent of the last 100 were.
+    """Return the gradients scaled down to the norm below which ``percentile_clipping`` percent of the last 100 were.
 
     Bitsandbytes' percentile clipping (until 0.49), with the norm of the whole gradient and with the norms that there
     have been: its buffer begins with zeros, which low percentiles clip the first steps to.

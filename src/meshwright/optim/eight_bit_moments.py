@@ -23,12 +23,15 @@ FormOf = Callable[[Layout], Kept]
 
 
 def is_eight_bit(form: Kept, group: Mapping[str, Any]) -> bool:
-    """Whether a state is kept in 8 bits: by its size on all ranks together, so that no layout changes the answer."""
+    """Return whether a state is kept in 8 bits.
+
+    By its size on all ranks together, so that no layout changes the answer.
+    """
     return bool(group["nbits"] == 8) and math.prod(form.shape) >= group["min_8bit_size"]
 
 
 def kept_moments(layout: Layout, form: Kept, group: Mapping[str, Any]) -> dict[str, Kept]:
-    """The states in which two moments of this form are kept: themselves, or codes and scales."""
+    """Return the states in which two moments of this form are kept: themselves, or codes and scales."""
     if not is_eight_bit(form, group):
         return dict.fromkeys(NAMES, form)
     codes, scales = replace(form, dtype=torch.uint8), blocks_of(layout, form, group["block_wise"]).scales
@@ -36,7 +39,7 @@ def kept_moments(layout: Layout, form: Kept, group: Mapping[str, Any]) -> dict[s
 
 
 def variant_of_moments(layout: Layout, form: Kept, group: Mapping[str, Any]) -> Hashable:
-    """What the moments of parameters must share to be worked on together."""
+    """Return what the moments of parameters must share to be worked on together."""
     return blocks_of(layout, form, group["block_wise"]).variant if is_eight_bit(form, group) else None
 
 
@@ -68,7 +71,7 @@ class Moments:
         return self._values[1]
 
     def keep(self) -> Generator[list[Sum], list[Any], None]:
-        """Writes the changed moments into the states; asks where ranks share a scale."""
+        """Write the changed moments into the states; ask where ranks share a scale."""
         for packed, values in zip(self._packed, self._values, strict=bool(self._packed)):
             packed.take(values)
         over = self._packed[0].over if self._packed else None
@@ -94,7 +97,7 @@ class _Packed:
         self._largest: list[torch.Tensor] = []
 
     def read(self) -> TensorList:
-        """The values, fp32."""
+        """Return the values, fp32."""
         values: list[torch.Tensor] = []
         for batch in self._batches:
             cut = self._codec.decode(_joined([self._blocks[index].cut(self._codes.tensors[index]) for index in batch]))
@@ -113,7 +116,7 @@ class _Packed:
         self._largest = [cut.abs().amax(1) for cut in self._cut]
 
     def partial_scales(self) -> TensorList:
-        """The largest values of all of the row's blocks, as far as this rank knows."""
+        """Return the largest values of all of the row's blocks, as far as this rank knows."""
         parts = self._by_member(self._largest)
         return TensorList([blocks.spread(part) for blocks, part in zip(self._blocks, parts, strict=True)])
 
@@ -204,7 +207,7 @@ class Blocks:
         return values.reshape(self.rows * self.held, self.width)
 
     def join(self, blocks: torch.Tensor) -> torch.Tensor:
-        """The part of a state that these blocks are of, contiguous; a view of them where nothing was added."""
+        """Return the part of a state that these blocks are of, contiguous; a view of them where nothing was added."""
         if self.before or self.after:
             blocks = blocks.view(self.rows, self.held * self.width).narrow(1, self.before, self._length)
         if self.margins:
@@ -216,7 +219,7 @@ class Blocks:
         return scales.view(self.rows, self.count).narrow(1, self.first, self.held)
 
     def spread(self, largest: torch.Tensor) -> torch.Tensor:
-        """The scales with 0 for blocks that this rank holds nothing of.
+        """Return the scales with 0 for blocks that this rank holds nothing of.
 
         Args:
             largest: Of this rank's blocks, shape (blocks,).
@@ -227,7 +230,7 @@ class Blocks:
 
     @property
     def _length(self) -> int:
-        """Elements that this rank has of a row."""
+        """Return the elements that this rank has of a row."""
         return self.held * self.width - self.before - self.after
 
     def _padded_shape(self) -> list[int]:
@@ -241,7 +244,7 @@ _MADE: WeakKeyDictionary[Layout, dict[Any, Blocks]] = WeakKeyDictionary()
 
 
 def blocks_of(layout: Layout, form: Kept, block_wise: bool = True) -> Blocks:
-    """The blocks of a state of this form, of a parameter of this layout.
+    """Return the blocks of a state of this form, of a parameter of this layout.
 
     Args:
         layout: The parameter's.
@@ -293,14 +296,14 @@ def _cut_by_rows(layout: Layout, form: Kept) -> Blocks:
 
 
 def _parts_end_between_blocks(state: Layout, lead: int, split: Sequence[int], width: int) -> bool:
-    """Whether rows are split into equal parts of whole blocks, so that scales can be split the same way."""
+    """Return whether rows are split into equal parts of whole blocks, so that scales can be split the same way."""
     parts = math.prod(axis.size for axis in state.axes[lead])
     inner = math.prod(state.shape[lead + 1 :])
     return list(split) == [lead] and state.shape[lead] % parts == 0 and state.shape[lead] // parts * inner % width == 0
 
 
 def _place(state: Layout, lead: int, split: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:
-    """Where in a whole row this rank's part begins, its length, and the margins that make its further dims whole."""
+    """Return where in a whole row this rank's part begins, its length, and the margins that make its further dims whole."""
     block = own_region(state)
     margins: list[int] = []
     for dim in reversed(range(lead + 1, state.ndim) if any(dim > lead for dim in split) else ()):
@@ -317,7 +320,7 @@ _BINS = 1 << 16  # of fp32 numbers with equal sign, exponent and first 7 bits of
 
 @cache
 def dynamic_map(signed: bool) -> torch.Tensor:
-    """The 256 numbers that a byte stands for, ascending, fp32 on the CPU (arXiv 2110.02861, section 2.1).
+    """Return the 256 numbers that a byte stands for, ascending, fp32 on the CPU (arXiv 2110.02861, section 2.1).
 
     A code names a decade from 10⁻⁶ to 1 and a step in it, and the steps double from decade to decade: the largest has
     64 steps (128 unsigned), the smallest 1 (2). A step stands for its middle. 0 and 1 have codes of their own; signed
@@ -356,11 +359,11 @@ class Codec:
 
     @classmethod
     def on(cls, signed: bool, device: torch.device) -> Codec:
-        """The one for a device; made once."""
+        """Return the one for a device; made once."""
         return _made(signed, device)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Codes of numbers from −1 to 1, uint8 of the same shape; NaN gets the last one."""
+        """Return the codes of numbers from −1 to 1, uint8 of the same shape; NaN gets the last one."""
         flat = values.reshape(-1)
         bins = (flat.view(torch.int32) >> 16).bitwise_and_(_BINS - 1)
         codes = self._lower_codes.index_select(0, bins)
@@ -369,7 +372,7 @@ class Codec:
         return codes.view(values.shape)
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
-        """The numbers of codes, fp32 of the same shape."""
+        """Return the numbers of codes, fp32 of the same shape."""
         return self._numbers.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
@@ -379,7 +382,10 @@ def _made(signed: bool, device: torch.device) -> Codec:
 
 
 def _smallest_of_bins() -> torch.Tensor:
-    """The smallest number with each pattern of 16 first bits; of negative ones that is the one with all others set."""
+    """Return the smallest number with each pattern of 16 first bits.
+
+    Of negative ones that is the one with all others set.
+    """
     first = torch.arange(_BINS, dtype=torch.int64, device="cpu") << 16
     bits = torch.where(first >= 1 << 31, first + 0xFFFF - (1 << 32), first)
     return bits.to(torch.int32).view(torch.float32)

@@ -55,11 +55,14 @@ class Blocks:
         return [member for member in values.split(self._members_each) for _ in range(self._parts)]
 
     def rows_joined(self, values: Sequence[torch.Tensor], dim: int = -1) -> torch.Tensor:
-        """What every block found for its rows, ``(k, …, h)``, of the whole chunk: ``(n, …, H)``, H at ``dim``."""
+        """Return what every block found for its rows, ``(k, …, h)``, of the whole chunk.
+
+        ``(n, …, H)``, H at ``dim``.
+        """
         return _joined([_joined(parts, dim) for parts in self._by_parameter(values)], 0)
 
     def cols_added(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What every block adds to its columns, ``(k, …, W)``, of the whole chunk: ``(n, …, W)``."""
+        """Return what every block adds to its columns, ``(k, …, W)``, of the whole chunk: ``(n, …, W)``."""
         return _joined(
             [parts[0] if len(parts) == 1 else torch.stack(list(parts)).sum(0) for parts in self._by_parameter(values)],
             0,
@@ -118,12 +121,12 @@ class FactoredMoment:
         self._row_factors = self._col_factors = torch.empty(0)
 
     def add(self, squares: torch.Tensor) -> None:
-        """Counts the squares of the next block, ``(k, …, h, W)``."""
+        """Count the squares of the next block, ``(k, …, h, W)``."""
         self._row_sums.append(squares.sum(-1))
         self._col_sums.append(squares.sum(-2))
 
     def requests(self) -> list[Sum]:
-        """What must be summed over ranks."""
+        """Return what must be summed over ranks."""
         rows, cols = self._blocks.rows_joined(self._row_sums), self._blocks.cols_added(self._col_sums)
         asked = [Sum(rows, over=(-1,)), Sum(cols, over=(-2,))]
         if self._is_split_both_ways():
@@ -135,7 +138,7 @@ class FactoredMoment:
         return asked
 
     def take(self, answers: list[torch.Tensor]) -> None:
-        """Moves the states by the whole sums that :meth:`requests` asked for, and sets the factors."""
+        """Move the states by the whole sums that :meth:`requests` asked for, and set the factors."""
         height, width = self._chunk.layout.shape[-2:]
         rows = self._moved(self._row_states.tensors, answers[0], width)
         cols = self._moved(self._col_states.tensors, answers[1], height)
@@ -149,7 +152,7 @@ class FactoredMoment:
         self._col_factors = cols.rsqrt()
 
     def scale_(self, sizes: torch.Tensor | float) -> None:
-        """Multiplies the factors by a number, or by one number per parameter, ``(n,)``."""
+        """Multiply the factors by a number, or by one number per parameter, ``(n,)``."""
         if isinstance(sizes, torch.Tensor):
             sizes = sizes.view(-1, *[1] * (self._row_factors.dim() - 1))
         self._row_factors.mul_(sizes)
@@ -173,7 +176,7 @@ class FactoredMoment:
         return scaled.mul_(self._row_factors).flatten(1).sum(1)
 
     def _moved(self, states: list[torch.Tensor], sums: torch.Tensor, count: int) -> torch.Tensor:
-        """The states, stacked, after they were moved towards the means of ``count`` squares."""
+        """Return the states, stacked, after they were moved towards the means of ``count`` squares."""
         stacked = stack(states)
         stacked.mul_(self._decay).add_(sums, alpha=self._scale / count).add_(self._floor)
         if len(states) > 1:
@@ -211,19 +214,19 @@ class BlockedSquares:
 
 
 def direction_of_vectors(chunk: Chunk, decay: float, floor: float) -> TensorList:
-    """u = g / √v of tensors whose squares are kept whole, after v = decay · v + (1 − decay) · (g² + floor)."""
+    """U = g / √v of tensors whose squares are kept whole, after v = decay · v + (1 − decay) · (g² + floor)."""
     moments, gradients = chunk.states["exp_avg_sq"], chunk.gradients
     moments.mul_(decay).addcmul_(gradients, gradients, value=1.0 - decay).add_(floor * (1.0 - decay))
     return moments.rsqrt().mul_(gradients)
 
 
 def is_factored(layout: Layout) -> bool:
-    """Whether the squares are kept as rows and columns: vectors and scalars keep them all."""
+    """Return whether the squares are kept as rows and columns: vectors and scalars keep them all."""
     return layout.ndim >= 2
 
 
 def kept_means(layout: Layout, name: str) -> dict[str, Kept]:
-    """The states of a factored moment: rows without the last dim, columns without the last but one."""
+    """Return the states of a factored moment: rows without the last dim, columns without the last but one."""
     rows, cols = list(range(layout.ndim)), list(range(layout.ndim))
     del rows[-1], cols[-2]
     return {
@@ -233,7 +236,10 @@ def kept_means(layout: Layout, name: str) -> dict[str, Kept]:
 
 
 def matrix_variant(layout: Layout) -> Hashable:
-    """What parameters share in a chunk: matrices their shape, so that their means can be computed with at once."""
+    """Return what parameters share in a chunk.
+
+    Matrices their shape, so that their means can be computed with at once.
+    """
     return (layout.shape, layout.placements) if is_factored(layout) else layout.ndim
 
 
@@ -243,12 +249,12 @@ def clips(square_sums: torch.Tensor, numels: torch.Tensor | float, threshold: fl
 
 
 def numels(chunk: Chunk) -> torch.Tensor | float:
-    """Elements of each whole parameter; one number for matrices, as a chunk of them has one shape."""
+    """Return the elements of each whole parameter; one number for matrices, as a chunk of them has one shape."""
     return float(chunk.layout.numel) if is_factored(chunk.layout) else chunk.numels()
 
 
 def check_floors(group: dict[str, Any]) -> None:
-    """Refuses an ``eps`` that leaves rows without gradients at 0 / 0.
+    """Refuse an ``eps`` that leaves rows without gradients at 0 / 0.
 
     Raises:
         ConfigError: With it.
@@ -259,7 +265,7 @@ def check_floors(group: dict[str, Any]) -> None:
 
 
 def check_clip_threshold(group: dict[str, Any]) -> None:
-    """Refuses to clip everything to nothing.
+    """Refuse to clip everything to nothing.
 
     Raises:
         ConfigError: With the threshold.

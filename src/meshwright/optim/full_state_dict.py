@@ -21,7 +21,7 @@ ABSENT = "states_are_on_rank"
 
 @torch.no_grad()
 def gathered_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """The torch state dict with whole tensors on the CPU; collective.
+    """Return the torch state dict with whole tensors on the CPU; collective.
 
     At most one whole tensor is on a device at a time. Only rank 0 keeps them: its dict can be saved, and loaded by
     plain torch or by :func:`laid_out_like` on any number of ranks. The others' have no states, and say so.
@@ -48,7 +48,7 @@ def _refuse_stages(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def gathered(local: dict[str, Any]) -> dict[str, Any]:
-    """The same for a state dict of this rank's shards."""
+    """Return the same for a state dict of this rank's shards."""
     keeps = rank() == 0
     states = {
         index: tree_map_only(torch.Tensor, lambda value: _whole(value, keeps), state)
@@ -108,13 +108,16 @@ def laid_out_like(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
 
 
 def parameters_by_key(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
-    """The optimizer's parameters by what a state dict calls them: positions, or names in torch's distributed ones."""
+    """Return the optimizer's parameters by what a state dict calls them.
+
+    Positions, or names in torch's distributed ones.
+    """
     saved = [name for group in state_dict["param_groups"] for name in group["params"]]
     return dict(zip(saved, _parameters(optimizer), strict=False))
 
 
 def groups_by_key(state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """The saved group of every parameter, by what a state dict calls it."""
+    """Return the saved group of every parameter, by what a state dict calls it."""
     return {name: group for group in state_dict["param_groups"] for name in group["params"]}
 
 
@@ -123,7 +126,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _agreed_source(optimizer: Optimizer, state_dict: dict[str, Any]) -> Received | None:
-    """Where states come from: None for every rank's own dict, else what rank 0 sends.
+    """Return where states come from: None for every rank's own dict, else what rank 0 sends.
 
     Raises:
         CheckpointError: On every rank, when they do not fit on one.
@@ -137,7 +140,7 @@ def _agreed_source(optimizer: Optimizer, state_dict: dict[str, Any]) -> Received
 
 
 def of_others(groups: Sequence[Sequence[Any]], got: str) -> CheckpointError:
-    """The error for states of other parameters than these groups'."""
+    """Return the error for states of other parameters than these groups'."""
     return CheckpointError(
         "The optimizer's saved states are not for these parameters",
         expected=f"groups of {[len(group) for group in groups]} parameters, in the shapes they have here",
@@ -147,13 +150,13 @@ def of_others(groups: Sequence[Sequence[Any]], got: str) -> CheckpointError:
 
 
 def load_laid_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Loads what :func:`laid_out_like` returned, which an optimizer of ours need not lay out once more."""
+    """Load what :func:`laid_out_like` returned, which an optimizer of ours need not lay out once more."""
     take = getattr(optimizer, "take_laid_out", optimizer.load_state_dict)
     take(state_dict)
 
 
 def misfit(optimizer: Optimizer, state_dict: dict[str, Any]) -> str:
-    """What is wrong with a state dict, or nothing."""
+    """Return what is wrong with a state dict, or nothing."""
     if ABSENT in state_dict and rank() == 0:
         return "a dict without states, as gathering leaves it on other ranks than 0"
     groups = [len(group["params"]) for group in state_dict["param_groups"]]

@@ -36,13 +36,13 @@ class ProjectedGroups(ShardedOptimizer):
     states_can_be_averaged = False  # every replica projects by its own gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; one with a rank is projected."""
+        """Add a group; one with a rank is projected."""
         if is_projected(param_group):
             param_group = {**_DEFAULTS, **param_group}
         super().add_param_group(param_group)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuses numbers out of range, and projections that cannot be.
+        """Refuse numbers out of range, and projections that cannot be.
 
         Raises:
             ConfigError: Naming the hyperparameter.
@@ -72,7 +72,7 @@ class GaLoreMoments(ProjectedGroups, MomentAdamW):
         self._forms: WeakKeyDictionary[Layout, dict[Any, tuple[Kept, Hashable]]] = WeakKeyDictionary()
 
     def form(self, layout: Layout, group: dict[str, Any]) -> Kept:
-        """The form of the moments: low rank, where gradients are projected."""
+        """Return the form of the moments: low rank, where gradients are projected."""
         return self._known(layout, group)[0]
 
     def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
@@ -80,7 +80,7 @@ class GaLoreMoments(ProjectedGroups, MomentAdamW):
         return self._known(layout, group)[1]
 
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
-        """The moments and the projectors."""
+        """Return the moments and the projectors."""
         return {**super().kept_states(layout, group), **self.projector_states(layout, group)}
 
     def asks(self, chunk: Chunk) -> bool:
@@ -89,11 +89,11 @@ class GaLoreMoments(ProjectedGroups, MomentAdamW):
         return projects or super().asks(chunk)
 
     def observed(self, chunk: Chunk) -> Generator[list[Request], list[Any], TensorList]:
-        """Gradients, projected where their group has a rank."""
+        """Return the gradients, projected where their group has a rank."""
         return (yield from self.projected(chunk)) if is_projected(chunk.group) else chunk.gradients
 
     def move(self, chunk: Chunk, direction: TensorList, remaining: float) -> None:
-        """Takes the step back into the whole space."""
+        """Take the step back into the whole space."""
         if is_projected(chunk.group):
             take_projected_step(chunk, direction, remaining)
         else:
@@ -234,7 +234,7 @@ class GaLoreAdamW(GaLoreMoments):
         super().__init__(params, {**defaults, **QUANTISATION})
 
     def rule(self, group: dict[str, Any], step: int) -> AdamRule:
-        """The step with eps beside the uncorrected √v; with lr as it is, where nothing is to be corrected."""
+        """Return the step with eps beside the uncorrected √v; with lr as it is, where nothing is to be corrected."""
         rule = replace(super().rule(group, step), eps=float(group["eps"]))
         return rule if group["correct_bias"] else replace(rule, lr=float(group["lr"]))
 
@@ -323,7 +323,7 @@ class GaLoreAdafactor(ProjectedGroups, Adafactor):
         take_projected_step(chunk, low.weights, 1.0)
 
     def _low_layout(self, layout: Layout, group: Mapping[str, Any]) -> Layout:
-        """The layout of a projected gradient; remembered."""
+        """Return the layout of a projected gradient; remembered."""
         known = self._low_layouts.setdefault(layout, {})
         key = group["rank"], group["proj_type"]
         if key not in known:
@@ -357,7 +357,7 @@ class _LowChunk(Chunk):
 
     @classmethod
     def of(cls, chunk: Chunk, gradients: TensorList, layouts: list[Layout]) -> _LowChunk:
-        """The projected gradients of a chunk, and their layouts."""
+        """Return the projected gradients of a chunk, and their layouts."""
         group = {**chunk.group, "weight_decay": 0.0}
         members = [
             replace(member, slot=replace(member.slot, layout=layout))

@@ -32,12 +32,12 @@ PROJECTION_TYPES = tuple(_SIDES_OF_TALL)
 
 
 def is_projected(group: Mapping[str, Any]) -> bool:
-    """Whether the parameters of a group are projected: its having a rank says so, as in GaLore."""
+    """Return whether the parameters of a group are projected: its having a rank says so, as in GaLore."""
     return group.get("rank") is not None
 
 
 def projector_forms(layout: Layout, group: Mapping[str, Any]) -> dict[str, ProjectorForm]:
-    """The projectors of a parameter by the names of their states: one, or one for each side.
+    """Return the projectors of a parameter by the names of their states: one, or one for each side.
 
     ``std`` contracts the shorter of a matrix's dims, so that moments are of the longer dim × rank.
     """
@@ -48,7 +48,7 @@ def projector_forms(layout: Layout, group: Mapping[str, Any]) -> dict[str, Proje
 
 
 def low_rank_form(layout: Layout, group: Mapping[str, Any]) -> Kept:
-    """The form of a projected gradient: rank in place of what is contracted, which no axis splits."""
+    """Return the form of a projected gradient: rank in place of what is contracted, which no axis splits."""
     shape, dims = list(layout.shape), list[int | None](range(layout.ndim))
     for form in projector_forms(layout, group).values():
         shape[form.dim], dims[form.dim] = form.rank, None
@@ -56,18 +56,18 @@ def low_rank_form(layout: Layout, group: Mapping[str, Any]) -> Kept:
 
 
 def is_time_to_renew(chunk: Chunk) -> bool:
-    """Whether projectors are computed anew in this step: the first, and then every ``update_proj_gap``-th."""
+    """Return whether projectors are computed anew in this step: the first, and then every ``update_proj_gap``-th."""
     return bool((chunk.step - 1) % chunk.group["update_proj_gap"] == 0)
 
 
 def contracts_split_dims(chunk: Chunk) -> bool:
-    """Whether projecting needs the other ranks."""
+    """Return whether projecting needs the other ranks."""
     forms = projector_forms(chunk.layout, chunk.group).values()
     return not chunk.layout.is_whole(*(chunk.layout.ndim + form.dim for form in forms))
 
 
 def projected(chunk: Chunk, replicas: dist.ProcessGroup | None) -> Generator[list[Request], list[Any], TensorList]:
-    """The gradients in the space of the projectors, which are renewed first when it is time.
+    """Return the gradients in the space of the projectors, which are renewed first when it is time.
 
     Args:
         chunk: Of projected parameters, with projectors among its states.
@@ -92,7 +92,7 @@ def projected(chunk: Chunk, replicas: dist.ProcessGroup | None) -> Generator[lis
 
 
 def take_projected_step(chunk: Chunk, step: TensorList, remaining: float) -> None:
-    """weights = remaining · (weights + scale · step back in the whole space), in as few passes as may be.
+    """Weights = remaining · (weights + scale · step back in the whole space), in as few passes as may be.
 
     Args:
         chunk: Of projected parameters.
@@ -113,7 +113,7 @@ def take_projected_step(chunk: Chunk, step: TensorList, remaining: float) -> Non
 
 
 def _renewal(chunk: Chunk, name: str, form: ProjectorForm, replicas: dist.ProcessGroup | None) -> Whole:
-    """Has each gradient decomposed on one rank. A decomposition that fails leaves the old projector."""
+    """Have each gradient decomposed on one rank. A decomposition that fails leaves the old projector."""
     projectors, method, step = chunk.states[name].tensors, chunk.group["svd"], chunk.step
 
     def decompose(members: list[int], matrices: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -177,7 +177,7 @@ class ProjectorForm:
     dim: int
 
     def __call__(self, layout: Layout) -> Kept:
-        """Shape (…, size of the dim, rank), for each matrix of a stack."""
+        """Return the shape (…, size of the dim, rank), for each matrix of a stack."""
         stacks = tuple(range(layout.ndim - 2))
         size = layout.shape[self.dim]
         return Kept((*layout.shape[:-2], size, self.rank), (*stacks, layout.ndim + self.dim, None))
@@ -194,7 +194,7 @@ class MatrixParts:
     form: ProjectorForm
 
     def __call__(self, layout: Layout) -> Parts:
-        """The block of each matrix, and of its projector."""
+        """Return the block of each matrix, and of its projector."""
         stack, result = layout.shape[:-2], self.form(layout).shape[-2:]
         ones = (1,) * len(stack)
         parts = []
@@ -210,12 +210,12 @@ def svd_cost(shape: tuple[int, ...]) -> float:
 
 
 def cost_of(method: str) -> Callable[[tuple[int, ...]], float]:
-    """How the work of a method grows with the matrix."""
+    """Return how the work of a method grows with the matrix."""
     return svd_cost if method == "exact" else math.prod
 
 
 def leading_vectors(matrix: torch.Tensor, form: ProjectorForm, method: str, seed: int) -> torch.Tensor:
-    """The first singular vectors of a matrix, by descending singular values.
+    """Return the first singular vectors of a matrix, by descending singular values.
 
     Args:
         matrix: fp32, shape (H, W), or (1, …, H, W).
@@ -257,7 +257,7 @@ def _randomised(matrix: torch.Tensor, rank: int, seed: int) -> tuple[torch.Tenso
 
 
 def check_projection(group: dict[str, Any]) -> None:
-    """Refuses numbers out of range, and parameters that have no such projection.
+    """Refuse numbers out of range, and parameters that have no such projection.
 
     Raises:
         ConfigError: Naming the hyperparameter.

@@ -47,12 +47,12 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's groups."""
+        """Return the inner optimizer's groups."""
         return self.inner.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's states."""
+        """Return the inner optimizer's states."""
         return self.inner.state
 
     def __getattr__(self, name: str) -> Any:
@@ -69,17 +69,17 @@ class WrappedOptimizer(Optimizer):
         vars(self).update(state)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients."""
+        """Clear the gradients."""
         self.inner.zero_grad(set_to_none)
 
 
 def is_outer(optimizer: Optimizer | None) -> TypeGuard[OuterOptimizer]:
-    """Whether an optimizer is an OuterOptimizer."""
+    """Return whether an optimizer is an OuterOptimizer."""
     return isinstance(optimizer, WrappedOptimizer) and optimizer.is_outer
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that holds the states, inside all wrappers."""
+    """Return the optimizer that holds the states, inside all wrappers."""
     while isinstance(optimizer, WrappedOptimizer):
         optimizer = optimizer.inner
     return optimizer
@@ -88,7 +88,7 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
 def call_around(
     optimizer: Optimizer, before: Sequence[Callable[[], None]] = (), after: Sequence[Callable[[], None]] = ()
 ) -> None:
-    """Calls these around every step of an optimizer. Those before it must not look at gradients: kernels clip later."""
+    """Call these around every step of an optimizer. Those before it must not look at gradients: kernels clip later."""
     if isinstance(optimizer, WrappedOptimizer) and (before or after):  # has no hooks, and its inner one several steps
         step = optimizer.step
 
@@ -118,13 +118,13 @@ class _Hook:
 
 
 def shows_gradients(optimizer: Optimizer) -> bool:
-    """Whether somebody's hook may look at the gradients before the optimizer's kernel does."""
+    """Return whether somebody's hook may look at the gradients before the optimizer's kernel does."""
     hooks = (*optimizer._optimizer_step_pre_hooks.values(), *_global_optimizer_pre_hooks.values())
     return not all(isinstance(hook, _Hook) for hook in hooks)
 
 
 def average_of(optimizer: Optimizer | None) -> WeightAverage | None:
-    """The average of the weights that an optimizer moves, through all its wrappers; None where none is kept."""
+    """Return the average of the weights that an optimizer moves, through all its wrappers; None where none is kept."""
     found: WeightAverage | None = None if optimizer is None else getattr(inner_optimizer(optimizer), AVERAGE, None)
     return found
 
@@ -188,22 +188,22 @@ class GuardedOptimizer(WrappedOptimizer):
         Whoever knows it may set it before each step."""
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The same loss, whose ``backward`` multiplies the gradients by the loss scale."""
+        """Return the same loss, whose ``backward`` multiplies the gradients by the loss scale."""
         if self.scaler is None or not loss.requires_grad:
             return loss
         self._scaled = True
         return _ScaleGradient.apply(loss, self.scaler.scale(torch.ones((), device=loss.device)))
 
     def expect_scaled(self) -> None:
-        """Tells that gradients of this step are scaled, where another pipeline stage computes the loss."""
+        """Tell that gradients of this step are scaled, where another pipeline stage computes the loss."""
         self.scaled(torch.zeros((), device=self.stages.device if self.stages else None, requires_grad=True))
 
     def leave_out(self) -> None:
-        """Makes the next ``step`` leave the weights as they are, whatever the gradients; every rank must call it."""
+        """Make the next ``step`` leave the weights as they are, whatever the gradients; every rank must call it."""
         self._leaves_out = True
 
     def prepare_gradients(self) -> None:
-        """Collects gradients into the master weights and removes the loss scale; once per step, repeats do nothing.
+        """Collect gradients into the master weights and remove the loss scale; once per step, repeats do nothing.
 
         Raises:
             ConfigError: Without a scaled loss, and for a gradient of what should have a master weight and has none.
@@ -226,21 +226,21 @@ class GuardedOptimizer(WrappedOptimizer):
         self._prepared = True
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Prepares the gradients, clips them and returns their norm before clipping (0-dim, equal on all ranks)."""
+        """Prepare the gradients, clip them and return their norm before clipping (0-dim, equal on all ranks)."""
         self.prepare_gradients()
         norm = clip_grad_norm_(self._parameters(), max_norm, norm_type, self.stages)
         self._norm = norm if max_norm == float("inf") or norm_type == 2.0 else None
         return norm
 
     def clip_grad_value(self, clip_value: float) -> None:
-        """Prepares the gradients and clamps every element to ``[-clip_value, clip_value]``."""
+        """Prepare the gradients and clamp every element to ``[-clip_value, clip_value]``."""
         self.prepare_gradients()
         clip_grad_value_(self._parameters(), clip_value)
         self._norm = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Updates the weights, or leaves them when the gradients are not finite (see ``step_was_skipped``).
+        """Update the weights, or leave them when the gradients are not finite (see ``step_was_skipped``).
 
         Raises:
             NonFiniteError: With ``stop_nonfinite``, on every rank; nothing is changed then.
@@ -296,7 +296,7 @@ class GuardedOptimizer(WrappedOptimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the model (and of the master weights)."""
+        """Clear the gradients of the model (and of the master weights)."""
         super().zero_grad(set_to_none)
         if self.master is not None:
             self.master.zero_grad()
@@ -309,11 +309,11 @@ class GuardedOptimizer(WrappedOptimizer):
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict under ``"inner"``, the loss scale's under ``"scaler"``."""
+        """Return the inner optimizer's state dict under ``"inner"``, the loss scale's under ``"scaler"``."""
         return {"inner": self.inner.state_dict(), "scaler": self.scaler.state_dict() if self.scaler else None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned."""
+        """Take over what :meth:`state_dict` returned."""
         if self.master is not None:
             self.master.take_changes()
         self.inner.load_state_dict(state_dict["inner"])
@@ -335,7 +335,7 @@ class GuardedOptimizer(WrappedOptimizer):
 
 
 def guard_of(optimizer: Optimizer | None) -> GuardedOptimizer | None:
-    """The guards of an optimizer, also inside an outer one; None where there are none."""
+    """Return the guards of an optimizer, also inside an outer one; None where there are none."""
     inner = optimizer.inner if is_outer(optimizer) else optimizer
     return inner if isinstance(inner, GuardedOptimizer) else None
 
@@ -347,7 +347,7 @@ def clip_gradients(
     norm_type: float = 2.0,
     stages: Stages | None = None,
 ) -> torch.Tensor:
-    """Clips the gradients of a model, prepared as its optimizer wants them; returns their norm before (0-dim).
+    """Clip the gradients of a model, prepared as its optimizer wants them; return their norm before (0-dim).
 
     Args:
         parameters: Of the model as a strategy has changed it.
@@ -365,7 +365,7 @@ def clip_gradients(
 
 
 def clip_gradient_values(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None, clip_value: float) -> None:
-    """Clamps every element of a model's gradients, prepared as its optimizer wants them; arguments as above."""
+    """Clamp every element of a model's gradients, prepared as its optimizer wants them; arguments as above."""
     if is_outer(optimizer):
         optimizer.prepare_gradients()
     guard = guard_of(optimizer)
@@ -388,7 +388,7 @@ def clipped_step(
     norm_type: float = 2.0,
     stages: Stages | None = None,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """The norm of the gradients before clipping (0-dim), and the step of the optimizer that is to follow.
+    """Return the norm of the gradients before clipping (0-dim), and the step of the optimizer that is to follow.
 
     torch's fused optimizers clip in their kernel: until the step gradients are as backward left them, after it they are
     clipped. For all others they are clipped at once.
@@ -425,7 +425,7 @@ def _parameters_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _fused_optimizer(optimizer: Optimizer) -> Optimizer | None:
-    """What divides gradients in its kernel; None where there is no such kernel, or somebody looks before it."""
+    """Return what divides gradients in its kernel; None where there is no such kernel, or somebody looks before it."""
     guarded = isinstance(optimizer, GuardedOptimizer)
     if guarded and optimizer.scaler is not None:  # type: ignore[attr-defined]
         return None
@@ -443,7 +443,7 @@ def _fused_optimizer(optimizer: Optimizer) -> Optimizer | None:
 def _divide_and_step(
     clipped: Sequence[torch.Tensor], optimizer: Optimizer, fused: Optimizer, norm: torch.Tensor, max_norm: float
 ) -> None:
-    """Steps with divided gradients; those of ``clipped`` that are not updated are divided, too."""
+    """Step with divided gradients; those of ``clipped`` that are not updated are divided, too."""
     divisor = clip_divisor(norm, max_norm)
     if divisor.device.type == "cpu" and divisor == 1.0:  # known without waiting for a device
         optimizer.step()
@@ -484,13 +484,16 @@ def follow_loads(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def weights_were_loaded(model: nn.Module) -> None:
-    """Tells the optimizer that follows a model, if there is one, of weights that were put in place some other way."""
+    """Tell the optimizer that follows a model, if there is one, of weights that were put in place some other way."""
     for module in model.modules():
         _refresh(module)
 
 
 def masters_of(model: nn.Module) -> MasterWeights | None:
-    """The fp32 masters that the optimizer of an accelerated model updates; None where it updates the parameters."""
+    """Return the fp32 masters that the optimizer of an accelerated model updates.
+
+    None where it updates the parameters.
+    """
     known = next((_OPTIMIZERS[module] for module in model.modules() if module in _OPTIMIZERS), None)
     guard = guard_of(known()) if known is not None else None
     masters = guard.master if guard is not None else None

@@ -81,7 +81,7 @@ class Lamb(ShardedOptimizer):
         super().__init__(params, defaults)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuses numbers out of range.
+        """Refuse numbers out of range.
 
         Raises:
             ConfigError: Naming the first.
@@ -92,7 +92,7 @@ class Lamb(ShardedOptimizer):
             raise bad_value("bias_correction", group["bias_correction"], "'paper', 'lr', True or False")
 
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
-        """Two moments in the parameter's shape, fp32."""
+        """Return two moments in the parameter's shape, fp32."""
         whole = Kept(layout.shape, tuple(range(layout.ndim)))
         return {"exp_avg": whole, "exp_avg_sq": whole}
 
@@ -135,7 +135,7 @@ class DistributedLamb(Lamb):
 
 
 def _adam_direction(chunk: Chunk) -> TensorList:
-    """u = m̂ / (√v̂ + eps) + weight_decay · p, by torch's fused Adam: it moves ``weight_decay · p`` by a step of −1."""
+    """U = m̂ / (√v̂ + eps) + weight_decay · p, by torch's fused Adam: it moves ``weight_decay · p`` by a step of −1."""
     group = chunk.group
     beta1, beta2 = group["betas"]
     rule = AdamRule(

@@ -61,7 +61,7 @@ class SpikeWatch:
 
     @property
     def limit(self) -> float:
-        """The highest loss that is no spike; infinite until half the window has been seen."""
+        """Return the highest loss that is no spike; infinite until half the window has been seen."""
         if 2 * len(self._losses) < self.policy.window:
             return math.inf
         median = statistics.median(self._losses)
@@ -69,7 +69,9 @@ class SpikeWatch:
         return median + self.policy.threshold * max(_SIGMA_PER_MAD * deviation, _LEAST_SPREAD * abs(median))
 
     def is_spike(self, loss: float) -> bool:
-        """Whether the loss of a step is one, to be called once per step; inf and nan are, from the first step on.
+        """Return whether the loss of a step is one, to be called once per step.
+
+        Inf and nan are, from the first step on.
 
         A spike is not compared with later, unless the policy only warns: then a loss that stays up is soon usual.
         """
@@ -82,25 +84,25 @@ class SpikeWatch:
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether so many steps were skipped that it is no spike."""
+        """Return whether so many steps were skipped that it is no spike."""
         return self.in_a_row >= self.policy.patience
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses to compare with, and the count of spikes in a row."""
+        """Return the losses to compare with, and the count of spikes in a row."""
         return {"losses": list(self._losses), "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned; of a longer window the latest losses."""
+        """Take over what :meth:`state_dict` returned; of a longer window the latest losses."""
         self._losses = deque((float(loss) for loss in state["losses"]), maxlen=self.policy.window)
         self.in_a_row = int(state["in_a_row"])
 
 
 def watch_spikes(optimizer: Optimizer, watch: SpikeWatch) -> None:
-    """Makes :func:`spike_watch_of` find a watch by the optimizer, so that checkpoints hold it."""
+    """Make :func:`spike_watch_of` find a watch by the optimizer, so that checkpoints hold it."""
     setattr(inner_optimizer(optimizer), _ATTRIBUTE, watch)
 
 
 def spike_watch_of(optimizer: Optimizer | None) -> SpikeWatch | None:
-    """The watch over the losses that an optimizer lowers, through all its wrappers; None where there is none."""
+    """Return the watch over the losses that an optimizer lowers, through all its wrappers; None where there is none."""
     found: SpikeWatch | None = None if optimizer is None else getattr(inner_optimizer(optimizer), _ATTRIBUTE, None)
     return found

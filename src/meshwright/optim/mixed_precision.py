@@ -36,7 +36,7 @@ class MasterWeights:
         self._mark()
 
     def optimizer(self, optim_func: Callable[[Any], Optimizer], params: Iterable[Any]) -> Optimizer:
-        """Builds ``optim_func(params)`` over the copies: takes parameters or groups of them, as torch optimizers do."""
+        """Build ``optim_func(params)`` over the copies: takes parameters or groups of them, as torch optimizers do."""
         groups = list(params)
         if groups and isinstance(groups[0], Mapping):
             return optim_func([{**group, "params": self._replaced(group["params"])} for group in groups])
@@ -50,13 +50,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Moves the gradients to the copies, in fp32; the half-precision ones are freed."""
+        """Move the gradients to the copies, in fp32; the half-precision ones are freed."""
         for parameter, master in self.of.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
 
     def check_covers(self, updated: Iterable[torch.Tensor]) -> None:
-        """Refuses gradients of half-precision parameters without a copy: small updates would vanish.
+        """Refuse gradients of half-precision parameters without a copy: small updates would vanish.
 
         Args:
             updated: What the optimizer updates: copies, and parameters that need none.
@@ -79,13 +79,13 @@ class MasterWeights:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Rounds the updated copies into the model's parameters."""
+        """Round the updated copies into the model's parameters."""
         for parameter, master in self.of.items():
             parameter.copy_(master)
         self._mark()
 
     def take_changes(self) -> None:
-        """Takes parameters over that somebody has written to since the copies were rounded into them.
+        """Take parameters over that somebody has written to since the copies were rounded into them.
 
         Clamped, tied or averaged in place, they would be overwritten by the next step. Values are not compared: what is
         written through ``parameter.data`` leaves no mark, and is not seen.
@@ -97,24 +97,24 @@ class MasterWeights:
                 self._marks[parameter] = mark
 
     def _mark(self) -> None:
-        """Notes that parameters are what their copies round to."""
+        """Note that parameters are what their copies round to."""
         self._marks = {parameter: _mark_of(parameter) for parameter in self.of}
 
     def zero_grad(self) -> None:
-        """Frees the gradients of the model and of the copies."""
+        """Free the gradients of the model and of the copies."""
         for parameter, master in self.of.items():
             parameter.grad = master.grad = None
 
 
 def _mark_of(parameter: torch.Tensor) -> tuple[int, ...]:
-    """What changes when this rank's part is written to, or replaced by another tensor."""
+    """Return what changes when this rank's part is written to, or replaced by another tensor."""
     local = local_tensor(parameter)
     return parameter._version, local._version, local.data_ptr()  # a DTensor's are not its shard's
 
 
 @torch.no_grad()
 def take_over(copy: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Changes a copy of a parameter, of another type or on another device, into what was loaded into the parameter.
+    """Change a copy of a parameter, of another type or on another device, into what was loaded into the parameter.
 
     An element that rounds to the parameter's stays: it was loaded before, and is finer.
     """
@@ -129,7 +129,7 @@ _DROPPED_BITS = 16  # of an fp32 mantissa, in bfloat16
 
 
 def round_stochastically_(target: torch.Tensor, value: torch.Tensor, generator: torch.Generator) -> None:
-    """Rounds fp32 to one of the two neighbouring bfloat16 numbers, with probabilities that keep the mean (in place).
+    """Round fp32 to one of the two neighbouring bfloat16 numbers, with probabilities that keep the mean (in place).
 
     Adding random bits below the kept mantissa and cutting them off carries with exactly that probability
     (Gupta et al. 2015; Zamirai et al. 2020 for bfloat16 training). Infinities and NaN stay what they are.
@@ -231,7 +231,7 @@ class LossScaler(torch.amp.GradScaler):
         return {found_inf.device: found_inf}
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Moves the scale after a step; see the class."""
+        """Move the scale after a step; see the class."""
         if new_scale is not None or (self.hysteresis, self.min_scale, self.max_scale) == (1, 0.0, None):
             super().update(new_scale)
             return
@@ -253,10 +253,10 @@ class LossScaler(torch.amp.GradScaler):
         return any(bool(each.item()) for each in found)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's entries, and the overflows that count towards ``hysteresis``."""
+        """Torch's entries, and the overflows that count towards ``hysteresis``."""
         return {**super().state_dict(), "overflows": self._overflows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned; also torch's own."""
+        """Take over what :meth:`state_dict` returned; also torch's own."""
         super().load_state_dict(state_dict)
         self._overflows = int(state_dict.get("overflows", 0))

@@ -117,7 +117,7 @@ class Muon(ShardedOptimizer):
         super().__init__(params, defaults)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuses numbers out of range, and parameters that are no matrices.
+        """Refuse numbers out of range, and parameters that are no matrices.
 
         Raises:
             ConfigError: Naming the first hyperparameter.
@@ -131,7 +131,7 @@ class Muon(ShardedOptimizer):
             _check_muon(group)
 
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
-        """The momentum, or AdamW's two moments, in the parameter's shape, fp32."""
+        """Return the momentum, or AdamW's two moments, in the parameter's shape, fp32."""
         whole = Kept(layout.shape, tuple(range(layout.ndim)))
         if group["algorithm"] == "muon":
             return {"momentum_buffer": whole}
@@ -207,7 +207,7 @@ def _parts(group: Mapping[str, Any]) -> MatrixParts:
 
 
 def _ratio(group: Mapping[str, Any], shape: tuple[int, ...]) -> float:
-    """What the learning rate of a matrix of this shape is multiplied by, as in torch."""
+    """Return what the learning rate of a matrix of this shape is multiplied by, as in torch."""
     height, width = shape[-2:]
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(height, width))
@@ -326,7 +326,7 @@ def _outer_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _in_list(model: nn.Module, name: str) -> bool:
-    """Whether a module is within a list of others."""
+    """Return whether a module is within a list of others."""
     ancestors = ["", *(name[:index] for index, letter in enumerate(name) if letter == ".")]
     return any(isinstance(model.get_submodule(ancestor), _BLOCK_LISTS) for ancestor in ancestors)
 
@@ -364,7 +364,7 @@ class MatrixParts:
         return sizes
 
     def first(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Height and width of the first part of a matrix."""
+        """Return the height and width of the first part of a matrix."""
         extent = list(shape[-2:])
         extent[self.split_dim] = self.sizes(shape)[0]
         return extent[0], extent[1]
@@ -424,7 +424,7 @@ def orthogonalised(
 def _of_one_shape(
     matrices: Sequence[torch.Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Sequence[torch.Tensor]:
-    """Matrices (H, W) iterated together, one alone without a copy into a stack."""
+    """Return the matrices (H, W) iterated together, one alone without a copy into a stack."""
     norms = [torch.linalg.vector_norm(matrix).clamp_(min=eps) for matrix in matrices]
     is_tall = matrices[0].shape[0] > matrices[0].shape[1]
     wide = [matrix.mT / norm if is_tall else matrix / norm for matrix, norm in zip(matrices, norms, strict=True)]

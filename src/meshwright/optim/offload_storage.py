@@ -40,7 +40,7 @@ class CudaCopies:
         self._to_device = torch.cuda.Stream(device)
 
     def mark(self) -> torch.cuda.Event:
-        """An event on the current stream."""
+        """Return an event on the current stream."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def to_host(
@@ -79,10 +79,10 @@ class Event(Protocol):
     """A point in a queue of copies."""
 
     def synchronize(self) -> None:
-        """Lets the host wait for everything queued before this point."""
+        """Let the host wait for everything queued before this point."""
 
     def wait(self) -> None:
-        """Lets the device's current stream wait for it."""
+        """Let the device's current stream wait for it."""
 
 
 class Copies(Protocol):
@@ -95,18 +95,18 @@ class Copies(Protocol):
     """Whether a copy may still be under way when the call returns."""
 
     def mark(self) -> Any:
-        """The point the device's current stream has reached."""
+        """Return the point the device's current stream has reached."""
 
     def to_host(self, host: list[torch.Tensor], device: list[torch.Tensor], after: Any, *, held: bool = False) -> Event:
-        """Queues copies of device tensors that are complete at ``after``; their owner may free them."""
+        """Queue copies of device tensors that are complete at ``after``; their owner may free them."""
 
     def to_device(
         self, device: list[torch.Tensor], host: list[torch.Tensor], after: Any, *, held: bool = False
     ) -> Event:
-        """Queues copies into device tensors that nobody uses from ``after`` on."""
+        """Queue copies into device tensors that nobody uses from ``after`` on."""
 
     def join(self) -> None:
-        """Lets the device's current stream wait for all copies to the device."""
+        """Let the device's current stream wait for all copies to the device."""
 
 
 class _Done:
@@ -146,7 +146,7 @@ class DirectCopies:
 
 
 def copies_for(device: torch.device) -> Copies:
-    """The copies between the host and a device."""
+    """Return the copies between the host and a device."""
     return CudaCopies(device) if device.type == "cuda" else DirectCopies()
 
 
@@ -204,11 +204,11 @@ class DiskFile:
         return flat.as_strided(like.size(), like.stride()) if is_dense(like) else flat.view(like.shape)
 
     def read_ahead(self) -> None:
-        """Asks for all pages; returns before they are there."""
+        """Ask for all pages; return before they are there."""
         _advise(self._descriptor, "POSIX_FADV_WILLNEED")
 
     def write_behind(self) -> None:
-        """Writes what has changed, and lets go of the memory; reading it again reads the file."""
+        """Write what has changed, and let go of the memory; reading it again reads the file."""
         os.fdatasync(self._descriptor)
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)  # pages of a shared map stay what the file says
@@ -264,12 +264,12 @@ class Disk:
         return DiskFile.like(self._folder, likes, keep=self._keep)
 
     def read_ahead(self, files: Sequence[DiskFile]) -> None:
-        """Begins to read what the next update needs."""
+        """Begin to read what the next update needs."""
         for file in files:
             self._thread.submit(file.read_ahead)
 
     def write_behind(self, files: Sequence[DiskFile]) -> None:
-        """Begins to write what an update has changed.
+        """Begin to write what an update has changed.
 
         Raises:
             OSError: When an earlier write of one of these files failed.
@@ -280,6 +280,6 @@ class Disk:
             self._writing[file] = self._thread.submit(file.write_behind)
 
     def settle(self) -> None:
-        """Waits for everything that is being written; raises OSError when it could not be."""
+        """Wait for everything that is being written; raise OSError when it could not be."""
         for future in self._writing.values():
             future.result()

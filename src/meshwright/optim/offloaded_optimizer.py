@@ -73,15 +73,15 @@ class OffloadedOptimizer(WrappedOptimizer):
 
     @property
     def offloaded(self) -> set[torch.Tensor]:
-        """The optimizer's parameters that are on the host."""
+        """Return the optimizer's parameters that are on the host."""
         return set(self._on_host)
 
     def is_stored(self, parameter: torch.Tensor, key: str) -> bool:
-        """Whether a state is on disk."""
+        """Return whether a state is on disk."""
         return self._stored.get((parameter, key)) is self.inner.state[parameter][key]
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Updates the parameters on the device, then bucket after bucket on the host.
+        """Update the parameters on the device, then bucket after bucket on the host.
 
         Raises:
             ConfigError: When a disk has no room for new states, on every rank; the step is done then, with them in
@@ -123,7 +123,7 @@ class OffloadedOptimizer(WrappedOptimizer):
                     yield parameter, key, value
 
     def _store(self, bucket: Bucket) -> None:
-        """Moves states that are in memory, because they are new or were loaded, to disk; values and layouts stay."""
+        """Move states that are in memory, because they are new or were loaded, to disk; values and layouts stay."""
         if self._disk is None or self._full is not None:
             return
         missing = []
@@ -181,11 +181,11 @@ class OffloadedOptimizer(WrappedOptimizer):
         return self._stored[parameter, key]
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's."""
+        """Return the inner optimizer's."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned, also without offload; states go to disk with the next step."""
+        """Take over what :meth:`state_dict` returned, also without offload; states go to disk with the next step."""
         self.inner.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
@@ -199,7 +199,7 @@ def _alike(place: torch.Tensor, value: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _only(optimizer: Optimizer, parameters: set[torch.Tensor]) -> Iterator[None]:
-    """Lets an optimizer know some of its parameters only."""
+    """Let an optimizer know some of its parameters only."""
     listed = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter in parameters]
@@ -212,7 +212,7 @@ def _only(optimizer: Optimizer, parameters: set[torch.Tensor]) -> Iterator[None]
 
 @contextlib.contextmanager
 def _fused(optimizer: Optimizer) -> Iterator[None]:
-    """Lets groups without a choice use torch's fused kernels for the host, several times faster than its loop."""
+    """Let groups without a choice use torch's fused kernels for the host, several times faster than its loop."""
     chosen = [group for group in optimizer.param_groups if _can_fuse(optimizer, group)]
     before = [group["fused"] for group in chosen]
     for group in chosen:
@@ -306,13 +306,13 @@ class HostWeights(MasterWeights):
         return torch.float32 if self._fp32 and parameter.dtype in HALF_TYPES else parameter.dtype
 
     def optimizer(self, optim_func: Callable[[Any], Optimizer], params: Iterable[Any]) -> Optimizer:
-        """Builds ``optim_func(params)`` over the copies, to be stepped bucket by bucket."""
+        """Build ``optim_func(params)`` over the copies, to be stepped bucket by bucket."""
         inner = super().optimizer(optim_func, params)
         return OffloadedOptimizer(inner, self.buckets, self.disk, send=self.send)
 
     @torch.no_grad()
     def _leave(self, parameter: torch.Tensor) -> None:
-        """Sends a gradient off and frees it; a hook after accumulation."""
+        """Send a gradient off and free it; a hook after accumulation."""
         self._depart(parameter)
         parameter.grad = None
 
@@ -335,14 +335,14 @@ class HostWeights(MasterWeights):
             self._keep(local, event)
 
     def _keep(self, gradient: torch.Tensor, event: Event) -> None:
-        """Keeps a gradient while it is copied; of the oldest the device waits for the end, however far the host is."""
+        """Keep a gradient while it is copied; of the oldest the device waits for the end, however far the host is."""
         self._leaving.append((gradient, event))
         while sum(each.nbytes for each, _ in self._leaving) > self._window and len(self._leaving) > 1:
             self._leaving[0][1].wait()
             self._leaving.popleft()  # freed behind the wait
 
     def _land(self, parameter: torch.Tensor) -> None:
-        """Waits for a gradient under way, and adds it to what has arrived before."""
+        """Wait for a gradient under way, and add it to what has arrived before."""
         if parameter not in self._arriving:
             return
         host, event = self._arriving.pop(parameter)
@@ -355,7 +355,7 @@ class HostWeights(MasterWeights):
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Gives every copy its gradient: those that left in backward, and the others now."""
+        """Give every copy its gradient: those that left in backward, and the others now."""
         self._sent.clear()
         for parameter, master in self.of.items():
             if parameter not in self.offloaded:
@@ -378,7 +378,7 @@ class HostWeights(MasterWeights):
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Rounds the copies on the device into the model's parameters, and those on the host where they have not been.
+        """Round the copies on the device into the model's parameters, and those on the host where they have not been.
 
         After a step the latter have been sent bucket by bucket; after loading, all are sent.
         """
@@ -392,7 +392,7 @@ class HostWeights(MasterWeights):
 
     @torch.no_grad()
     def send(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Begins to bring new weights to the device; resident parameters are where they belong."""
+        """Begin to bring new weights to the device; resident parameters are where they belong."""
         targets, sources = [], []
         for parameter in parameters:
             if parameter in self.offloaded:
@@ -407,7 +407,7 @@ class HostWeights(MasterWeights):
             self._copies.to_device(targets, sources, self._copies.mark())
 
     def zero_grad(self) -> None:
-        """Frees the gradients of the model and of the copies, also those that left before."""
+        """Free the gradients of the model and of the copies, also those that left before."""
         super().zero_grad()
         for _, event in self._leaving:
             event.synchronize()

@@ -74,7 +74,7 @@ class Whole:
 
     @property
     def keys(self) -> dict[int, int]:
-        """What torch's state dict of one process calls each parameter, by its position."""
+        """Return what torch's state dict of one process calls each parameter, by its position."""
         return {position: key for key, position in enumerate(position for group in self.groups for position in group)}
 
 
@@ -149,7 +149,7 @@ def _collected(whole: Whole, mine: dict[int, dict[str, Any]], position: int, nam
 
 
 def _fused_dim(name: str, value: Any, parameter: torch.Tensor, held: ParameterPlacement) -> int | None:
-    """The dim of a state, a tensor or the description of one, that lies in the order of ranks as its parameter does."""
+    """Return the dim of a state, a tensor or the description of one, that lies in the order of ranks as its parameter does."""
     if held.order is None or not isinstance(value, torch.Tensor | whole_state.Description) or not value.shape:
         return None
     if value.shape == parameter.shape and not value.dtype.is_floating_point:
@@ -206,7 +206,7 @@ def _laid_out(optimizer: Optimizer, whole: Whole, state_dict: dict[str, Any], is
 def _local_groups(
     optimizer: Optimizer, whole: Whole, state_dict: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[int, int]]:
-    """The saved groups with this rank's parameters, and the numbers of these by what the whole calls them."""
+    """Return the saved groups with this rank's parameters, and the numbers of these by what the whole calls them."""
     places: dict[int, int] = {}
     groups = []
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
@@ -227,7 +227,7 @@ class ShardedStateDict(Optimizer):
     """Base of optimizers whose states follow their parameters' layout when they are saved and loaded."""
 
     def check_saved(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuses a state dict that this optimizer could not go on with; of the states only names and shapes count.
+        """Refuse a state dict that this optimizer could not go on with; of the states only names and shapes count.
 
         Raises:
             CheckpointError: Naming the states.
@@ -235,10 +235,10 @@ class ShardedStateDict(Optimizer):
 
     @abstractmethod
     def forget(self) -> None:
-        """Lets go of states that are about to be replaced."""
+        """Let go of states that are about to be replaced."""
 
     def state_dict(self, gather: bool = False) -> dict[str, Any]:
-        """The torch state dict, with this rank's shards as DTensors.
+        """Return the torch state dict, with this rank's shards as DTensors.
 
         Args:
             gather: Whole tensors on the CPU of rank 0 instead, collective; see
@@ -247,7 +247,7 @@ class ShardedStateDict(Optimizer):
         return gathered_state_dict(self) if gather else super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict of any world size, whole or sharded. Collective.
+        """Take over a state dict of any world size, whole or sharded. Collective.
 
         Raises:
             CheckpointError: On every rank, when it is of other parameters or of another kind of optimizer.
@@ -255,7 +255,7 @@ class ShardedStateDict(Optimizer):
         self.take_laid_out(laid_out_like(self, state_dict))
 
     def take_laid_out(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict with states laid out like the parameters; they belong to the optimizer from then on.
+        """Take over a state dict with states laid out like the parameters; they belong to the optimizer from then on.
 
         Torch's own way would round the fp32 states of half parameters to half.
 

@@ -41,12 +41,12 @@ class InnerWeights:
         self._in_model = {id(master): parameter for parameter, master in masters.items()}
 
     def training(self) -> list[torch.Tensor]:
-        """The optimizer's parameters that train now."""
+        """Return the optimizer's parameters that train now."""
         groups = self._inner.param_groups
         return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
 
     def check_frozen(self) -> None:
-        """Refuses to train what has no global weight.
+        """Refuse to train what has no global weight.
 
         Raises:
             ConfigError: When a parameter was frozen when the optimizer was built, and is not any more.
@@ -61,7 +61,7 @@ class InnerWeights:
             )
 
     def note_frozen(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Looks which parameters rest, of some that are about to be sent."""
+        """Look which parameters rest, of some that are about to be sent."""
         frozen = {each for each in parameters if not self._in_model.get(id(each), each).requires_grad}
         self.resting = self.resting.difference(parameters) | (frozen & self._were_frozen)
         self._were_frozen = self._were_frozen.difference(parameters) | frozen
@@ -77,14 +77,14 @@ class InnerWeights:
 
     @torch.no_grad()
     def write(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        """Replaces this rank's part, of the copy too; call :meth:`finish` after the last."""
+        """Replace this rank's part, of the copy too; call :meth:`finish` after the last."""
         master = self._master(parameter)
         if master is not None:
             master.copy_(value)
         local_tensor(parameter).copy_(value)
 
     def finish(self) -> None:
-        """Rounds the master weights that a guard keeps into the model."""
+        """Round the master weights that a guard keeps into the model."""
         if self._guard is not None and self._guard.master is not None:
             self._guard.master.write_back()
 
@@ -114,7 +114,7 @@ class EmaPolicy:
     """fp64 beside fp64 weights. bf16 is rounded at random (Gupta et al. 2015): to the nearest, updates would vanish."""
 
     def weight_of_old(self, num_updates: int) -> float:
-        """The share of the old average in the next update, after so many."""
+        """Return the share of the old average in the next update, after so many."""
         decay = self.decay**self.every
         return min(decay, (1 + num_updates) / (10 + num_updates)) if self.warmup else decay
 
@@ -156,7 +156,7 @@ class WeightAverage:
 
     @property
     def of(self) -> Mapping[torch.Tensor, torch.Tensor]:
-        """The average of each parameter that trains, laid out as it is; meaningless before the first update.
+        """Return the average of each parameter that trains, laid out as it is; meaningless before the first update.
 
         What was unfrozen since begins with its weights as they are, which are the average of what stood still.
         """
@@ -175,14 +175,14 @@ class WeightAverage:
         return wrapped_like(parameter, torch.zeros_like(local, dtype=self.policy.type_of(local.dtype)))
 
     def count_step(self) -> None:
-        """Counts a step that has been taken, and updates the average where one is due."""
+        """Count a step that has been taken, and updates the average where one is due."""
         self.num_steps += 1
         if self.num_steps % self.policy.every == 0:
             self.update()
 
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the average towards the weights as they are now."""
+        """Move the average towards the weights as they are now."""
         groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
         for parameter in self._of:
             local = self._weights.read(parameter)
@@ -212,7 +212,7 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """Lends the model the average, for instance to evaluate or export it; before the first update nothing changes.
+        """Lend the model the average, for instance to evaluate or export it; before the first update nothing changes.
 
         Every rank enters and leaves it alike. It holds a second copy of the weights meanwhile. Do not train inside.
         """
@@ -238,7 +238,7 @@ class WeightAverage:
                 module.reshard()  # what is gathered would outlive the change of the shards
 
     def restart(self) -> None:
-        """Forgets the average: the next update takes the weights as they are. For weights that were loaded by hand."""
+        """Forget the average: the next update takes the weights as they are. For weights that were loaded by hand."""
         self.num_steps = self.num_updates = 0
 
 

@@ -27,7 +27,7 @@ _COUNTS = {re.compile(r"(layers?|depths?|blocks)$"): _MOST_LAYERS, re.compile(r"
 
 
 def check_counts(path: Path, changes: Mapping[str, Any]) -> None:
-    """Refuses numbers of layers and experts before anything is made of them, in configurations within others too.
+    """Refuse numbers of layers and experts before anything is made of them, in configurations within others too.
 
     Args:
         path: Of a ``config.json``, or of the directory that holds one.
@@ -57,7 +57,7 @@ def _pairs(tree: object, name: str = "") -> Iterator[tuple[str, float]]:
 
 @contextmanager
 def few_modules() -> Iterator[None]:
-    """Ends the building of a model of more modules than anyone trains.
+    """End the building of a model of more modules than anyone trains.
 
     Raises:
         ValueError: At the first module too many.
@@ -78,7 +78,7 @@ def few_modules() -> Iterator[None]:
 
 
 def check_pixels(shape: tuple[int, ...]) -> None:
-    """Refuses a sample of images that would fill the memory.
+    """Refuse a sample of images that would fill the memory.
 
     Raises:
         ValueError: Naming its shape.
@@ -97,7 +97,7 @@ _AUTO = (_CAUSAL, _MASKED, "AutoModelForSeq2SeqLM", "AutoModelForImageClassifica
 
 
 def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> ModuleModel:
-    """Reads a ``config.json``, or the directory that holds one, and builds its model with a sample for it.
+    """Read a ``config.json``, or the directory that holds one, and build its model with a sample for it.
 
     Args:
         path: Of the file or directory.
@@ -126,7 +126,7 @@ def transformers_model(path: Path, seq: int | None, *, on_meta: bool = True) -> 
 
 
 def _check_takes(module: Any, name: str) -> None:
-    """Refuses what is not called with one kind of input and labels, such as a model of speech or of pairs."""
+    """Refuse what is not called with one kind of input and labels, such as a model of speech or of pairs."""
     taken = inspect.signature(module.forward).parameters
     # What a model of images calls its main input is not told by all of them.
     if not {name, "labels"} <= taken.keys() or (name == "input_ids" and module.main_input_name != name):
@@ -143,7 +143,7 @@ def _needs_sample(got: str) -> ModelError:
 
 
 def check_config_path(path: Path, key: str = "hf:") -> None:
-    """Refuses a path that is no ``config.json``, nor a directory that holds one.
+    """Refuse a path that is no ``config.json``, nor a directory that holds one.
 
     Raises:
         ConfigError: Naming ``key``, where it was written.
@@ -158,7 +158,7 @@ def check_config_path(path: Path, key: str = "hf:") -> None:
 
 
 def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key: str = "hf:") -> Any:
-    """The configuration in a ``config.json`` or in the directory that holds one, without a cache for generation.
+    """Return the configuration in a ``config.json`` or in the directory that holds one, without a cache for generation.
 
     Args:
         path: Of the file or directory.
@@ -190,7 +190,7 @@ def read_model_config(path: Path, changes: Mapping[str, Any] | None = None, key:
 
 
 def model_of_config(config: Any, path: Path, *, on_meta: bool = False) -> nn.Module:
-    """The model of a configuration, with random weights, or with none on ``meta``.
+    """Return the model of a configuration, with random weights, or with none on ``meta``.
 
     The class is the one that ``architectures`` names, else the first automatic class that takes the configuration; of
     one that could be a decoder and is not (BERT's), the one for masked language models.
@@ -208,7 +208,7 @@ def model_of_config(config: Any, path: Path, *, on_meta: bool = False) -> nn.Mod
 
 
 def predicts_next_token(module: nn.Module, config: Any) -> bool:
-    """Whether a model's logits are those of the next token: it is a causal language model, and no encoder."""
+    """Return whether a model's logits are those of the next token: it is a causal language model, and no encoder."""
     mapping = getattr(_transformers(), _CAUSAL)._model_mapping
     return type(config) in mapping and isinstance(module, mapping[type(config)]) and not _is_encoder(config)
 
@@ -258,7 +258,7 @@ def _of_config(transformers: ModuleType, config: Any) -> nn.Module:
 
 
 def _is_encoder(config: Any) -> bool:
-    """Whether it is of a kind whose attention sees what follows unless ``is_decoder`` says otherwise."""
+    """Return whether it is of a kind whose attention sees what follows unless ``is_decoder`` says otherwise."""
     masked = getattr(_transformers(), _MASKED)._model_mapping
     return type(config) in masked and not getattr(config, "is_decoder", False)
 

@@ -81,7 +81,7 @@ class FamilyRun:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an activation's element."""
+        """Return the bytes of an activation's element."""
         return 4 if self.dtype == "fp32" else 2
 
     @property
@@ -95,7 +95,7 @@ class FamilyRun:
         return self.tensor if self.split_tokens else 1
 
     def token_bytes(self, width: int) -> int:
-        """Bytes of one activation of a width, between split layers."""
+        """Return the bytes of one activation of a width, between split layers."""
         return self.tokens * width * self.itemsize // self.plain_parts
 
 
@@ -168,7 +168,7 @@ def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tupl
 
 
 def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
-    """Bytes that norms, residuals, activations and copies read and write in forward."""
+    """Return the bytes that norms, residuals, activations and copies read and write in forward."""
     h, f, size = shape.hidden, shape.ffn_width * shape.experts_per_token, run.itemsize
     plain = (2 * 2 + 2 * 3) * h  # two norms (read, write), two residual sums (read two, write)
     activation = (3 if run.compiled else 5) * f if shape.gated else 2 * f
@@ -182,7 +182,7 @@ def _moved_per_block(shape: Shape, run: FamilyRun) -> int:
 
 
 def _moved_by_heads(shape: Shape, run: FamilyRun) -> int:
-    """Elements of rotary positions and of copies between the products and attention."""
+    """Return the elements of rotary positions and of copies between the products and attention."""
     h, kv = shape.hidden, shape.kv_width
     if run.copies_heads:  # all turned, keys and values joined and turned again, rotated, attention's output turned
         return 2 * (h + 2 * kv) + 8 * kv + 2 * (h + kv) + 2 * h
@@ -194,7 +194,10 @@ def _moved_by_heads(shape: Shape, run: FamilyRun) -> int:
 
 
 def block_saved(shape: Shape, run: FamilyRun) -> int:
-    """Bytes that one block keeps for backward, its input included (34 s b h of Korthikanti et al. 2022, for GPT)."""
+    """Return the bytes that one block keeps for backward, its input included (34 s b h of Korthikanti et al.
+
+    2022, for GPT).
+    """
     h, kv, f, size = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token, run.itemsize
     plain = 2 * h * size  # the input, and the sum in the middle
     narrow = run.saves_fp8 and run.dtype in _NARROW
@@ -223,7 +226,10 @@ def num_scores(shape: Shape, run: FamilyRun) -> int:
 
 
 def per_op_kept(shape: Shape, run: FamilyRun) -> int:
-    """The block's input, attention's output and rows' sums, and the products of odd number: q, v, gate or up, down."""
+    """Return the block's input, attention's output and rows' sums, and the products of odd number.
+
+    Q, v, gate or up, down.
+    """
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token
     size, t = run.itemsize, run.tensor
     plain = (2 * h) * size * run.tokens // run.plain_parts
@@ -249,7 +255,10 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
 
 
 def outside_saved(shape: Shape, run: FamilyRun) -> OutsideSaved:
-    """The last norm's input and output; logits, their fp32 copy and its log-softmax; the gradient of one of them."""
+    """Return the last norm's input and output; logits, their fp32 copy and its log-softmax.
+
+    The gradient of one of them.
+    """
     logits = run.tokens * (shape.vocab // run.tensor)
     hidden = 2 * run.token_bytes(shape.hidden)
     usual = (run.itemsize, run.itemsize) if run.fused_loss else (run.itemsize + 8, 4)

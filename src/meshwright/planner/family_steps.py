@@ -45,7 +45,7 @@ _CLASSES = (BLOCK, PER_OP, ATTENTION)  # every block has one of each
 
 @functools.lru_cache(maxsize=64)
 def family_activations(shape: Shape, run: FamilyRun, pipeline: int) -> Activations:
-    """What one micro-batch keeps over all blocks and behind them.
+    """Return what one micro-batch keeps over all blocks and behind them.
 
     Args:
         shape: The model.
@@ -81,7 +81,9 @@ def _modules(shape: Shape, run: FamilyRun, block: int) -> tuple[TracedModule, ..
 
 
 def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...]:
-    """Those of one block, by what keeps them: the block alone, what ``PER_OP`` recomputes, or attention's scores.
+    """Return those of one block, by what keeps them.
+
+    The block alone, what ``PER_OP`` recomputes, or attention's scores.
 
     ``selective`` keeps the outputs of products in place of what follows them: that of attention's in place of the sum,
     which is as large, and that of the last one, which nothing saves.
@@ -109,7 +111,7 @@ def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...
 
 
 def _work(ops: tuple[Op, ...], block: int) -> tuple[Work, ...]:
-    """The block's products and attentions; those of equal operators in equal modules are one."""
+    """Return the block's products and attentions; those of equal operators in equal modules are one."""
     found: dict[tuple[str, Running, int], int] = {}
     for op in ops:
         if op.flops:
@@ -129,7 +131,7 @@ _EXPERT = re.compile(r"expert(\d+)\.")
 
 
 def with_experts(step: Step, shape: Shape, run: FamilyRun) -> Step:
-    """The step with experts that ``expert_parallel`` can divide, and its exchanges.
+    """Return the step with experts that ``expert_parallel`` can divide, and its exchanges.
 
     An all-to-all sends each token to its experts, and another brings the answers back (Lepikhin et al. 2020, GShard);
     backward sends the gradients of both. Experts are taken to get equally many tokens.
@@ -167,7 +169,7 @@ def family_step(
     stage_ranks: tuple[int, ...] | None = None,
     exchanges_heads: bool = False,
 ) -> list[Step]:
-    """The simulated step of a family before any method: one, or one for each rank of a pipeline axis.
+    """Return the simulated step of a family before any method: one, or one for each rank of a pipeline axis.
 
     Args:
         shape: The model.
@@ -241,7 +243,7 @@ def _equal(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _ending_on(rank: int, last: int, outside: Block) -> Block:
-    """What is outside of the blocks, with the head on a rank that may not be the last."""
+    """Return what is outside of the blocks, with the head on a rank that may not be the last."""
     if rank == last:
         return outside
     ops = [dataclasses.replace(op, on_rank=rank if op.on_rank == last else op.on_rank) for op in outside.ops]
@@ -257,7 +259,9 @@ def _ending_on(rank: int, last: int, outside: Block) -> Block:
 def _boundaries(
     shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: int, *, exchanges_heads: bool
 ) -> tuple[Boundary, ...]:
-    """Two pairs of collectives a block over the tensor axis (Korthikanti et al. 2022); exchanges for long sequences.
+    """Return two pairs of collectives a block over the tensor axis (Korthikanti et al. 2022).
+
+    Exchanges for long sequences.
 
     ``calls``: blocks of the rank.
     """

@@ -37,7 +37,7 @@ _PASSED_OVER = {
 
 
 def check_family(shape: Shape, device: Device, resolved: Resolved, run: FamilyRun) -> None:
-    """Refuses meshes that cannot divide the model, precisions that the device has not, and schedules that cannot run.
+    """Refuse meshes that cannot divide the model, precisions that the device has not, and schedules that cannot run.
 
     Raises:
         ModelError, StrategyError: Saying what could be.
@@ -54,7 +54,7 @@ def check_family(shape: Shape, device: Device, resolved: Resolved, run: FamilyRu
 
 
 def gaps_of(resolved: Resolved) -> tuple[str, ...]:
-    """What was not predicted, and why."""
+    """Return what was not predicted, and why."""
     return tuple(said for name, said in _PASSED_OVER.items() if name in resolved.strategy)
 
 
@@ -177,16 +177,16 @@ class FamilyWorkload:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.cluster.num_devices
 
     @property
     def half_dtype(self) -> str:
-        """What half precision is on the cluster's devices."""
+        """Return what half precision is on the cluster's devices."""
         return self.cluster.device.half_dtype
 
     def plan(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
-        """Predicts one strategy.
+        """Predict one strategy.
 
         Args:
             strategy: What is asked for; it is resolved for the cluster, as if on its devices.
@@ -199,7 +199,7 @@ class FamilyWorkload:
         return self._plan(strategy, num_micro_batches, alike=False)
 
     def outline(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
-        """The same with the same seconds and bytes, sooner for long pipelines.
+        """Return the same with the same seconds and bytes, sooner for long pipelines.
 
         Ranks that compute as much as each other have the step of the one among them that holds most.
 
@@ -213,7 +213,7 @@ class FamilyWorkload:
         return self._plan(strategy, num_micro_batches, alike=True)
 
     def is_too_large(self, strategy: Strategy, num_micro_batches: int | None = None) -> bool:
-        """Whether the first rank alone takes more than the limits, which the others may exceed, too: soon known.
+        """Return whether the first rank alone takes more than the limits, which the others may exceed, too: soon known.
 
         Raises:
             StrategyError, ModelError: As ``plan`` does.
@@ -230,11 +230,11 @@ class FamilyWorkload:
         return self.limit_bytes if self.limit_bytes is not None else usable_bytes(self.cluster.device)
 
     def on(self, num_devices: int) -> FamilyWorkload:
-        """The same on more of the same devices, or fewer."""
+        """Return the same on more of the same devices, or fewer."""
         return dataclasses.replace(self, cluster=self.cluster.resized(num_devices))
 
     def of_batch(self, batch_size: int) -> FamilyWorkload:
-        """The same with more samples per step, or fewer."""
+        """Return the same with more samples per step, or fewer."""
         return dataclasses.replace(self, batch_size=batch_size)
 
     def _plan(self, strategy: Strategy, wanted_micro_batches: int | None, *, alike: bool) -> Plan:

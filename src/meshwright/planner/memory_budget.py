@@ -27,18 +27,18 @@ _HOST_USABLE = 0.9  # of host memory: the rest is the system's, the processes' o
 
 
 def usable_bytes(device: Device) -> int:
-    """What a caching allocator can take of a device; all of a host's memory."""
+    """Return what a caching allocator can take of a device; all of a host's memory."""
     return device.memory_bytes - (0 if device.is_host else CONTEXT_BYTES)
 
 
 def usable_host_bytes(cluster: Cluster) -> int | None:
-    """What of host memory a device's offloaded tensors can have; None: unknown."""
+    """Return what of host memory a device's offloaded tensors can have; None: unknown."""
     share = cluster.host_memory_bytes
     return None if share is None else round(share * _HOST_USABLE)
 
 
 def taken_bytes(reserved_bytes: int, device: Device) -> int:
-    """What must be usable for tensors that need so many reserved bytes, gaps between them included."""
+    """Return what must be usable for tensors that need so many reserved bytes, gaps between them included."""
     return reserved_bytes if device.is_host else round(reserved_bytes * (1 + FRAGMENTED))
 
 
@@ -57,7 +57,7 @@ class Fitted(NamedTuple):
 
 
 def fit_budget(strategy: Strategy, steps: Sequence[Step]) -> Fitted:
-    """Decides what ``checkpoint`` with a memory budget recomputes; other strategies are returned as they are.
+    """Decide what ``checkpoint`` with a memory budget recomputes; other strategies are returned as they are.
 
     Args:
         strategy: Resolved.
@@ -151,7 +151,7 @@ class RankBudget:
         self._known: dict[Choice, _Outcome] = {}
 
     def fewest(self) -> Choice:
-        """The choice with the fewest operations that fits; of equals, that which gives up least."""
+        """Return the choice with the fewest operations that fits; of equals, that which gives up least."""
         if self._fits(self._nothing):
             return self._nothing
         starts = [choice for working in self._workings for choice in self._knapsack(working)]
@@ -208,7 +208,7 @@ class RankBudget:
         return sorted({option.working for options in self._options for option in options})
 
     def _knapsack(self, working: int) -> list[Choice]:
-        """The cheapest choice that frees enough, of modules that need no more than this; none if none does."""
+        """Return the cheapest choice that frees enough, of modules that need no more than this; none if none does."""
         needed = self._outcome(self._nothing).needed + working - self._budget
         states = [_Partial(0, 0)]
         for options in self._options:
@@ -259,12 +259,12 @@ class _Partial(NamedTuple):
 
 
 def _saving(known: Activations) -> set[int]:
-    """The modules that save something on this rank."""
+    """Return the modules that save something on this rank."""
     return {m for stage in known.stages for tensor in stage for running in tensor.savers for m in running}
 
 
 def _undominated(states: list[_Partial], needed: int) -> list[_Partial]:
-    """Those that no other beats in both; not more than there is time for."""
+    """Return those that no other beats in both; not more than there is time for."""
     states.sort(key=lambda state: (-state.freed, state.flops))
     kept: list[_Partial] = []
     for state in states:

@@ -76,24 +76,27 @@ class Shape:
 
     @property
     def kv_width(self) -> int:
-        """Width of keys, and of values."""
+        """Return the width of keys, and of values."""
         return self.hidden // self.heads * (self.kv_heads or self.heads)
 
     @property
     def ffn_width(self) -> int:
-        """Width of the feed-forward layers: 4 x hidden; gated ones 8/3 of it in multiples of 256 (Touvron 2023)."""
+        """Return the width of the feed-forward layers: 4 x hidden.
+
+        Gated ones 8/3 of it in multiples of 256 (Touvron 2023).
+        """
         if self.ffn is not None:
             return self.ffn
         return 4 * self.hidden if self.family == "gpt" else math.ceil(8 * self.hidden / 3 / 256) * 256
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward layers are three: gate, up and down."""
+        """Return whether the feed-forward layers are three: gate, up and down."""
         return self.family != "gpt"
 
     @property
     def is_tied(self) -> bool:
-        """Whether embedding and head are one."""
+        """Return whether embedding and head are one."""
         return self.family == "gpt" if self.tied is None else self.tied
 
     @property
@@ -125,7 +128,7 @@ def _parameter(name: str, *shape: int, tensor_dim: int | None = None, **places: 
 
 
 def inside_parameters(shape: Shape) -> tuple[Parameter, ...]:
-    """Parameters of one block; the dims that a tensor axis divides as in Shoeybi et al. 2019."""
+    """Return the parameters of one block; the dims that a tensor axis divides as in Shoeybi et al. 2019."""
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width
     experts = [f"expert{index}." for index in range(shape.experts)] if shape.experts > 1 else [""]
     found = [
@@ -217,7 +220,7 @@ def known_models() -> dict[str, Shape]:
 
 
 def parse_family(text: str) -> Shape:
-    """Reads a model by its dimensions.
+    """Read a model by its dimensions.
 
     Args:
         text: A family with its dimensions, ``"gpt:layers=24,hidden=1024,heads=16,vocab=50304"`` (the other keys are
@@ -298,7 +301,7 @@ def _flag(value: str) -> bool:
 
 
 def _learned_positions(dims: tuple[int, int, int], positions: int) -> Shape:
-    """The table keeps its published size whatever the samples' length: it is a part of the model."""
+    """Return the table keeps its published size whatever the samples' length: it is a part of the model."""
     return Shape("gpt", *dims, vocab=_GPT_VOCAB, seq=positions, positions=positions)
 
 

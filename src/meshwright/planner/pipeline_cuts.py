@@ -51,7 +51,10 @@ class CandidateStages:
         return (step.flops or 0) + step.recompute_flops
 
     def need(self, rank: int, ranges: Ranges) -> int:
-        """Bytes that a rank holds whose first stages compute these blocks; unknown activations count as nothing."""
+        """Return the bytes that a rank holds whose first stages compute these blocks.
+
+        Unknown activations count as nothing.
+        """
         key = rank, tuple(self._alike[first:end] for first, end in ranges)
         if key not in self._needs:
             self._needs[key] = memory(self._step(rank, ranges)).total
@@ -153,7 +156,7 @@ class Decision:
 
 
 def pipeline_of(resolved: Resolved, model: nn.Module, micro_batches: int) -> Pipeline | None:
-    """The pipeline that a strategy asks for; None where there is none.
+    """Return the pipeline that a strategy asks for; None where there is none.
 
     Raises:
         ModelError, StrategyError: When the model has too few blocks, or a batch too few micro-batches.
@@ -202,7 +205,7 @@ def decide_cut(
     describe: Callable[[Cut], tuple[Block, ...]],
     device_limit: int | None,
 ) -> Decision:
-    """Cuts a model: by hand, or so that the dearest stage takes the least time, among the cuts that fit into memory.
+    """Cut a model: by hand, or so that the dearest stage takes the least time, among the cuts that fit into memory.
 
     Args:
         pipeline: What is asked for.
@@ -303,7 +306,7 @@ def _sizes(bounds: tuple[int, ...]) -> str:
 
 
 def by_pipeline_rank(step: Step, cut: Cut | None, samples: int, *, in_half: bool) -> list[Step]:
-    """The step of every rank of the pipeline axis, before any method; the step itself where there is none.
+    """Return the step of every rank of the pipeline axis, before any method; the step itself where there is none.
 
     Args:
         step: Of the whole model.
@@ -330,7 +333,7 @@ def _ranks_sending(boundary: Boundary, cut: Cut) -> tuple[int, ...]:
 
 
 def num_micro_batches(resolved: Resolved, given: int | None) -> int:
-    """The strategy's own number, what ``accelerate`` was given, or the fewest that keep every rank busy.
+    """Return the strategy's own number, what ``accelerate`` was given, or the fewest that keep every rank busy.
 
     Raises:
         StrategyError: When the strategy has another number than was given.

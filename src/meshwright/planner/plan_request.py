@@ -56,7 +56,7 @@ class PlanRequest:
             raise _contradiction("a strategy beside excluded or included methods", "nothing is searched then")
 
     def subject_of(self, cluster: Cluster, samples: int) -> Subject:
-        """What plans are made for, on some cluster and for so many samples per step."""
+        """Return what plans are made for, on some cluster and for so many samples per step."""
         limit = read_size(self.memory_limit, "memory_limit")
         if limit is not None:  # of a device that has more memory, as much more
             limit = round(limit * (cluster.device.memory_bytes / self.cluster.device.memory_bytes))
@@ -64,11 +64,11 @@ class PlanRequest:
 
     @functools.cached_property
     def subject(self) -> Subject:
-        """What these plans are made for."""
+        """Return what these plans are made for."""
         return self.subject_of(self.cluster, self.global_batch)
 
     def found(self, progress: Callable[[int, int], None] | None = None) -> Found:
-        """The plans: of the strategy given, else of a search.
+        """Return the plans: of the strategy given, else of a search.
 
         Args:
             progress: Called while a search goes on, with what it counts: simulated plans, and candidates.
@@ -119,7 +119,7 @@ class PlanRequest:
         return Found(plans, num_considered=len(plans), num_predicted=len(plans), seconds=time.perf_counter() - started)
 
     def what_ifs(self, found: Found) -> tuple[WhatIf, ...]:
-        """What would change the result."""
+        """Return what would change the result."""
         # Of strategies that are given nothing is ranked.
         return what_if(self.subject_of, found, self.objective if self.strategy is None else "tokens_per_s")  # type: ignore[arg-type]
 
@@ -218,7 +218,7 @@ def plan(
     model_input_format: str | None = None,
     optim_func: Callable[[Any], Optimizer] | None = torch.optim.AdamW,
 ) -> list[Plan]:
-    """Predicts memory and time of strategies for a model on a cluster that need not be there, best first.
+    """Predict memory and time of strategies for a model on a cluster that need not be there, best first.
 
     Args:
         model: A known model (``"llama-3-8b"``), a family with its dimensions

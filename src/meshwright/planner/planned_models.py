@@ -32,13 +32,13 @@ class PlannedModel(Protocol):
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Return what people call it."""
 
     def describe(self) -> dict[str, Any]:
         """Plain values for people and for ``--json``."""
 
     def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
-        """What plans are made for.
+        """Return what plans are made for.
 
         Args:
             cluster: What it runs on.
@@ -146,7 +146,7 @@ def _inputs(sample_batch: Any, samples: int) -> Any:
 
 
 def _usual_loss(inputs: Any, output: Any) -> Any:
-    """The loss that the output carries; of logits for every token, the next token's."""
+    """Return the loss that the output carries; of logits for every token, the next token's."""
     try:
         return loss_of_output(inputs, output)
     except ConfigError:
@@ -154,5 +154,5 @@ def _usual_loss(inputs: Any, output: Any) -> Any:
 
 
 def token_batch(seq: int) -> torch.Tensor:
-    """Two samples of token ids, ``[2, seq]``; a model that is not run does not mind which."""
+    """Return two samples of token ids, ``[2, seq]``; a model that is not run does not mind which."""
     return torch.zeros(2, seq, dtype=torch.long)

@@ -49,7 +49,7 @@ def _method(method: MethodConfig) -> str:
 
 
 def _value(key: str, value: object) -> str:
-    """Words speak for themselves, numbers need the name of their key."""
+    """Return the words speak for themselves, numbers need the name of their key."""
     if isinstance(value, str):
         return value.rsplit(".", 1)[-1]
     if isinstance(value, list) and all(isinstance(each, str) for each in value):
@@ -58,23 +58,23 @@ def _value(key: str, value: object) -> str:
 
 
 def time_parts(time: StepTime) -> dict[str, float]:
-    """Seconds by part; they add up to the step."""
+    """Return the seconds by part; they add up to the step."""
     names = (field.name for field in dataclasses.fields(time) if field.name != "step_time_s")
     return {name: getattr(time, name) for name in names}
 
 
 def part_name(part: str) -> str:
-    """A part of the step in words."""
+    """Return a part of the step in words."""
     return _TIME_PARTS.get(part, part.removesuffix("_s").replace("_", " "))
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """A share as people read it."""
+    """Return a share as people read it."""
     return f"{100 * share:.{digits}f} %"
 
 
 def seconds(value: float) -> str:
-    """A duration as people read it."""
+    """Return a duration as people read it."""
     if abs(value) >= 100:
         return f"{value:.0f} s"
     if abs(value) >= 1:
@@ -83,7 +83,7 @@ def seconds(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """A rate as people read it: ``1.23 M``."""
+    """Return a rate as people read it: ``1.23 M``."""
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
         if abs(value) >= limit:
             return f"{value / limit:.2f} {unit}"
@@ -113,27 +113,30 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted memory is within the limits, of the device and of its host."""
+        """Return whether the predicted memory is within the limits, of the device and of its host."""
         return self.fits_device and self.fits_host
 
     @property
     def fits_device(self) -> bool:
-        """Whether the device has what is needed of it."""
+        """Return whether the device has what is needed of it."""
         return self.limit_bytes is None or self.needed_bytes <= self.limit_bytes
 
     @property
     def fits_host(self) -> bool:
-        """Whether what is offloaded has room in host memory."""
+        """Return whether what is offloaded has room in host memory."""
         return self.host_limit_bytes is None or self.host_bytes <= self.host_limit_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of the memory that is limited: the device's, with the host's where they are one."""
+        """Return the bytes of the memory that is limited: the device's, with the host's where they are one."""
         return self.taken_bytes if self.taken_bytes is not None else needed_bytes(self.step, self.memory)
 
     @property
     def complete_strategy(self) -> Strategy:
-        """The strategy with the number of micro-batches that this plan is for: what trains as it is predicted."""
+        """Return the strategy with the number of micro-batches that this plan is for.
+
+        What trains as it is predicted.
+        """
         parts, pipeline = self.step.num_micro_batches, self.strategy.get("pipeline_parallel")
         if pipeline is not None and getattr(pipeline, "num_micro_batches", None) is None:
             return self.strategy.with_method(pipeline.model_copy(update={"num_micro_batches": parts}))
@@ -142,7 +145,7 @@ class Plan:
         return self.strategy.with_method(("gradient_accumulation", parts))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes :attr:`complete_strategy` to a file, as :meth:`Strategy.save` does: ``accelerate(strategy=path)``."""
+        """Write :attr:`complete_strategy` to a file, as :meth:`Strategy.save` does: ``accelerate(strategy=path)``."""
         self.complete_strategy.save(path)
 
     def summary(self) -> str:
@@ -160,7 +163,7 @@ class Plan:
         return "; ".join(said)
 
     def host_text(self) -> str:
-        """What is offloaded to host memory, and the room there: ``"host 90 GiB of 230 GiB"``."""
+        """Return what is offloaded to host memory, and the room there: ``"host 90 GiB of 230 GiB"``."""
         limit = "" if self.host_limit_bytes is None else f" of {readable_bytes(self.host_limit_bytes)}"
         return f"host {readable_bytes(self.host_bytes)}{limit}"
 
@@ -173,18 +176,18 @@ class Subject(Protocol):
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per step over all ranks."""
+        """Return the samples per step over all ranks."""
 
     @property
     def half_dtype(self) -> str:
-        """What half precision is on its devices: ``bf16`` wherever they have it."""
+        """Return what half precision is on its devices: ``bf16`` wherever they have it."""
 
     def plan(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
-        """Predicts one strategy.
+        """Predict one strategy.
 
         Args:
             strategy: What is asked for; it is resolved for the world.
@@ -196,7 +199,7 @@ class Subject(Protocol):
 
 
 def host_bytes(step: Step) -> int:
-    """Bytes of host memory beside a device; where both are one, they are of the device's limit."""
+    """Return the bytes of host memory beside a device; where both are one, they are of the device's limit."""
     known = step.activations
     offloads = step.offloaded is not None or (known is not None and known.offloaded_bytes > 0)
     return memory(step).host_total if offloads and not step.on_cpu else 0
@@ -208,7 +211,7 @@ def most_host_bytes(steps: Iterable[Step]) -> int:
 
 
 def needed_bytes(step: Step, held: Memory) -> int:
-    """Bytes of the memory that is limited: the device's, with the host's where they are one."""
+    """Return the bytes of the memory that is limited: the device's, with the host's where they are one."""
     return held.total + (held.host_total if step.on_cpu else 0)
 
 
@@ -269,7 +272,7 @@ def forecast(
     tokens_per_sample: int | None = None,
     calibration: Calibration | None = None,
 ) -> Forecast:
-    """Plays the steps of a pipeline's ranks, or the one step of all, on a cluster.
+    """Play the steps of a pipeline's ranks, or the one step of all, on a cluster.
 
     Args:
         steps: After all ``cost`` twins.
@@ -311,7 +314,7 @@ _ALWAYS = {"parameters", "gradients", "optimizer", "activations", "buffers"}
 
 
 def plan_table(plan: Plan, measured: Mapping[str, int] | None = None) -> Table:
-    """Builds the table of a plan.
+    """Build the table of a plan.
 
     Args:
         plan: The plan.

@@ -1,6 +1,7 @@
 """Choosing a strategy without being told: by a search where the cluster is known.
 
-Where it is not, seconds cannot be told: the first of a short list that fits, least communication first, is chosen."""
+Where it is not, seconds cannot be told: the first of a short list that fits, least communication first, is chosen.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ _CANDIDATES = (
 
 
 def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequence[Any] = ()) -> tuple[Plan, str]:
-    """Chooses the fastest strategy that fits into a rank's memory.
+    """Choose the fastest strategy that fits into a rank's memory.
 
     Without a cluster: the first of data, zero2, fsdp and fsdp with checkpoint that fits.
 
@@ -65,7 +66,7 @@ def choose(workload: Subject, *, excluded: Sequence[str] = (), included: Sequenc
 
 
 def _found(workload: Subject, excluded: Sequence[str], included: Sequence[Any], top: int) -> Found:
-    """The caller's precision and number of micro-batches stay: both change what is computed."""
+    """Return the caller's precision and number of micro-batches stay: both change what is computed."""
     from meshwright.planner.search import default_space, search_in_stages
 
     space = default_space(workload, lower_precision=False).replace(micro_batches=(None,))
@@ -115,7 +116,7 @@ def fitting(workload: Subject, *, excluded: Sequence[str] = (), included: Sequen
 
 
 def _planned(workload: Subject, candidates: Iterable[Strategy], refused: list[MeshwrightError]) -> Iterator[Plan]:
-    """Plans one by one; what a candidate cannot do to this model or batch is noted, and the next one tried."""
+    """Plan one by one; what a candidate cannot do to this model or batch is noted, and the next one tried."""
     for candidate in candidates:
         try:
             yield workload.plan(candidate)

@@ -56,7 +56,7 @@ _SAMPLES = 2  # one alone could be a dim of another meaning
 
 
 def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
-    """Tokens of one sample: the second dim of ``input_ids``, or of the first integers ``[samples, tokens]``.
+    """Return the tokens of one sample: the second dim of ``input_ids``, or of the first integers ``[samples, tokens]``.
 
     None where there is no sample to be had, or none of tokens, as of images.
 
@@ -78,7 +78,7 @@ def tokens_per_sample(inputs_of: Callable[[int], Any]) -> int | None:
 
 
 def cluster_at_hand(device: torch.device, world: int, local_world: int) -> Cluster | None:
-    """What a job runs on, with the links that are usual for its devices, and the host memory that is free.
+    """Return what a job runs on, with the links that are usual for its devices, and the host memory that is free.
 
     None for a CPU, and for unknown devices.
 
@@ -99,7 +99,7 @@ def cluster_at_hand(device: torch.device, world: int, local_world: int) -> Clust
 def described_cluster(
     given: str | os.PathLike[str] | Cluster, device: torch.device, world: int, local_world: int
 ) -> tuple[Cluster, tuple[str, ...]]:
-    """What a job runs on as it was described, with the job's ranks; and what of it may not hold here.
+    """Return what a job runs on as it was described, with the job's ranks; and what of it may not hold here.
 
     Args:
         given: A cluster, a preset's name, or a file such as ``meshwright calibrate`` writes.
@@ -184,11 +184,11 @@ class Workload:
 
     @property
     def half_dtype(self) -> str:
-        """What half precision is on its devices; CPUs that have no bf16 multiply it in fp32."""
+        """Return what half precision is on its devices; CPUs that have no bf16 multiply it in fp32."""
         return half_dtype(self.device) if self.cluster is None else self.cluster.device.half_dtype
 
     def plan(self, strategy: Strategy, num_micro_batches: int | None = None) -> Plan:
-        """Predicts one strategy.
+        """Predict one strategy.
 
         Args:
             strategy: What is asked for.
@@ -205,16 +205,16 @@ class Workload:
             return known._plan(resolved, num_micro_batches or self.num_micro_batches)
 
     def on(self, num_devices: int) -> Workload:
-        """The same on more of the same devices, or fewer; of a known cluster."""
+        """Return the same on more of the same devices, or fewer; of a known cluster."""
         assert self.cluster is not None
         return self.elsewhere(self.cluster.resized(num_devices), self.batch_size, self.limit_bytes)
 
     def of_batch(self, samples: int) -> Workload:
-        """The same with so many samples per step."""
+        """Return the same with so many samples per step."""
         return self.elsewhere(self.cluster, samples, self.limit_bytes)
 
     def elsewhere(self, cluster: Cluster | None, batch_size: int | None, limit_bytes: int | None) -> Workload:
-        """The same model on another cluster of the same kind of device; what was traced of it is taken over."""
+        """Return the same model on another cluster of the same kind of device; what was traced of it is taken over."""
         world = self.world if cluster is None else cluster.num_devices
         other = replace(self, cluster=cluster, world=world, batch_size=batch_size, limit_bytes=limit_bytes)
         own = {field.name for field in fields(self)} | {"_replaced"}
@@ -222,7 +222,7 @@ class Workload:
         return other
 
     def _with(self, method: MethodConfig | None) -> Workload:
-        """The workload of the model with its modules replaced, whose predictions are its own."""
+        """Return the workload of the model with its modules replaced, whose predictions are its own."""
         if method is not None and method not in self._replaced:
             self._replaced[method] = replace(self)
         return self if method is None else self._replaced[method]
@@ -283,7 +283,7 @@ class Workload:
         )
 
     def _check_units(self, resolved: Resolved) -> None:
-        """Refuses what the sharding method would; what it has allowed once is not asked about again."""
+        """Refuse what the sharding method would; what it has allowed once is not asked about again."""
         sharding = tuple(method for method in resolved.strategy.methods if getattr(method, "shards", False))
         key = sharding, resolved.strategy.names, tuple(axis for axis, size in resolved.axes if size > 1)
         if key not in self._shardable:
@@ -307,7 +307,7 @@ class Workload:
         return tokens_per_sample(self.inputs_of)
 
     def _flow(self, pipeline: Pipeline) -> tuple[Dataflow | None, str]:
-        """What the blocks depend on; each list of blocks is traced once."""
+        """Return what the blocks depend on; each list of blocks is traced once."""
         if pipeline.blocks not in self._flows:
             self._flows[pipeline.blocks] = trace_flow(pipeline, self.model, self.inputs_of, self.forward)
         return self._flows[pipeline.blocks]
@@ -317,14 +317,14 @@ class Workload:
         return {}
 
     def _split(self, resolved: Resolved) -> Trace | None:
-        """How axes divide layers, tokens and experts; each plan and size is worked out once."""
+        """Return how axes divide layers, tokens and experts; each plan and size is worked out once."""
         key = trace_key(resolved)
         if key not in self._splits:
             self._splits[key] = trace_of(resolved, self.model, SampleRun(self.inputs_of, self.forward))
         return self._splits[key]
 
     def _fp8(self, resolved: Resolved) -> Fp8Trace | None:
-        """Which layers multiply in 8 bits; each choice is made once."""
+        """Return which layers multiply in 8 bits; each choice is made once."""
         method = cast("Fp8 | None", resolved.strategy.get("fp8"))
         if method is None:
             return None
@@ -337,7 +337,7 @@ class Workload:
         return group_blocks(self._described(split, fp8, cut), cut)
 
     def _described(self, split: Trace | None, fp8: Fp8Trace | None, cut: Cut | None) -> Described:
-        """The parameters of every block; each division is described once."""
+        """Return the parameters of every block; each division is described once."""
         key = (split, fp8, cut)
         if key not in self._descriptions:
             marks = Marks(
@@ -390,7 +390,7 @@ def _precision_of(resolved: Resolved) -> tuple[str | None, str | None]:
 
 
 def _widens(resolved: Resolved) -> bool:
-    """Whether bf16 products may be made in fp32: of plain tensors, as they are not where layers are divided."""
+    """Return whether bf16 products may be made in fp32: of plain tensors, as they are not where layers are divided."""
     divided = dict(resolved.axes).get("tensor", 1) > 1
     half = (resolved.strategy.get(name) for name in ("amp_native", "half"))
     return not divided and any(cast("HalfPrecisionMethod", each).widens(resolved.strategy) for each in half if each)

@@ -25,7 +25,7 @@ from meshwright.version import __version__
 
 @contextlib.contextmanager
 def same_on_every_rank() -> Iterator[None]:
-    """Runs a block on every rank and, when it failed on any of them, raises the first rank's error on all.
+    """Run a block on every rank and, when it failed on any of them, raise the first rank's error on all.
 
     The block itself must not communicate: a rank that failed would be missing from the collective. Costs one small
     gather. Errors raised here carry ``agreed = True``, so that a program may print them once.
@@ -39,7 +39,7 @@ def same_on_every_rank() -> Iterator[None]:
 
 
 def gather_from(build: Callable[[], Any]) -> list[Any]:
-    """Gathers what ``build()`` returns on every rank; when it failed on any of them, raises the first rank's error.
+    """Gather what ``build()`` returns on every rank; when it failed on any of them, raise the first rank's error.
 
     Costs one gather for both. ``build`` must not communicate: see :func:`same_on_every_rank`.
 
@@ -58,7 +58,7 @@ def gather_from(build: Callable[[], Any]) -> list[Any]:
 
 
 def _raise_first(errors: list[Any], mine: Exception | None) -> None:
-    """Raises the first of the ranks' errors (None: that rank had none), with its own traceback where it is ``mine``."""
+    """Raise the first of the ranks' errors (None: that rank had none), with its own traceback where it is ``mine``."""
     failed = [(index, found) for index, found in enumerate(errors) if found is not None]
     if not failed:
         return
@@ -73,7 +73,7 @@ def _raise_first(errors: list[Any], mine: Exception | None) -> None:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """The error itself when it survives a journey to another rank, else its text."""
+    """Return the error itself when it survives a journey to another rank, else its text."""
     try:
         return pickle.loads(pickle.dumps(error)) if error is not None else None
     except Exception:
@@ -81,7 +81,7 @@ def _portable(error: Exception | None) -> Exception | None:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Gathers one picklable object per rank; a list in rank order, equal on all ranks."""
+    """Gather one picklable object per rank; a list in rank order, equal on all ranks."""
     if world_size() == 1:
         return [value]
     every: list[Any] = [None] * world_size()
@@ -93,7 +93,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def _check_alive(group: dist.ProcessGroup) -> None:
-    """Refuses to go on beside training when that has ended: what ranks write without each other is no checkpoint."""
+    """Refuse to go on beside training when that has ended: what ranks write without each other is no checkpoint."""
     try:
         dist.get_rank(group)
     except ValueError as error:
@@ -107,7 +107,7 @@ def _check_alive(group: dist.ProcessGroup) -> None:
 
 
 def check_equal(what: str, value: str, fix: str) -> None:
-    """Raises on every rank unless all ranks hold the same ``value``.
+    """Raise on every rank unless all ranks hold the same ``value``.
 
     Raises:
         LaunchError: Naming the ranks that differ from rank 0 as the first of them does.
@@ -145,7 +145,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def agreed(error: MeshwrightError) -> MeshwrightError:
-    """Marks an error that every rank raises alike, so that a program may print it once."""
+    """Mark an error that every rank raises alike, so that a program may print it once."""
     error.agreed = True  # type: ignore[attr-defined]
     return error
 
@@ -157,7 +157,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
 def wait_for_all_ranks(what: str) -> None:
-    """Waits until every rank has come into a call, and tells which ones stay away for long.
+    """Wait until every rank has come into a call, and tell which ones stay away for long.
 
     The ranks meet in their store. In a collective, a call that is made on rank 0 only (as under DDP a model is saved)
     would meet whatever the others do next: gloo aborts the process then, and NCCL waits without a word.
@@ -186,7 +186,9 @@ def wait_for_all_ranks(what: str) -> None:
 
 
 def gather_over_store(what: str, text: str, patience_s: float | None = None) -> list[str | None]:
-    """What every rank says, in rank order; over the store, so that it does no harm when some are in a collective.
+    """Return what every rank says, in rank order.
+
+    Over the store, so that it does no harm when some are in a collective.
 
     Args:
         what: The occasion; ranks come to it equally often.
@@ -256,7 +258,7 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bit_sums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The :func:`bit_sum` of each; int64 on the host, which waits once for each device."""
+    """Return the :func:`bit_sum` of each; int64 on the host, which waits once for each device."""
     sums = [bit_sum(tensor) for tensor in tensors]
     places: dict[torch.device, list[int]] = {}
     for place, each in enumerate(sums):
@@ -288,7 +290,7 @@ class Difference:
 
 
 def outvoted(values: Mapping[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Divides ranks by what most of them hold.
+    """Divide ranks by what most of them hold.
 
     Args:
         values: By rank.
@@ -304,7 +306,9 @@ def outvoted(values: Mapping[int, int]) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def difference_between_ranks(tensors: Mapping[str, torch.Tensor]) -> Difference | None:
-    """The first tensor that is not equal on all ranks; None where all are. Collective: one number per rank, and more
+    """Return the first tensor that is not equal on all ranks; None where all are. Collective.
+
+    One number per rank, and more
     only where it differs.
 
     Args:
@@ -328,7 +332,7 @@ _SOURCES = Path(__file__).parents[1]
 
 
 def code_versions(sources: Path = _SOURCES) -> str:
-    """Versions of Meshwright, torch and Python, and a digest of Meshwright's own source files.
+    """Return the versions of Meshwright, torch and Python, and a digest of Meshwright's own source files.
 
     The digest tells two states of a source tree apart that carry one version number.
 
@@ -350,7 +354,7 @@ _order = 0
 
 
 def note_gather(place: int) -> None:
-    """Counts something that all ranks gather together, by a number that it has on all of them."""
+    """Count something that all ranks gather together, by a number that it has on all of them."""
     global _order
     if not torch.compiler.is_compiling():
         _order = (_order * 31 + place + 1) % _MODULUS

@@ -23,14 +23,14 @@ _SPREAD = 0x9E3779B97F4A7C15
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds torch (all devices), numpy and random alike on every rank, so that models are made equal."""
+    """Seed torch (all devices), numpy and random alike on every rank, so that models are made equal."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def seed_replica(seed: int, replica: int) -> None:
-    """Seeds the generators for training: each data-parallel replica draws its own dropout masks.
+    """Seed the generators for training: each data-parallel replica draws its own dropout masks.
 
     Args:
         seed: The run's seed.
@@ -40,7 +40,7 @@ def seed_replica(seed: int, replica: int) -> None:
 
 
 def spread_seed(seed: int, index: int) -> int:
-    """A seed of its own for each of several that share one."""
+    """Return a seed of its own for each of several that share one."""
     return (seed + (index + 1) * _SPREAD) % 2**63
 
 
@@ -69,7 +69,7 @@ class GeneratorState:
         return cls(random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda)
 
     def restore(self) -> None:
-        """Puts them back."""
+        """Put them back."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.cpu)
@@ -79,7 +79,7 @@ class GeneratorState:
 
 @contextlib.contextmanager
 def preserved_rng() -> Iterator[None]:
-    """Leaves torch's, numpy's and random's generators as they were before the block."""
+    """Leave torch's, numpy's and random's generators as they were before the block."""
     before = GeneratorState.now()
     try:
         yield
@@ -91,7 +91,7 @@ def preserved_rng() -> Iterator[None]:
 
 
 def choose_device(backend: str | None, local_rank: int) -> torch.device:
-    """Chooses this rank's device: CUDA where there is one, the CPU otherwise or when ``backend`` is ``"gloo"``.
+    """Choose this rank's device: CUDA where there is one, the CPU otherwise or when ``backend`` is ``"gloo"``.
 
     Raises:
         LaunchError: When more local ranks than CUDA devices were started.
@@ -110,7 +110,7 @@ def choose_device(backend: str | None, local_rank: int) -> torch.device:
 
 
 def machine_name(device: torch.device) -> str:
-    """What computes, a GPU or a CPU with its cores, so that figures of another are not taken for this one's."""
+    """Return what computes, a GPU or a CPU with its cores, so that figures of another are not taken for this one's."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -127,7 +127,10 @@ def _cpu_name() -> str:
 
 
 def memory_limit_bytes(device: torch.device, local_world_size: int) -> int:
-    """Bytes one rank may plan with: the CUDA device's memory less a tenth, or its share of the free host memory."""
+    """Return the bytes one rank may plan with.
+
+    The CUDA device's memory less a tenth, or its share of the free host memory.
+    """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory * 0.9)
     return host_share_bytes(local_world_size)
@@ -148,7 +151,10 @@ def _available_host_bytes() -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak bytes so far: what the CUDA allocator handed out, or the resident size of the process on the CPU."""
+    """Return the peak bytes so far.
+
+    What the CUDA allocator handed out, or the resident size of the process on the CPU.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -156,13 +162,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def synchronize_device(device: torch.device) -> None:
-    """Waits for the work queued on ``device``; returns at once on the CPU."""
+    """Wait for the work queued on ``device``; return at once on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measured_flops_per_s(device: torch.device, duration_s: float = 0.1) -> float:
-    """Rate of fp32 matrix products in FLOP/s: the best of those that fit into ``duration_s``.
+    """Return the rate of fp32 matrix products in FLOP/s: the best of those that fit into ``duration_s``.
 
     The best and not the mean: a peak is what the device can do when nothing else disturbs it.
     """

@@ -33,7 +33,7 @@ _STORE_TIMEOUT = timedelta(minutes=5)
 
 
 def loopback_store() -> tuple[Store, int]:
-    """A TCPStore that listens on 127.0.0.1 only, and its port.
+    """Return a TCPStore that listens on 127.0.0.1 only, and its port.
 
     Left to itself torch's store listens on every interface, and whoever reaches it can write there what ranks then
     unpickle.
@@ -65,7 +65,7 @@ class LoopbackRendezvous(RendezvousHandler):
         self._closed = False
 
     def get_backend(self) -> str:
-        """Its name."""
+        """Return its name."""
         return _LOOPBACK_BACKEND
 
     @property
@@ -74,16 +74,16 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Makes the store of the next attempt."""
+        """Make the store of the next attempt."""
         self._store, port = loopback_store()
         return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(_ADDRESS, port))
 
     def is_closed(self) -> bool:
-        """Whether no attempt will follow."""
+        """Return whether no attempt will follow."""
         return self._closed
 
     def set_closed(self) -> None:
-        """Says so."""
+        """Say so."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
@@ -91,7 +91,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """The name of the run."""
+        """Return the name of the run."""
         return self._run_id
 
     def shutdown(self) -> bool:
@@ -113,17 +113,19 @@ _RANK_BYTES = 2**28  # of memory: an interpreter with torch, before it holds any
 
 
 def inside_launcher() -> bool:
-    """Whether a launcher (torchrun, torch.distributed.launch) has already made this process a rank."""
+    """Return whether a launcher (torchrun, torch.distributed.launch) has already made this process a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def restart_count() -> int:
-    """How often the launcher has started the ranks again after a failure; 0 in the first attempt."""
+    """Return how often the launcher has started the ranks again after a failure; 0 in the first attempt."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def launch_id() -> str | None:
-    """What all attempts of one launch have in common, and no other launch has; None where the launcher does not say.
+    """Return what all attempts of one launch have in common, and no other launch has.
+
+    None where the launcher does not say.
 
     torchrun's ``--rdzv-id``, which ``--standalone`` draws at random. :func:`restart_count` does not tell a machine that
     has joined a run under way from one that begins it.
@@ -133,7 +135,7 @@ def launch_id() -> str | None:
 
 
 def stay_on_this_machine() -> None:
-    """Lets gloo listen on the loopback interface alone, in this process and those it starts.
+    """Let gloo listen on the loopback interface alone, in this process and those it starts.
 
     Nobody outside of this machine has to reach its ranks; gloo would listen where the host's name leads to.
     """
@@ -142,7 +144,7 @@ def stay_on_this_machine() -> None:
 
 
 def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
-    """Runs ``python ARGUMENTS…`` as ``nproc`` local ranks and waits for them.
+    """Run ``python ARGUMENTS…`` as ``nproc`` local ranks and wait for them.
 
     The ranks write to this terminal. When one fails the others are ended within seconds. They meet over the loopback
     interface only: other machines cannot reach them.
@@ -190,7 +192,7 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
 
 
 def _check_room(nproc: int) -> None:
-    """Refuses before anything is started what would only take the machine down."""
+    """Refuse before anything is started what would only take the machine down."""
     most = host_share_bytes(1) // _RANK_BYTES
     if nproc > max(most, 1):
         raise LaunchError(

@@ -2,7 +2,8 @@
 
 Axes are listed innermost first, as in ATorch's ``parallel_mode``: ``[("tensor", 4), ("pipeline", 2), ("data", 2)]``
 puts ranks 0-3 into one tensor group. The DeviceMesh holds the same grid with its axes in one fixed order, outermost
-first, so that any sub-mesh (data, zero) can be sliced from it whatever order the user wrote."""
+first, so that any sub-mesh (data, zero) can be sliced from it whatever order the user wrote.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ Axes = tuple[tuple[str, int], ...]
 
 
 def check_axes(axes: Sequence[tuple[str, int]]) -> None:
-    """Refuses unknown or repeated axis names and sizes below one.
+    """Refuse unknown or repeated axis names and sizes below one.
 
     Raises:
         StrategyError: Naming the axis.
@@ -54,7 +55,7 @@ def check_axes(axes: Sequence[tuple[str, int]]) -> None:
 
 
 def fit_axes(axes: Sequence[tuple[str, int]], world: int, *, adjustable: bool = True) -> Axes:
-    """Fits axis sizes to a world: the size of ``data`` is adjusted until the product is ``world`` (ATorch's rule).
+    """Fit axis sizes to a world: the size of ``data`` is adjusted until the product is ``world`` (ATorch's rule).
 
     Args:
         axes: ``(name, size)``, innermost first. Empty means data parallelism over the world.
@@ -83,7 +84,7 @@ def fit_axes(axes: Sequence[tuple[str, int]], world: int, *, adjustable: bool = 
 
 
 def rank_grid(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None = None) -> np.ndarray:
-    """The grid of ranks, one dimension per axis in the order listed.
+    """Return the grid of ranks, one dimension per axis in the order listed.
 
     Args:
         axes: ``(name, size)``, innermost first.
@@ -108,7 +109,7 @@ def rank_grid(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None 
 
 
 def axis_groups(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None = None) -> dict[str, list[list[int]]]:
-    """The groups of ranks along every axis: the lists that ATorch's documentation prints for its examples."""
+    """Return the groups of ranks along every axis: the lists that ATorch's documentation prints for its examples."""
     grid = rank_grid(axes, rank_order)
     groups = {}
     for dim, (name, size) in enumerate(axes):
@@ -119,7 +120,7 @@ def axis_groups(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | Non
 
 
 def ascending_grid(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None = None) -> np.ndarray:
-    """The same groups as :func:`rank_grid`, with places along each axis renumbered so that ranks ascend in every group.
+    """Return the same groups as :func:`rank_grid`, with places along each axis renumbered so that ranks ascend in every group.
 
     torch numbers the ranks of a process group in ascending order, and DTensor numbers them by their place on the mesh:
     only where the two agree do shards end up where they belong.
@@ -146,13 +147,13 @@ def ascending_grid(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | 
 def coordinate_of(
     rank: int, axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None = None
 ) -> dict[str, int]:
-    """Where a rank stands on the mesh: its index along every axis."""
+    """Return where a rank stands on the mesh: its index along every axis."""
     position = np.argwhere(ascending_grid(axes, rank_order) == rank)[0]
     return {name: int(index) for (name, _), index in zip(axes, position, strict=True)}
 
 
 def build_mesh(axes: Sequence[tuple[str, int]], rank_order: Sequence[int] | None, device_type: str) -> DeviceMesh:
-    """Creates the DeviceMesh and its process groups; every rank must call it.
+    """Create the DeviceMesh and its process groups; every rank must call it.
 
     Args:
         axes: ``(name, size)``, innermost first; sizes multiply to the world.
@@ -181,7 +182,7 @@ _world_mesh: tuple[object, DeviceMesh] | None = None  # the process group it was
 
 
 def world_mesh() -> DeviceMesh:
-    """The mesh ``("zero",)`` over all ranks, made once per world; the first call is collective.
+    """Return the mesh ``("zero",)`` over all ranks, made once per world; the first call is collective.
 
     Raises:
         LaunchError: Before ``init_distributed``.

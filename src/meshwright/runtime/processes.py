@@ -56,18 +56,18 @@ def agreeing_over(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def agreement_group() -> dist.ProcessGroup | None:
-    """The group over which this thread agrees; None is the world."""
+    """Return the group over which this thread agrees; None is the world."""
     return getattr(_own, "group", None)
 
 
 def before_leaving(function: Callable[[], None]) -> Callable[[], None]:
-    """Calls a function on every rank at the start of ``shutdown_distributed``, while ranks can still communicate."""
+    """Call a function on every rank at the start of ``shutdown_distributed``, while ranks can still communicate."""
     _before_leaving.append(function)
     return function
 
 
 def prepare_to_leave() -> None:
-    """Calls what :func:`before_leaving` was given; the first error is raised after all were called."""
+    """Call what :func:`before_leaving` was given; the first error is raised after all were called."""
     with contextlib.ExitStack() as stack:
         for function in _before_leaving:
             stack.callback(function)
@@ -106,7 +106,7 @@ def init_distributed(
     backend: str | None = None,
     timeout_s: float = 1800.0,
 ) -> None:
-    """Makes this process one rank of the world: from nothing (a world of one), torchrun or torch.distributed.launch.
+    """Make this process one rank of the world: from nothing (a world of one), torchrun or torch.distributed.launch.
 
     Seeds all generators alike on every rank, so that models made next are equal. cuDNN, thread counts and CPU
     affinity are left alone. A second call with the same arguments does nothing; a process group that already exists
@@ -156,7 +156,7 @@ def init_distributed(
 
 
 def _differing(ours: Settings, theirs: Settings) -> str:
-    """The fields of the first that the second has otherwise."""
+    """Return the fields of the first that the second has otherwise."""
     other = vars(theirs)
     return ", ".join(f"{name}={value!r}" for name, value in vars(ours).items() if value != other[name])
 
@@ -242,7 +242,7 @@ def _join_world(backend: str | None, device: torch.device, timeout_s: float) -> 
 
 
 def _leave_at_exit(size: int) -> None:
-    """Destroys the process group of a program that forgot to: gloo's threads would abort the process now and then.
+    """Destroy the process group of a program that forgot to: gloo's threads would abort the process now and then.
 
     They drop tensors of finished collectives, which fails once the interpreter is gone (pytorch#179291). Where a mesh
     or a wrapped model still holds the group they live on, so they get a moment to let go.
@@ -256,7 +256,7 @@ def _leave_at_exit(size: int) -> None:
 
 
 def settings() -> Settings:
-    """What ``init_distributed`` was asked for; calls it with its defaults if nobody has."""
+    """Return what ``init_distributed`` was asked for; calls it with its defaults if nobody has."""
     if _settings is None or not dist.is_initialized():
         init_distributed()
     assert _settings is not None
@@ -264,7 +264,7 @@ def settings() -> Settings:
 
 
 def require_distributed(what: str) -> None:
-    """Refuses to go on without ``init_distributed``.
+    """Refuse to go on without ``init_distributed``.
 
     Raises:
         LaunchError: Naming ``what`` needs it.
@@ -279,7 +279,7 @@ def require_distributed(what: str) -> None:
 
 
 def shutdown_distributed() -> None:
-    """Leaves the world: waits for the other ranks, then destroys the process group. Harmless when there is none.
+    """Leave the world: waits for the other ranks, then destroy the process group. Harmless when there is none.
 
     Where it is reached by an error on its way (in a ``finally``), the other ranks may be anywhere, waiting for this
     one: then the end of the program leaves the world, as it does where nobody calls this.
@@ -306,19 +306,19 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Number of ranks; 1 before ``init_distributed``."""
+    """Return the number of ranks; 1 before ``init_distributed``."""
     group = agreement_group()
     return group.size() if group is not None else dist.get_world_size() if dist.is_initialized() else 1
 
 
 def print_rank(*values: Any, rank: int = 0, **print_options: Any) -> None:
-    """Prints on one rank only; takes what ``print`` takes."""
+    """Print on one rank only; take what ``print`` takes."""
     if (dist.get_rank() if dist.is_initialized() else 0) == rank:
         print(*values, **print_options)
 
 
 def synchronize() -> None:
-    """Waits until every rank has arrived here and finished the work queued on its device."""
+    """Wait until every rank has arrived here and finished the work queued on its device."""
     if not dist.is_initialized():
         return
     device = _settings.device if _settings is not None else torch.device("cpu")
@@ -328,7 +328,7 @@ def synchronize() -> None:
 
 
 def sum_loss(loss: torch.Tensor, comm: dist.ProcessGroup | DeviceMesh | None = None) -> torch.Tensor:
-    """Mean of a per-rank loss over ranks, for logs.
+    """Return the mean of a per-rank loss over ranks, for logs.
 
     The name is BMTrain's, and so is the meaning: BMTrain averages here too, whatever the name says.
 

@@ -24,7 +24,7 @@ _TASKS = {
 
 
 def separate_tasks_warning(environment: Mapping[str, str]) -> str | None:
-    """What to say where several processes were started together and each is about to train alone; None: nothing.
+    """Return what to say where several processes were started together and each is about to train alone; None: nothing.
 
     One of them says it. It is no error: somebody may want so many runs of one process.
 
@@ -54,7 +54,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0  # thousands of ranks must not keep
 
 
 def launchers_store(environment: Mapping[str, str], timeout: timedelta) -> Store | None:
-    """The store that the launcher keeps for all attempts; None where it leaves that to rank 0 of each."""
+    """Return the store that the launcher keeps for all attempts; None where it leaves that to rank 0 of each."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
@@ -92,7 +92,7 @@ def _called_together(room: Store, name: str, world_size: int, deadline: float) -
 
 
 def _found(room: Store, me: str, rank: int, deadline: float) -> str:
-    """Another rank: tries whatever attempt is named, until one answers to this process."""
+    """Return another rank: tries whatever attempt is named, until one answers to this process."""
     told = ""
     for _ in _tries(deadline):
         attempt = room.get(_ATTEMPT).decode() if room.check([_ATTEMPT]) else ""
@@ -124,7 +124,7 @@ def _late(got: str) -> LaunchError:
 
 
 def forget_meshes() -> None:
-    """Lets torch forget how operations on DTensors went: it takes an equal mesh of the next world for one of this.
+    """Let torch forget how operations on DTensors went: it takes an equal mesh of the next world for one of this.
 
     Results would lie on that mesh, whose process groups are gone, or have the name of others by now.
     """

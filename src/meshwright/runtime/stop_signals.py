@@ -72,7 +72,7 @@ class StopSignals:
             signal.signal(each, self._before[each])
 
     def asked(self) -> int:
-        """The signal that any rank was sent, 0 for none; collective, the same on every rank.
+        """Return the signal that any rank was sent, 0 for none; collective, the same on every rank.
 
         One all-reduce of one number on the host, where the ranks have met anyway.
         """
@@ -115,6 +115,6 @@ if sys.platform != "win32":
 
 
 def _end(number: int, why: str) -> None:
-    """Ends the process from a thread; nothing else may be left that answers."""
+    """End the process from a thread; nothing else may be left that answers."""
     print(f"meshwright: rank {os.environ.get('RANK', '0')} {why}", file=sys.stderr, flush=True)
     os._exit(128 + number)

@@ -12,7 +12,7 @@ from meshwright.errors import printable
 
 
 class PlainConsole(Console):
-    """rich's console without its markup, which in a name such as ``[link=…]`` would come from a file.
+    r"""rich's console without its markup, which in a name such as ``[link=…]`` would come from a file.
 
     Control characters are shown as ``\\x1b`` and the like: a terminal acts on them, rich lets them pass. What rich
     itself has styled stays so.

@@ -39,7 +39,9 @@ _grids: dict[tuple[object, int, int], _Grid] = {}  # of the present world, by it
 
 
 def process_grid() -> DeviceMesh:
-    """The mesh ``("pipeline", "zero", "tensor")`` over all ranks, made once per world; the first call is collective.
+    """Return the mesh ``("pipeline", "zero", "tensor")`` over all ranks, made once per world.
+
+    The first call is collective.
 
     Raises:
         LaunchError: Before ``init_distributed``.
@@ -48,7 +50,7 @@ def process_grid() -> DeviceMesh:
 
 
 def shard_axes() -> ShardAxes:
-    """The axes of parameters that all stages of a pipeline hold.
+    """Return the axes of parameters that all stages of a pipeline hold.
 
     Raises:
         LaunchError: Before ``init_distributed``.
@@ -59,7 +61,7 @@ def shard_axes() -> ShardAxes:
 
 
 def stage_axes() -> ShardAxes:
-    """The axes of parameters that only this rank's stage of a pipeline holds.
+    """Return the axes of parameters that only this rank's stage of a pipeline holds.
 
     Raises:
         LaunchError: Before ``init_distributed``.
@@ -68,17 +70,20 @@ def stage_axes() -> ShardAxes:
 
 
 def parameter_mesh() -> DeviceMesh:
-    """The mesh of :func:`shard_axes` that distributed parameters live on."""
+    """Return the mesh of :func:`shard_axes` that distributed parameters live on."""
     return shard_axes().parameters
 
 
 def zero_mesh() -> DeviceMesh:
-    """The axis over which parameters are sharded: all ranks, or those with this rank's place in their tensor group."""
+    """Return the axis over which parameters are sharded.
+
+    All ranks, or those with this rank's place in their tensor group.
+    """
     return shard_axes().zero
 
 
 def pipeline_mesh() -> DeviceMesh:
-    """The axis along which the stages of this rank's pipeline follow one another."""
+    """Return the axis along which the stages of this rank's pipeline follow one another."""
     return _grid().pipeline
 
 
@@ -88,12 +93,12 @@ def pipe_size() -> int:
 
 
 def stage_index() -> int:
-    """The pipeline stage that this rank runs."""
+    """Return the pipeline stage that this rank runs."""
     return dist.get_rank() // (dist.get_world_size() // pipe_size()) if dist.is_initialized() else 0
 
 
 def tensor_mesh() -> DeviceMesh:
-    """The axis over which single layers are split."""
+    """Return the axis over which single layers are split."""
     return _grid().tensor
 
 
@@ -108,7 +113,10 @@ def tensor_rank() -> int:
 
 
 def replica_index() -> int:
-    """Which of the ``world / tp_size`` tensor groups this rank belongs to: ranks of one work on the same samples."""
+    """Return which of the ``world / tp_size`` tensor groups this rank belongs to.
+
+    Ranks of one work on the same samples.
+    """
     return dist.get_rank() // tensor_size() if dist.is_initialized() else 0
 
 
@@ -146,7 +154,9 @@ class Topology:
     """Which groups this rank is in, and where. Seed: BMTrain."""
 
     def get_group_id(self, group_name: str) -> int:
-        """The number of this rank's group among those of its kind: ``"pipe"``, ``"zero"``, ``"tp"`` or ``"tp_zero"``.
+        """Return the number of this rank's group among those of its kind.
+
+        ``"pipe"``, ``"zero"``, ``"tp"`` or ``"tp_zero"``.
 
         Raises:
             ConfigError: For another kind.

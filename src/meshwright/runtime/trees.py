@@ -11,7 +11,7 @@ from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """torch's ``tree_map``, which also goes into other mappings, such as transformers' ``BatchEncoding``, and into
+    """Torch's ``tree_map``, which also goes into other mappings, such as transformers' ``BatchEncoding``, and into
     dataclasses; one in which nothing changes stays the same object.
 
     Args:
@@ -31,7 +31,7 @@ def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any],
 
 
 def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """torch's ``tree_leaves``, which also goes into mappings of other classes and dataclasses."""
+    """Torch's ``tree_leaves``, which also goes into mappings of other classes and dataclasses."""
     found = []
     for leaf in tree_leaves(tree, is_leaf=is_leaf):
         is_open = _is_closed(leaf) and not (is_leaf is not None and is_leaf(leaf))
@@ -40,7 +40,7 @@ def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[A
 
 
 def _is_closed(leaf: Any) -> bool:
-    """Whether torch takes this mapping, or this instance of a dataclass, for one piece."""
+    """Return whether torch takes this mapping, or this instance of a dataclass, for one piece."""
     return (isinstance(leaf, Mapping) or _is_dataclass(leaf)) and type(leaf) not in SUPPORTED_NODES
 
 

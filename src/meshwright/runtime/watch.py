@@ -40,7 +40,7 @@ class Place(NamedTuple):
 
 
 def place_of(thread_id: int) -> Place:
-    """Where a thread of this process is; costs some microseconds.
+    """Return where a thread of this process is; costs some microseconds.
 
     A thread counts as waiting when its innermost Python frame belongs to torch.distributed. With NCCL the host runs
     ahead of the device and waits where it next needs a number: only the caller tells then.
@@ -52,13 +52,13 @@ def place_of(thread_id: int) -> Place:
 
 
 def stack_of(thread_id: int) -> str:
-    """The whole stack of a thread of this process, as a traceback shows it."""
+    """Return the whole stack of a thread of this process, as a traceback shows it."""
     frame = sys._current_frames().get(thread_id)
     return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "no such thread"
 
 
 def _operation(frame: FrameType | None) -> str:
-    """The outermost of the collective functions at the inner end of a stack: what the caller has called."""
+    """Return the outermost of the collective functions at the inner end of a stack: what the caller has called."""
     found = ""
     while frame is not None and _is_of(frame, _COLLECTIVES):
         name = frame.f_code.co_name
@@ -109,7 +109,7 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Report:
-        """The report of what :meth:`to_json` gave.
+        """Return the report of what :meth:`to_json` gave.
 
         Raises:
             LaunchError: When it is something else.
@@ -151,7 +151,7 @@ class Verdict:
 
 
 def verdict(reports: Mapping[int, Report], silent: list[int]) -> Verdict:
-    """Finds who a hang is due to.
+    """Find who a hang is due to.
 
     Args:
         reports: The latest of every rank that has sent any.
@@ -258,7 +258,7 @@ class Watch:
         self._thread.join(self._pause_s + 1.0)
 
     def beat(self) -> None:
-        """Says that a step begins."""
+        """Say that a step begins."""
         self._step += 1
         self._beat_s = time.monotonic()
 
@@ -313,7 +313,7 @@ class Watch:
             self._store.set(f"{self._keys}/{rank()}", self._own.to_json())
 
     def _diagnose(self) -> None:
-        """Reads the others until each has reported anew, or has had the time to: who has not is silent.
+        """Read the others until each has reported anew, or have had the time to: who has not is silent.
 
         This rank reports on meanwhile: others diagnose in the same moments, and would take it for silent.
         """
@@ -338,7 +338,10 @@ class Watch:
         return f"no step has ended for {self._limit_s:g} s:"
 
     def _is_first(self, last: int) -> bool:
-        """Whether no other rank has told of this hang yet; by the step of the last rank: others may be in the next."""
+        """Return whether no other rank has told of this hang yet; by the step of the last rank.
+
+        Others may be in the next.
+        """
         return self._store is None or self._store.add(f"{self._keys}/told/{last}", 1) == 1
 
     def _read(self) -> dict[int, Report]:

@@ -84,7 +84,7 @@ class CheckpointStore:
         self._claim: Claim | None = None  # on rank 0, while a save is under way
 
     def save(self, state: TrainingState, *, non_blocking: bool = False) -> Path:
-        """Saves a training state as ``step-<state.step>``, then deletes the oldest; collective.
+        """Save a training state as ``step-<state.step>``, then delete the oldest; collective.
 
         Tensors that are not sharded are written by one of the ranks that hold them: they must be equal on all.
 
@@ -135,7 +135,7 @@ class CheckpointStore:
         return final
 
     def wait(self) -> None:
-        """Waits until all saves in the background are on the disk; collective.
+        """Wait until all saves in the background are on the disk; collective.
 
         Raises:
             CheckpointError: On every rank, when one of them failed.
@@ -172,7 +172,7 @@ class CheckpointStore:
             self._claim = None
 
     def newest(self) -> Path | None:
-        """The complete checkpoint of the highest step, None when there is none; collective, equal on every rank.
+        """Return the complete checkpoint of the highest step, None when there is none; collective, equal on every rank.
 
         What it holds is not read: :meth:`load` passes over one that was damaged after it was written.
 
@@ -193,7 +193,7 @@ class CheckpointStore:
         return answer
 
     def load(self, state: TrainingState, checkpoint: Path | None = None) -> CheckpointInfo:
-        """Loads a checkpoint into a training state, in place and in whatever layout it has now; collective.
+        """Load a checkpoint into a training state, in place and in whatever layout it has now; collective.
 
         All files are verified and all entries compared before anything is changed. Parts that ``state`` leaves None
         are not loaded. Random generators go on exactly when the job has as many ranks as the one that saved;
@@ -255,13 +255,13 @@ class CheckpointStore:
 
 
 def _forget(final: Path) -> None:
-    """Removes what there is of a checkpoint that was not finished."""
+    """Remove what there is of a checkpoint that was not finished."""
     if runtime.rank() == 0:
         shutil.rmtree(temporary_of(final), ignore_errors=True)
 
 
 def _write_files(ready: Staged, directory: Path) -> None:
-    """Writes everything of a checkpoint, the manifest last; collective.
+    """Write everything of a checkpoint, the manifest last; collective.
 
     Raises:
         CheckpointError: On every rank, when any of them cannot write.
@@ -334,7 +334,7 @@ class HostCopies:
         self._buffers: dict[str, torch.Tensor] = {}
 
     def of(self, live: Staged) -> Staged:
-        """The same with copies of the tensors, valid until the next call."""
+        """Return the same with copies of the tensors, valid until the next call."""
         tensors = {name: self._copy(name, tensor) for name, tensor in live.tensors.items()}
         for device in {local_tensor(tensor).device for tensor in live.tensors.values()}:
             synchronize_device(device)  # copies from a GPU were only queued
@@ -356,7 +356,7 @@ _own: set[Path] = set()  # directories whose checkpoints this process has gone o
 
 
 def own_directory(directory: Path) -> None:
-    """Notes that this run goes on from what is in a directory: what it saves there belongs to the same run."""
+    """Note that this run goes on from what is in a directory: what it saves there belongs to the same run."""
     _own.add(directory.resolve())
 
 
@@ -374,7 +374,7 @@ def warn_of_another_run(directory: Path) -> None:
 
 
 def temporary_of(final: Path) -> Path:
-    """Where a checkpoint lies until all of it is on the disk."""
+    """Return where a checkpoint lies until all of it is on the disk."""
     return final.with_name(f".{final.name}.tmp")
 
 
@@ -415,7 +415,7 @@ class Claim:
             self._close()
 
     def release(self) -> None:
-        """Lets others save; harmless when done before."""
+        """Let others save; harmless when done before."""
         if self._descriptor >= 0 and sys.platform != "win32":
             import fcntl
 
@@ -429,7 +429,7 @@ class Claim:
 
 
 def make_room(final: Path) -> Path:
-    """Makes the temporary directory of a checkpoint. For one rank only.
+    """Make the temporary directory of a checkpoint. For one rank only.
 
     A damaged checkpoint of the same step, which a run resumed from an earlier one meets again, is renamed.
 
@@ -462,13 +462,13 @@ def _move_aside(final: Path) -> None:
 
 
 def commit(final: Path) -> None:
-    """Gives a checkpoint its name: it exists from here on. For one rank only."""
+    """Give a checkpoint its name: it exists from here on. For one rank only."""
     temporary_of(final).rename(final)
     sync_directory(final.parent)
 
 
 def delete_old(directory: Path, newest_step: int, keep: int | None) -> None:
-    """Deletes all but the newest ``keep`` checkpoints up to ``newest_step``, and remains. For one rank only."""
+    """Delete all but the newest ``keep`` checkpoints up to ``newest_step``, and remains. For one rank only."""
     remains = [*directory.glob(".step-*.deleted")]  # a deletion that was killed half way
     remains += [path for path in directory.glob(".step-*.tmp") if path.name < f".{step_name(newest_step)}.tmp"]
     for path in remains:

@@ -72,7 +72,7 @@ _TUPLE, _ITEMS, _COUNTER, _TENSOR = "__tuple__", "__items__", "__counter__", "__
 
 
 def to_plain(value: Any, where: str) -> Any:
-    """Turns a value into JSON types.
+    """Turn a value into JSON types.
 
     Args:
         value: None, bool, number, string, one-element tensor, or a list, tuple, mapping or Counter of these.
@@ -111,7 +111,7 @@ def _mapping_to_plain(value: Mapping[Any, Any], where: str) -> dict[str, Any]:
 
 
 def from_plain(value: Any) -> Any:
-    """The value that :func:`to_plain` turned into JSON types.
+    """Return the value that :func:`to_plain` turned into JSON types.
 
     Raises:
         Exception: KeyError, TypeError, ValueError or AttributeError, for what no value was turned into.
@@ -140,7 +140,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of a name that :func:`dtype_name` gave.
+    """Return the dtype of a name that :func:`dtype_name` gave.
 
     Raises:
         CheckpointError: When this torch has no such dtype.
@@ -173,7 +173,7 @@ class ModelEntries:
     """What is not a tensor (``get_extra_state``), in JSON types."""
 
     def load(self, values: dict[str, Any]) -> None:
-        """Hands everything to the model after ``tensors`` were filled in place.
+        """Hand everything to the model after ``tensors`` were filled in place.
 
         For ordinary parameters this changes nothing more; modules with load hooks or extra state need it.
         """
@@ -182,7 +182,7 @@ class ModelEntries:
 
 
 def model_entries(model: nn.Module) -> ModelEntries:
-    """Names all persistent tensors of a model; does not communicate.
+    """Name all persistent tensors of a model; do not communicate.
 
     Raises:
         CheckpointError: When a module's extra state cannot be stored.
@@ -205,7 +205,7 @@ def model_entries(model: nn.Module) -> ModelEntries:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model without DDP and torch.compile around it."""
+    """Return the model without DDP and torch.compile around it."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -216,7 +216,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def stored_name(name: str) -> str:
-    """The name without what wrappers add to it."""
+    """Return the name without what wrappers add to it."""
     for wrapper in _TRANSPARENT:
         name = name.replace(wrapper, "")
     return name
@@ -228,7 +228,9 @@ _CODES, _SCALES = "_codes", "_absmax"  # of states in 8 bits
 
 
 def in_model_order(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with those that lie in the order of ranks replaced by copies in the model's; collective for these.
+    """Return the tensors with those that lie in the order of ranks replaced by copies in the model's.
+
+    Collective for these.
 
     Args:
         entries: The model.
@@ -242,13 +244,13 @@ def in_model_order(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -
 
 @torch.no_grad()
 def to_rank_order_(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Puts tensors that were filled in the model's order into the order of ranks, in place; collective for these."""
+    """Put tensors that were filled in the model's order into the order of ranks, in place; collective for these."""
     for name, order, dim in _fused(entries, tensors):
         local_tensor(tensors[name].detach()).copy_(local_tensor(order.to_ranks(tensors[name], dim)))
 
 
 def check_orders(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuses what could be filled and not be put into the order of ranks; changes nothing.
+    """Refuse what could be filled and not be put into the order of ranks; change nothing.
 
     Raises:
         CheckpointError: When a state is quantized over what would be torn apart.
@@ -278,7 +280,7 @@ def _fused(entries: ModelEntries, tensors: Mapping[str, torch.Tensor]) -> Iterat
 def _order_of(
     name: str, tensor: torch.Tensor, tensors: Mapping[str, torch.Tensor], parameter: torch.Tensor, order: RankOrder
 ) -> tuple[RankOrder, int] | None:
-    """The order of a tensor and its dim that is the fused one; None when it has none, as a factor of columns."""
+    """Return the order of a tensor and its dim that is the fused one; None when it has none, as a factor of columns."""
     dim = _fused_dim(tensor, parameter, order)
     if dim is None:
         return None
@@ -293,7 +295,9 @@ def _order_of(
 def _order_of_scales(
     name: str, scales: torch.Tensor, codes: torch.Tensor, parameter: torch.Tensor, order: RankOrder
 ) -> tuple[RankOrder, int] | None:
-    """The same of the scales of blocks of codes, which lie within rows: one row follows its codes, and whole blocks.
+    """Return the same of the scales of blocks of codes, which lie within rows.
+
+    One row follows its codes, and whole blocks.
 
     Raises:
         CheckpointError: When a block reaches across parts that lie elsewhere in the other order.
@@ -329,7 +333,7 @@ def _torn(name: str, tensor: torch.Tensor) -> CheckpointError:
 
 
 def generator_tensors() -> dict[str, torch.Tensor]:
-    """The state of all generators of this process; CPU tensors."""
+    """Return the state of all generators of this process; CPU tensors."""
     _, internal, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state()
     tensors = {
@@ -347,7 +351,7 @@ def generator_tensors() -> dict[str, torch.Tensor]:
 
 
 def set_generators(tensors: dict[str, torch.Tensor]) -> bool:
-    """Puts all generators into a saved state.
+    """Put all generators into a saved state.
 
     Returns:
         Whether it did: nothing is changed when this process has other generators (CUDA or not) than the saved one.

@@ -36,7 +36,7 @@ def write_folder(
     non_blocking: bool = False,
     gather: Callable[[str], torch.Tensor | None] | None = None,
 ) -> None:
-    """Writes tensors into files of at most ``shard_bytes`` each (or one tensor), then the index; collective.
+    """Write tensors into files of at most ``shard_bytes`` each (or one tensor), then the index; collective.
 
     Rank 0 gathers and writes one file after the other, so it holds one file's tensors at a time (all of them when
     ``non_blocking``). The index appears last: a folder without it was not finished.
@@ -114,12 +114,12 @@ def _remove_old(folder: Path, stem: str) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path names a folder of tensors or its index, rather than one file of them."""
+    """Return whether a path names a folder of tensors or its index, rather than one file of them."""
     return path.is_dir() or path.name.endswith(_INDEX)
 
 
 def read_folder(path: Path, kind: str = "model") -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads all tensors of a folder: of :func:`write_folder`, or of transformers (.bin files as weights only).
+    """Read all tensors of a folder: of :func:`write_folder`, or of transformers (.bin files as weights only).
 
     Args:
         path: The folder, or the index in it. Without an index the folder must hold one weights file.
@@ -201,7 +201,7 @@ def _damaged(index: Path, got: str) -> CheckpointError:
 
 
 def write_config(model: nn.Module, folder: Path) -> None:
-    """Writes a transformers model's configs; for other models, and around adapters, nothing. For one process.
+    """Write a transformers model's configs; for other models, and around adapters, nothing. For one process.
 
     They name the model's own class, and the dtype of its weights as they are now: ``from_pretrained`` takes both.
 
@@ -256,7 +256,7 @@ _SHARD_BYTES = 5 * 10**9  # what transformers writes
 def export_weights(
     checkpoint: Path, out: Path, *, dtype: torch.dtype | None = None, config: str | None = None
 ) -> dict[str, torch.Tensor]:
-    """Writes the weights and buffers of a checkpoint, whole, whatever layout of ranks saved them. For one process.
+    """Write the weights and buffers of a checkpoint, whole, whatever layout of ranks saved them. For one process.
 
     Args:
         checkpoint: Directory of one checkpoint; verified first.
@@ -289,7 +289,7 @@ def export_weights(
 def export_adapters(
     checkpoint: Path, out: Path, *, names: Mapping[str, str], config: str, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """Writes the adapters of a checkpoint as a folder that peft's ``PeftModel.from_pretrained`` loads.
+    """Write the adapters of a checkpoint as a folder that peft's ``PeftModel.from_pretrained`` loads.
 
     Args:
         checkpoint: Directory of one checkpoint; verified first.
@@ -343,7 +343,7 @@ def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def adapter_names(model: nn.Module, named: dict[str, torch.Tensor]) -> dict[str, str]:
-    """The names of a model's adapters in peft's files, and those that they have in a state dict.
+    """Return the names of a model's adapters in peft's files, and those that they have in a state dict.
 
     Args:
         model: A ``PeftModel``.

@@ -36,7 +36,7 @@ class FileEntry(NamedTuple):
 
 @contextlib.contextmanager
 def storage_errors(what: str, fix: str) -> Iterator[None]:
-    """Turns what the file system or the file format complains about into a CheckpointError."""
+    """Turn what the file system or the file format complains about into a CheckpointError."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -44,7 +44,7 @@ def storage_errors(what: str, fix: str) -> Iterator[None]:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Writes a file and waits until the disk has it."""
+    """Write a file and wait until the disk has it."""
     with path.open("wb") as stream:
         stream.write(content)
         stream.flush()
@@ -52,7 +52,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the disk has the names in a directory, on file systems that can sync directories."""
+    """Wait until the disk has the names in a directory, on file systems that can sync directories."""
     with contextlib.suppress(OSError):  # some network file systems, and Windows, refuse
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -62,14 +62,14 @@ def sync_directory(path: Path) -> None:
 
 
 def describe(path: Path) -> FileEntry:
-    """Size and SHA-256 of a file, read once."""
+    """Return the size and SHA-256 of a file, read once."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return FileEntry(stream.tell(), digest)
 
 
 def write_manifest(directory: Path, files: Mapping[str, FileEntry]) -> None:
-    """Writes the manifest: the directory is a checkpoint from here on.
+    """Write the manifest: the directory is a checkpoint from here on.
 
     Raises:
         CheckpointError: When the directory holds a file that ``files`` does not: nobody would notice its damage.
@@ -94,7 +94,7 @@ def _render(files: Mapping[str, FileEntry], *, with_digest: bool = True) -> str:
 
 
 def read_manifest(directory: Path) -> dict[str, FileEntry]:
-    """Reads the manifest of a checkpoint.
+    """Read the manifest of a checkpoint.
 
     Raises:
         CheckpointError: When it is absent, is damaged, is of another schema, or names a file outside of the directory.
@@ -150,7 +150,7 @@ def _check_name(directory: Path, name: str) -> None:
 
 
 def check_link(directory: Path, name: str) -> None:
-    """Refuses a file of a checkpoint that is a link to the outside.
+    """Refuse a file of a checkpoint that is a link to the outside.
 
     Raises:
         CheckpointError: Naming it.
@@ -165,7 +165,7 @@ def _outside(directory: Path, name: str) -> CheckpointError:
 
 
 def check_present(directory: Path, files: Mapping[str, FileEntry], folders: Iterable[str]) -> None:
-    """Refuses a checkpoint with missing files or other sizes, and files in ``folders`` that the manifest lacks.
+    """Refuse a checkpoint with missing files or other sizes, and files in ``folders`` that the manifest lacks.
 
     Raises:
         CheckpointError: Naming all of them.
@@ -228,7 +228,7 @@ class GroupRecord:
     values: dict[str, Any]
 
     def of(self, names: Container[str]) -> GroupRecord:
-        """The same group with some of its parameters."""
+        """Return the same group with some of its parameters."""
         return GroupRecord([name for name in self.parameters if name in names], self.values)
 
 
@@ -296,7 +296,7 @@ class Record:
     spikes: SpikeRecord | None = None
 
     def replaced(self, **changes: Any) -> Record:
-        """The same record with some fields changed."""
+        """Return the same record with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def to_json(self) -> str:
@@ -321,7 +321,7 @@ _RECORD = TypeAdapter(Record)
 
 
 def read_record(directory: Path) -> Record:
-    """Reads the record of a checkpoint whose files are already verified.
+    """Read the record of a checkpoint whose files are already verified.
 
     Raises:
         CheckpointError: When it is of another schema or not what its schema says.
@@ -359,7 +359,7 @@ def _parsed_record(found: dict[str, Any]) -> Record:
 
 @contextlib.contextmanager
 def consistent(directory: Path) -> Iterator[None]:
-    """Turns what happens where parts of a record do not agree with each other into a CheckpointError.
+    """Turn what happens where parts of a record do not agree with each other into a CheckpointError.
 
     Only a record that somebody else has written can be like that: it is verified, and its types are checked.
     """
@@ -383,7 +383,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 
 
 def step_name(step: int) -> str:
-    """The name of the checkpoint of a step."""
+    """Return the name of the checkpoint of a step."""
     return f"step-{step:08d}"
 
 
@@ -394,7 +394,7 @@ def complete_checkpoints(directory: Path) -> list[tuple[int, Path]]:
 
 
 def verify(path: Path, part: int = 0, num_parts: int = 1) -> Record:
-    """Reads every file of a checkpoint once and compares it with the manifest.
+    """Read every file of a checkpoint once and compare it with the manifest.
 
     Args:
         path: The directory of one checkpoint.
@@ -439,7 +439,7 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def newest_valid(candidates: Sequence[Path]) -> tuple[Path | None, list[CheckpointError]]:
-    """The first checkpoint that is whole, and why those before it are not; collective, equal on every rank."""
+    """Return the first checkpoint that is whole, and why those before it are not; collective, equal on every rank."""
     damaged: list[CheckpointError] = []
     for path in candidates:
         try:
@@ -453,7 +453,7 @@ def newest_valid(candidates: Sequence[Path]) -> tuple[Path | None, list[Checkpoi
 
 
 def nothing_valid(directory: Path, damaged: Sequence[CheckpointError]) -> CheckpointError:
-    """The error when a directory holds no checkpoint, or damaged ones only."""
+    """Return the error when a directory holds no checkpoint, or damaged ones only."""
     if damaged:
         return CheckpointError(
             f"Every checkpoint in {directory} is damaged",

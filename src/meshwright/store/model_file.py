@@ -49,7 +49,7 @@ class LoadedKeys(NamedTuple):
 
 
 def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = False) -> None:
-    """Writes all weights and buffers of a model into one file, with plain names and full shapes; collective.
+    """Write all weights and buffers of a model into one file, with plain names and full shapes; collective.
 
     Plain torch loads it: ``torch.load(file)``, or safetensors when the name ends in ``.safetensors``. The tensors are
     gathered one by one; rank 0 keeps them and writes. The file appears under its name when it is complete.
@@ -88,7 +88,7 @@ def save_folder(
     shard_bytes: int = 2**30,
     non_blocking: bool = False,
 ) -> None:
-    """Writes what :func:`save` writes into a folder of safetensors files with an index; collective.
+    """Write what :func:`save` writes into a folder of safetensors files with an index; collective.
 
     :func:`load` reads it, and transformers' ``from_pretrained``: beside the files of its models lie their configs.
 
@@ -152,7 +152,7 @@ def _gathered(entries: ModelEntries, stages: Mapping[str, int]) -> dict[str, Any
 
 
 def _gathered_parts(entries: ModelEntries, parts: PartEntries) -> dict[str, Any]:
-    """The same where ranks hold parts of the model: each tensor comes from one that trains it."""
+    """Return the same where ranks hold parts of the model: each tensor comes from one that trains it."""
     own = in_model_order(entries, entries.tensors)
     copies = {name: collect_owned(own.get(name), held) for name, held in parts.held.items()}
     found = copies | {name: copies[first] for name, first in parts.tied.items()} | parts.values
@@ -164,7 +164,7 @@ def _tensors(entries: ModelEntries) -> dict[str, torch.Tensor]:
 
 
 def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) -> LoadedKeys:
-    """Loads weights and buffers from a file of :func:`save`, or any state dict of plain torch; collective.
+    """Load weights and buffers from a file of :func:`save`, or any state dict of plain torch; collective.
 
     Only rank 0 reads, without holding the whole file in memory; the other ranks receive their parts tensor by tensor.
     An optimizer that ``accelerate`` or a booster has built takes the weights over, whatever copies it keeps; its states
@@ -221,7 +221,7 @@ def _is_wide(value: Any) -> bool:
 
 
 def _finest(entries: ModelEntries, masters: MasterWeights, wide: Set[str]) -> ModelEntries:
-    """The entries with masters in place of what is rounded from them, where the file holds more than half precision."""
+    """Return the entries with masters in place of what is rounded from them, where the file holds more than half precision."""
     finer = {id(v): masters.of[v] for n, v in entries.tensors.items() if n in wide and v in masters.of}
     raw = {name: finer.get(id(value), value) for name, value in entries.raw.items()}
     tensors = {name: finer.get(id(value), value) for name, value in entries.tensors.items()}
@@ -267,7 +267,7 @@ def _compare(
 
 @torch.no_grad()
 def _fill(entries: ModelEntries, stages: Mapping[str, int], found: dict[str, Any], described: dict[str, Any]) -> None:
-    """Sends every tensor from rank 0 into its place; tied ones once."""
+    """Send every tensor from rank 0 into its place; tied ones once."""
     refuse_parts(entries.raw, "load")
     done: set[int] = set()
     extra: dict[str, Any] = {}
@@ -328,7 +328,7 @@ def tied_names(raw: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def check_tied(path: Path, found: Mapping[str, Any], tied: Mapping[str, Sequence[str]]) -> None:
-    """Refuses a file with several tensors for what is one in the model: all but one would be lost.
+    """Refuse a file with several tensors for what is one in the model: all but one would be lost.
 
     Raises:
         CheckpointError: Naming the first two that differ.

@@ -45,7 +45,7 @@ def save_optimizer(
     shard_bytes: int = 2**30,
     non_blocking: bool = False,
 ) -> None:
-    """Writes states, hyperparameters, fp32 master weights and loss scale of an optimizer, whole; collective.
+    """Write states, hyperparameters, fp32 master weights and loss scale of an optimizer, whole; collective.
 
     A file holds what torch's ``get_optimizer_state_dict`` calls a full state dict (states and groups by parameter
     names), read with ``weights_only=True``. A folder holds safetensors files with an index.
@@ -113,7 +113,7 @@ def _capture(optimizer: Optimizer, model: nn.Module) -> tuple[dict[str, torch.Te
 
 
 def _united_contents(contents: OptimizerContents, order: Sequence[str]) -> OptimizerContents:
-    """What all ranks' optimizers hold together, its parameters in the order of the whole model; collective."""
+    """Return what all ranks' optimizers hold together, its parameters in the order of the whole model; collective."""
     every: list[OptimizerContents] = gather_objects(contents)
     record = united_optimizer([each.record for each in every])
     place = {name: number for number, name in enumerate(order)}
@@ -124,7 +124,7 @@ def _united_contents(contents: OptimizerContents, order: Sequence[str]) -> Optim
 
 
 def load_optimizer(optimizer: Optimizer, model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Loads what :func:`save_optimizer` wrote, in place and in whatever layout the model has now; collective.
+    """Load what :func:`save_optimizer` wrote, in place and in whatever layout the model has now; collective.
 
     Only rank 0 reads. Master weights that the file holds go into the optimizer's, or into fp32 parameters where it has
     none, so weights go on as exactly as they were.
@@ -197,7 +197,7 @@ def _plan(
 
 
 def _refuse_replicas(optimizer: Optimizer) -> None:
-    """Refuses an outer optimizer: a file of the inner one's state would lose the others' and the global weights."""
+    """Refuse an outer optimizer: a file of the inner one's state would lose the others' and the global weights."""
     if isinstance(optimizer, OuterOptimizer):
         raise CheckpointError(
             "An outer optimizer does not fit into one optimizer file: every replica has states of its own",
@@ -233,7 +233,7 @@ class OptimizerContents:
 
 
 def master_name(parameter: str) -> str:
-    """The stored name of a parameter's fp32 master weight."""
+    """Return the stored name of a parameter's fp32 master weight."""
     return f"optim.master.{parameter}"
 
 
@@ -260,7 +260,7 @@ def _decoded(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_optimizer(path: Path) -> tuple[dict[str, torch.Tensor], OptimizerContents]:
-    """Reads the tensors and the rest of what :func:`meshwright.store.save_optimizer` wrote.
+    """Read the tensors and the rest of what :func:`meshwright.store.save_optimizer` wrote.
 
     Raises:
         CheckpointError: When it is absent, damaged or something else.

@@ -25,7 +25,7 @@ _NOT_VALUES = _JOB_CHOICES | {"params", "param_names"}
 
 
 def masters_by_name(optimizer: Optimizer | None, model: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The fp32 master weights among the parameters, by model name, with what was changed in the parameters alone."""
+    """Return fp32 master weights among the parameters, by model name, with what was changed in the parameters alone."""
     guard = guard_of(optimizer)
     if guard is None or guard.master is None:
         return {}
@@ -35,7 +35,7 @@ def masters_by_name(optimizer: Optimizer | None, model: Mapping[str, torch.Tenso
 
 
 def state_name(parameter: str, key: str) -> str:
-    """The stored name of one state of one parameter."""
+    """Return the stored name of one state of one parameter."""
     return f"optim.state.{parameter}.{key}"
 
 
@@ -45,7 +45,7 @@ def _kind(optimizer: Optimizer) -> str:
 
 
 def _names(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> dict[int, str]:
-    """The model name of each of the optimizer's parameters, by identity.
+    """Return the model name of each of the optimizer's parameters, by identity.
 
     Raises:
         CheckpointError: When a parameter is not in the model.
@@ -63,7 +63,7 @@ def _names(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> dict[in
 
 
 def updated_names(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> list[str]:
-    """The parameters that an optimizer updates, by model name; arguments as for :func:`capture_optimizer`.
+    """Return the parameters that an optimizer updates, by model name; arguments as for :func:`capture_optimizer`.
 
     Raises:
         CheckpointError: When it updates what is not in ``weights``.
@@ -75,7 +75,7 @@ def updated_names(optimizer: Optimizer, weights: Mapping[str, torch.Tensor]) -> 
 def capture_optimizer(
     optimizer: Optimizer, weights: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], OptimizerRecord]:
-    """Names all states and hyperparameters of an optimizer.
+    """Name all states and hyperparameters of an optimizer.
 
     Args:
         optimizer: The one that holds the state (inside all wrappers).
@@ -120,7 +120,7 @@ class OptimizerPlan:
     """Per group its new hyperparameters."""
 
     def commit(self) -> None:
-        """Puts states and hyperparameters into the optimizer."""
+        """Put states and hyperparameters into the optimizer."""
         for parameter, state in self.states:
             self.optimizer.state.pop(parameter, None)
             if state:
@@ -147,7 +147,7 @@ def plan_optimizer(
     *,
     role: str = "optimizer",
 ) -> OptimizerPlan:
-    """Checks that a stored optimizer fits this one, and makes the tensors that its states will be read into.
+    """Check that a stored optimizer fits this one, and make the tensors that its states will be read into.
 
     Args:
         optimizer: Fresh, or already stepped (its state is then replaced); any layout.
@@ -187,7 +187,7 @@ def _check_states(
     record: OptimizerRecord,
     tensors: Mapping[str, TensorRecord],
 ) -> None:
-    """Asks an optimizer that can tell whether it could go on with the stored states."""
+    """Ask an optimizer that can tell whether it could go on with the stored states."""
     check = getattr(optimizer, "check_saved", None)
     if check is None:
         return
@@ -291,7 +291,7 @@ def average_tensors(average: WeightAverage | None, weights: Mapping[str, torch.T
 
 
 def average_counts(average: WeightAverage | None) -> dict[str, int] | None:
-    """The numbers of an average, for the record."""
+    """Return the numbers of an average, for the record."""
     return None if average is None else {name: getattr(average, name) for name in _COUNTS}
 
 
@@ -306,7 +306,7 @@ class AveragePlan:
     """None: the checkpoint holds no average, and a new one begins with the weights it holds."""
 
     def commit(self) -> None:
-        """Takes over the numbers."""
+        """Take over the numbers."""
         if self.average is None:
             return
         if self.counts is None:
@@ -316,7 +316,7 @@ class AveragePlan:
 
 
 def plan_average(average: WeightAverage | None, weights: Mapping[str, torch.Tensor], record: Record) -> AveragePlan:
-    """Checks that a stored average fits this one, and lists the tensors to fill.
+    """Check that a stored average fits this one, and lists the tensors to fill.
 
     Raises:
         CheckpointError: When it lacks weights that train here.
@@ -346,7 +346,7 @@ class Others(NamedTuple):
 
 
 def names_of_others(entries: Iterable[str], updated: Iterable[str]) -> Others:
-    """What the rest of the ranks hold; collective. Costs one small gather where all hold the same.
+    """Return what the rest of the ranks hold; collective. Costs one small gather where all hold the same.
 
     Args:
         entries: This rank's names in the model.
@@ -364,7 +364,7 @@ def names_of_others(entries: Iterable[str], updated: Iterable[str]) -> Others:
 
 
 def refuse_parts(names: Iterable[str], what: str) -> None:
-    """Refuses what would write or fill one rank's part as if it were the whole; collective, one small gather.
+    """Refuse what would write or fill one rank's part as if it were the whole; collective, one small gather.
 
     Raises:
         CheckpointError: On every rank, when ranks hold tensors of different names.
@@ -381,7 +381,7 @@ def refuse_parts(names: Iterable[str], what: str) -> None:
 
 
 def united(record: Record) -> Record:
-    """The record of what all ranks hold together; collective, equal on every rank."""
+    """Return the record of what all ranks hold together; collective, equal on every rank."""
     digest = hashlib.sha256(repr(sorted(record.tensors)).encode()).hexdigest()
     if len(set(gather_objects(digest))) == 1:
         return record
@@ -396,7 +396,7 @@ def united(record: Record) -> Record:
 
 
 def united_optimizer(every: Sequence[OptimizerRecord]) -> OptimizerRecord:
-    """The optimizers of all ranks as one.
+    """Return the optimizers of all ranks as one.
 
     Groups of equal hyperparameters are one group; a parameter that several ranks update is in it once.
     """

@@ -19,7 +19,7 @@ _FORMAT = "meshwright.lr_scheduler"
 
 
 def save_lr_scheduler(scheduler: LRScheduler, file: str | os.PathLike[str]) -> None:
-    """Writes a scheduler's state, on rank 0; collective.
+    """Write a scheduler's state, on rank 0; collective.
 
     Raises:
         CheckpointError: On every rank, when it holds what is not plain, or the file cannot be written.
@@ -35,7 +35,7 @@ def save_lr_scheduler(scheduler: LRScheduler, file: str | os.PathLike[str]) -> N
 
 
 def load_lr_scheduler(scheduler: LRScheduler, file: str | os.PathLike[str]) -> None:
-    """Loads what :func:`save_lr_scheduler` wrote; collective.
+    """Load what :func:`save_lr_scheduler` wrote; collective.
 
     Raises:
         CheckpointError: On every rank, when the file is absent, damaged, or of another kind of scheduler.
@@ -51,7 +51,7 @@ def load_lr_scheduler(scheduler: LRScheduler, file: str | os.PathLike[str]) -> N
 
 
 def restore_scheduler(scheduler: LRScheduler, state: dict[str, Any]) -> None:
-    """Hands a scheduler its state; the optimizer's, with the rates of its groups, must have been loaded before.
+    """Hand a scheduler its state; the optimizer's, with the rates of its groups, must have been loaded before.
 
     torch's LambdaLR leaves the rates as they were saved until its next step. They are functions of the position, and a
     run that is resumed with another length has other functions: its first step, too, is to follow them.
@@ -75,7 +75,7 @@ def _set_rate(group: dict[str, Any], rate: Any) -> None:
 
 
 def read_scheduler(path: Path) -> tuple[str, dict[str, Any]]:
-    """The name of the class and the state in what :func:`save_lr_scheduler` wrote.
+    """Return the name of the class and the state in what :func:`save_lr_scheduler` wrote.
 
     Raises:
         CheckpointError: When it is absent, damaged or something else.
@@ -98,7 +98,7 @@ def read_scheduler(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def check_fit(scheduler: LRScheduler, kind: str, state: dict[str, Any], path: Path) -> None:
-    """Refuses a state of another kind of scheduler, or with values that are of other types than the scheduler's own.
+    """Refuse a state of another kind of scheduler, or with values that are of other types than the scheduler's own.
 
     torch's schedulers take over whatever a state holds, methods included.
 
@@ -124,7 +124,7 @@ def check_fit(scheduler: LRScheduler, kind: str, state: dict[str, Any], path: Pa
 
 
 def _alike(own: Any, stored: Any) -> bool:
-    """Whether a value can stand for another of a scheduler's: numbers for numbers, lists for lists of such."""
+    """Return whether a value can stand for another of a scheduler's: numbers for numbers, lists for lists of such."""
     if own is None:
         return True
     if isinstance(own, bool | int | float | torch.Tensor):

@@ -132,7 +132,7 @@ class Restoration:
     """Tensors to fill with means over the checkpoint's replicas, by the names they have without replicas."""
 
     def commit(self) -> None:
-        """Hands over everything that is not in the targets themselves."""
+        """Hand over everything that is not in the targets themselves."""
         state, record = self.state, self.record
         to_rank_order_(self.entries, self.targets | self.averaged)
         guard = guard_of(state.optim)
@@ -168,7 +168,7 @@ def names_held(state: TrainingState) -> tuple[list[str], list[str]]:
 
 
 def plan_restore(state: TrainingState, record: Record, others: Others | None = None) -> Restoration:
-    """Checks that a checkpoint fits a training state, and lists the tensors to fill.
+    """Check that a checkpoint fits a training state, and lists the tensors to fill.
 
     Args:
         state: Live objects.
@@ -206,7 +206,7 @@ def plan_restore(state: TrainingState, record: Record, others: Others | None = N
 
 
 def _left_out(state: TrainingState, entries: ModelEntries) -> set[str]:
-    """The frozen parameters, where they are neither saved nor loaded."""
+    """Return the frozen parameters, where they are neither saved nor loaded."""
     if state.frozen:
         return set()
     return {name for name, each in entries.tensors.items() if isinstance(each, nn.Parameter) and not each.requires_grad}
@@ -279,12 +279,12 @@ _STATE, _OUTER_STATE, _LANDED = "optim.state.", "outer.state.", "outer.landed."
 
 
 def replica_name(replica: int, name: str) -> str:
-    """The stored name of what one replica has of its own."""
+    """Return the stored name of what one replica has of its own."""
     return f"replica.{replica}.{name}"
 
 
 def begin(state: TrainingState, *, to_load: bool) -> None:
-    """Makes global weights, if nobody has yet; collective where there are replicas."""
+    """Make global weights, if nobody has yet; collective where there are replicas."""
     if isinstance(state.optim, OuterOptimizer):
         state.optim.synchronizer.start(from_checkpoint=to_load)
 
@@ -306,7 +306,7 @@ def capture_replicas(
     record: OptimizerRecord,
     scaler: Any,
 ) -> tuple[dict[str, torch.Tensor], ReplicaParts]:
-    """Divides what a rank holds into what is equal in all replicas and what is its own.
+    """Divide what a rank holds into what is equal in all replicas and what is its own.
 
     Args:
         optimizer: Started.
@@ -363,7 +363,7 @@ def _outer_tensors(
 
 
 def completed(record: Record, parts: ReplicaParts) -> Record:
-    """The record with what all ranks have told; collective."""
+    """Return the record with what all ranks have told; collective."""
     every: list[ReplicaParts] = runtime.gather_objects(parts)
     replicas: dict[int, ReplicaRecord] = {}
     tensors: dict[str, TensorRecord] = {}
@@ -408,17 +408,17 @@ class ReplicaView:
 
     @property
     def own(self) -> ReplicaRecord | None:
-        """What the checkpoint holds of this replica."""
+        """Return what the checkpoint holds of this replica."""
         return None if self.record.outer is None else self._outer.replicas[self._source]
 
     @property
     def optimizer(self) -> OptimizerRecord | None:
-        """The inner optimizer's record."""
+        """Return the inner optimizer's record."""
         return self.record.optimizer if self.own is None else self.own.optimizer
 
     @property
     def scaler(self) -> Any:
-        """The loss scale."""
+        """Return the loss scale."""
         return self.record.scaler if self.own is None else self.own.scaler
 
     @property
@@ -430,14 +430,14 @@ class ReplicaView:
         return self.record.tensors | {name.removeprefix(prefix): told for name, told in self.own.tensors.items()}
 
     def stored_name(self, name: str) -> str:
-        """Where a tensor of model or inner optimizer is read from."""
+        """Return where a tensor of model or inner optimizer is read from."""
         if self.own is None:
             return name
         own = replica_name(self._source, name)
         return own if own in self.own.tensors else name
 
     def is_averaged(self, name: str) -> bool:
-        """Whether a tensor is to be the mean over the replicas that were."""
+        """Return whether a tensor is to be the mean over the replicas that were."""
         if self.own is None or len(self._outer.replicas) == self.num_replicas:
             return False
         told = self.own.tensors.get(replica_name(self._source, name))
@@ -447,7 +447,7 @@ class ReplicaView:
 
 @torch.no_grad()
 def load_means(targets: Mapping[str, torch.Tensor], num_replicas: int, folder: Path) -> None:
-    """Fills tensors with means over replicas of a checkpoint, one replica at a time; collective.
+    """Fill tensors with means over replicas of a checkpoint, one replica at a time; collective.
 
     Args:
         targets: By the names they have without replicas; the same on every rank that shares them.
@@ -476,7 +476,7 @@ class OuterPlan:
     landed: dict[int, list[torch.Tensor]]
 
     def commit(self) -> None:
-        """Takes everything over that is not in the targets."""
+        """Take everything over that is not in the targets."""
         record = self.view.record.outer
         if record is not None and self.states is not None and self.view.own is not None:
             self.states.commit()
@@ -484,7 +484,7 @@ class OuterPlan:
             load_flags(self.optimizer.synchronizer, record.flags, self.view.own.flags, self.landed)
 
     def finish(self) -> None:
-        """Makes weights and global weights fit each other; collective."""
+        """Make weights and global weights fit each other; collective."""
         shared = self.optimizer.synchronizer
         if self.states is None:
             shared.copy.fill()  # the checkpoint is of one model: the first block begins here
@@ -493,7 +493,7 @@ class OuterPlan:
 
 
 def plan_outer(optimizer: OuterOptimizer, weights: Mapping[str, torch.Tensor], view: ReplicaView) -> OuterPlan:
-    """Checks that the stored outer step fits this one, and lists the tensors to fill.
+    """Check that the stored outer step fits this one, and lists the tensors to fill.
 
     Raises:
         CheckpointError: When another outer optimizer has written it, or fragments under way do not fit.
@@ -537,7 +537,7 @@ def _type_of(view: ReplicaView, name: str) -> torch.dtype:
 
 
 def _restricted(record: OptimizerRecord, copies: Mapping[str, object]) -> OptimizerRecord:
-    """The part of a record that concerns the parameters whose global weights this rank keeps."""
+    """Return the part of a record that concerns the parameters whose global weights this rank keeps."""
     groups = [group.of(copies) for group in record.groups]
     keys = {name: keys for name, keys in record.tensor_keys.items() if name in copies}
     values = {name: values for name, values in record.values.items() if name in copies}

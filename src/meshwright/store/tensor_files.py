@@ -40,7 +40,7 @@ _SAFETENSORS = ".safetensors"
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and those above it.
+    """Make a folder and those above it.
 
     Raises:
         CheckpointError: When that fails.
@@ -54,7 +54,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_file(path: Path, state_dict: dict[str, Any]) -> None:
-    """Writes a state dict of host tensors; under its name only when it is complete.
+    """Write a state dict of host tensors; under its name only when it is complete.
 
     Raises:
         CheckpointError: When the file cannot be written, or holds what safetensors cannot.
@@ -66,7 +66,7 @@ def write_file(path: Path, state_dict: dict[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes text; under its name only when it is complete.
+    """Write text; under its name only when it is complete.
 
     Raises:
         CheckpointError: When the file cannot be written.
@@ -106,7 +106,7 @@ def _separate(path: Path, state_dict: dict[str, Any]) -> dict[str, torch.Tensor]
 
 
 def check_tensors(path: Path, state_dict: dict[str, Any]) -> None:
-    """Refuses to put into safetensors what is not a tensor.
+    """Refuse to put into safetensors what is not a tensor.
 
     Raises:
         CheckpointError: Naming it.
@@ -122,7 +122,7 @@ def check_tensors(path: Path, state_dict: dict[str, Any]) -> None:
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Reads a state dict; tensors are mapped from the file, not loaded.
+    """Read a state dict; tensors are mapped from the file, not loaded.
 
     Raises:
         CheckpointError: When the file is absent, damaged, or no state dict.
@@ -168,17 +168,17 @@ _pending: list[Future[None]] = []
 
 
 def write_later(path: Path, state_dict: dict[str, Any]) -> None:
-    """Starts writing a state dict nobody else changes."""
+    """Start writing a state dict nobody else changes."""
     run_later(write_file, path.absolute(), state_dict)  # the program may be elsewhere by then
 
 
 def run_later(function: Callable[..., None], *arguments: Any) -> None:
-    """Starts a write; writes are done one after the other, in the order of the calls."""
+    """Start a write; write are done one after the other, in the order of the calls."""
     _pending.append(_thread.submit(function, *arguments))
 
 
 def wait_for_saves() -> None:
-    """Waits until all background saves of this process are on disk.
+    """Wait until all background saves of this process are on disk.
 
     Raises:
         CheckpointError: When one of them failed; each failure is raised once.
@@ -188,7 +188,7 @@ def wait_for_saves() -> None:
 
 
 def failed_before(stacklevel: int = 3) -> bool:
-    """Waits for all background saves, and warns on rank 0 of the first that failed; whether one did. Collective.
+    """Wait for all background saves, and warn on rank 0 of the first that failed; whether one did. Collective.
 
     For who saves anew: what failed before must not keep the state of now from being written, at once.
     """
@@ -226,12 +226,12 @@ def _finish() -> None:
 
 
 def file_prefix(rank: int) -> str:
-    """How the names of the files begin that ``rank`` writes."""
+    """Return how the names of the files begin that ``rank`` writes."""
     return f"shard-{rank + 1:05d}-"
 
 
 def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Writes tensors into a folder, one file per rank that has something to write; collective.
+    """Write tensors into a folder, one file per rank that has something to write; collective.
 
     Args:
         tensors: The same names on every rank; plain tensors equal on all ranks, or DTensors.
@@ -250,7 +250,7 @@ def save_shards(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 
 def load_shards(targets: dict[str, torch.Tensor], folder: Path) -> None:
-    """Fills tensors in place from a folder that :func:`save_shards` wrote in any layout; collective.
+    """Fill tensors in place from a folder that :func:`save_shards` wrote in any layout; collective.
 
     Raises:
         CheckpointError: On every rank, when any of them cannot read. The targets may then be partly filled.
@@ -268,7 +268,7 @@ def load_shards(targets: dict[str, torch.Tensor], folder: Path) -> None:
 
 @contextlib.contextmanager
 def _agreed_errors(what: str, fix: str) -> Iterator[None]:
-    """Converts DCP's exception, which all ranks get but no ``except Exception`` catches (it is a BaseException)."""
+    """Convert DCP's exception, which all ranks get but no ``except Exception`` catches (it is a BaseException)."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -282,7 +282,7 @@ def _agreed_errors(what: str, fix: str) -> Iterator[None]:
 
 
 def writable(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What safetensors takes: contiguous tensors of which no two share memory."""
+    """Return what safetensors takes: contiguous tensors of which no two share memory."""
     seen: set[int] = set()
     writable: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -309,7 +309,7 @@ class ShardWriter(HuggingFaceStorageWriter):
         self._folder = folder
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Writes what the plan gives this rank into one file, and waits until the disk has it."""
+        """Write what the plan gives this rank into one file, and wait until the disk has it."""
         done: TorchFuture[list[WriteResult]] = TorchFuture()
         done.set_result(self._write(plan, planner) if plan.items else [])
         return done
@@ -325,7 +325,7 @@ class ShardWriter(HuggingFaceStorageWriter):
 
 
 def _metadata(items: Sequence[WriteItem]) -> dict[str, str]:
-    """Where each shard lies in its whole tensor, as torch's reader looks for it."""
+    """Return where each shard lies in its whole tensor, as torch's reader looks for it."""
     offsets = {item.index.fqn: {SAVED_OFFSETS_KEY: item.tensor_data.chunk.offsets} for item in items}  # type: ignore[union-attr]
     return {
         CUSTOM_METADATA_KEY: json.dumps(offsets),

@@ -34,7 +34,7 @@ def collect(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def spread(source: torch.Tensor | None, target: torch.Tensor) -> None:
-    """Copies a whole tensor, which rank 0 holds, into ``target`` or the ranks' parts of it. Collective.
+    """Copy a whole tensor, which rank 0 holds, into ``target`` or the ranks' parts of it. Collective.
 
     Args:
         source: On rank 0 a tensor of the target's shape, of any dtype and device; elsewhere None.
@@ -70,7 +70,7 @@ def spread(source: torch.Tensor | None, target: torch.Tensor) -> None:
 
 
 def _in_rows_over_the_world(tensor: DTensor) -> bool:
-    """Whether a tensor is split along dim 0 over all ranks in their order, as Blocks and FSDP2 split."""
+    """Return whether a tensor is split along dim 0 over all ranks in their order, as Blocks and FSDP2 split."""
     mesh = tensor.device_mesh
     return mesh.ndim == 1 and tensor.placements == (Shard(0),) and mesh.mesh.tolist() == list(range(world_size()))
 
@@ -80,7 +80,7 @@ def _padded_shape(tensor: DTensor) -> tuple[int, ...]:
 
 
 def _padded(rows: torch.Tensor, tensor: DTensor) -> torch.Tensor:
-    """Rows filled up to what every rank sends: collectives want equal sizes."""
+    """Return the rows filled up to what every rank sends: collectives want equal sizes."""
     shape = _padded_shape(tensor)
     if rows.shape == shape:
         return rows.contiguous()
@@ -112,7 +112,7 @@ class OwnedTensor:
 def owned_by_ranks(
     tensors: Mapping[str, torch.Tensor], order: Iterable[str] = (), stale: Container[str] = ()
 ) -> dict[str, OwnedTensor]:
-    """What all ranks hold together; collective.
+    """Return what all ranks hold together; collective.
 
     Args:
         tensors: This rank's, plain or DTensors; equal wherever they have one name.
@@ -155,7 +155,7 @@ def collect_owned(tensor: torch.Tensor | None, held: OwnedTensor) -> torch.Tenso
 
 @torch.no_grad()
 def spread_owned(source: torch.Tensor | None, target: torch.Tensor | None, held: OwnedTensor) -> None:
-    """Copies a whole tensor, which rank 0 holds, to the ranks that hold it or shards of it; the others get nothing.
+    """Copy a whole tensor, which rank 0 holds, to the ranks that hold it or shards of it; the others get nothing.
 
     Args:
         source: On rank 0 a tensor of the whole shape, of any dtype; elsewhere None.
@@ -223,7 +223,7 @@ class PartEntries:
         return {name: [each for each in group if each != name] for group in groups.values() for name in group}
 
     def described(self) -> dict[str, tuple[int, ...] | None]:
-        """The shape of every entry, None of what is no tensor."""
+        """Return the shape of every entry, None of what is no tensor."""
         shapes = {name: each.record.shape for name, each in self.held.items()}
         return {name: shapes.get(self.tied.get(name, name)) for name in self.names}
 
@@ -236,7 +236,7 @@ def _stale(entries: ModelEntries, part: Part) -> set[str]:
 
 
 def whole_entries(model: torch.nn.Module) -> tuple[ModelEntries, dict[str, int]]:
-    """The entries of a model, those of other pipeline stages on ``meta``, and the stages of those that are on one.
+    """Return entries of a model, those of other pipeline stages on ``meta``, and the stages of those that are on one.
 
     Raises:
         CheckpointError: When a module on a stage has extra state that is no tensor.
@@ -256,7 +256,7 @@ def whole_entries(model: torch.nn.Module) -> tuple[ModelEntries, dict[str, int]]
 
 
 def refuse_stages(model: torch.nn.Module, what: str) -> None:
-    """Refuses what handles models that every rank holds alike.
+    """Refuse what handles models that every rank holds alike.
 
     Raises:
         CheckpointError: When the model is spread over pipeline stages.
@@ -291,7 +291,7 @@ def collect_from_stage(tensor: torch.Tensor, stage: int) -> torch.Tensor | None:
 
 
 def spread_to_stage(source: torch.Tensor | None, target: torch.Tensor, stage: int) -> None:
-    """Copies a whole tensor, which rank 0 holds, into what one stage holds of it. Every rank of the world calls it."""
+    """Copy a whole tensor, which rank 0 holds, into what one stage holds of it. Every rank of the world calls it."""
     target = target.detach()
     if source is not None:
         whole = source.to(settings().device, target.dtype).contiguous()

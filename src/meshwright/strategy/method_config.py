@@ -18,7 +18,7 @@ class Register(MutableMapping[str, "type[MethodConfig]"]):
         self._found: dict[str, type[MethodConfig] | str] = {}
 
     def announce(self, module: str, *names: str) -> None:
-        """Says that importing a module sets these names."""
+        """Say that importing a module sets these names."""
         for name in names:
             self._found.setdefault(name, module)
 
@@ -59,7 +59,7 @@ _BYTES: TypeAdapter[int] = TypeAdapter(Bytes)
 
 
 def read_size(value: Any, name: str) -> int | None:
-    """A size as people write it, in bytes; None stays None.
+    """Return a size as people write it, in bytes; None stays None.
 
     Args:
         value: ``"40 GiB"``, or a number of bytes.
@@ -94,14 +94,14 @@ class MethodConfig(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """Registers a concrete method."""
+        """Register a concrete method."""
         super().__pydantic_init_subclass__(**options)
         if "method_name" in cls.__dict__:
             METHOD_CONFIGS[cls.method_name] = cls
 
     @classmethod
     def parse(cls, raw: Any) -> Self:
-        """Reads a config as users write it: None for the defaults, a mapping of keys, or the method's short form.
+        """Read a config as users write it: None for the defaults, a mapping of keys, or the method's short form.
 
         Raises:
             StrategyError: Naming the key and the value that are wrong.
@@ -126,7 +126,7 @@ class MethodConfig(BaseModel):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Turns the method's short form, such as ``"bf16"`` or a tuple of classes, into keys."""
+        """Turn the method's short form, such as ``"bf16"`` or a tuple of classes, into keys."""
         raise StrategyError(
             f"{cls.method_name}: the config is of a wrong kind",
             expected=f"a dictionary with keys from {join_names(cls.model_fields)}" if cls.model_fields else "no config",
@@ -140,11 +140,11 @@ class MethodConfig(BaseModel):
         return keys
 
     def notices(self) -> list[str]:
-        """What a user should know of keys that are accepted and change nothing; one sentence each."""
+        """Return what a user should know of keys that are accepted and change nothing; one sentence each."""
         return []
 
     def text_arguments(self) -> dict[str, Any]:
-        """The keys worth printing: those that differ from their defaults, as plain values."""
+        """Return the keys worth printing: those that differ from their defaults, as plain values."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     def __str__(self) -> str:
@@ -181,7 +181,7 @@ class MethodConfig(BaseModel):
 
 
 def _fields(config: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """The keys of the config that lies at a path of keys in another; none where there are only values."""
+    """Return the keys of the config that lies at a path of keys in another; none where there are only values."""
     for key in path:
         field = config.model_fields.get(key)
         every = () if field is None else (field.annotation, *get_args(field.annotation))

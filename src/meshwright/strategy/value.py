@@ -34,7 +34,7 @@ _ELSEWHERE = {
 
 
 def parse_method(item: Any) -> MethodConfig:
-    """Reads one method: a name, a ``(name, config)`` pair, ATorch's ``(name, config, tunable)``, or a config.
+    """Read one method: a name, a ``(name, config)`` pair, ATorch's ``(name, config, tunable)``, or a config.
 
     Raises:
         StrategyError: For an unknown name or a config that is not valid.
@@ -76,7 +76,7 @@ def _config_class(name: Any) -> type[MethodConfig]:
 
 
 def read_methods(source: Any) -> list[MethodConfig]:
-    """Reads the methods of a strategy from whatever a user has.
+    """Read the methods of a strategy from whatever a user has.
 
     Args:
         source: A list of methods (see :func:`parse_method`); JSON text; bytes of JSON; the path of a JSON file; or text
@@ -191,7 +191,7 @@ def _from_json(text: str, where: str) -> list[MethodConfig]:
 
 
 def _from_text(text: str) -> list[MethodConfig]:
-    """Reads ``name(key=value, …) + name``: Python literals only, parsed and never evaluated."""
+    """Read ``name(key=value, …) + name``: Python literals only, parsed and never evaluated."""
     try:
         expression = ast.parse(text, mode="eval").body
         return [_method_of(node) for node in _terms(expression)]
@@ -279,7 +279,7 @@ class Strategy:
         return tuple(method.method_name for method in self.methods)
 
     def get(self, name: str) -> MethodConfig | None:
-        """The config of a method, or None when the strategy does not name it."""
+        """Return the config of a method, or None when the strategy does not name it."""
         return next((method for method in self.methods if method.method_name == name), None)
 
     def with_method(self, method: Any) -> Strategy:
@@ -294,7 +294,10 @@ class Strategy:
         return Strategy([method for method in self.methods if method.method_name != name])
 
     def diff(self, other: Strategy) -> str:
-        """What must change to get from this strategy to ``other``: lines of ``-``, ``+`` or ``~``; empty if equal."""
+        """Return what must change to get from this strategy to ``other``: lines of ``-``, ``+`` or ``~``.
+
+        Empty if equal.
+        """
         lines = []
         for name in dict.fromkeys((*self.names, *other.names)):
             here, there = self.get(name), other.get(name)
@@ -312,7 +315,7 @@ class Strategy:
         return json.dumps({"format": FORMAT, "schema_version": SCHEMA_VERSION, "methods": methods}, indent=2)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes :meth:`to_json` to a file, whole or not at all."""
+        """Write :meth:`to_json` to a file, whole or not at all."""
         target = Path(path)
         temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         temporary.write_text(self.to_json() + "\n")

@@ -88,7 +88,7 @@ def accelerate(
     dry_run: bool = False,
     verbose: bool = False,
 ) -> Accelerated:
-    """Makes a plain model train on all ranks under a strategy, given or chosen. Every rank calls it alike.
+    """Make a plain model train on all ranks under a strategy, given or chosen. Every rank calls it alike.
 
     First everything is checked, without changing anything; then the methods of the strategy change the model in place,
     in one fixed order. When it returns, random generators are seeded per data-parallel replica, so that dropout differs
@@ -179,7 +179,7 @@ def accelerate(
 
 
 def _decide(request: Request, world: Settings, limit: int) -> tuple[Plan, str | None]:
-    """The plan, and why it was chosen: rank 0 predicts for all; candidates run on all."""
+    """Return the plan, and why it was chosen: rank 0 predicts for all; candidates run on all."""
     if request.chooses and request.time_limit is not None:
         from meshwright.planner.measure import measured_best
         from meshwright.training.trials import run_live
@@ -197,7 +197,7 @@ def _decide(request: Request, world: Settings, limit: int) -> tuple[Plan, str | 
 
 
 def _noted(request: Request, results: Sequence[Measured], world: Settings) -> str:
-    """Notes what ran in the file of the cluster, where one was named; says what became of it. Collective."""
+    """Note what ran in the file of the cluster, where one was named; say what became of it. Collective."""
     if request.cluster is None or isinstance(request.cluster, Cluster) or not Path(request.cluster).suffix:
         return ""
     from meshwright.planner.measure import note_runs
@@ -206,7 +206,7 @@ def _noted(request: Request, results: Sequence[Measured], world: Settings) -> st
 
 
 def _build(request: Request, plan: Plan, device: torch.device) -> tuple[Job, Accelerated]:
-    """Applies a plan to the request's model."""
+    """Apply a plan to the request's model."""
     with same_on_every_rank():
         job = request.job(plan, device)
         dataloader = request.dataloader(job)
@@ -231,7 +231,7 @@ def _check_not_taken(model: nn.Module) -> None:
 
 
 def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelerated:
-    """Builds optimizer and scheduler over the model as applied."""
+    """Build optimizer and scheduler over the model as applied."""
     with same_on_every_rank():
         optim = job.build_optimizer()
     optim = None if optim is None else job.finish_optimizer(optim)
@@ -279,7 +279,7 @@ def _dry_run(request: Request, accelerated: Accelerated) -> None:
 def clip_grad_norm(
     model: nn.Module, max_norm: float, norm_type: float = 2.0, optimizer: Optimizer | None = None
 ) -> torch.Tensor:
-    """Clips the gradients of a model that ``accelerate`` returned; removes the loss scale first where there is one.
+    """Clip the gradients of a model that ``accelerate`` returned; remove the loss scale first where there is one.
 
     Args:
         model: ``result.model``.
@@ -302,7 +302,7 @@ _own_versions = functools.cache(code_versions)  # it reads every source file
 
 
 def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> None:
-    """Refuses ranks that do not start alike; collective.
+    """Refuse ranks that do not start alike; collective.
 
     Args:
         strategy: The strategy asked for, as text.
@@ -334,7 +334,9 @@ def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> No
 
 
 def describe_difference(difference: Difference | None, plan: Plan) -> list[str]:
-    """What is said of weights that differ between ranks where rank 0's are taken over; nothing where all are equal.
+    """Return what is said of weights that differ between ranks where rank 0's are taken over.
+
+    Nothing where all are equal.
 
     Raises:
         ModelError: On every rank, where each would keep its own.
@@ -354,7 +356,7 @@ def describe_difference(difference: Difference | None, plan: Plan) -> list[str]:
 
 
 def describe_remainder(dataloader: DataLoader[Any] | None, num_micro_batches: int) -> list[str]:
-    """What is said of an epoch whose last batch is an error: hours may pass until it comes."""
+    """Return what is said of an epoch whose last batch is an error: hours may pass until it comes."""
     last = dataloader.last_batch_size if isinstance(dataloader, GlobalBatchLoader) else None
     if last is None or last % num_micro_batches == 0:
         return []
@@ -365,7 +367,10 @@ def describe_remainder(dataloader: DataLoader[Any] | None, num_micro_batches: in
 
 
 def takes_over_values(plan: Plan) -> bool:
-    """Whether applying the plan gives every rank rank 0's weights: see the methods that shard, split or replicate."""
+    """Return whether applying the plan gives every rank rank 0's weights.
+
+    See the methods that shard, split or replicate.
+    """
     sizes = dict(plan.step.axes)
     if sizes.get("pipeline", 1) > 1:
         return False

@@ -154,7 +154,7 @@ class Accelerated:
         return result, measured_state(self.model, self.optim) | activations
 
     def _forward_backward(self, parts: list[Any]) -> torch.Tensor:
-        """Runs all micro-batches; returns this rank's part of the mean loss over ranks."""
+        """Run all micro-batches; return this rank's part of the mean loss over ranks."""
         with abandoned_if_it_fails(self._job, self.optim):
             weighed = self._weighed(parts)
             if self._job.pipeline is not None:
@@ -206,7 +206,7 @@ class Accelerated:
         return first_loss(self._loss_func(inputs, output), trains=True)
 
     def _loss_func(self, inputs: Any, output: Any) -> Any:
-        """The job's loss; its backward multiplies by the loss scale where there is one."""
+        """Return the job's loss; its backward multiplies by the loss scale where there is one."""
         loss = call_loss(self._job.loss_func, inputs, output)
         if self._guard is None:
             return loss
@@ -216,7 +216,7 @@ class Accelerated:
 
     @property
     def pipeline(self) -> PipelineEngine | None:
-        """What runs the stages of a pipeline; None where there is none."""
+        """Return what runs the stages of a pipeline; None where there is none."""
         return self._job.pipeline
 
     @property
@@ -226,7 +226,7 @@ class Accelerated:
 
     @property
     def ema(self) -> WeightAverage:
-        """The average of the weights that the method ``ema`` keeps.
+        """Return the average of the weights that the method ``ema`` keeps.
 
         Raises:
             ConfigError: Where the strategy keeps none.
@@ -252,7 +252,7 @@ class Accelerated:
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> torch.Tensor:
-        """The mean loss over the global batch, without gradients; 0-dim, equal on every rank."""
+        """Return the mean loss over the global batch, without gradients; 0-dim, equal on every rank."""
         inputs, weigh = self.prepare_input(batch, self.device), self._loss_weight
         (divisor,) = loss_divisors(self._job, weigh, [inputs], ALL_AXES) if weigh is not None else [1.0]
         output = call_model(self.model, inputs, self._model_input_format)
@@ -261,7 +261,7 @@ class Accelerated:
         return loss
 
     def clip_grad_norm(self, max_norm: float | None = None, norm_type: float | None = None) -> torch.Tensor:
-        """Clips the gradients of the whole model, sharded or not; returns their norm before clipping (0-dim).
+        """Clip the gradients of the whole model, sharded or not; return their norm before clipping (0-dim).
 
         Args:
             max_norm: Largest norm allowed; None: ``max_grad_norm``, or measured only where there is none.
@@ -272,7 +272,7 @@ class Accelerated:
         return clip_gradients(self.model.parameters(), self.optim, limit, p, self._job.stages)
 
     def clip_grad_value(self, clip_value: float) -> None:
-        """Clamps every element of the gradients to ``[-clip_value, clip_value]``, sharded or not."""
+        """Clamp every element of the gradients to ``[-clip_value, clip_value]``, sharded or not."""
         clip_gradient_values(self.model.parameters(), self.optim, clip_value)
 
     @contextlib.contextmanager
@@ -286,7 +286,7 @@ class Accelerated:
         abandon(self._job, self.optim)
 
     def dry_run(self, batch: Any) -> DryRun:
-        """Runs forward and backward once and leaves weights, buffers, gradients and random generators as they were."""
+        """Run forward and backward once and leave weights, buffers, gradients and random generators as they were."""
         with preserved_rng(), restored_buffers(self.model) as restore_buffers:
             start = time.perf_counter()
             self._forward_backward(micro_batches(batch, self.num_micro_batches))
@@ -321,7 +321,7 @@ class MeanLoss:
         self._agreed: int | None = None  # the epoch in which all were: read by the host once in each
 
     def __call__(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks that take samples of one step; collective.
+        """Return the mean over the ranks that take samples of one step; collective.
 
         Raises:
             DataError: When others are in another epoch; on a GPU at the first step in one.
@@ -413,7 +413,7 @@ def _weight_error(wrong: list[Any]) -> ConfigError:
 
 
 def required(optim: Optimizer | None) -> Optimizer:
-    """The optimizer that a step needs.
+    """Return the optimizer that a step needs.
 
     Raises:
         ConfigError: When there is none.
@@ -454,7 +454,7 @@ def restored_buffers(model: nn.Module, needed: bool = True) -> Iterator[Callable
 
 
 def judge_loss(loss: torch.Tensor, guard: GuardedOptimizer | None, spikes: SpikeWatch | None) -> SpikeAction | None:
-    """Looks at the loss of a step, and tells the guard to leave the weights alone where that is the policy.
+    """Look at the loss of a step, and tell the guard to leave the weights alone where that is the policy.
 
     Args:
         loss: The mean over all ranks that decide together; 0-dim, equal on all of them.

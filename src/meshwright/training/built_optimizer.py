@@ -41,7 +41,7 @@ class BuiltOptimizer:
         self._names = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
-        """The model's parameters as they are now, in the optimizer's groups with their hyperparameters.
+        """Return the model's parameters as they are now, in the optimizer's groups with their hyperparameters.
 
         Those that another pipeline rank holds are left out.
         """
@@ -59,7 +59,7 @@ class BuiltOptimizer:
             names[:] = [names[index] for index in kept]
 
     def take(self, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
-        """Hands the optimizer new parameters, group by group; returns it. Hyperparameters stay, states are laid out."""
+        """Hand the optimizer new parameters, group by group; return it. Hyperparameters stay, states are laid out."""
         for group, new in zip(self.optimizer.param_groups, groups, strict=True):
             parameters = list(new["params"])
             for old, parameter in zip(group["params"], parameters, strict=True):
@@ -73,7 +73,7 @@ class BuiltOptimizer:
 
     @property
     def probe(self) -> Callable[[Any], Optimizer] | None:
-        """Builds a throw-away optimizer of the same kind, to see what it keeps; None where only its class can.
+        """Build a throw-away optimizer of the same kind, to see what it keeps; None where only its class can.
 
         One of ours is asked itself: it knows without a step what it will keep.
         """
@@ -100,12 +100,12 @@ class BuiltOptimizer:
 
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a group."""
+    """Return the hyperparameters of a group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the names of the plain model; tied ones under each of theirs."""
+    """Return the parameters by the names of the plain model; tied ones under each of theirs."""
     return {stored_name(name): p for name, p in unwrapped(model).named_parameters(remove_duplicate=False)}
 
 

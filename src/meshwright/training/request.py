@@ -76,7 +76,7 @@ class Request:
     cluster: str | os.PathLike[str] | Cluster | None = None
 
     def check(self, device: torch.device) -> None:
-        """Refuses arguments that cannot work together.
+        """Refuse arguments that cannot work together.
 
         Raises:
             ConfigError, ModelError: Saying which.
@@ -108,7 +108,7 @@ class Request:
 
     @property
     def chooses(self) -> bool:
-        """Whether the planner chooses the strategy, or the configs of its methods."""
+        """Return whether the planner chooses the strategy, or the configs of its methods."""
         return self.strategy is None or self.finetune
 
     def _check_dry_runs(self) -> None:
@@ -141,7 +141,7 @@ class Request:
 
     @functools.cached_property
     def _built(self) -> BuiltOptimizer | None:
-        """The optimizer given, with the names of its parameters; made before methods replace them."""
+        """Return the optimizer given, with the names of its parameters; made before methods replace them."""
         if not isinstance(self.optim_func, Optimizer):
             return None
         from meshwright.training.built_optimizer import BuiltOptimizer
@@ -150,17 +150,17 @@ class Request:
 
     @property
     def loss(self) -> Callable[[Any, Any], Any]:
-        """The caller's loss, or the one that the model's output carries."""
+        """Return the caller's loss, or the one that the model's output carries."""
         return self.loss_func or loss_of_output
 
     @property
     def prepare(self) -> Callable[[Any, torch.device], Any]:
-        """The caller's ``prepare_input``, or moving tensors to the device."""
+        """Return the caller's ``prepare_input``, or moving tensors to the device."""
         return self.prepare_input or to_device
 
     @property
     def build_optimizer(self) -> Callable[[Any], Optimizer] | None:
-        """Builds the optimizer from parameters alone."""
+        """Build the optimizer from parameters alone."""
         build, args = self.optim_func, dict(self.optim_args or {})
         if self._built is not None:
             return self._built.take
@@ -168,7 +168,7 @@ class Request:
         return None if build is None else lambda params: check_steps_alone(build(params, **args))
 
     def plan(self, settings: Settings, limit_bytes: int) -> tuple[Plan, str | None]:
-        """Predicts the strategy asked for, or chooses one; the second item then says why."""
+        """Predict the strategy asked for, or choose one; the second item then say why."""
         workload = self._workload(settings, limit_bytes)
         if self.chooses:
             plan, reason = choose(workload, **self._constraints(workload))
@@ -183,14 +183,14 @@ class Request:
         return plan, reason
 
     def ranked(self, settings: Settings, limit_bytes: int) -> list[Plan]:
-        """The plans to choose from by dry runs, best first by prediction."""
+        """Return the plans to choose from by dry runs, best first by prediction."""
         workload = self._workload(settings, limit_bytes)
         told = self._cluster(settings)[1]
         plans = fitting(workload, **self._constraints(workload))
         return [replace(plan, notices=(*plan.notices, *told)) for plan in plans]
 
     def _cluster(self, settings: Settings) -> tuple[Cluster | None, tuple[str, ...]]:
-        """What it runs on where that is known, and what may not hold of it here."""
+        """Return what it runs on where that is known, and what may not hold of it here."""
         device, local_world = settings.device, settings.local_world_size
         if self.cluster is None:
             return cluster_at_hand(device, world_size(), local_world), ()
@@ -230,7 +230,7 @@ class Request:
         return batch_size_of(self.sample_batch) * world_size() if self.sample_batch is not None else None
 
     def _sample_inputs(self, device: torch.device, samples: int) -> Any:
-        """The model input of ``samples`` samples; None where no sample can be had without consuming data."""
+        """Return the model input of ``samples`` samples; None where no sample can be had without consuming data."""
         with preserved_rng():
             batch = self.sample_of(samples)
             return None if batch is None else self.prepare(batch, device)
@@ -246,7 +246,7 @@ class Request:
         return collate([self.dataset[index % length] for index in range(samples)])
 
     def job(self, plan: Plan, device: torch.device) -> Job:
-        """The job that the plan's methods will change."""
+        """Return the job that the plan's methods will change."""
         mode = plan.strategy.get("parallel_mode")
         return Job(
             model=self.model,
@@ -283,7 +283,7 @@ class Request:
         )
 
     def strategy_digest(self) -> str:
-        """The strategy asked for, as text."""
+        """Return the strategy asked for, as text."""
         if self.strategy is None:
             return f"chosen automatically (excluded={list(self.excluded)}, included={list(self.included)})"
         if self.finetune:
@@ -308,7 +308,7 @@ class Request:
 
 
 def check_model(model: nn.Module, device: torch.device) -> None:
-    """Refuses what is not a plain model with values, on the job's device or the CPU.
+    """Refuse what is not a plain model with values, on the job's device or the CPU.
 
     Raises:
         ModelError: Saying what it is instead.
@@ -349,7 +349,7 @@ def check_model(model: nn.Module, device: torch.device) -> None:
 
 
 def check_keywords(option: str, function: Callable[..., Any], given: Mapping[str, Any] | None) -> None:
-    """Refuses keyword arguments that the function cannot take beside its first, before the model is changed."""
+    """Refuse keyword arguments that the function cannot take beside its first, before the model is changed."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin without a signature: its own error will do
@@ -378,7 +378,7 @@ def check_keywords(option: str, function: Callable[..., Any], given: Mapping[str
 
 
 def _check_values(option: str, optim_func: type[Optimizer], given: Mapping[str, Any]) -> None:
-    """Refuses values of a wrong kind for torch's optimizers, which fail in the middle of a comparison.
+    """Refuse values of a wrong kind for torch's optimizers, which fail in the middle of a comparison.
 
     Raises:
         ConfigError: Naming an argument without which the optimizer can be built.
@@ -405,7 +405,7 @@ def _type_error(optim_func: Callable[..., Any], given: Mapping[str, Any]) -> Typ
 
 
 def check_lr_scheduler(scheduler: Any, given: Mapping[str, Any] | None = None) -> None:
-    """Refuses a scheduler, or what builds one from ``given``, that an optimizer step alone cannot move.
+    """Refuse a scheduler, or what builds one from ``given``, that an optimizer step alone cannot move.
 
     Raises:
         ConfigError: When its ``step`` needs an argument, as ReduceLROnPlateau's does, or it cannot take what is given.
@@ -429,7 +429,7 @@ def check_lr_scheduler(scheduler: Any, given: Mapping[str, Any] | None = None) -
 
 
 def check_rates(optimizer: Any) -> None:
-    """Refuses an optimizer without learning rates beside a scheduler.
+    """Refuse an optimizer without learning rates beside a scheduler.
 
     Raises:
         ConfigError: For one that chooses its steps itself, as ``Adafactor`` with ``relative_step`` does.
@@ -444,7 +444,7 @@ def check_rates(optimizer: Any) -> None:
 
 
 def check_amounts(num_micro_batches: int | None, max_grad_norm: float | None) -> None:
-    """Refuses numbers that are none of micro-batches, or no norm.
+    """Refuse numbers that are none of micro-batches, or no norm.
 
     Raises:
         ConfigError: Naming the argument.
@@ -466,7 +466,7 @@ def check_amounts(num_micro_batches: int | None, max_grad_norm: float | None) ->
 
 
 def check_kinds(given: Mapping[str, Any]) -> None:
-    """Refuses values of a wrong kind before anything is predicted or changed.
+    """Refuse values of a wrong kind before anything is predicted or changed.
 
     Args:
         given: Arguments of ``accelerate`` by name; those that are not listed here are checked elsewhere.

@@ -29,7 +29,7 @@ _PATIENCE_S = 30.0
 
 
 def run_live(request: Request, build: Callable[[Request, Plan], Accelerated], device: torch.device) -> RunCandidate:
-    """Runs candidates on all ranks of this world; collective.
+    """Run candidates on all ranks of this world; collective.
 
     The request's model, optimizer, data and the random generators stay as they are, and so do modules that its
     functions use, such as a loss with statistics. Beside them a copy of model and optimizer is trained, so that a
@@ -70,7 +70,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _common(plan: Plan, error: str, seconds: float) -> str:
-    """What the first rank's error says; empty when there is none.
+    """Return what the first rank's error says; empty when there is none.
 
     Raises:
         StrategyError: On a rank that fails when others, which wait for it in a collective, do not: they cannot be
@@ -128,7 +128,7 @@ def _forget(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def restored_modules(modules: Iterable[nn.Module], model: nn.Module) -> Iterator[None]:
-    """Puts attributes, tensors and gradients of modules back as they were; the values wait in host memory.
+    """Put attributes, tensors and gradients of modules back as they were; the values wait in host memory.
 
     Args:
         modules: With those inside of them. One that is sharded stays as it is: where its tensors are changes by itself.
@@ -160,7 +160,9 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def modules_used_by(functions: Iterable[Any]) -> list[nn.Module]:
-    """The modules that functions are, belong to, are given beforehand, close over, or name; so of functions they use.
+    """Return the modules that functions are, belong to, are given beforehand, close over, or name.
+
+    So of functions they use.
 
     Args:
         functions: Called with a batch or an output: functions, methods, modules, partial functions.

@@ -11,22 +11,22 @@ from meshwright.runtime.terminal import PlainConsole
 
 
 def all_gather(**options: Any) -> list[Measurement]:
-    """Measures all-gather and prints the table on rank 0; options are those of ``benchmark_collectives``."""
+    """Measure all-gather and print the table on rank 0; options are those of ``benchmark_collectives``."""
     return _shown("all_gather", options)
 
 
 def reduce_scatter(**options: Any) -> list[Measurement]:
-    """Measures reduce-scatter and prints the table on rank 0; options are those of ``benchmark_collectives``."""
+    """Measure reduce-scatter and print the table on rank 0; options are those of ``benchmark_collectives``."""
     return _shown("reduce_scatter", options)
 
 
 def send_recv(**options: Any) -> list[Measurement]:
-    """Measures sends from even ranks to odd ones and prints the table on rank 0; options as above."""
+    """Measure sends from even ranks to odd ones and print the table on rank 0; options as above."""
     return _shown("send_recv", options)
 
 
 def all_reduce(**options: Any) -> list[Measurement]:
-    """Measures all-reduce and prints the table on rank 0; options are those of ``benchmark_collectives``."""
+    """Measure all-reduce and print the table on rank 0; options are those of ``benchmark_collectives``."""
     return _shown("all_reduce", options)
 
 

@@ -66,7 +66,7 @@ class Block(nn.Module):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes an instance of a subclass of the module's class, around the module's own ``__dict__``."""
+        """Make an instance of a subclass of the module's class, around the module's own ``__dict__``."""
         if cls is not Block:  # code of the wrapped class makes another of its kind, as slices of nn.Sequential do
             return _wrapped_class(cls)(*args, **kwargs)
         return _around(*args, **kwargs)
@@ -99,7 +99,7 @@ class Block(nn.Module):
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the block; parameters gathered without autograd are freed at once."""
+        """Run the block; parameters gathered without autograd are freed at once."""
         prepare_root(self)
         if self._state.place is not None:
             note_gather(self._state.place)
@@ -112,7 +112,7 @@ class Block(nn.Module):
         return result
 
     def after_failure(self) -> None:
-        """Gathers and frees as a forward does that does not fail: other ranks may not have failed, and wait for it."""
+        """Gather and free as a forward does that does not fail: other ranks may not have failed, and wait for it."""
         self.unit.unshard()
         if self._state.zero_level == 3 or not torch.is_grad_enabled():
             self.free()
@@ -124,16 +124,16 @@ class Block(nn.Module):
             return super()._apply(fn, recurse)
 
     def free(self) -> None:
-        """Frees the gathered parameters, if they are: the shards remain."""
+        """Free the gathered parameters, if they are: the shards remain."""
         self.unit.reshard()
 
     @property
     def unit(self) -> Any:
-        """The first Block of this module: the FSDP2 module, with FSDP2's own methods."""
+        """Return the first Block of this module: the FSDP2 module, with FSDP2's own methods."""
         return self._state.unit
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, under recomputation if asked for."""
+        """Return the module's forward, under recomputation if asked for."""
         run = super().forward
         if recording_active():
             run = functools.partial(_recorded, run)
@@ -169,13 +169,16 @@ def _recorded(run: Callable[..., Any], *args: Any, **kwargs: Any) -> _Recorded:
 
 
 def block_of(module: nn.Module) -> Block | None:
-    """The first Block of a module or of its Blocks, which share their attributes; None for one without."""
+    """Return the first Block of a module or of its Blocks, which share their attributes; None for one without."""
     state: BlockState | None = module.__dict__.get(_STATE)
     return state.unit if state is not None else None
 
 
 def unwrapped(block: Block) -> nn.Module:
-    """The module of a Block, no longer sharded by FSDP2: a Block of it can be made anew. Others of it stay Blocks."""
+    """Return the module of a Block, no longer sharded by FSDP2: a Block of it can be made anew.
+
+    Others of it stay Blocks.
+    """
     del block.__dict__[_STATE]
     module: nn.Module = object.__new__(_wrapped_class(type(block)))
     object.__setattr__(module, "__dict__", block.__dict__)
@@ -197,7 +200,7 @@ def _around(module: nn.Module, *_: Any, **__: Any) -> Block:
 
 
 def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of the module inside a class made by :func:`_around`."""
+    """Return the class of the module inside a class made by :func:`_around`."""
     return cls.__mro__[cls.__mro__.index(Block) + 1]
 
 
@@ -234,7 +237,7 @@ def _check_mode(mode: str) -> None:
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulates whole gradients in Blocks of ``zero_level`` 1; the next backward outside reduces them all at once.
+    """Accumulate whole gradients in Blocks of ``zero_level`` 1; the next backward outside reduces them all at once.
 
     For all micro-batches but the last. Blocks of level 2 and 3 never hold whole gradients: they reduce in every
     backward, and accumulate what they reduced.
@@ -254,7 +257,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 
 def check_can_be_released(block: Block) -> None:
-    """Refuses a Block that has run: FSDP2 has set up buffers for it.
+    """Refuse a Block that has run: FSDP2 has set up buffers for it.
 
     Raises:
         ModelError: Saying so.
@@ -269,7 +272,9 @@ def check_can_be_released(block: Block) -> None:
 
 
 def released(block: Block) -> tuple[nn.Module, BlockState]:
-    """The module of a Block without what sharding added, but for its parameters; and what the Block was asked for.
+    """Return the module of a Block without what sharding added, but for its parameters.
+
+    And what the Block was asked for.
 
     The module shares its attributes with all Blocks of it: these cannot run until it is in a Block again.
     """
@@ -280,7 +285,7 @@ def released(block: Block) -> tuple[nn.Module, BlockState]:
 
 
 def _unshard_unit(unit: Any) -> None:
-    """Undoes ``fully_shard`` of one module, whose parameters stay the DTensors that they are."""
+    """Undo ``fully_shard`` of one module, whose parameters stay the DTensors that they are."""
     state = fully_shard.state(unit)  # type: ignore[attr-defined]
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()

@@ -47,12 +47,12 @@ class TransformerBlockList(nn.ModuleList):
         self.sqrt = sqrt
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs all blocks."""
+        """Run all blocks."""
         prepare_root(self)
         return super().__call__(*args, **kwargs)
 
     def forward(self, *args: Any, return_hidden_states: bool = False, **kwargs: Any) -> Any:
-        """Runs all blocks.
+        """Run all blocks.
 
         Args:
             args: ``num_hidden`` hidden states, then what every block gets.
@@ -78,7 +78,7 @@ class TransformerBlockList(nn.ModuleList):
         return (*hidden, *(torch.stack(states) for states in zip(*inputs, strict=True)))
 
     def _divided(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Hidden states, and what every block gets."""
+        """Return the hidden states, and what every block gets."""
         if len(args) < self.num_hidden:
             raise ModelError(
                 "A TransformerBlockList got too few hidden states",
@@ -96,7 +96,7 @@ class TransformerBlockList(nn.ModuleList):
     def _run(
         self, blocks: Sequence[Block], hidden: tuple[Any, ...], constants: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
-        """Runs some blocks; returns the hidden states after them, and those before each of them."""
+        """Run some blocks; return the hidden states after them, and those before each of them."""
         inputs = []
         for block in blocks:
             inputs.append(hidden)
@@ -115,7 +115,7 @@ class TransformerBlockList(nn.ModuleList):
         return hidden, inputs
 
     def link_prefetch(self) -> None:
-        """Lets every block gather the next one ahead, in forward and in backward; called when the root is known."""
+        """Let every block gather the next one ahead, in forward and in backward; called when the root is known."""
         units = [block.unit for block in self if isinstance(block, Block)]
         for first, second in itertools.pairwise(units):
             if first is not second:
@@ -124,7 +124,7 @@ class TransformerBlockList(nn.ModuleList):
 
 
 def check_listed(modules: Sequence[nn.Module], num_hidden: int) -> None:
-    """Refuses what no list of Blocks can be made of.
+    """Refuse what no list of Blocks can be made of.
 
     Raises:
         ModelError: For a Block that stands in two places, and an impossible ``num_hidden``.
@@ -148,7 +148,7 @@ def check_listed(modules: Sequence[nn.Module], num_hidden: int) -> None:
 
 
 def stage_bounds(num_blocks: int, num_stages: int) -> list[int]:
-    """Where stages begin and the last one ends: ``num_stages + 1`` numbers; the first stages get one block more.
+    """Return where stages begin and the last one ends: ``num_stages + 1`` numbers; the first stages get one block more.
 
     Raises:
         ModelError: When a stage would have no block.
@@ -193,7 +193,7 @@ def staged(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _identity(module: nn.Module) -> int:
-    """The same for all Blocks of one module, which share their attributes."""
+    """Return the same for all Blocks of one module, which share their attributes."""
     return id(module.__dict__)
 
 
@@ -214,7 +214,7 @@ def _check(modules: Sequence[nn.Module], owners: Sequence[int]) -> None:
 
 @torch.no_grad()
 def _replace_tensors(module: nn.Module, here: bool) -> None:
-    """Makes parameters whole where they are needed, and takes away the memory of all tensors elsewhere."""
+    """Make parameters whole where they are needed, and take away the memory of all tensors elsewhere."""
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():

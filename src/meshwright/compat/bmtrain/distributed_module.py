@@ -52,12 +52,12 @@ class DistributedModule(nn.Module):
     """In a Block, FSDP2 leaves a DTensor where tensor ranks have pieces: this class takes the piece out of it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module; the outermost one prepares what is below it on its first call."""
+        """Run the module; the outermost one prepares what is below it on its first call."""
         prepare_root(self)
         return super().__call__(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Gathers parameters that gather on use; all else as ``nn.Module``."""
+        """Gather parameters that gather on use; all else as ``nn.Module``."""
         value = super().__getattr__(name)
         if isinstance(value, DTensor):
             record = record_of(value)
@@ -76,7 +76,7 @@ class DistributedModule(nn.Module):
             return super()._apply(fn, recurse)
 
     def get_parameter(self, target: str) -> nn.Parameter:
-        """The parameter itself, as ``named_parameters`` has it; ``nn.Module`` would gather it first."""
+        """Return the parameter itself, as ``named_parameters`` has it; ``nn.Module`` would gather it first."""
         path, _, name = target.rpartition(".")
         parameter = self.get_submodule(path)._parameters.get(name)
         return parameter if parameter is not None else super().get_parameter(target)
@@ -104,7 +104,7 @@ _Place = tuple[str, nn.Module, str, nn.Parameter]
 
 
 def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool, axes: ShardAxes | None = None) -> None:
-    """Makes a module one FSDP2 unit over the ``zero`` axis, in place; sharded parameters are taken over as they are.
+    """Make a module one FSDP2 unit over the ``zero`` axis, in place; sharded parameters are taken over as they are.
 
     FSDP2 wants whole parameters to shard. It gets ones without memory (``meta``), and afterwards the parts that this
     rank holds: nothing is ever gathered. Plain parameters are split here, of equal values on all ranks.
@@ -140,7 +140,7 @@ def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool, axes: Shard
 
 
 def _assign(places: list[_Place], make: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Puts ``make(parameter)`` into all places of each parameter: what is tied stays tied."""
+    """Put ``make(parameter)`` into all places of each parameter: what is tied stays tied."""
     made: dict[int, nn.Parameter] = {}
     for _, owner, key, parameter in places:
         if id(parameter) not in made:
@@ -157,7 +157,7 @@ def _places(module: nn.Module) -> Iterator[_Place]:
 
 
 def is_piece(owner: nn.Module, name: str) -> bool:
-    """Whether a Block's parameter is split over tensor ranks: gathered by FSDP2, it still is a DTensor."""
+    """Return whether a Block's parameter is split over tensor ranks: gathered by FSDP2, it still is a DTensor."""
     return name in owner.__dict__.get(_PIECES, ())
 
 
@@ -244,7 +244,7 @@ def _load_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args
 
 
 def accept_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replaces full tensors in a state dict that is being loaded by this rank's parts, where parameters are sharded.
+    """Replace full tensors in a state dict that is being loaded by this rank's parts, where parameters are sharded.
 
     Tensors of another shape stay as they are: torch reports them.
     """
@@ -263,7 +263,7 @@ _FROZEN = "_meshwright_frozen"
 
 
 def prepare_root(module: nn.Module) -> None:
-    """Prepares everything below ``module`` for training, once; modules below it have nothing left to do.
+    """Prepare everything below ``module`` for training, once; modules below it have nothing left to do.
 
     The units below get one FSDP2 root, so that they share streams and gather ahead of one another. Gradients of plain
     parameters are averaged over the ranks: nobody else would. The first forward of all gives every rank its own seed.
@@ -304,7 +304,7 @@ def _seed_this_rank() -> None:
 
 
 def _refuse_left_behind(module: nn.Module) -> None:
-    """Refuses parameters that were tied to one that a Block has taken: they would train apart."""
+    """Refuse parameters that were tied to one that a Block has taken: they would train apart."""
     left = [name for name, parameter in module.named_parameters() if was_moved(parameter)]
     if left:
         raise ModelError(
@@ -316,7 +316,7 @@ def _refuse_left_behind(module: nn.Module) -> None:
 
 
 def _refuse_adapters_of_shards(module: nn.Module) -> None:
-    """Refuses the LoRA of peft that is as large as a rank's part: it takes sharded weights for tensor parallel ones."""
+    """Refuse the LoRA of peft that is as large as a rank's part: it takes sharded weights for tensor parallel ones."""
     wrong = []
     for path, layer in module.named_modules():
         base, downs, ups = (getattr(layer, name, None) for name in ("base_layer", "lora_A", "lora_B"))
@@ -348,5 +348,5 @@ def _share_root(module: nn.Module) -> None:
 
 
 def has_run(unit: FSDPModule) -> bool:
-    """Whether FSDP2 has run a unit's forward: what it set up then is fixed."""
+    """Return whether FSDP2 has run a unit's forward: what it set up then is fixed."""
     return fully_shard.state(unit)._is_root is not None  # type: ignore[attr-defined]

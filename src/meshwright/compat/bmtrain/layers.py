@@ -27,7 +27,7 @@ class _LinearLayer(DistributedModule):
         self.register_parameter("bias", bias)
 
     def extra_repr(self) -> str:
-        """The sizes of the whole layer."""
+        """Return the sizes of the whole layer."""
         bias = self._parameters["bias"] is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}"
 
@@ -144,7 +144,7 @@ class RowParallelLinear(_LinearLayer):
 
 
 def tensor_part(name: str, size: int) -> int:
-    """What each tensor rank has of ``size``.
+    """Return what each tensor rank has of ``size``.
 
     Raises:
         ModelError: When it is not the same number for all.
@@ -214,7 +214,7 @@ class VPEmbedding(DistributedModule):
         )
 
     def forward(self, x: Tensor, projection: bool = False) -> Tensor:
-        """Looks words up, or predicts them.
+        """Look words up, or predict them.
 
         Args:
             x: Ids (rows…), of equal shape on all tensor ranks; with ``projection`` hidden states (rows…, D).
@@ -254,5 +254,5 @@ class VPEmbedding(DistributedModule):
         return F.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
     def extra_repr(self) -> str:
-        """The sizes of the whole embedding."""
+        """Return the sizes of the whole embedding."""
         return f"{self.vocab_size}, {self.dim_model}"

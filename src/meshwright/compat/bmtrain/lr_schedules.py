@@ -74,10 +74,13 @@ class WarmupLRScheduler(LRScheduler, ABC):
 
     @abstractmethod
     def get_lr_decay(self, num_iter: int) -> float:
-        """The rate of iteration ``num_iter``, which is ``warmup_iter`` or more."""
+        """Return the rate of iteration ``num_iter``, which is ``warmup_iter`` or more."""
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """The rate of iteration ``num_iter``, which is below ``warmup_iter``: linear from 0, unless overridden."""
+        """Return the rate of iteration ``num_iter``, which is below ``warmup_iter``.
+
+        Linear from 0, unless overridden.
+        """
         return self.start_lr * num_iter / self.warmup_iter
 
     @property
@@ -87,7 +90,7 @@ class WarmupLRScheduler(LRScheduler, ABC):
 
     @property
     def current_lr(self) -> float:
-        """The schedule's rate now: that of a group without a rate of its own.
+        """Return the schedule's rate now: that of a group without a rate of its own.
 
         Raises:
             ConfigError: When it is beyond all floats, as ``Exponential`` with a ``gamma`` above 1 comes to be.
@@ -105,12 +108,12 @@ class WarmupLRScheduler(LRScheduler, ABC):
             ) from None
 
     def get_lr(self) -> list[float | Tensor]:
-        """The rate of every group at the current iteration."""
+        """Return the rate of every group at the current iteration."""
         current = self.current_lr
         return [current * ratio for ratio in self.group_ratios]
 
     def step(self, num_iter: int | None = None) -> None:  # type: ignore[override]
-        """Moves on by one iteration, or to iteration ``num_iter``, and applies its rates to the optimizer.
+        """Move on by one iteration, or to iteration ``num_iter``, and apply its rates to the optimizer.
 
         Raises:
             ConfigError: When ``num_iter`` is negative.
@@ -141,12 +144,15 @@ class WarmupLRScheduler(LRScheduler, ABC):
         return float(lr) / self._reference_lr if self._reference_lr > 0 else 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Position and every hyperparameter, subclasses' too: plain values, which :meth:`load_state_dict` takes."""
+        """Return the position and every hyperparameter, subclasses' too.
+
+        Plain values, which :meth:`load_state_dict` takes.
+        """
         own = {key: value for key, value in vars(self).items() if not key.startswith("_") and key not in _NOT_SAVED}
         return {**own, "num_iter": self.num_iter, "group_ratios": list(self.group_ratios)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Takes over position and hyperparameters, whatever this scheduler was built with, and applies the rates.
+        """Take over position and hyperparameters, whatever this scheduler was built with, and apply the rates.
 
         BMTrain's own states fit; what they lack (``gamma``, ratios of groups) stays as it was built.
 
@@ -190,7 +196,7 @@ class WarmupLRScheduler(LRScheduler, ABC):
             )
 
     def _check(self) -> None:
-        """Refuses numbers that make no schedule; subclasses add theirs."""
+        """Refuse numbers that make no schedule; subclasses add theirs."""
         for name in ("start_lr", "warmup_iter", "end_iter"):
             _check_number(name, getattr(self, name))
         if self.end_iter < self.warmup_iter:
@@ -211,7 +217,10 @@ def _copied(lr: Any) -> Any:
 
 
 def _reference(optimizer: Any, lrs: list[float | Tensor]) -> float:
-    """The rate to which groups keep their ratio: the common one, else the optimizer's default, else the largest."""
+    """Return the rate to which groups keep their ratio.
+
+    The common one, else the optimizer's default, else the largest.
+    """
     rates = [float(lr) for lr in lrs]
     if len(set(rates)) == 1:
         return rates[0]
@@ -238,7 +247,7 @@ class NoDecay(WarmupLRScheduler):
     """Warm-up s·n/w, then s for good (BMTrain). ``end_iter`` has no effect."""
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """The rate at the top."""
+        """Return the rate at the top."""
         return self.start_lr
 
 
@@ -253,7 +262,7 @@ class Noam(WarmupLRScheduler):
         return self.start_lr / math.sqrt(self.warmup_iter) * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """The inverse square root of the iteration."""
+        """Return the inverse square root of the iteration."""
         return self.start_lr / math.sqrt(max(num_iter, 1))
 
 
@@ -264,7 +273,7 @@ class Linear(WarmupLRScheduler):
     """
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """A straight line to 0."""
+        """Return a straight line to 0."""
         span = max(1, self.end_iter - self.warmup_iter)
         return max(0.0, self.start_lr * (self.warmup_iter + span - num_iter) / span)
 
@@ -306,7 +315,7 @@ class Exponential(WarmupLRScheduler):
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """A constant factor per iteration."""
+        """Return a constant factor per iteration."""
         return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)
 
     def _check(self) -> None:
@@ -356,7 +365,7 @@ class WSD(WarmupLRScheduler):
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """The stable phase and the decay."""
+        """Return the stable phase and the decay."""
         done = (num_iter - self.decay_iter) / max(1, self.end_iter - self.decay_iter)
         done = min(max(done, 0.0), 1.0)
         if self.decay == "exponential":

@@ -21,7 +21,7 @@ from meshwright.runtime import gather_objects, print_rank, require_distributed, 
 
 
 def BMTrainModelWrapper(model: nn.Module, use_checkpoint: bool = True, zero_level: int | None = None) -> nn.Module:
-    """Shards a model in place over all ranks: its repeated blocks become Blocks, its modules DistributedModules.
+    """Shard a model in place over all ranks: its repeated blocks become Blocks, its modules DistributedModules.
 
     Blocks are the members of the outermost ``nn.ModuleList``s that have submodules of their own, as transformer layers
     do. Values, names, tied weights, buffers and classes stay; values must be equal on all ranks. Works with models of
@@ -60,7 +60,7 @@ def BMTrainModelWrapper(model: nn.Module, use_checkpoint: bool = True, zero_leve
 
 
 def _distribute_rest(model: nn.Module) -> None:
-    """Shards what is outside the blocks; tied parameters stay one parameter."""
+    """Shard what is outside the blocks; tied parameters stay one parameter."""
     device = settings().device
     made: dict[int, nn.Parameter] = {}
     inside = {id(inner) for block in model.modules() if isinstance(block, Block) for inner in block.modules()}
@@ -123,7 +123,7 @@ def _check(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
 
 @torch.no_grad()
 def init_parameters(model: nn.Module) -> None:
-    """Calls the ``init_method`` of every :class:`DistributedParameter` of a model; others keep their values.
+    """Call the ``init_method`` of every :class:`DistributedParameter` of a model; others keep their values.
 
     Every rank fills the full tensor, one at a time in the model's order and with rank 0's random generators, and keeps
     its part: the values are those of a single process, and memory is bounded by one parameter. Collective.
@@ -153,7 +153,7 @@ def init_parameters(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _generators_of_rank_0() -> Iterator[None]:
-    """Lets all ranks draw what rank 0 draws, also after the first forward, which gave them seeds of their own."""
+    """Let all ranks draw what rank 0 draws, also after the first forward, which gave them seeds of their own."""
     device = settings().device
     own = torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     shared = gather_objects(own)[0]

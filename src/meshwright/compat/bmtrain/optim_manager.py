@@ -97,18 +97,18 @@ class OptimManager:
 
     @property
     def loss_scale(self) -> float:
-        """The present scale; 1 without scaling."""
+        """Return the present scale; 1 without scaling."""
         return self._scale.value
 
     @property
     def on_nonfinite(self) -> OnNonFinite:
-        """What a gradient with inf or nan leads to."""
+        """Return what a gradient with inf or nan leads to."""
         if self._scale.dynamic:  # also when it was loaded into a manager that began without one
             return "skip"
         return self._on_nonfinite or ("skip" if self._scale.enabled else "raise")
 
     def add_optimizer(self, optimizer: Optimizer, lr_scheduler: Any = None) -> None:
-        """Adds an optimizer, and the scheduler to step after it: torch's, ours or any of that form.
+        """Add an optimizer, and the scheduler to step after it: torch's, ours or any of that form.
 
         Raises:
             ConfigError: When it cannot be stepped with others: it needs a closure, guards its own steps, or shares a
@@ -120,20 +120,20 @@ class OptimManager:
         self.lr_schedulers.append(lr_scheduler)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all optimizers."""
+        """Clear the gradients of all optimizers."""
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none)
         self._watch.forget()
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times ``loss_scale / grad_scale``, in fp32 if it was half, to call ``backward`` on."""
+        """Return the loss times ``loss_scale / grad_scale``, in fp32 if it was half, to call ``backward`` on."""
         self._scaled = True
         wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         factor = self.loss_scale / self.grad_scale
         return wide if factor == 1.0 else wide * factor
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Runs backward on the scaled loss; gradients of several calls before one ``step`` accumulate."""
+        """Run backward on the scaled loss; gradients of several calls before one ``step`` accumulate."""
         self.scale_loss(loss).backward()
 
     @torch.no_grad()
@@ -189,7 +189,7 @@ class OptimManager:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Steps all optimizers and then their schedulers, or none of them; see ``step_was_skipped``.
+        """Step all optimizers and then their schedulers, or none of them; see ``step_was_skipped``.
 
         Raises:
             NonFiniteError: On every rank, see ``on_nonfinite`` and ``max_skips``.
@@ -210,7 +210,10 @@ class OptimManager:
         self._watch.forget()
 
     def _found_nonfinite(self, parameters: list[list[torch.Tensor]]) -> bool:
-        """Whether any rank has inf or nan; gradients of optimizers that do not unscale are unscaled in passing."""
+        """Return whether any rank has inf or nan.
+
+        Gradients of optimizers that do not unscale are unscaled in passing.
+        """
         plain: list[torch.Tensor] = []
         to_unscale: list[torch.Tensor] = []
         for optimizer, group in zip(self.optimizers, parameters, strict=True):
@@ -286,7 +289,7 @@ class OptimManager:
         return manager_state(self.optimizers, self.lr_schedulers, self._scale, gather_opt)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what :meth:`state_dict` returned in either form, on any number of ranks; collective.
+        """Take over what :meth:`state_dict` returned in either form, on any number of ranks; collective.
 
         Whole states are needed on rank 0 only. The hyperparameters stored win over those of the constructors.
 
@@ -308,7 +311,7 @@ _POLICIES = ("skip", "raise", "ignore")
 
 
 def check_policy(on_nonfinite: str | None, scale: LossScale, grad_scale: float | None, max_skips: int) -> None:
-    """Refuses a manager's arguments that do not fit together.
+    """Refuse a manager's arguments that do not fit together.
 
     Raises:
         ConfigError: When ``on_nonfinite`` is none, or not one for this scale, or another number is out of range.
@@ -330,7 +333,7 @@ def check_policy(on_nonfinite: str | None, scale: LossScale, grad_scale: float |
 
 
 def check_optimizer(optimizer: Optimizer, others: Sequence[Optimizer]) -> None:
-    """Refuses an optimizer that cannot be stepped with others.
+    """Refuse an optimizer that cannot be stepped with others.
 
     Raises:
         ConfigError: When it guards its own steps, needs a closure, or updates what another one does.
@@ -376,7 +379,7 @@ def check_optimizer(optimizer: Optimizer, others: Sequence[Optimizer]) -> None:
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """Refuses a scheduler of another optimizer, or one that needs to be told something.
+    """Refuse a scheduler of another optimizer, or one that needs to be told something.
 
     Raises:
         ConfigError: When it is one of these.
@@ -409,7 +412,7 @@ def required(function: Callable[..., Any], skip: Iterable[str] = ()) -> Iterable
 
 
 def check_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuses sparse gradients, which can be neither measured nor checked with the others.
+    """Refuse sparse gradients, which can be neither measured nor checked with the others.
 
     Raises:
         ModelError: When there is one.
@@ -430,7 +433,7 @@ def check_gradients(parameters: Iterable[torch.Tensor]) -> None:
 def manager_state(
     optimizers: Sequence[Optimizer], lr_schedulers: Sequence[Any], scale: LossScale, gather_opt: bool
 ) -> dict[str, Any]:
-    """The loss scale's entries, ``optimizers`` and ``lr_schedulers``, in the order in which they were added."""
+    """Return the loss scale's entries, ``optimizers`` and ``lr_schedulers``, in the order in which they were added."""
     states = [gathered_state_dict(o) if gather_opt else o.state_dict() for o in optimizers]
     schedules = [scheduler.state_dict() if scheduler is not None else None for scheduler in lr_schedulers]
     return {**scale.state_dict(), "optimizers": states, "lr_schedulers": schedules}
@@ -439,7 +442,7 @@ def manager_state(
 def load_manager_state(
     optimizers: Sequence[Optimizer], lr_schedulers: Sequence[Any], scale: LossScale, state: dict[str, Any]
 ) -> None:
-    """Loads all parts, after all were checked and laid out.
+    """Load all parts, after all were checked and laid out.
 
     Raises:
         CheckpointError: When the parts are not those of this manager; it is unchanged then.

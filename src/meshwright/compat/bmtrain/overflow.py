@@ -54,11 +54,11 @@ class LossScale:
 
     @property
     def dynamic(self) -> bool:
-        """Whether overflow and growth change it."""
+        """Return whether overflow and growth change it."""
         return self.enabled and self.steps is not None
 
     def overflow(self) -> bool:
-        """Lowers the scale after an overflow; returns whether there was room to."""
+        """Lower the scale after an overflow; return whether there was room to."""
         self.clean_steps = 0
         if not self.dynamic:
             return False
@@ -67,7 +67,7 @@ class LossScale:
         return self.value < before
 
     def clean(self) -> None:
-        """Counts a step without overflow, and grows when there were enough."""
+        """Count a step without overflow, and grows when there were enough."""
         if not self.dynamic or self.steps is None:
             return
         self.clean_steps += 1
@@ -88,7 +88,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over :meth:`state_dict`; BMTrain's own, which has the first two entries only, keeps the rest."""
+        """Take over :meth:`state_dict`; BMTrain's own, which has the first two entries only, keep the rest."""
         self.enabled = bool(state["loss_scale_enabled"])
         self.value = float(state["loss_scale"])
         self.factor = float(state.get("loss_scale_factor", self.factor))
@@ -120,7 +120,7 @@ def _bad(name: str, value: Any, expected: str, fix: str) -> ConfigError:
 def norm_and_count(
     parameters: Iterable[torch.Tensor], norm_type: float, count: int, peers: Peers | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of all gradients in the world as if they were one vector, in one all-reduce; every rank calls it.
+    """Return the norm of all gradients in the world as if they were one vector, in one all-reduce; every rank calls it.
 
     Each rank adds what it holds, divided by how many ranks hold the same: tensors of any meshes share one reduction,
     and pipeline stages add up. The host does not wait.
@@ -165,7 +165,7 @@ def any_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def unscale_and_find_nonfinite(tensors: Iterable[torch.Tensor], inverse_scale: float) -> torch.Tensor:
-    """Multiplies this rank's plain tensors in place, and finds inf or nan in the same pass; result as above."""
+    """Multiply this rank's plain tensors in place, and find inf or nan in the same pass; result as above."""
     found = []
     for kind in by_kind(tensors):
         flag = torch.zeros((), dtype=torch.float32, device=kind[0].device)
@@ -208,11 +208,11 @@ class GradientWatch:
         self._measured: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def remember(self, norm: torch.Tensor, gradients: Iterable[torch.Tensor]) -> None:
-        """Notes the norm of local gradients, over all ranks, as they are now."""
+        """Note the norm of local gradients, over all ranks, as they are now."""
         self._measured.update({id(gradient): (gradient, gradient._version, norm) for gradient in gradients})
 
     def is_measured(self, gradient: torch.Tensor) -> bool:
-        """Whether a norm was taken of this local gradient and nobody has written to it since."""
+        """Return whether a norm was taken of this local gradient and nobody has written to it since."""
         measured, version, _ = self._measured.get(id(gradient), (None, 0, None))
         return measured is gradient and version == gradient._version
 
@@ -236,7 +236,7 @@ class GradientWatch:
         return torch.stack([flag.to(device) for flag in flags]).max()
 
     def forget(self) -> None:
-        """Begins anew, with the next step's gradients."""
+        """Begin anew, with the next step's gradients."""
         self._measured = {}
 
 
@@ -244,7 +244,7 @@ class GradientWatch:
 
 
 def on_any_rank(found: torch.Tensor, flags: tuple[bool, ...], peers: Peers | None) -> list[bool]:
-    """Whether any rank's flags are set; one all-reduce, for which the host waits.
+    """Return whether any rank's flags are set; one all-reduce, for which the host waits.
 
     Args:
         found: A 0-dim fp32 flag on the device of the gradients.
@@ -275,14 +275,14 @@ def on_any_rank(found: torch.Tensor, flags: tuple[bool, ...], peers: Peers | Non
 
 
 def prepare_gradients(optimizers: Iterable[Optimizer]) -> None:
-    """Averages gradients over replicas where a synchronous warm-up asks for it."""
+    """Average gradients over replicas where a synchronous warm-up asks for it."""
     for optimizer in optimizers:
         if isinstance(optimizer, OuterOptimizer):
             optimizer.prepare_gradients()
 
 
 def peers_of(optimizers: Iterable[Optimizer]) -> Peers | None:
-    """The ranks that decide together: those of one replica where there are replicas, None for the world."""
+    """Return the ranks that decide together: those of one replica where there are replicas, None for the world."""
     outer = next((each for each in optimizers if isinstance(each, OuterOptimizer)), None)
     return None if outer is None else Peers(outer.replicas.inside, outer.replicas.num_inside)
 

@@ -69,7 +69,7 @@ class DistributedParameter(nn.Parameter, metaclass=_DistributedParameterType):
         tp_mode: bool = False,
         tp_split_dim: int = -1,
     ) -> nn.Parameter:
-        """Makes the DTensor parameter; its class is torch's, and ``isinstance`` knows it as a DistributedParameter."""
+        """Make the DTensor parameter; its class is torch's, and ``isinstance`` knows it as a DistributedParameter."""
         require_distributed("A DistributedParameter")
         _check_data(data)
         _check_split(data, tp_mode, tp_split_dim)
@@ -107,26 +107,26 @@ def _check_split(data: torch.Tensor, tp_mode: bool, tp_split_dim: int) -> None:
 
 
 def record_of(tensor: torch.Tensor) -> ParameterRecord | None:
-    """What a parameter remembers; None for any other tensor."""
+    """Return what a parameter remembers; None for any other tensor."""
     record: ParameterRecord | None = getattr(tensor, _RECORD, None)
     return record
 
 
 def recorded_parameter(tensor: DTensor, requires_grad: bool, record: ParameterRecord) -> nn.Parameter:
-    """A parameter of ``tensor`` that remembers ``record``."""
+    """Return a parameter of ``tensor`` that remembers ``record``."""
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
     set_record(parameter, record)
     return parameter
 
 
 def set_record(parameter: nn.Parameter, record: ParameterRecord) -> None:
-    """Lets a parameter remember ``record``."""
+    """Let a parameter remember ``record``."""
     setattr(parameter, _RECORD, record)
 
 
 @contextlib.contextmanager
 def keeping_records(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Lets parameters remember through a conversion (``half``, ``to``): torch swaps their contents and attributes."""
+    """Let parameters remember through a conversion (``half``, ``to``): torch swaps their contents and attributes."""
     kept = [(parameter, record) for parameter in parameters if (record := record_of(parameter)) is not None]
     try:
         yield
@@ -136,12 +136,15 @@ def keeping_records(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def mark_moved(parameter: nn.Parameter) -> None:
-    """Remembers that a Block holds another parameter in this one's place."""
+    """Remember that a Block holds another parameter in this one's place."""
     setattr(parameter, _MOVED, True)
 
 
 def was_moved(parameter: nn.Parameter) -> bool:
-    """Whether a Block holds another parameter in this one's place: who still has this one would train it apart."""
+    """Return whether a Block holds another parameter in this one's place.
+
+    Who still has this one would train it apart.
+    """
     return hasattr(parameter, _MOVED)
 
 
@@ -158,7 +161,7 @@ class ParameterInitializer:
         self.func, self.args, self.kwargs = func, args, kwargs
 
     def __call__(self, tensor: torch.Tensor) -> None:
-        """Fills ``tensor`` in place."""
+        """Fill ``tensor`` in place."""
         self.func(tensor, *self.args, **self.kwargs)
 
     def __repr__(self) -> str:

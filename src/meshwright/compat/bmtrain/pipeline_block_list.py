@@ -59,7 +59,7 @@ class PipelineTransformerBlockList(TransformerBlockList):
         return_hidden_states: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Runs all blocks.
+        """Run all blocks.
 
         Args:
             args: ``num_hidden`` hidden states (B, …), alike in shape on the ranks of a pipeline, then what every block
@@ -136,7 +136,7 @@ class PipelineCall(NamedTuple):
 def checked_call(
     divide: Callable[[], Divided], kwargs: dict[str, Any], related: Collection[Key] | None, num_stages: int
 ) -> PipelineCall:
-    """Checks a call. On CPU all ranks do so together, and what is wrong on one of them is raised on all.
+    """Check a call. On CPU all ranks do so together, and what is wrong on one of them is raised on all.
 
     On CUDA, where the host would have to wait for that, a rank raises what is wrong with its own call.
 
@@ -190,7 +190,7 @@ class _Outline(NamedTuple):
         )
 
     def of_world(self) -> _Outline:
-        """What must be alike on all pipelines, too."""
+        """Return what must be alike on all pipelines, too."""
         return self._replace(hidden=[], per_sample=[])
 
 
@@ -225,7 +225,7 @@ class Arguments:
     def of(
         cls, constants: Sequence[Any], kwargs: dict[str, Any], hidden: torch.Tensor, related: Collection[Key] | None
     ) -> Arguments:
-        """Finds out which are batch-related.
+        """Find out which are batch-related.
 
         Raises:
             ModelError: When that is unclear, or ``related`` is wrong about it.
@@ -255,7 +255,7 @@ class Arguments:
     def gathered(
         self, chain: torch.Tensor, tensors: Sequence[torch.Tensor], members: Members
     ) -> tuple[torch.Tensor, Arguments]:
-        """The same with other tensors in place of its own, the batch-related ones of all ranks one after the other."""
+        """Return the same with other tensors in place of its own, the batch-related ones of all ranks one after the other."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         rows = [all_gather(leaves[index], members.group).flatten(0, 1) for index in sorted(self.per_sample)]

@@ -45,7 +45,7 @@ class PipelineRun:
     def __call__(
         self, chain: torch.Tensor, hidden: Sequence[torch.Tensor], arguments: Sequence[Any], with_inputs: bool
     ) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
-        """Runs the pass.
+        """Run the pass.
 
         Args:
             chain: See :func:`meshwright.comm.point_to_point.exchange_activations`.
@@ -83,7 +83,7 @@ class PipelineRun:
         return self._to_owners(chain, hidden, with_inputs)
 
     def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Records this rank's part of what blocks recorded, in the model's order; ``tensors`` stand for them."""
+        """Record this rank's part of what blocks recorded, in the model's order; ``tensors`` stand for them."""
         if self._records is not None:
             self._records.hand_over(tensors)
 
@@ -100,7 +100,7 @@ class PipelineRun:
     def _to_first(
         self, chain: torch.Tensor, hidden: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, ...]]]:
-        """The micro-batches of each hidden state on the first stage; nothing elsewhere."""
+        """Return the micro-batches of each hidden state on the first stage; nothing elsewhere."""
         if self._stage > 0:
             chain, _ = exchange_activations(chain, [(0, each) for each in hidden], [], self._members)
             return chain, []
@@ -149,7 +149,10 @@ class PipelineRun:
         return chain, [*outputs, *(torch.cat(stages) for stages in zip(*inputs, strict=True))], recorded
 
     def _by_owner(self, with_inputs: bool) -> list[list[torch.Tensor]]:
-        """What this stage has for each rank: on the last one hidden states, then inputs of its blocks, then records."""
+        """Return what this stage has for each rank.
+
+        On the last one hidden states, then inputs of its blocks, then records.
+        """
         size = self._members.size
         mine: list[list[torch.Tensor]] = [[] for _ in range(size)]
         if self._stage == self._last:
@@ -224,11 +227,11 @@ class PipelineRecords:
         self._stages: list[list[_Outline]] = []  # of all stages
 
     def add(self, records: Sequence[Record]) -> None:
-        """Takes what this stage recorded in its next micro-batch."""
+        """Take what this stage recorded in its next micro-batch."""
         self._own.append(records)
 
     def compare(self, samples: int) -> None:
-        """Tells all ranks what each has, when the last micro-batch has passed. Collective over the world.
+        """Tell all ranks what each has, when the last micro-batch has passed. Collective over the world.
 
         Args:
             samples: In a micro-batch.
@@ -246,7 +249,7 @@ class PipelineRecords:
         return [torch.cat([record.tensor for record in micros]) for micros in zip(*self._own, strict=True)]
 
     def arrivals(self, stage: int) -> list[Arrival]:
-        """What a rank gets of a stage's tensors."""
+        """Return what a rank gets of a stage's tensors."""
         size = self._members.size
         return [
             Arrival(stage, (one.shape[0] * self._micros // size, *one.shape[1:]), one.dtype)
@@ -254,7 +257,7 @@ class PipelineRecords:
         ]
 
     def hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Passes this rank's part of everything on to the inspector, in the order of stages."""
+        """Pass this rank's part of everything on to the inspector, in the order of stages."""
         places = [(stage, index) for stage, found in enumerate(self._stages) for index in range(len(found))]
         for (stage, index), tensor in zip(places, tensors, strict=True):
             one = self._stages[stage][index]

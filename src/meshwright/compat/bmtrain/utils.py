@@ -15,7 +15,7 @@ _COLUMNS = 60
 
 
 def print_block(title: str, text: str | None = None, file: TextIO | None = None) -> None:
-    """Prints text between two rules of 60 columns, the upper with the title in its middle; on rank 0 only.
+    """Print text between two rules of 60 columns, the upper with the title in its middle; on rank 0 only.
 
     Args:
         title: A few words; a title that is longer than the rule stands as it is.
@@ -28,7 +28,7 @@ def print_block(title: str, text: str | None = None, file: TextIO | None = None)
 
 
 def print_dict(title: str, content: Mapping[str, Any], file: TextIO | None = None) -> None:
-    """Prints one line ``name: value`` per entry as a block, the values aligned; on rank 0 only.
+    """Print one line ``name: value`` per entry as a block, the values aligned; on rank 0 only.
 
     Args:
         title: See :func:`print_block`.
@@ -46,7 +46,7 @@ _STATUS_FIELDS = ("VmRSS", "VmHWM", "RssAnon", "RssFile", "RssShmem", "VmSwap")
 
 
 def see_memory(message: str, detail: bool = False) -> dict[str, int]:
-    """Prints rank 0's memory, and forgets CUDA's peak so that the next call tells of what came between (BMTrain).
+    """Print rank 0's memory, and forget CUDA's peak so that the next call tells of what came between (BMTrain).
 
     Args:
         message: What has just been done.
@@ -79,7 +79,7 @@ def _lines(numbers: dict[str, int]) -> str:
 
 
 def _process_status() -> dict[str, int]:
-    """The kinds of memory of this process in bytes, as Linux lists them; empty elsewhere."""
+    """Return the kinds of memory of this process in bytes, as Linux lists them; empty elsewhere."""
     try:
         with open("/proc/self/status") as status:
             fields = dict(line.split(":", 1) for line in status)
@@ -114,13 +114,13 @@ class AverageRecorder:
         self._weight = 0.0
 
     def record(self, value: float) -> None:
-        """Takes one value in; a tensor of one element is read from its device."""
+        """Take one value in; a tensor of one element is read from its device."""
         self._decayed_sum = self.alpha * self._decayed_sum + (1 - self.alpha) * float(value)
         self._weight = self.alpha * self._weight + (1 - self.alpha)
 
     @property
     def value(self) -> float:
-        """The average so far."""
+        """Return the average so far."""
         return self._decayed_sum / self._weight if self._weight else self.start_value
 
     def state_dict(self) -> dict[str, float]:
@@ -133,7 +133,7 @@ class AverageRecorder:
         }
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Goes on where another recorder was.
+        """Go on where another recorder was.
 
         Raises:
             ConfigError: When the state is not one of a recorder; nothing has changed then.

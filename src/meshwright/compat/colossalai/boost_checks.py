@@ -19,7 +19,7 @@ _MIXED = ("fp16", "bf16")
 
 
 def check_plugin(plugin: Any) -> None:
-    """Refuses what is not a plugin of Meshwright."""
+    """Refuse what is not a plugin of Meshwright."""
     if plugin is not None and not isinstance(plugin, Plugin):
         raise ConfigError(
             "This is not a plugin",
@@ -30,7 +30,7 @@ def check_plugin(plugin: Any) -> None:
 
 
 def check_precision(mixed_precision: Any, plugin: Plugin | None) -> None:
-    """Refuses an unknown precision, and one that contradicts the plugin's."""
+    """Refuse an unknown precision, and one that contradicts the plugin's."""
     if mixed_precision is None:
         return
     if mixed_precision not in _MIXED:
@@ -53,7 +53,7 @@ def check_precision(mixed_precision: Any, plugin: Plugin | None) -> None:
 
 
 def check_world(plugin: Plugin | None, wanted: torch.device | None, device: torch.device) -> None:
-    """Refuses several ranks without a plugin, and another device than the one launched on."""
+    """Refuse several ranks without a plugin, and another device than the one launched on."""
     if plugin is None and world_size() > 1:
         raise LaunchError(
             "A Booster without a plugin trains each rank for itself",
@@ -71,7 +71,7 @@ def check_world(plugin: Plugin | None, wanted: torch.device | None, device: torc
 
 
 def check_scheduler(scheduler: LRScheduler | None, optimizer: Optimizer | None, strategy: Strategy) -> None:
-    """Refuses a scheduler that steers another optimizer, or one whose groups will be divided."""
+    """Refuse a scheduler that steers another optimizer, or one whose groups will be divided."""
     steered = getattr(scheduler, "optimizer", optimizer)
     if scheduler is not None and steered is not optimizer:
         raise ConfigError(
@@ -93,7 +93,7 @@ def check_scheduler(scheduler: LRScheduler | None, optimizer: Optimizer | None, 
 
 
 def check_own_loop(strategy: Strategy) -> None:
-    """Refuses what is done inside ``Accelerated.step``, where the user's own loop calls backward."""
+    """Refuse what is done inside ``Accelerated.step``, where the user's own loop calls backward."""
     if "loss_spike" in strategy:
         raise ConfigError(
             "loss_spike judges the losses of Accelerated.step, and a Booster's loop calls backward itself",
@@ -111,7 +111,7 @@ def check_own_loop(strategy: Strategy) -> None:
 
 
 def check_lora(is_boosted: bool, is_quantized: bool) -> None:
-    """Refuses adapters around a boosted model, and quantised weights."""
+    """Refuse adapters around a boosted model, and quantised weights."""
     if is_boosted:
         raise ModelError(
             "The model is boosted: adapters cannot be put around it any more",
@@ -129,7 +129,7 @@ def check_lora(is_boosted: bool, is_quantized: bool) -> None:
 
 
 def check_save(checkpoint: Path, shard: bool, gather_dtensor: bool, size_per_shard: int, use_safetensors: bool) -> None:
-    """Refuses arguments of ``save_…`` that contradict each other or cannot be honoured."""
+    """Refuse arguments of ``save_…`` that contradict each other or cannot be honoured."""
     if not gather_dtensor:
         raise ConfigError(
             "gather_dtensor=False asks for files of parts of tensors",
@@ -150,7 +150,7 @@ def check_save(checkpoint: Path, shard: bool, gather_dtensor: bool, size_per_sha
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuses an optimizer that ``boost`` did not return."""
+    """Refuse an optimizer that ``boost`` did not return."""
     if not isinstance(optimizer, BoostedOptimizer):
         raise ConfigError(
             "This optimizer is not boosted",
@@ -161,7 +161,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def refuse_unboosted(model: Any) -> NoReturn:
-    """Refuses a model that this Booster did not return."""
+    """Refuse a model that this Booster did not return."""
     raise ConfigError(
         "This model is not one that this Booster has boosted",
         expected="the model that boost returned, or its optimizer",

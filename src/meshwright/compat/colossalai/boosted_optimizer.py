@@ -66,17 +66,17 @@ class BoostedOptimizer(GuardedOptimizer):
         torch.autograd.backward(self.scaled(tensor), grad, inputs=inputs, retain_graph=retain_graph)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The same loss, whose backward multiplies by the loss scale."""
+        """Return the same loss, whose backward multiplies by the loss scale."""
         return self.scaled(loss)
 
     def unscale_grad(self) -> None:
-        """Removes the loss scale from the gradients; repeats do nothing."""
+        """Remove the loss scale from the gradients; repeats do nothing."""
         self.prepare_gradients()
 
     def clip_grad_by_norm(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clips the gradients of all ranks' shards by their common norm; returns it as before clipping (0-dim).
+        """Clip the gradients of all ranks' shards by their common norm; return it as before clipping (0-dim).
 
         Raises:
             RuntimeError: When the norm is not finite and ``error_if_nonfinite`` asks for it.
@@ -90,11 +90,11 @@ class BoostedOptimizer(GuardedOptimizer):
         return self._last_norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Clips every gradient element to ``[-clip_value, clip_value]``, after the loss scale is removed."""
+        """Clip every gradient element to ``[-clip_value, clip_value]``, after the loss scale is removed."""
         self.clip_grad_value(clip_value)
 
     def get_grad_norm(self, norm_type: float = 2.0) -> float | None:
-        """The norm of the last step before clipping; None when nothing has asked for it (``max_norm`` is 0).
+        """Return the norm of the last step before clipping; None when nothing has asked for it (``max_norm`` is 0).
 
         Raises:
             ConfigError: For another norm than the one that clips.
@@ -110,13 +110,13 @@ class BoostedOptimizer(GuardedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Clips if ``max_norm`` asks for it, and updates the weights unless gradients overflowed."""
+        """Clip if ``max_norm`` asks for it, and updates the weights unless gradients overflowed."""
         if self.max_norm > 0 and closure is None:
             self.clip_grad_by_norm(self.max_norm, self.norm_type)
         super().step(closure)
 
     def unwrap(self) -> Optimizer:
-        """The optimizer that was boosted."""
+        """Return the optimizer that was boosted."""
         return inner_optimizer(self)
 
 
@@ -171,7 +171,7 @@ def execute_stages(
     pipeline: PipelineEngine,
     keep_outputs: bool,
 ) -> tuple[torch.Tensor, list[Any]]:
-    """The same over the stages of a pipeline.
+    """Return the same over the stages of a pipeline.
 
     Returns:
         The mean loss, equal on every rank of the pipeline, and the outputs where the last stage is.
@@ -198,7 +198,7 @@ def execute_stages(
 
 
 def check_parts(accelerated: Accelerated, count: int) -> None:
-    """Refuses numbers of micro-batches that the pipeline's schedule cannot run with.
+    """Refuse numbers of micro-batches that the pipeline's schedule cannot run with.
 
     Raises:
         StrategyError: Saying which it can.
@@ -211,14 +211,14 @@ def check_parts(accelerated: Accelerated, count: int) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees weights that a forward without backward has gathered: they would outlive a change of the shards."""
+    """Free weights that a forward without backward has gathered: they would outlive a change of the shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def needs_sample(strategy: Strategy, model: Any) -> bool:
-    """Whether methods look at how the model runs on its own data.
+    """Return whether methods look at how the model runs on its own data.
 
     Where layers are divided and tokens are not, the dummy that transformers' models bring is an example, too.
     """
@@ -230,7 +230,10 @@ def needs_sample(strategy: Strategy, model: Any) -> bool:
 
 
 def sample_of(dataloader: Any, model: nn.Module, strategy: Strategy, *, has_criterion: bool) -> Any:
-    """What the model takes of a batch of one sample, without taking any from the loader; None if there is none."""
+    """Return what the model takes of a batch of one sample, without taking any from the loader.
+
+    None if there is none.
+    """
     batch = _first_of(dataloader)
     # execute_pipeline hands the model whole batches; loops hand it what they like.
     is_whole = "pipeline_parallel" in strategy or not isinstance(model, nn.Module)
@@ -238,7 +241,7 @@ def sample_of(dataloader: Any, model: nn.Module, strategy: Strategy, *, has_crit
 
 
 def _taken_by(model: nn.Module, batch: Any, has_criterion: bool) -> Any:
-    """The part of a batch that a loop hands to the model: with a criterion, the labels go there."""
+    """Return the part of a batch that a loop hands to the model: with a criterion, the labels go there."""
     known = inspect.signature(model.forward).parameters.values()
     kinds = {parameter.kind for parameter in known}
     if isinstance(batch, Mapping):
@@ -260,7 +263,7 @@ def _first_of(dataloader: Any) -> Any:
 
 
 def input_format(batch: Any) -> str | None:
-    """How the model is called on a batch, in the terms of ``accelerate``."""
+    """Return how the model is called on a batch, in the terms of ``accelerate``."""
     if isinstance(batch, Mapping):
         return "unpack_dict"
     return "unpack_sequence" if isinstance(batch, list | tuple) else None

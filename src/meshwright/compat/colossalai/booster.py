@@ -76,7 +76,7 @@ class Booster(CheckpointVerbs):
         self._notices_told = False
 
     def strategy(self) -> Strategy:
-        """The strategy that ``boost`` applies in this world."""
+        """Return the strategy that ``boost`` applies in this world."""
         strategy = Strategy([]) if self.plugin is None else self.plugin.strategy(world_size())
         return strategy if self.mixed_precision is None else strategy.with_method(("amp_native", self.mixed_precision))
 
@@ -88,7 +88,7 @@ class Booster(CheckpointVerbs):
         dataloader: Any = None,
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, BoostedOptimizer | None, Callable[..., Any] | None, Any, LRScheduler | None]:
-        """Distributes a model and hands its optimizer the new parameters.
+        """Distribute a model and hands its optimizer the new parameters.
 
         Args:
             model: Plain, initialised, equal on every rank.
@@ -146,7 +146,7 @@ class Booster(CheckpointVerbs):
         self._notices_told = True
 
     def _finish_model(self, accelerated: Accelerated, strategy: Strategy) -> None:
-        """Casts inputs to the model's precision, as ``Accelerated.step`` does for its own, and adds ``unwrap``."""
+        """Cast inputs to the model's precision, as ``Accelerated.step`` does for its own, and add ``unwrap``."""
         model = accelerated.model
 
         def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -236,7 +236,7 @@ class Booster(CheckpointVerbs):
         bnb_quantization_config: Any = None,
         quantize: bool = False,
     ) -> nn.Module:
-        """Puts LoRA adapters around a plain model, with the peft library; before ``boost``.
+        """Put LoRA adapters around a plain model, with the peft library; before ``boost``.
 
         Args:
             model: Plain.
@@ -279,7 +279,7 @@ class CalledWith(NamedTuple):
 
 
 def loss_of(criterion: Criterion | None) -> Callable[[Any, Any], Any] | None:
-    """The criterion as methods wrap losses.
+    """Return the criterion as methods wrap losses.
 
     A model's own output comes in a pass without data alone, which asks what depends on what: any sum tells that.
     """
@@ -296,7 +296,7 @@ def loss_of(criterion: Criterion | None) -> Callable[[Any, Any], Any] | None:
 
 
 def wrapped_criterion(criterion: Criterion | None, accelerated: Accelerated, strategy: Strategy) -> Criterion | None:
-    """The criterion with what precision and stages need around it; itself where they need nothing."""
+    """Return the criterion with what precision and stages need around it; itself where they need nothing."""
     wrapped = accelerated.unscaled_loss_func
     if wrapped is None or not {"half", "amp_native", "pipeline_parallel"} & set(strategy.names):
         return criterion
@@ -314,7 +314,7 @@ def wrapped_criterion(criterion: Criterion | None, accelerated: Accelerated, str
 def launch_from_torch(
     backend: str | None = None, seed: int = 1024, verbose: bool = True, timeout_s: float = 1800.0
 ) -> None:
-    """Makes this process a rank of the world that torchrun started, or a world of one. Seed: ColossalAI.
+    """Make this process a rank of the world that torchrun started, or a world of one. Seed: ColossalAI.
 
     Args:
         backend: torch.distributed backend; None means NCCL with CUDA and gloo without.

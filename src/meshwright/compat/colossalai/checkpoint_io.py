@@ -44,7 +44,7 @@ class CheckpointVerbs:
         use_safetensors: bool = False,
         use_async: bool = False,
     ) -> None:
-        """Writes all weights, whole and under plain names; collective.
+        """Write all weights, whole and under plain names; collective.
 
         Args:
             model: Boosted or plain.
@@ -74,7 +74,7 @@ class CheckpointVerbs:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> None:
-        """Loads weights from a file or folder of :meth:`save_model`, of plain torch or of transformers; collective.
+        """Load weights from a file or folder of :meth:`save_model`, of plain torch or of transformers; collective.
 
         fp32 master weights take them over. A pickle is read as weights only: it cannot run code.
 
@@ -100,7 +100,7 @@ class CheckpointVerbs:
         size_per_shard: int = 1024,
         use_async: bool = False,
     ) -> None:
-        """Writes states, groups, fp32 master weights and loss scale by parameter names, whole; collective.
+        """Write states, groups, fp32 master weights and loss scale by parameter names, whole; collective.
 
         Args and errors are those of :meth:`save_model`; a folder holds safetensors, a file what ``torch.save`` writes.
         """
@@ -117,7 +117,7 @@ class CheckpointVerbs:
         low_cpu_mem_mode: bool = True,
         num_threads: int = 1,
     ) -> None:
-        """Loads what :meth:`save_optimizer` wrote, under any plugin and on any number of ranks; collective.
+        """Load what :meth:`save_optimizer` wrote, under any plugin and on any number of ranks; collective.
 
         Args:
             optimizer: Boosted; replaced in place.
@@ -135,17 +135,17 @@ class CheckpointVerbs:
         load_optimizer(optimizer, optimizer.model, path)
 
     def save_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
-        """Writes a scheduler's state as JSON, on rank 0; collective."""
+        """Write a scheduler's state as JSON, on rank 0; collective."""
         save_lr_scheduler(lr_scheduler, checkpoint)
 
     def load_lr_scheduler(self, lr_scheduler: LRScheduler, checkpoint: str | os.PathLike[str]) -> None:
-        """Loads what :meth:`save_lr_scheduler` wrote; collective."""
+        """Load what :meth:`save_lr_scheduler` wrote; collective."""
         load_lr_scheduler(lr_scheduler, checkpoint)
 
     def save_lora_as_pretrained(
         self, model: nn.Module, checkpoint: str | os.PathLike[str], use_safetensors: bool = True
     ) -> None:
-        """Writes the adapters alone into a folder that ``peft`` and :meth:`enable_lora` read; collective.
+        """Write the adapters alone into a folder that ``peft`` and :meth:`enable_lora` read; collective.
 
         Raises:
             ModelError: When the model has no adapters.
@@ -157,7 +157,7 @@ class CheckpointVerbs:
 
 
 def with_lora(model: nn.Module, pretrained_dir: str | os.PathLike[str] | None, lora_config: Any) -> nn.Module:
-    """The model with adapters, new ones or those of a folder.
+    """Return the model with adapters, new ones or those of a folder.
 
     Raises:
         ConfigError: When peft is not installed, neither a folder nor a config is given, or there is no such folder.
@@ -183,7 +183,7 @@ def with_lora(model: nn.Module, pretrained_dir: str | os.PathLike[str] | None, l
 
 
 def save_lora(model: nn.Module, folder: str | os.PathLike[str], use_safetensors: bool) -> None:
-    """Writes the adapters of a boosted model, whole, as ``PeftModel.from_pretrained`` reads them; collective.
+    """Write the adapters of a boosted model, whole, as ``PeftModel.from_pretrained`` reads them; collective.
 
     Raises:
         ModelError: When the model has no adapters.

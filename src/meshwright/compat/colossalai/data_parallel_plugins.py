@@ -81,7 +81,7 @@ class LowLevelZeroPlugin(LossScaleArguments):
 
 
 def zero_keys(communication_dtype: torch.dtype | None) -> dict[str, Any]:
-    """The keys of a ZeRO method that reduces gradients in a precision of its own; none for None."""
+    """Return the keys of a ZeRO method that reduces gradients in a precision of its own; none for None."""
     return {} if communication_dtype is None else {"mixed_precision": {"reduce_dtype": communication_dtype}}
 
 
@@ -150,7 +150,7 @@ class GeminiPlugin(LossScaleArguments):
         Strategy(self._offloaded())  # refuses fractions that are none
 
     def strategy(self, world: int) -> Strategy:
-        """fsdp over the ranks of each replica; tensor parallelism inside."""
+        """Fsdp over the ranks of each replica; tensor parallelism inside."""
         rest = "data" if self.strict_ddp_mode else "zero"
         sizes = {"tensor": self.tp_size, **({} if self.strict_ddp_mode else {"data": self.extra_dp_size})}
         methods: list[Any] = [("parallel_mode", mesh_of(self, world, sizes, rest))]
@@ -220,7 +220,7 @@ class TorchDDPPlugin(Plugin):
 
     @property
     def controls_precision(self) -> bool:
-        """The precision is the Booster's."""
+        """Return the precision is the Booster's."""
         return False
 
     @property
@@ -229,7 +229,7 @@ class TorchDDPPlugin(Plugin):
         return ddp_options(self.broadcast_buffers, self.bucket_cap_mb, self.find_unused_parameters, self.static_graph)
 
     def prepare_model(self, model: nn.Module, device: torch.device) -> list[str]:
-        """Converts BatchNorm, whose statistics would be those of each rank's own samples."""
+        """Convert BatchNorm, whose statistics would be those of each rank's own samples."""
         has_batch_norm = any(
             isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm) for part in model.modules()
         )
@@ -295,7 +295,7 @@ class TorchFSDPPlugin(Plugin):
         return getattr(self.sharding_strategy, "name", self.sharding_strategy)
 
     def _keys(self) -> dict[str, Any]:
-        """The config of the sharding method, of what was given."""
+        """Return the config of the sharding method, of what was given."""
         keys = {name: value for name in _FSDP1 if (value := getattr(self, name)) is not None}
         if self.mixed_precision is not None:
             dtypes = ("param_dtype", "reduce_dtype")

@@ -48,12 +48,12 @@ class AxisArguments(Plugin):
 
 
 def sequence_mode(plugin: AxisArguments) -> str | None:
-    """How tokens are divided; None: not at all. ColossalAI's default is ``all_to_all``."""
+    """Return how tokens are divided; None: not at all. ColossalAI's default is ``all_to_all``."""
     return (plugin.sequence_parallelism_mode or "all_to_all") if plugin.enable_sequence_parallelism else None
 
 
 def check_axes(plugin: AxisArguments) -> None:
-    """Refuses pipeline and sequence arguments that do not fit together.
+    """Refuse pipeline and sequence arguments that do not fit together.
 
     Raises:
         ConfigError: Saying which.
@@ -127,7 +127,7 @@ def _refuse(plugin: AxisArguments, what: str, **parts: str) -> NoReturn:
 
 
 def axis_methods(plugin: AxisArguments) -> list[Any]:
-    """The methods that work on the axes tensor, sequence, context and pipeline."""
+    """Return the methods that work on the axes tensor, sequence, context and pipeline."""
     mode, methods = sequence_mode(plugin), list[Any]()
     if plugin.tp_size > 1:
         methods.append(("tensor_parallel", {"sequence": True} if mode in _IN_TENSOR_GROUPS else {}))
@@ -149,7 +149,7 @@ def _pipeline_keys(plugin: AxisArguments) -> dict[str, Any]:
 
 
 def axis_sizes(plugin: AxisArguments) -> dict[str, int]:
-    """Sizes of the axes inside ``data``, innermost first."""
+    """Return the sizes of the axes inside ``data``, innermost first."""
     sizes, mode = {"tensor": plugin.tp_size}, sequence_mode(plugin)
     if mode in _APART:
         sizes[_APART[mode]] = plugin.sp_size or 1
@@ -157,7 +157,7 @@ def axis_sizes(plugin: AxisArguments) -> dict[str, int]:
 
 
 def axis_notices(plugin: AxisArguments) -> list[str]:
-    """What the user should know of arguments that mean something for some strategies only."""
+    """Return what the user should know of arguments that mean something for some strategies only."""
     name, found = type(plugin).__name__, []
     if plugin.pp_size > 1 and plugin.pp_style == "1f1b" and plugin.num_model_chunks > 1:
         found.append(f"{name}: num_model_chunks changes nothing; pp_style='1f1b' has one stage on every rank")
@@ -380,5 +380,5 @@ class MoeHybridParallelPlugin(HybridParallelPlugin):
 
     @property
     def ddp_options(self) -> Mapping[str, Any]:
-        """Looks for unused parameters always."""
+        """Look for unused parameters always."""
         return {**super().ddp_options, "find_unused_parameters": True}

@@ -67,7 +67,7 @@ class Plugin(ABC):
 
     @abstractmethod
     def strategy(self, world: int) -> Strategy:
-        """The strategy for a number of ranks.
+        """Return the strategy for a number of ranks.
 
         Raises:
             ConfigError: When the plugin's sizes do not fit the world.
@@ -82,7 +82,7 @@ class Plugin(ABC):
 
     @property
     def controls_precision(self) -> bool:
-        """Whether the precision is the plugin's, not ``Booster(mixed_precision=)``."""
+        """Return whether the precision is the plugin's, not ``Booster(mixed_precision=)``."""
         return True
 
     @property
@@ -97,11 +97,14 @@ class Plugin(ABC):
 
     @property
     def outputs_in_fp32(self) -> bool:
-        """Whether the model's outputs are cast to fp32."""
+        """Return whether the model's outputs are cast to fp32."""
         return False
 
     def notices(self) -> list[str]:
-        """What the user should know of arguments that change nothing, or mean something else; one sentence each."""
+        """Return what the user should know of arguments that change nothing, or mean something else.
+
+        One sentence each.
+        """
         given = [option for option in fields(self) if not self._is_default(option)]
         said = [
             (each, f" changes nothing; {each.metadata['inert']}" if "inert" in each.metadata else each.metadata["near"])
@@ -111,7 +114,7 @@ class Plugin(ABC):
         return [f"{type(self).__name__}: {each.name}={getattr(self, each.name)!r}{text}" for each, text in said]
 
     def prepare_model(self, model: nn.Module, device: torch.device) -> list[str]:
-        """Changes modules of the plain model before its strategy is applied; returns notices."""
+        """Change modules of the plain model before its strategy is applied; return notices."""
         return []
 
     def num_micro_batches(self, batch_size: int) -> int:
@@ -158,7 +161,7 @@ class Plugin(ABC):
         )
 
     def _replica(self) -> tuple[int, int]:
-        """Which data-parallel replica this rank belongs to, and how many there are."""
+        """Return which data-parallel replica this rank belongs to, and how many there are."""
         axes = resolve(self.strategy(world_size()), world_size()).axes
         sizes, here = dict(axes), coordinate_of(rank(), axes)
         replica, replicas = 0, 1
@@ -183,7 +186,7 @@ _FUSED = "PyTorch's scaled_dot_product_attention and torch.compile fuse what can
 
 
 def compressed() -> Any:
-    """The argument ``fp8_communication``."""
+    """Return the argument ``fp8_communication``."""
     return near(False, " is the method comm: gradients travel in int8, gathered weights in fp8, with a scale per block")
 
 
@@ -193,7 +196,7 @@ def fused() -> Any:
 
 
 def sequence_overlap() -> Any:
-    """The argument ``enable_sequence_overlap``, which ColossalAI has dropped since: by its name only."""
+    """Return the argument ``enable_sequence_overlap``, which ColossalAI has dropped since: by its name only."""
     return field(default=False, kw_only=True, metadata={"inert": "what overlaps is torch's to decide"})
 
 
@@ -212,7 +215,7 @@ class LossScaleArguments(Plugin):
     max_scale: float
 
     def check_precision(self, precision: str) -> None:
-        """Refuses a precision that is none, and numbers that make no loss scale.
+        """Refuse a precision that is none, and numbers that make no loss scale.
 
         Raises:
             ConfigError, StrategyError: Saying which.
@@ -220,7 +223,7 @@ class LossScaleArguments(Plugin):
         Strategy(self.precision_methods(precision))
 
     def precision_methods(self, precision: str, *, master_weights: bool = True) -> list[Any]:
-        """The method that a precision means: half for fp16 and bf16, none for fp32.
+        """Return the method that a precision means: half for fp16 and bf16, none for fp32.
 
         Raises:
             ConfigError: When the precision is not one of the three.
@@ -235,7 +238,7 @@ class LossScaleArguments(Plugin):
 
 
 def check_choice(plugin: Plugin, name: str, value: object, choices: tuple[Any, ...]) -> None:
-    """Refuses a value that is none of the choices.
+    """Refuse a value that is none of the choices.
 
     Raises:
         ConfigError: Naming them.
@@ -251,7 +254,7 @@ def check_choice(plugin: Plugin, name: str, value: object, choices: tuple[Any, .
 
 
 def in_fp8(products: bool, communication: bool, *, gathers: bool) -> list[Any]:
-    """The methods that ``use_fp8`` and ``fp8_communication`` mean.
+    """Return the methods that ``use_fp8`` and ``fp8_communication`` mean.
 
     Args:
         products: ``use_fp8``: as in ColossalAI, each tensor is scaled by its own largest value.
@@ -263,12 +266,12 @@ def in_fp8(products: bool, communication: bool, *, gathers: bool) -> list[Any]:
 
 
 def offloaded(cpu_offload: bool) -> list[Any]:
-    """The method that ``cpu_offload`` means: master weights and states on the host, where they are updated."""
+    """Return the method that ``cpu_offload`` means: master weights and states on the host, where they are updated."""
     return [("offload", "optimizer")] if cpu_offload else []
 
 
 def mesh_of(plugin: Plugin, world: int, sizes: Mapping[str, int], rest: str) -> dict[str, Any]:
-    """The ``parallel_mode`` config of a mesh whose ``rest`` axis takes what the other sizes leave of the world.
+    """Return the ``parallel_mode`` config of a mesh whose ``rest`` axis takes what the other sizes leave of the world.
 
     Args:
         plugin: For the error.

@@ -39,13 +39,13 @@ class ExpertAxis:
         self.index, self.size = mesh.get_local_rank(), mesh.size()
 
     def counts(self, sent: torch.Tensor) -> torch.Tensor:
-        """Tells every rank a row of ``(ranks, n)`` integers; returns what each rank has told this one, likewise."""
+        """Tell every rank a row of ``(ranks, n)`` integers; return what each rank has told this one, likewise."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         return received
 
     def send(self, rows: torch.Tensor, sent: list[int], received: list[int], *, grad: bool) -> torch.Tensor:
-        """Sends rows to the experts' ranks.
+        """Send rows to the experts' ranks.
 
         Args:
             rows: ``(sum of sent, features)``, those for rank 0 first.
@@ -59,7 +59,7 @@ class ExpertAxis:
         return self._exchange(rows, sent, received, grad, float(self.size))
 
     def send_back(self, rows: torch.Tensor, sent: list[int], received: list[int], *, grad: bool) -> torch.Tensor:
-        """The way back of :meth:`send`; the lists are those of this way."""
+        """Return the way back of :meth:`send`; the lists are those of this way."""
         return self._exchange(rows, sent, received, grad, 1 / self.size)
 
     def _exchange(
@@ -112,7 +112,7 @@ class Call:
 
     @classmethod
     def of(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Reads a call by position or keyword.
+        """Read a call by position or keyword.
 
         Raises:
             ModelError: When these are not tokens, an index and weights.
@@ -137,7 +137,7 @@ def _called_otherwise(module: nn.Module, got: str) -> ModelError:
 
 
 def run_rows(forward: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """The module's own forward on rows (R, H), each for one expert, with weights of one."""
+    """Return the module's own forward on rows (R, H), each for one expert, with weights of one."""
     return forward(rows, experts[:, None], rows.new_ones((rows.shape[0], 1)))
 
 
@@ -173,7 +173,9 @@ class StackedDispatch:
         return weighted.sum(1).to(call.hidden.dtype)
 
     def _routes(self, index: torch.Tensor) -> tuple[torch.Tensor, list[int], list[int], torch.Tensor]:
-        """What goes where: positions in (T·k) by expert, rows to and from every rank, this rank's expert of each.
+        """Return what goes where.
+
+        Positions in (T·k) by expert, rows to and from every rank, this rank's expert of each.
 
         An index of ``num_experts`` stands for none: such pairs are not sent.
         """
@@ -257,7 +259,7 @@ class DividedExperts(nn.Module):
         return self.hear(number, given)
 
     def forward(self, arrived: torch.Tensor, counts: Sequence[Sequence[int]], dtype: torch.dtype) -> torch.Tensor:
-        """Runs this rank's experts on what all ranks ask.
+        """Run this rank's experts on what all ranks ask.
 
         Args:
             arrived: Rows by rank and expert.
@@ -289,7 +291,7 @@ class DividedExperts(nn.Module):
 
 
 def changed_input(block: nn.Module) -> ModelError:
-    """What to say of a block that cannot run twice on its input."""
+    """Return what to say of a block that cannot run twice on its input."""
     return ModelError(
         f"expert_parallel: {type(block).__name__} changes its input in place",
         expected="an input that is the same after forward: the block runs twice",
@@ -299,7 +301,7 @@ def changed_input(block: nn.Module) -> ModelError:
 
 
 def check_answer(number: int, given: torch.Tensor, answer: Any) -> None:
-    """Refuses experts that return something else than a tensor of the shape they take.
+    """Refuse experts that return something else than a tensor of the shape they take.
 
     Raises:
         ModelError: Naming the expert.
@@ -314,7 +316,7 @@ def check_answer(number: int, given: torch.Tensor, answer: Any) -> None:
 
 
 def questions_of(block: nn.Module, run: Callable[[], Any], listen: Callable[[Hear | None], None]) -> list[Question]:
-    """What a block asks its experts, found by running it with answers of zeros.
+    """Return what a block asks its experts, found by running it with answers of zeros.
 
     Args:
         block: Its buffers are as before afterwards, and so are random generators.
@@ -341,7 +343,7 @@ def questions_of(block: nn.Module, run: Callable[[], Any], listen: Callable[[Hea
 
 @contextlib.contextmanager
 def preserved_buffers(module: nn.Module) -> Iterator[None]:
-    """Leaves a module's buffers as they were before the block."""
+    """Leave a module's buffers as they were before the block."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
@@ -352,7 +354,7 @@ def preserved_buffers(module: nn.Module) -> Iterator[None]:
 
 
 def answering(asked: Sequence[Question], answers: Sequence[torch.Tensor]) -> Hear:
-    """Gives the answers in the order in which questions were asked.
+    """Give the answers in the order in which questions were asked.
 
     Raises:
         ModelError: From what is returned, when the second run asks something else.
@@ -413,7 +415,7 @@ class ListedDispatch:
         self._experts.hear = hear
 
     def _ask(self, asked: Sequence[Question], like: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """The answers, in the order of the questions; and a zero to add where this rank has asked for no row.
+        """Return the answers, in the order of the questions; and a zero to add where this rank has asked for no row.
 
         Without it the block's output would not depend on the exchange, in whose backward the others wait.
         """
@@ -439,7 +441,7 @@ class ListedDispatch:
 
 
 def _linked(output: Any, link: torch.Tensor) -> Any:
-    """The output, whose first tensor now depends on a zero."""
+    """Return the output, whose first tensor now depends on a zero."""
     leaves, form = tree_flatten(output)
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():

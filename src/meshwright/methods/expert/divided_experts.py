@@ -47,11 +47,11 @@ class Experts:
         return {parameter for module in self.modules for parameter in module.parameters()}
 
     def inside(self) -> set[nn.Module]:
-        """The modules of experts and all in them."""
+        """Return the modules of experts and all in them."""
         return {each for module in self.modules for each in module.modules()}
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
-        """Sets the precision in which weights compute that nobody gathers."""
+        """Set the precision in which weights compute that nobody gathers."""
         for dispatch in self.dispatches:
             dispatch.compute_dtype = dtype
         for module in self.modules:
@@ -59,7 +59,7 @@ class Experts:
                 module.compute_dtype = dtype
 
     def run_always(self) -> None:
-        """Lets experts run that no token was sent to: their gradients are then zeros, where none would be missed."""
+        """Let experts run that no token was sent to: their gradients are then zeros, where none would be missed."""
         for module in self.modules:
             if isinstance(module, DividedExperts):
                 module.run_always = True
@@ -77,7 +77,7 @@ class Experts:
 def divide(
     model: nn.Module, layers: Sequence[tuple[ExpertLayer, int | None]], mesh: DeviceMesh, device: torch.device
 ) -> Experts:
-    """Leaves each rank its part of the experts, in place, and lets layers send tokens to them. Collective.
+    """Leave each rank its part of the experts, in place, and let layers send tokens to them. Collective.
 
     Args:
         model: A plain module, on ``device`` or the CPU; rank 0's values are taken over first.
@@ -130,7 +130,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def prove(layer: ExpertLayer, ranks: int) -> tuple[int, float] | None:
-    """Runs a layer whole and in parts.
+    """Run a layer whole and in parts.
 
     Returns:
         For a list: features of a row, and rows that experts are given per token; None where the block is not called
@@ -173,7 +173,7 @@ def _prove_stacked(layer: StackedExperts, ranks: int) -> None:
 
 
 def _sizes(layer: StackedExperts) -> list[int]:
-    """What the number of features may be, most likely first."""
+    """Return what the number of features may be, most likely first."""
     named = [getattr(layer.module, name, None) for name in ("hidden_dim", "hidden_size")]
     sizes = [size for p in layer.module.parameters() if p.dim() == 3 for size in p.shape[1:]]
     return list(dict.fromkeys([*(size for size in named if isinstance(size, int)), *sizes]))
@@ -187,7 +187,7 @@ def _sum_of_parts(
     factors: torch.Tensor,
     per_rank: int,
 ) -> torch.Tensor:
-    """What ranks compute, each with its part of the experts, weighted and added up."""
+    """Return what ranks compute, each with its part of the experts, weighted and added up."""
     total = torch.zeros_like(hidden)
     for rank in (index // per_rank).unique().tolist():
         token, place = (index // per_rank == rank).nonzero(as_tuple=True)
@@ -225,7 +225,7 @@ def _prove_listed(layer: ListedExperts) -> tuple[int, float] | None:
 
 
 def _features(experts: nn.ModuleList) -> int:
-    """What the first layer of an expert takes; where it is transposed or else, the block will refuse it."""
+    """Return what the first layer of an expert takes; where it is transposed or else, the block will refuse it."""
     return next(p for p in experts.parameters() if p.dim() > 1).shape[-1]
 
 
@@ -259,7 +259,7 @@ def _compare_listed(layer: ListedExperts, hidden: torch.Tensor, whole: Any) -> t
 
 
 def _tensor(output: Any) -> torch.Tensor:
-    """The first tensor of what a block returns."""
+    """Return the first tensor of what a block returns."""
     while not isinstance(output, torch.Tensor):
         output = output[0] if isinstance(output, tuple | list) else next(iter(output.values()))
     return output

@@ -28,7 +28,7 @@ class StackedExperts:
     counters: tuple[str, ...]  # attributes of the module that say how many experts there are
 
     def names(self) -> list[tuple[str, int | None]]:
-        """The parameters' full names; a rank holds a part of each."""
+        """Return the parameters' full names; a rank holds a part of each."""
         return [(f"{self.path}.{name}", None) for name, _ in self.module.named_parameters()]
 
 
@@ -42,18 +42,21 @@ class ListedExperts:
 
     @property
     def experts(self) -> nn.ModuleList:
-        """The list."""
+        """Return the list."""
         found = getattr(self.block, self.name)
         assert isinstance(found, nn.ModuleList)
         return found
 
     @property
     def num_experts(self) -> int:
-        """Its length."""
+        """Return its length."""
         return len(self.experts)
 
     def names(self) -> list[tuple[str, int | None]]:
-        """The parameters' full names, each with the number of its expert; a rank holds all or nothing of each."""
+        """Return the parameters' full names, each with the number of its expert.
+
+        A rank holds all or nothing of each.
+        """
         prefix = f"{self.path}.{self.name}" if self.path else self.name
         return [
             (f"{prefix}.{number}.{name}", number)
@@ -66,7 +69,7 @@ ExpertLayer = StackedExperts | ListedExperts
 
 
 def expert_layers(model: nn.Module, patterns: Sequence[str], ranks: int) -> list[ExpertLayer]:
-    """Finds a model's experts and holds them against the size of the axis.
+    """Find a model's experts and hold them against the size of the axis.
 
     Args:
         model: A plain module.
@@ -173,7 +176,7 @@ def _check(layer: ExpertLayer, ranks: int) -> None:
 
 
 def _check_owned(model: nn.Module, layers: Sequence[ExpertLayer]) -> None:
-    """Refuses experts' parameters that are something else's too: one part would be divided and the other not."""
+    """Refuse experts' parameters that are something else's too: one part would be divided and the other not."""
     divided = {name for layer in layers for name, _ in layer.names()}
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

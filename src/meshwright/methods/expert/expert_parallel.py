@@ -55,7 +55,7 @@ class ExpertTrace:
         self._sent: list[tuple[Literal["forward", "backward"], int, int, tuple[nn.Module, ...]]] = []
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """The shape a trace computes with: the whole, as one rank's rows are for all experts here."""
+        """Return the shape a trace computes with: the whole, as one rank's rows are for all experts here."""
         return tuple(parameter.shape)
 
     @contextlib.contextmanager
@@ -98,7 +98,7 @@ class ExpertTrace:
         return count
 
     def _mean_forward(self, layer: ListedExperts) -> Callable[..., torch.Tensor]:
-        """Gives every expert as many of the block's tokens, and adds up the answers."""
+        """Give every expert as many of the block's tokens, and add up the answers."""
         features, rate = self._proved[layer] or (0, 0.0)
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -115,7 +115,7 @@ class ExpertTrace:
         return forward
 
     def _count(self, layer: ExpertLayer, asked: int, answered: int, *, grad: bool) -> None:
-        """Counts, in bytes, the numbers of rows that ranks tell each other, the rows, and the answers."""
+        """Count, in bytes, the numbers of rows that ranks tell each other, the rows, and the answers."""
         position, around = len(self._log), tuple(self._stack)
         for size in (layer.num_experts * _COUNT_BYTES, asked, answered):
             self._sent.append(("forward", size, position, around))
@@ -123,7 +123,7 @@ class ExpertTrace:
             self._sent.append(("backward", size, position, around))
 
     def boundaries(self, model: nn.Module, log: list[tuple[nn.Module, ...]]) -> tuple[Boundary, ...]:
-        """What the last run sends in one micro-batch."""
+        """Return what the last run sends in one micro-batch."""
         found = []
         paths = {module: path for path, module in model.named_modules()}
         for moment, size, position, around in self._sent:
@@ -207,11 +207,11 @@ class ExpertParallel(Method):
     experts: tuple[str, ...] = ()
 
     def trace(self, model: nn.Module, ranks: int) -> ExpertTrace:
-        """What predictions need to run the model as one of ``ranks`` ranks."""
+        """Return what predictions need to run the model as one of ``ranks`` ranks."""
         return ExpertTrace(model, expert_layers(model, self.experts, ranks), ranks)
 
     def check(self, job: Job) -> None:
-        """Refuses models whose experts cannot be divided."""
+        """Refuse models whose experts cannot be divided."""
         if job.size(AXIS) == 1:
             return
         layers = expert_layers(job.model, self.experts, job.size(AXIS))
@@ -219,7 +219,7 @@ class ExpertParallel(Method):
         job.expert_layers = [(layer, _features(layer, job)) for layer in layers]
 
     def apply(self, job: Job) -> None:
-        """Divides the experts; the rest of the model stays whole on every rank."""
+        """Divide the experts; the rest of the model stays whole on every rank."""
         if job.size(AXIS) == 1:
             return
         said = _summary(job)
@@ -266,7 +266,10 @@ def _divided(block: Block, step: Step, ranks: int) -> Block:
 
 
 def _part(parameter: Parameter, step: Step, ranks: int) -> Parameter | None:
-    """What the first rank of the axis holds; None: nothing. Experts of a list are equal, so others hold as much."""
+    """Return what the first rank of the axis holds; None: nothing.
+
+    Experts of a list are equal, so others hold as much.
+    """
     if parameter.expert is None:
         return parameter
     number, experts = parameter.expert

@@ -1,7 +1,8 @@
 """The stages one after the other, connected by autograd: what a plain call of a pipelined model does.
 
 Evaluation and hand-written loops run so: in GPipe order, with a loss that every rank can call backward on. What goes
-from stage to stage describes itself, so nothing need be known before."""
+from stage to stage describes itself, so nothing need be known before.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +35,15 @@ class Line:
 
     @property
     def last(self) -> int:
-        """The last stage."""
+        """Return the last stage."""
         return len(self.ranks) - 1
 
     def is_here(self, stage: int) -> bool:
-        """Whether a stage is this rank's."""
+        """Return whether a stage is this rank's."""
         return self.ranks[stage] == self.rank
 
     def peer(self, stage: int) -> int:
-        """The global rank that holds a stage."""
+        """Return the global rank that holds a stage."""
         return dist.get_global_rank(self.group, self.ranks[stage])
 
 
@@ -71,11 +72,11 @@ class Boundary:
 
     @classmethod
     def of(cls, handed: Handed) -> Boundary:
-        """Describes what a stage hands on."""
+        """Describe what a stage hands on."""
         return cls(handed.form, tuple(tuple(t.shape) for t in handed.tensors), tuple(t.dtype for t in handed.tensors))
 
     def check(self, handed: Handed) -> None:
-        """Refuses what is not as described: the next stage has made room for that.
+        """Refuse what is not as described: the next stage has made room for that.
 
         Raises:
             ModelError: Saying what it is instead.
@@ -98,7 +99,7 @@ class Boundary:
 
 
 def run_chain(line: Line, splice: Splice, forward: Callable[[], Any], seed: int) -> tuple[Any, dict[int, Boundary]]:
-    """Runs this rank's stages of one forward pass, between the other ranks'.
+    """Run this rank's stages of one forward pass, between the other ranks'.
 
     Args:
         line: The pipeline.
@@ -135,7 +136,7 @@ def run_chain(line: Line, splice: Splice, forward: Callable[[], Any], seed: int)
 
 
 def shared_output(line: Line, output: Any) -> Any:
-    """What the last stage returned, on every rank of the pipeline; without gradients.
+    """Return what the last stage returned, on every rank of the pipeline; without gradients.
 
     Args:
         line: The pipeline.
@@ -187,7 +188,7 @@ def _failed_elsewhere(what: str, got: str) -> ModelError:
 
 
 def flag_device(line: Line) -> torch.device:
-    """Where a flag is reduced: on the host where that is possible, which does not wait for the device."""
+    """Return where a flag is reduced: on the host where that is possible, which does not wait for the device."""
     return torch.device("cpu") if "cpu" in dist.get_backend_config(line.group) else line.device
 
 
@@ -199,7 +200,7 @@ def _receive(line: Line, stage: int, token: torch.Tensor, boundary: Boundary) ->
 
 
 def _send(line: Line, stage: int, token: torch.Tensor, handed: Handed, boundary: Boundary | None) -> torch.Tensor:
-    """Sends the description, then the tensors; None tells that a stage failed."""
+    """Send the description, then the tensors; None tells that a stage failed."""
     dist.send_object_list([boundary], dst=line.peer(stage + 1), group=line.group, device=line.device)
     if boundary is None:
         return token
@@ -268,7 +269,7 @@ class _Known(torch.autograd.Function):
 
 
 def shared_loss(line: Line, token: torch.Tensor | None, loss: torch.Tensor | None) -> torch.Tensor:
-    """The last stage's loss on every rank of the pipeline; fp32 where it came from another.
+    """Return the last stage's loss on every rank of the pipeline; fp32 where it came from another.
 
     Args:
         line: The pipeline.

@@ -87,7 +87,7 @@ class StageGradients:
             _end(model)
 
     def exchange(self) -> None:
-        """Sums the gradients of shared parameters, so that they are equal wherever these are trained.
+        """Sum the gradients of shared parameters, so that they are equal wherever these are trained.
 
         It averages over replicas too, where FSDP2 has not.
         """
@@ -136,7 +136,7 @@ def _set_ending(model: Any, ends: bool) -> None:
 
 
 def _end(model: Any) -> None:
-    """Reduces all units, frees whole weights, and waits; plain calls are as before."""
+    """Reduce all units, free whole weights, and wait; plain calls are as before."""
     if hasattr(model, "finalize_backward"):
         model.set_reshard_after_backward(True)
         model.set_requires_gradient_sync(True)
@@ -190,7 +190,7 @@ class PipelineEngine:
         self._reduces = True  # False: gradients of a plain backward pass only accumulate
 
     def finish(self, model: nn.Module, gradients: StageGradients, compute: torch.dtype | None) -> None:
-        """Takes the model as all methods have left it.
+        """Take the model as all methods have left it.
 
         Args:
             model: What is called.
@@ -262,7 +262,7 @@ class PipelineEngine:
         return everywhere
 
     def _finishing(self, loss: torch.Tensor) -> torch.Tensor:
-        """The first thing of its backward is to ask for what follows its last."""
+        """Return the first thing of its backward is to ask for what follows its last."""
         if loss.requires_grad:
             loss = loss.view_as(loss)
             loss.register_hook(self._begin_backward)
@@ -336,7 +336,7 @@ class PipelineEngine:
         return live_peaks(self._schedule, cut.num_ranks, cut.stages_per_rank, num_micro_batches, sizes)[self.line.rank]
 
     def _prepared(self, inputs: list[Any], run: Call) -> tuple[Any, list[StageModule]]:
-        """The schedule for batches of these shapes; built the first time they come."""
+        """Return the schedule for batches of these shapes; built the first time they come."""
         key = (len(inputs), _shapes(inputs[0]), self._model.training)
         if key not in self._schedules:
             self._learn(inputs[0], run)

@@ -39,7 +39,7 @@ class _Run:
 
     @contextlib.contextmanager
     def hooked(self) -> Iterator[None]:
-        """Listens to the blocks."""
+        """Listen to the blocks."""
         hooks = []
         for index, block in enumerate(self._blocks):
             hooks.append(block.register_forward_pre_hook(self._before(index), with_kwargs=True))
@@ -119,7 +119,7 @@ class _Run:
 
 
 def carried_positions(outputs: list[Any], leaves: list[Any]) -> dict[int, int]:
-    """The hidden state: which outputs of a block (by place) are inputs of the next (the first place of each).
+    """Return the hidden state: which outputs of a block (by place) are inputs of the next (the first place of each).
 
     Raises:
         ModelError: When no output is handed on as it is.
@@ -144,7 +144,7 @@ def carried_positions(outputs: list[Any], leaves: list[Any]) -> dict[int, int]:
 def trace_blocks(
     model: nn.Module, blocks: list[nn.Module], inputs: Any, forward: Callable[[nn.Module, Any], Any]
 ) -> Dataflow:
-    """Runs a model without data and tells which outside parameters each block uses.
+    """Run a model without data and tell which outside parameters each block uses.
 
     Args:
         model: A plain module; it is not touched.

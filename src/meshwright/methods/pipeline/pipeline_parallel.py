@@ -47,7 +47,10 @@ from meshwright.strategy import Bytes
 
 
 def stage_cost(schedule: str, step: Step) -> Step:
-    """The step of the rank ``step.stages.here``: its blocks, its share of what is kept for backward, what it sends."""
+    """Return the step of the rank ``step.stages.here``.
+
+    Its blocks, its share of what is kept for backward, what it sends.
+    """
     stages = step.stages
     assert stages is not None
     blocks = [_held(block, stages.here) for block in step.blocks]
@@ -108,7 +111,7 @@ def _kept(schedule: str, step: Step, stages: Stages) -> Activations:
 
 
 def _hidden_bytes(step: Step, stages: Stages, *, forward: bool) -> int:
-    """Hidden states, or their gradients, to the ranks of the neighbouring stages."""
+    """Return the hidden states, or their gradients, to the ranks of the neighbouring stages."""
     sent = 0
     for stage, rank in enumerate(stages.ranks):
         to = stage + 1 if forward else stage - 1
@@ -118,7 +121,7 @@ def _hidden_bytes(step: Step, stages: Stages, *, forward: bool) -> int:
 
 
 def _shared_bytes(step: Step) -> int:
-    """Gradients of parameters that several ranks train: this rank's shards, to each of the others."""
+    """Return the gradients of parameters that several ranks train: this rank's shards, to each of the others."""
     return sum(
         _largest_shard(step, p) * p.itemsize * (len(p.trained_on) - 1)
         for _, p in step.every_parameter()
@@ -127,7 +130,7 @@ def _shared_bytes(step: Step) -> int:
 
 
 def _largest_shard(step: Step, parameter: Parameter) -> int:
-    """Elements of the first rank's part of a parameter, which no other's exceeds."""
+    """Return the elements of the first rank's part of a parameter, which no other's exceeds."""
     shape = [
         size // step.size("tensor") if dim == parameter.tensor_dim else size for dim, size in enumerate(parameter.shape)
     ]
@@ -138,7 +141,7 @@ def _largest_shard(step: Step, parameter: Parameter) -> int:
 
 
 def finish_pipeline(job: Job, engine: PipelineEngine) -> None:
-    """Takes the place of :func:`~meshwright.methods.parallel_mode.replicate` where a pipeline runs."""
+    """Take the place of :func:`~meshwright.methods.parallel_mode.replicate` where a pipeline runs."""
     assert job.cut is not None
     line = engine.line
     shared = [
@@ -245,7 +248,7 @@ class PipelineParallel(Method):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Takes ATorch's names, and refuses its keys that have no meaning here."""
+        """Take ATorch's names, and refuse its keys that have no meaning here."""
         given = dict(keys)
         for key in sorted(keys.keys() & _REFUSED.keys()):
             if keys.pop(key) is None:
@@ -263,22 +266,22 @@ class PipelineParallel(Method):
         return keys
 
     def notices(self) -> list[str]:
-        """Says which accepted keys change nothing."""
+        """Say which accepted keys change nothing."""
         given = [key for key in _INERT if getattr(self, key) is not None]
         return [f"pipeline_parallel: {key} changes nothing; {_INERT[key]}" for key in given]
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule computes gradients of inputs alone, and those of weights later."""
+        """Return whether the schedule computes gradients of inputs alone, and those of weights later."""
         return SCHEDULES[self.schedule].splits_backward
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages on every rank."""
+        """Return the stages on every rank."""
         return self.num_stages_per_rank or (1 if self.schedule in ("gpipe", "1f1b") else 2)
 
     def cut(self, model: nn.Module, ranks: int, flow: Dataflow | None, bounds: tuple[int, ...] | None = None) -> Cut:
-        """The cut of a plain model.
+        """Return the cut of a plain model.
 
         Args:
             model: The whole model.
@@ -299,7 +302,7 @@ class PipelineParallel(Method):
         return place_stages(model, path, bounds, stages, flow)
 
     def ranks_of_stages(self, ranks: int) -> tuple[int, ...]:
-        """The pipeline rank of every stage, for an axis of so many ranks."""
+        """Return the pipeline rank of every stage, for an axis of so many ranks."""
         return stage_ranks(self.schedule, ranks, self.stages_per_rank)
 
     def fewest_micro_batches(self, ranks: int) -> int:
@@ -307,7 +310,7 @@ class PipelineParallel(Method):
         return ranks * (self.stages_per_rank if SCHEDULES[self.schedule].needs_full else 1)
 
     def in_flight(self, ranks: int, micro_batches: int) -> float:
-        """Micro-batches whose activations are kept at once by the rank that keeps most, of all its stages.
+        """Return the micro-batches whose activations are kept at once by the rank that keeps most, of all its stages.
 
         Raises:
             StrategyError: When the schedule cannot run with this number of micro-batches.
@@ -317,11 +320,11 @@ class PipelineParallel(Method):
         return most_in_flight(self.schedule, ranks, self.stages_per_rank, micro_batches) / self.stages_per_rank
 
     def blocks_of(self, model: nn.Module) -> list[nn.Module]:
-        """The blocks that are cut."""
+        """Return the blocks that are cut."""
         return list(block_list(model, self.blocks)[1])
 
     def check_numbers(self, blocks: int, ranks: int, micro_batches: int) -> None:
-        """Refuses fewer blocks than stages, and numbers of micro-batches that the schedule cannot run with.
+        """Refuse fewer blocks than stages, and numbers of micro-batches that the schedule cannot run with.
 
         Raises:
             ModelError, StrategyError: Saying what it can.
@@ -338,7 +341,7 @@ class PipelineParallel(Method):
         check_micro_batches(self.schedule, ranks, stages, micro_batches)
 
     def check(self, job: Job) -> None:
-        """Refuses models that cannot be cut, and numbers of micro-batches that the schedule cannot run with."""
+        """Refuse models that cannot be cut, and numbers of micro-batches that the schedule cannot run with."""
         ranks = job.size(AXIS)
         if ranks == 1:
             return
@@ -346,7 +349,7 @@ class PipelineParallel(Method):
         check_not_compiled(job.model, self.blocks)
 
     def apply(self, job: Job) -> None:
-        """Frees the other ranks' blocks; the model's forward runs single stages from now on."""
+        """Free the other ranks' blocks; the model's forward runs single stages from now on."""
         if job.size(AXIS) == 1:
             return
         assert job.cut is not None, "the plan has decided it"
@@ -375,7 +378,7 @@ class PipelineParallel(Method):
             )
 
     def cost(self, step: Step) -> Step:
-        """The part of one pipeline rank, what it keeps for backward, and what it sends."""
+        """Return the part of one pipeline rank, what it keeps for backward, and what it sends."""
         return stage_cost(self.schedule, step) if step.size(AXIS) > 1 else step
 
 

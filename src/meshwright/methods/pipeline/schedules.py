@@ -52,14 +52,14 @@ def schedule_name(value: Any) -> Any:
 
 
 def stage_ranks(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """The pipeline rank of every stage."""
+    """Return the pipeline rank of every stage."""
     if SCHEDULES[name].v_shaped:
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(range(ranks)) * stages_per_rank
 
 
 def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) -> None:
-    """Refuses numbers of micro-batches that a schedule cannot run with.
+    """Refuse numbers of micro-batches that a schedule cannot run with.
 
     Raises:
         StrategyError: Saying which it can.
@@ -81,7 +81,7 @@ def check_micro_batches(name: str, ranks: int, stages: int, micro_batches: int) 
 
 @functools.cache
 def _any_stage() -> Any:
-    """What torch's schedules take for a stage; made once, since it takes longer than all they do with it."""
+    """Return what torch's schedules take for a stage; made once, since it takes longer than all they do with it."""
     from unittest import mock
 
     from torch.distributed.pipelining.stage import PipelineStage
@@ -92,7 +92,7 @@ def _any_stage() -> Any:
 def _torch_order(
     schedule: type[_PipelineSchedule], ranks: int, stages_per_rank: int, micro_batches: int
 ) -> list[list[Any]]:
-    """What torch's ``get_schedule_ops`` returns."""
+    """Return what torch's ``get_schedule_ops`` returns."""
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
     stage = _any_stage()
@@ -105,7 +105,7 @@ def _torch_order(
 
 @functools.cache
 def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
-    """What every rank computes, in order: ``(kind, stage, micro-batch)``.
+    """Return what every rank computes, in order: ``(kind, stage, micro-batch)``.
 
     Kinds: F forward, B backward, I and W the backward of inputs and of weights. The answer is kept: do not change it.
     """
@@ -120,7 +120,7 @@ def actions(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> 
 def live_peaks(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int, stage_sizes: Sequence[int]
 ) -> tuple[int, ...]:
-    """The most that is kept for backward at once, on every rank.
+    """Return the most that is kept for backward at once, on every rank.
 
     Args:
         stage_sizes: What one micro-batch keeps in every stage, in any unit; the answer is in the same.
@@ -132,7 +132,7 @@ def live_peaks(
 
 
 def most_in_flight(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> int:
-    """The largest of :func:`live_peaks` for stages that keep one unit each."""
+    """Return the largest of :func:`live_peaks` for stages that keep one unit each."""
     if SCHEDULES[name].v_shaped:
         return 2 * min(micro_batches, ranks)
     if stages_per_rank == 1:
@@ -145,7 +145,10 @@ def most_in_flight(name: str, ranks: int, stages_per_rank: int, micro_batches: i
 def held_at_most(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> tuple[tuple[tuple[tuple[int, int], ...], ...], ...]:
-    """How many micro-batches of each of its stages a rank keeps at once, ``(stage, count)``; the largest such only."""
+    """Return how many micro-batches of each of its stages a rank keeps at once, ``(stage, count)``.
+
+    The largest such only.
+    """
     if stages_per_rank == 1:  # torch's tables say the same, and take long to make for many ranks
         counts = (micro_batches if name == "gpipe" else min(micro_batches, ranks - rank) for rank in range(ranks))
         return tuple((((rank, count),),) for rank, count in enumerate(counts))
@@ -200,7 +203,7 @@ def _less(held: tuple[tuple[int, int], ...], other: tuple[tuple[int, int], ...])
 
 
 def bubble_fraction(name: str, ranks: int, stages_per_rank: int, micro_batches: int) -> float:
-    """The share of a step in which a rank waits, for equal stages, free communication and backward = 2 x forward.
+    """Return share of a step in which a rank waits, for equal stages, free communication and backward = 2 x forward.
 
     Every action starts as soon as its rank and its inputs are free; I and W take as long as F each.
     """
@@ -224,7 +227,10 @@ def bubble_fraction(name: str, ranks: int, stages_per_rank: int, micro_batches: 
 
 
 def _numbered(order: list[list[tuple[str, int, int]]]) -> list[list[tuple[str, int, int]]]:
-    """Micro-batches counted anew, per kind and stage: torch's table of 1F1B starts a rank's forwards at its number."""
+    """Return the micro-batches counted anew, per kind and stage.
+
+    Torch's table of 1F1B starts a rank's forwards at its number.
+    """
     numbered = []
     for row in order:
         seen: dict[tuple[str, int], int] = {}

@@ -23,7 +23,7 @@ _EVALUATION = torch.Generator()  # so that evaluating changes no draw of trainin
 
 
 def draw_seeds(count: int) -> list[int]:
-    """Seeds of so many runs, alike on all ranks of a pipeline, which ask together."""
+    """Seed of so many runs, alike on all ranks of a pipeline, which ask together."""
     generator = None if torch.is_grad_enabled() else _EVALUATION
     seeds: list[int] = torch.randint(2**62, (count,), generator=generator, device="cpu").tolist()
     return seeds
@@ -122,11 +122,11 @@ class Splice:
 
     @property
     def is_running(self) -> bool:
-        """Whether a stage runs now."""
+        """Return whether a stage runs now."""
         return self._running is not None
 
     def run(self, stage: int, inbox: Handed | None, forward: Callable[[], Any], seed: int) -> Any:
-        """Runs a stage.
+        """Run a stage.
 
         Args:
             stage: Its number.
@@ -141,7 +141,10 @@ class Splice:
             return forward()
 
     def take_records(self) -> dict[int, list[list[Watched]]]:
-        """What each stage has recorded, run by run, since it was last asked; empty lists where nobody inspects."""
+        """Return what each stage has recorded, run by run, since it was last asked.
+
+        Empty lists where nobody inspects.
+        """
         taken, self._recorded = self._recorded, {}
         return taken
 
@@ -158,14 +161,17 @@ class Splice:
 
     @staticmethod
     def until_handed(forward: Callable[[], Any]) -> Any:
-        """The model's forward, which ends early when the stage's last block has run."""
+        """Return the model's forward, which ends early when the stage's last block has run."""
         try:
             return forward()
         except _Stop as stop:
             return stop.handed
 
     def around_block(self, index: int) -> Callable[..., Any]:
-        """What happens in the place of block ``index``; called with the block's own call, None for a foreign one."""
+        """Return what happens in the place of block ``index``.
+
+        Called with the block's own call, None for a foreign one.
+        """
 
         def around(call: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
             running = self._running
@@ -214,7 +220,7 @@ def _handed(running: _Running, args: Any, kwargs: Any) -> Handed:
 
 
 def _check_nothing_else(running: _Running, leaves: list[Any]) -> None:
-    """Refuses inputs of a block that depend on earlier blocks in another way than through the last one's output."""
+    """Refuse inputs of a block that depend on earlier blocks in another way than through the last one's output."""
     outputs = tree_leaves(running.output)
     carried = carried_positions(outputs, leaves)
     known = {id(leaf) for leaf in running.inputs} | {id(outputs[place]) for place in carried}
@@ -235,7 +241,7 @@ Fate = Literal["gone", "stands in", "lent"]
 
 
 def place_outside(model: nn.Module, blocks: list[nn.Module], ranks: list[int], flow: Dataflow | None) -> list[Outside]:
-    """Which pipeline ranks hold the parameters outside the blocks.
+    """Return which pipeline ranks hold the parameters outside the blocks.
 
     Args:
         model: The whole model.
@@ -262,7 +268,7 @@ def place_outside(model: nn.Module, blocks: list[nn.Module], ranks: list[int], f
 def place_stages(
     model: nn.Module, path: str, bounds: tuple[int, ...], ranks: tuple[int, ...], flow: Dataflow | None
 ) -> Cut:
-    """The cut with these bounds of stages on these ranks: places what lies outside the blocks.
+    """Return the cut with these bounds of stages on these ranks: places what lies outside the blocks.
 
     Args:
         model: The whole model.
@@ -283,7 +289,7 @@ def place_stages(
 
 
 def parameter_costs(model: nn.Module, blocks: list[nn.Module], flow: Dataflow | None) -> list[int]:
-    """The time of every block where it is unknown: a matrix costs in proportion to its elements.
+    """Return the time of every block where it is unknown: a matrix costs in proportion to its elements.
 
     What is before the blocks counts with the first, and what is behind them with the last. Looking up an embedding
     costs next to nothing.
@@ -314,7 +320,7 @@ def _fates(model: nn.Module, parameter: nn.Parameter, late: frozenset[str]) -> I
 
 
 def part_of(model: nn.Module, cut: Cut, rank: int) -> Part:
-    """What a rank shall know of the whole model before its other parts are freed."""
+    """Return what a rank shall know of the whole model before its other parts are freed."""
     trained = {model.get_parameter(item.name): item.trained_on for item in cut.outside}
     homes: dict[str, tuple[int, ...]] = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -329,7 +335,7 @@ def part_of(model: nn.Module, cut: Cut, rank: int) -> Part:
 
 
 def _homes_of_buffer(cut: Cut, path: str) -> tuple[int, ...]:
-    """The ranks on which a module outside the blocks sees what it sees in one process."""
+    """Return the ranks on which a module outside the blocks sees what it sees in one process."""
     if any(name.rpartition(".")[0] == path for name in cut.late):
         return (cut.ranks[-1],)
     beside = next((item.trained_on for item in cut.outside if item.name.rpartition(".")[0] == path), None)
@@ -337,7 +343,7 @@ def _homes_of_buffer(cut: Cut, path: str) -> tuple[int, ...]:
 
 
 def keep_part(model: nn.Module, blocks: nn.ModuleList, cut: Cut, rank: int, splice: Splice) -> None:
-    """Frees what other ranks hold, in place; the names of what stays are those of the whole model."""
+    """Free what other ranks hold, in place; the names of what stays are those of the whole model."""
     elsewhere = [model.get_parameter(item.name) for item in cut.outside if rank not in item.trained_on]
     fates = [(parameter, *fate) for parameter in elsewhere for fate in _fates(model, parameter, cut.late)]
     for parameter, module, name, fate in fates:  # all were told before: releasing changes modules
@@ -392,11 +398,11 @@ class Elsewhere(nn.Module):
         self._around = around
 
     def __getattr__(self, name: str) -> Any:
-        """What the block had."""
+        """Return what the block had."""
         return getattr(self.__dict__["_block"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hands the hidden state on."""
+        """Hand the hidden state on."""
         return self._around(None, *args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -405,7 +411,7 @@ class Elsewhere(nn.Module):
 
 
 def _stand_in_of(module: nn.Module) -> Callable[..., torch.Tensor] | None:
-    """Computes something of the right shape without the module's parameters; None where that is not known."""
+    """Compute something of the right shape without the module's parameters; None where that is not known."""
     kind = type(module).forward
     if kind is nn.Embedding.forward:
         return _as_embedding

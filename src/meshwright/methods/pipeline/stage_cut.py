@@ -34,7 +34,7 @@ class Cut:
 
     @property
     def num_stages(self) -> int:
-        """Stages over all ranks."""
+        """Return the stages over all ranks."""
         return len(self.ranks)
 
     @property
@@ -44,7 +44,7 @@ class Cut:
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages on each rank."""
+        """Return the stages on each rank."""
         return self.num_stages // self.num_ranks
 
     @property
@@ -53,25 +53,25 @@ class Cut:
         return tuple(end - first for first, end in itertools.pairwise(self.bounds))
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of one pipeline rank, ascending."""
+        """Return the stages of one pipeline rank, ascending."""
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
     def stage_of_block(self, index: int) -> int:
-        """The stage that computes a block."""
+        """Return the stage that computes a block."""
         return next(stage for stage in range(self.num_stages) if index < self.bounds[stage + 1])
 
     def stage_of(self, name: str) -> int | None:
-        """The stage of the block that a parameter, buffer or module lies in; None outside the list."""
+        """Return the stage of the block that a parameter, buffer or module lies in; None outside the list."""
         index = _index_in(self.path, name)
         return self.stage_of_block(index) if index is not None else None
 
     def rank_of(self, name: str) -> int | None:
-        """Its pipeline rank; None outside the list."""
+        """Return its pipeline rank; None outside the list."""
         stage = self.stage_of(name)
         return self.ranks[stage] if stage is not None else None
 
     def ranks_running(self, path: str) -> tuple[int, ...]:
-        """The pipeline ranks that run a module with parameters."""
+        """Return the pipeline ranks that run a module with parameters."""
         rank = self.rank_of(path)
         if rank is not None:
             return (rank,)
@@ -81,17 +81,17 @@ class Cut:
         return tuple(range(self.num_ranks)) if own is None else own.trained_on + own.lent_to
 
     def rank_of_block(self, index: int) -> int:
-        """The pipeline rank that holds a block."""
+        """Return the pipeline rank that holds a block."""
         return self.ranks[self.stage_of_block(index)]
 
 
 def _index_in(path: str, name: str) -> int | None:
-    """The block that a name lies in; None for one outside the list."""
+    """Return the block that a name lies in; None for one outside the list."""
     return int(name[len(path) + 1 :].partition(".")[0]) if name.startswith(path + ".") else None
 
 
 def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]:
-    """The list that is cut: the one named, or the only one whose modules hold parameters.
+    """Return the list that is cut: the one named, or the only one whose modules hold parameters.
 
     Raises:
         StrategyError: When ``named`` is not such a list.
@@ -126,7 +126,7 @@ def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]
 
 
 def check_apart(model: nn.Module, path: str) -> None:
-    """Refuses parameters that a block shares with another or with what lies outside: they would train apart.
+    """Refuse parameters that a block shares with another or with what lies outside: they would train apart.
 
     Raises:
         ModelError: Naming one.
@@ -145,7 +145,7 @@ def check_apart(model: nn.Module, path: str) -> None:
 
 
 def check_not_compiled(model: nn.Module, named: str | None) -> None:
-    """Refuses blocks that ``Module.compile`` was called on, or around: no stage could end behind one of them.
+    """Refuse blocks that ``Module.compile`` was called on, or around: no stage could end behind one of them.
 
     Raises:
         ModelError: Naming one.
@@ -167,7 +167,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def given_bounds(split: Sequence[int], blocks: int, stages: int) -> tuple[int, ...]:
-    """The bounds of stages with so many blocks each, as the user gives them.
+    """Return the bounds of stages with so many blocks each, as the user gives them.
 
     Raises:
         StrategyError: When the numbers do not add up.
@@ -183,7 +183,7 @@ def given_bounds(split: Sequence[int], blocks: int, stages: int) -> tuple[int, .
 
 
 def check_enough(blocks: int, stages: int) -> None:
-    """Refuses more stages than blocks.
+    """Refuse more stages than blocks.
 
     Raises:
         ModelError: Saying how many there are.
@@ -228,7 +228,10 @@ class Balancer:
         """Whether every search so far has looked at all there is."""
 
     def fastest(self, limit_bytes: int) -> tuple[int, ...] | None:
-        """The bounds of the cut whose dearest stage is the cheapest of those that fit; None when none is found."""
+        """Return the bounds of the cut whose dearest stage is the cheapest of those that fit.
+
+        None when none is found.
+        """
         blocks = range(len(self._costs))
         bounds = sorted({self._sums[end + 1] - self._sums[first] for first in blocks for end in blocks[first:]})
         best = self._within(bounds[-1], limit_bytes)
@@ -240,7 +243,7 @@ class Balancer:
         return best
 
     def smallest(self) -> tuple[int, ...]:
-        """The bounds of the cut whose neediest rank needs least, but for a thousandth."""
+        """Return the bounds of the cut whose neediest rank needs least, but for a thousandth."""
         best = (*range(self.num_stages), len(self._costs))
         low, high = 0, self._most(best)
         while high - low > high // 1000:
@@ -318,7 +321,7 @@ class Balancer:
 
 
 def balanced_bounds(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """The cut into consecutive stages, none empty, whose dearest stage is the cheapest possible.
+    """Return the cut into consecutive stages, none empty, whose dearest stage is the cheapest possible.
 
     Args:
         costs: Of every block, in any unit of time; those of what is around the blocks belong to the first and the last.

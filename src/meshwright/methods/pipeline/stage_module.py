@@ -34,7 +34,7 @@ class EarlierStage(PipelineStage):
         """Nothing: what goes on is checked before it gets here, and a loss may be of any type."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """torch's greetings but those of a rank to itself, where a V turns: gloo cannot send them."""
+        """Torch's greetings but those of a rank to itself, where a V turns: gloo cannot send them."""
         own = dist.get_rank(self.group)
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
 
@@ -100,7 +100,7 @@ class StageModule(nn.Module):
         seeds: Sequence[int],
         measure: Callable[[], Any] | None = None,
     ) -> None:
-        """Sets the micro-batches of a step, what runs the model on one, their seeds, and what measures the first."""
+        """Set the micro-batches of a step, what runs the model on one, their seeds, and what measures the first."""
         self._inputs, self._run, self._seeds, self._measure, self.error = inputs, run, seeds, measure, None
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
@@ -108,7 +108,7 @@ class StageModule(nn.Module):
         return self._parameters_now()
 
     def forward(self, *tensors: torch.Tensor, number: torch.Tensor) -> Any:
-        """Hidden states of the stage before -> those of this one, or the loss as a tensor of one element."""
+        """Return the hidden states of the stage before -> those of this one, or the loss as a tensor of one element."""
         if self.error is None:
             try:
                 return self._computed(list(tensors), int(number))
@@ -145,7 +145,7 @@ class Stage(AnyStage):  # type: ignore[misc,valid-type]
 
     @classmethod
     def build(cls, module: StageModule, line: Line) -> Stage:
-        """A stage whose shapes are known."""
+        """Return a stage whose shapes are known."""
         device = line.device
 
         def described(boundary: Boundary | None) -> tuple[torch.Tensor, ...]:

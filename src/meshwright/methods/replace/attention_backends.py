@@ -2,7 +2,8 @@
 
 Every model of transformers that looks its attention up by ``config._attn_implementation`` (BERT, GPT-2, CLIP, Llama and
 some hundred more) is served alike. Softmax attention written out in a plain model is not guessed at; torch's
-``nn.MultiheadAttention`` calls scaled_dot_product_attention itself."""
+``nn.MultiheadAttention`` calls scaled_dot_product_attention itself.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _SUPPORT = {
 def replace_attention(
     model: nn.Module, choice: Choice, dtype: str, device: torch.device, into: Replacement, *, only_sdpa: bool = False
 ) -> None:
-    """Adds the change of implementation for every model of transformers in ``model``.
+    """Add the change of implementation for every model of transformers in ``model``.
 
     Args:
         model: Where to look.
@@ -80,7 +81,7 @@ def _configs(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
 
 
 def _implementation(choice: str, dtype: str, device: torch.device, only_sdpa: bool) -> str:
-    """The name that transformers has for a choice.
+    """Return the name that transformers has for a choice.
 
     Raises:
         StrategyError: When the job cannot compute it.
@@ -128,7 +129,7 @@ def _supports(model: nn.Module, choice: str) -> bool:
 
 
 def _reason_against(model: nn.Module, config: Any, name: str) -> str:
-    """Why a model cannot compute an implementation; empty if it can."""
+    """Return why a model cannot compute an implementation; empty if it can."""
     choice = next(choice for choice, names in _NAMES.items() if name in names)
     if not _supports(model, choice):
         return f"{type(model).__name__} does not support {choice}"

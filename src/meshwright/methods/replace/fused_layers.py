@@ -44,7 +44,7 @@ def rms_forward(eps_name: str, plus_one: bool) -> Callable[..., Tensor]:
 
 
 def replace_rms_norms(model: nn.Module, into: Replacement) -> None:
-    """Adds a fused forward for every module of ``model`` that is proven to be an RMSNorm."""
+    """Add a fused forward for every module of ``model`` that is proven to be an RMSNorm."""
     known: dict[Any, Callable[..., Tensor] | None] = {}
     changes = []
     for module in model.modules():
@@ -64,7 +64,7 @@ def replace_rms_norms(model: nn.Module, into: Replacement) -> None:
 
 
 def _eps_name(module: nn.Module) -> str | None:
-    """The attribute that holds ε, if the module looks like a normalisation with one weight."""
+    """Return the attribute that holds ε, if the module looks like a normalisation with one weight."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or module._buffers or module._modules or isinstance(module, nn.RMSNorm):
         return None
@@ -74,7 +74,10 @@ def _eps_name(module: nn.Module) -> str | None:
 
 
 def proven_forward(module: nn.Module, eps_name: str) -> Callable[..., Tensor] | None:
-    """The fused forward that computes what ``module`` computes, on random input and weights; None if neither does."""
+    """Return the fused forward that computes what ``module`` computes, on random input and weights.
+
+    None if neither does.
+    """
     for plus_one in (False, True):
         forward = rms_forward(eps_name, plus_one)
         try:
@@ -104,7 +107,7 @@ def _agree(module: nn.Module, forward: Callable[..., Tensor], dtype: torch.dtype
 
 
 def replace_head(model: nn.Module, path: str | None, into: Replacement) -> None:
-    """Adds the change of the head: in training it returns :class:`~meshwright.loss.HeadLogits`.
+    """Add the change of the head: in training it returns :class:`~meshwright.loss.HeadLogits`.
 
     Args:
         model: Where the head is.
@@ -140,7 +143,7 @@ def _named(model: nn.Module, path: str) -> dict[str, nn.Linear]:
 
 
 def _heads(model: nn.Module) -> dict[str, nn.Linear]:
-    """What transformers calls the output embeddings; else layers of the shape of an embedding."""
+    """Return what transformers calls the output embeddings; else layers of the shape of an embedding."""
     getter: Any = getattr(model, "get_output_embeddings", None)
     asked = getter() if getter is not None else None
     if asked is not None:
@@ -159,7 +162,7 @@ _SWIGLU_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 
 
 def liger_functions(device: torch.device) -> Any:
-    """The module of Liger's functions; None where it is not installed or the device is not CUDA."""
+    """Return the module of Liger's functions; None where it is not installed or the device is not CUDA."""
     if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None:
         return None
     return importlib.import_module("liger_kernel.transformers.functional")
@@ -237,7 +240,7 @@ def _swiglu_forward(names: tuple[str, str, str], functions: Any) -> Callable[...
 
 
 def _is_swiglu(module: nn.Module, names: tuple[str, str, str]) -> bool:
-    """Whether the module, with small layers in the places of its own, computes the formula."""
+    """Return whether the module, with small layers in the places of its own, computes the formula."""
     with preserved_rng(), torch.no_grad():
         small = dict(zip(names, (nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)), strict=True))
         probe = copy.copy(module)
@@ -267,7 +270,7 @@ def _rotaries(model: nn.Module) -> _Found:
 
 @functools.cache
 def _rotary_forward(forward: types.FunctionType, functions: Any) -> Callable[..., Any]:
-    """The same forward that finds Liger's function where it looks up the other: this module alone is changed."""
+    """Return the same forward that finds Liger's function where it looks up the other: this module alone is changed."""
     names = {**forward.__globals__, "apply_rotary_pos_emb": functions.liger_rope}
     changed = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     changed.__kwdefaults__ = forward.__kwdefaults__
@@ -282,7 +285,7 @@ def _is_partial(module: nn.Module) -> bool:
 
 
 def _is_rotation(rotate: Callable[..., Any]) -> bool:
-    """Whether a function rotates the halves of queries and keys (batch, heads, tokens, features), as RoFormer does."""
+    """Return whether a function rotates the halves of queries and keys (batch, heads, tokens, features), as RoFormer does."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2))
     angles = torch.rand(1, 3, 4, generator=generator).repeat(1, 1, 2)

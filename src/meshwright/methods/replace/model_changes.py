@@ -22,10 +22,10 @@ class Change(Protocol):
     """One reversible change."""
 
     def make(self, model: nn.Module) -> None:
-        """Makes it."""
+        """Make it."""
 
     def undo(self, model: nn.Module) -> None:
-        """Takes it back."""
+        """Take it back."""
 
 
 @dataclass
@@ -38,12 +38,12 @@ class SetAttribute:
     _old: Any = None
 
     def make(self, model: nn.Module) -> None:
-        """Sets it."""
+        """Set it."""
         self._old = getattr(self.owner, self.name)
         setattr(self.owner, self.name, self.new)
 
     def undo(self, model: nn.Module) -> None:
-        """Sets what was there."""
+        """Set what was there."""
         setattr(self.owner, self.name, self._old)
 
 
@@ -59,7 +59,7 @@ class NewForward:
     _old: type[nn.Module] | None = None
 
     def make(self, model: nn.Module) -> None:
-        """Gives the module the class with that forward."""
+        """Give the module the class with that forward."""
         self._old = type(self.module)
         key = (self._old, self.forward)
         if key not in _classes:
@@ -67,7 +67,7 @@ class NewForward:
         self.module.__class__ = _classes[key]
 
     def undo(self, model: nn.Module) -> None:
-        """Gives it its own class back."""
+        """Give it its own class back."""
         assert self._old is not None
         self.module.__class__ = self._old
 
@@ -79,18 +79,18 @@ class Swap:
     new_of: dict[nn.Module, nn.Module]
 
     def make(self, model: nn.Module) -> None:
-        """Puts the new ones in, on the device where the old ones are by now."""
+        """Put the new ones in, on the device where the old ones are by now."""
         for old, new in self.new_of.items():
             new.to(device_of(old))
         _exchange(model, self.new_of)
 
     def undo(self, model: nn.Module) -> None:
-        """Puts the old ones back."""
+        """Put the old ones back."""
         _exchange(model, {new: old for old, new in self.new_of.items()})
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module's first tensor lies; the CPU for a module that has none."""
+    """Return where a module's first tensor lies; the CPU for a module that has none."""
     return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
 
 
@@ -116,19 +116,19 @@ class Replacement:
     left: list[str] = field(default_factory=list)
 
     def add(self, phrase: str, changes: Iterable[Change]) -> None:
-        """Adds changes of one kind; none adds nothing."""
+        """Add changes of one kind; none adds nothing."""
         listed = list(changes)
         if listed:
             self.changes += listed
             self.done.append(phrase)
 
     def put_in(self, model: nn.Module) -> None:
-        """Makes all changes."""
+        """Make all changes."""
         for change in self.changes:
             change.make(model)
 
     def take_out(self, model: nn.Module) -> None:
-        """Takes all changes back."""
+        """Take all changes back."""
         for change in reversed(self.changes):
             change.undo(model)
 
@@ -151,7 +151,7 @@ class Replacement:
 
 @contextlib.contextmanager
 def one_sequence_per_sample() -> Iterator[None]:
-    """Lets transformers see that samples are not packed, which it cannot read from position ids without values.
+    """Let transformers see that samples are not packed, which it cannot read from position ids without values.
 
     It would make a mask over all pairs of tokens, as it does not in training, and much would be predicted for it.
     """
@@ -170,7 +170,7 @@ def one_sequence_per_sample() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_grouped_kernels() -> Iterator[None]:
-    """Lets transformers' experts run on tensors without data in any precision: the kernel they call takes bf16 only.
+    """Let transformers' experts run on tensors without data in any precision: the kernel they call takes bf16 only.
 
     What they save for backward is the same without it.
     """

@@ -77,7 +77,7 @@ class ModuleReplace(Method):
 
     @classmethod
     def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Reads a name, or a list of names."""
+        """Read a name, or a list of names."""
         if isinstance(raw, str):
             return {"include": (raw,)}
         if isinstance(raw, tuple | list | set | frozenset):
@@ -86,7 +86,7 @@ class ModuleReplace(Method):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Takes ATorch's ``{name: None, …, "verbose": True}``."""
+        """Take ATorch's ``{name: None, …, "verbose": True}``."""
         keys.pop("verbose", None)  # what is replaced is always said
         named = tuple(key for key, value in keys.items() if key not in cls.model_fields and value in (None, {}))
         if named and "include" not in keys:
@@ -103,13 +103,13 @@ class ModuleReplace(Method):
         return tuple(dict.fromkeys(ATORCH_NAMES.get(name, name) for name in ordered))
 
     def wants(self, name: str) -> bool:
-        """Whether a pair is to be exchanged."""
+        """Return whether a pair is to be exchanged."""
         return (self.include is None or name in self.include) and name not in self.exclude
 
     def replacement(
         self, model: nn.Module, strategy: Strategy, axes: Mapping[str, int], device: torch.device
     ) -> Replacement:
-        """Finds out what is replaced in a plain model; nothing is changed.
+        """Find out what is replaced in a plain model; nothing is changed.
 
         Args:
             model: The model.
@@ -137,7 +137,7 @@ class ModuleReplace(Method):
 
     @property
     def fuses_loss(self) -> bool:
-        """Whether cross entropies are computed without logits."""
+        """Return whether cross entropies are computed without logits."""
         asked = bool(self.loss) or (self.include is not None and "fused_loss" in self.include)
         return asked and "fused_loss" not in self.exclude
 
@@ -153,7 +153,7 @@ class ModuleReplace(Method):
                 )
 
     def check(self, job: Job) -> None:
-        """Refuses DDP options under which outputs are searched for their graphs: logits that are not there have none.
+        """Refuse DDP options under which outputs are searched for their graphs: logits that are not there have none.
 
         What is replaced was found out before; see :func:`replacement_of`.
         """
@@ -166,7 +166,7 @@ class ModuleReplace(Method):
             )
 
     def apply(self, job: Job) -> None:
-        """Puts in what was found, and says what."""
+        """Put in what was found, and say what."""
         assert job.replacement is not None, "apply_strategy has found it"
         check_equal(
             "What module_replace replaces",
@@ -182,7 +182,7 @@ class ModuleReplace(Method):
 
 
 def compute_dtype(strategy: Strategy) -> str:
-    """The precision a strategy computes in."""
+    """Return the precision a strategy computes in."""
     for name in ("half", "amp_native"):
         method = strategy.get(name)
         if method is not None:

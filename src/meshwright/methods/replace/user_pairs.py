@@ -49,7 +49,7 @@ def register_replace_pair(
     supported_dtypes: Iterable[torch.dtype | str] = _ALL_DTYPES,
     pair_cls: tuple[type[nn.Module], type[nn.Module]] | None = None,
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """Registers a pair for ``module_replace``: call it on every rank, before ``accelerate``. Seed: ATorch.
+    """Register a pair for ``module_replace``: call it on every rank, before ``accelerate``. Seed: ATorch.
 
     Args:
         name: What a strategy calls it; a name that was registered before gets the new pair.
@@ -138,7 +138,7 @@ _HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks") or "_hoo
 
 
 def build_target(pair: Pair, source: nn.Module, path: str) -> nn.Module:
-    """Builds the module that takes the place of ``source``.
+    """Build the module that takes the place of ``source``.
 
     ``pair.building`` says how; without it: ``new.from_module(source)``; else the constructor with attributes of
     ``source`` where it has all that are required, else ``new(source)``. Parameters and buffers that are equal become
@@ -166,7 +166,7 @@ def build_target(pair: Pair, source: nn.Module, path: str) -> nn.Module:
 
 
 def _construct(pair: Pair, source: nn.Module) -> tuple[Any, bool]:
-    """The target, and whether its weights are fresh: then they are to be the source's."""
+    """Return the target, and whether its weights are fresh: then they are to be the source's."""
     if pair.building is None and hasattr(pair.new, "from_module"):
         return pair.new.from_module(source), False
     arguments = _from_attributes(pair.new, source)
@@ -179,7 +179,7 @@ def _construct(pair: Pair, source: nn.Module) -> tuple[Any, bool]:
 
 
 def _from_attributes(cls: type[nn.Module], source: nn.Module) -> dict[str, Any] | None:
-    """The constructor's arguments, from attributes of the same names; None where a required one has none."""
+    """Return the constructor's arguments, from attributes of the same names; None where a required one has none."""
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(cls).parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name in ("device", "dtype"):
@@ -258,7 +258,7 @@ def _cannot(pair: Pair, path: str, got: str, fix: str) -> ModelError:
 
 
 def replace_pairs(model: nn.Module, pairs: Iterable[Pair], dtype: str, into: Replacement) -> None:
-    """Adds the exchange of every module whose class is exactly the source of a pair.
+    """Add the exchange of every module whose class is exactly the source of a pair.
 
     A module that an earlier pair replaces is not replaced again, and neither is one inside it.
 
@@ -299,7 +299,7 @@ def _is_of(module: nn.Module, cls: type[nn.Module]) -> bool:
 
 
 def _check_ties(model: nn.Module, pair: Pair, new_of: dict[nn.Module, nn.Module]) -> None:
-    """Refuses targets that have made a weight anew of one that is also elsewhere in the model."""
+    """Refuse targets that have made a weight anew of one that is also elsewhere in the model."""
     inside = {id(m) for old in new_of for m in old.modules()}
     outside = {id(p) for m in model.modules() if id(m) not in inside for p in m._parameters.values() if p is not None}
     for old, new in new_of.items():

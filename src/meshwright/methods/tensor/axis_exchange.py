@@ -1,7 +1,8 @@
 """What the ranks of a tensor axis tell each other inside a layer, and how gradients pass through it.
 
 Each of the pairs is the other's backward (Shoeybi et al. 2019, §3, f and g). Gradients of whole tensors are whole and
-equal on all ranks of the axis."""
+equal on all ranks of the axis.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ class TensorAxis:
         self.index, self.size = mesh.get_local_rank(), mesh.size()
 
     def copy(self, whole: torch.Tensor) -> torch.Tensor:
-        """Hands a whole tensor to a split region: nothing in forward, a sum of its gradients in backward."""
+        """Hand a whole tensor to a split region: nothing in forward, a sum of its gradients in backward."""
         result: torch.Tensor = _Copy.apply(whole, self)
         return result
 
@@ -38,36 +39,36 @@ class TensorAxis:
         return result
 
     def add(self, part: torch.Tensor) -> torch.Tensor:
-        """Adds up what the ranks have computed, in forward."""
+        """Add up what the ranks have computed, in forward."""
         result: torch.Tensor = _Add.apply(part, self)
         return result
 
     def gather(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """Puts equal parts together along ``dim``; in backward every rank keeps its part of the gradient."""
+        """Put equal parts together along ``dim``; in backward every rank keeps its part of the gradient."""
         result: torch.Tensor = _Gather.apply(part, dim, self)
         return result
 
     def cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Keeps this rank's part of a whole tensor; in backward the parts of the gradient are put together."""
+        """Keep this rank's part of a whole tensor; in backward the parts of the gradient are put together."""
         result: torch.Tensor = _Cut.apply(whole, dim, self)
         return result
 
     def gather_tokens(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Puts tokens together for a split region; in backward gradients are summed, and every rank keeps its part."""
+        """Put tokens together for a split region; in backward gradients are summed, and every rank keeps its part."""
         result: torch.Tensor = _GatherSum.apply(part, dim, self)
         return result
 
     def scatter_tokens(self, part: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """Adds up what the ranks have computed, each keeping its part of the tokens; the way back of the former."""
+        """Add up what the ranks have computed, each keeping its part of the tokens; the way back of the former."""
         result: torch.Tensor = _ScatterSum.apply(part, dim, self)
         return result
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, without gradients."""
+        """Return the sum over the ranks, without gradients."""
         return self._reduced(tensor, dist.ReduceOp.SUM)
 
     def max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The maximum over the ranks, without gradients."""
+        """Return the maximum over the ranks, without gradients."""
         return self._reduced(tensor, dist.ReduceOp.MAX)
 
     def _reduced(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:

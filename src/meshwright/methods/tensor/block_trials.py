@@ -44,7 +44,7 @@ class Refuted(Exception):
 
 
 def split_dim(output: torch.Tensor, expected: torch.Tensor, rank: int, ranks: int) -> int | None:
-    """The dim in which a rank has its part of what is expected; None where it has the whole.
+    """Return the dim in which a rank has its part of what is expected; None where it has the whole.
 
     Raises:
         Refuted: When it has neither.
@@ -60,14 +60,14 @@ def split_dim(output: torch.Tensor, expected: torch.Tensor, rank: int, ranks: in
 
 
 def total(parts: Iterable[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
-    """The sum of parts; nan where one has another shape."""
+    """Return the sum of parts; nan where one has another shape."""
     present = [part for part in parts if part is not None]
     same = [part for part in present if part.shape == like.shape]
     return torch.stack(same).sum(0) if same and len(same) == len(present) else torch.full_like(like, torch.nan)
 
 
 def close(value: torch.Tensor | None, expected: torch.Tensor, scale: float) -> bool:
-    """Whether a value is what is expected; ``scale`` is how large such values are."""
+    """Return whether a value is what is expected; ``scale`` is how large such values are."""
     if value is None or value.shape != expected.shape:
         return False
     if not expected.is_floating_point():
@@ -77,7 +77,7 @@ def close(value: torch.Tensor | None, expected: torch.Tensor, scale: float) -> b
 
 
 def largest(tensors: Iterable[torch.Tensor | None]) -> float:
-    """The largest norm."""
+    """Return the largest norm."""
     return max((torch.linalg.vector_norm(tensor).item() for tensor in tensors if tensor is not None), default=0.0)
 
 
@@ -110,7 +110,10 @@ class BlockCall:
         return [_random(leaf, generator, *self.fill) for leaf in tree_leaves((self.args, self.kwargs))]
 
     def filled(self) -> list[BlockCall]:
-        """The same with other integers and booleans, where there are any: a mask may hide everything, or nothing."""
+        """Return the same with other integers and booleans, where there are any.
+
+        A mask may hide everything, or nothing.
+        """
         leaves = tree_leaves((self.args, self.kwargs))
         kinds = {leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point()}
         integers = (0, 1) if kinds - {torch.bool} else (0,)
@@ -168,7 +171,7 @@ def evaluating(block: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def adjusted(block: nn.Module, adjustments: tuple[Adjustment, ...]) -> Iterator[None]:
-    """Sets attributes for a while."""
+    """Set attributes for a while."""
     before = [(a, getattr(block.get_submodule(a.path), a.name)) for a in adjustments]
     for adjustment in adjustments:
         setattr(block.get_submodule(adjustment.path), adjustment.name, adjustment.value)
@@ -181,7 +184,7 @@ def adjusted(block: nn.Module, adjustments: tuple[Adjustment, ...]) -> Iterator[
 
 @contextlib.contextmanager
 def meeting(layers: list[PlannedLayer], own: Exchanged, whole: Exchanged | None) -> Iterator[None]:
-    """Lets row layers give what the whole block has, and column layers' inputs the gradients that it has."""
+    """Let row layers give what the whole block has, and column layers' inputs the gradients that it has."""
     hooks = []
     for layer in layers:
         if layer.style.output == "all_reduce":
@@ -241,7 +244,7 @@ class RecordedBlock:
 
 
 def record_calls(model: nn.Module, sample: SampleRun | None, ranks: int) -> list[RecordedBlock]:
-    """Runs the model once over fake tensors; the model itself is not touched.
+    """Run the model once over fake tensors; the model itself is not touched.
 
     Raises:
         ModelError: When the model has no list of blocks, there is no sample, or it does not run without data.
@@ -373,7 +376,7 @@ def _described(leaf: Any) -> Any:
 
 
 def signature(block: RecordedBlock) -> tuple[Any, ...]:
-    """What two blocks share that are split alike."""
+    """Return what two blocks share that are split alike."""
     assert block.call is not None
     leaves, tree = tree_flatten((block.call.args, block.call.kwargs))
     shapes = tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -49,11 +49,11 @@ class SequenceLayout:
     blocks: tuple[str, ...]  # all blocks that work on parts of the tokens
 
     def covers(self, path: str) -> bool:
-        """Whether a layer lies in a block that works on parts of the tokens."""
+        """Return whether a layer lies in a block that works on parts of the tokens."""
         return any(path.startswith(block + ".") for block in self.blocks)
 
     def gathers_above(self, path: str) -> bool:
-        """Whether a layer gets all tokens from a module around it."""
+        """Return whether a layer gets all tokens from a module around it."""
         return any(path.startswith(scope + ".") for scope in self.scopes)
 
 
@@ -71,7 +71,7 @@ def sequence_layout(
     ranks: int,
     sample: SampleRun | None,
 ) -> SequenceLayout:
-    """Finds where a split model can work on parts of the tokens, and proves it on each kind of block.
+    """Find where a split model can work on parts of the tokens, and proves it on each kind of block.
 
     Raises:
         ModelError: When some block cannot, with the reason.
@@ -101,7 +101,7 @@ def sequence_layout(
 
 
 def _with_parts(block: RecordedBlock, dims: list[tuple[int | None, ...]], ranks: int) -> RecordedBlock:
-    """Marks the hidden state as cut along the tokens, and what earlier blocks give split as they give it."""
+    """Mark the hidden state as cut along the tokens, and what earlier blocks give split as they give it."""
     assert block.call is not None
     hidden = first_hidden((block.call.args, block.call.kwargs))
     if hidden is None:
@@ -180,7 +180,7 @@ def _cannot(path: str, reason: str) -> ModelError:
 
 
 def check_tokens(hidden: torch.Tensor, ranks: int) -> None:
-    """Refuses a number of tokens that the axis does not divide.
+    """Refuse a number of tokens that the axis does not divide.
 
     Raises:
         ModelError: On every rank of the axis: all have the same tokens.
@@ -200,7 +200,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def let_exchange_tokens(model: nn.Module, layout: SequenceLayout, axis: TensorAxis) -> None:
-    """Cuts tokens before the first block, gathers them where a module needs all, puts them together behind the last.
+    """Cut tokens before the first block, gather them where a module needs all, put them together behind the last.
 
     Layers that take all tokens themselves are left to the caller, who shares the gathering between them.
     """
@@ -219,7 +219,7 @@ def let_exchange_tokens(model: nn.Module, layout: SequenceLayout, axis: TensorAx
 
 
 def change_hidden_input(module: nn.Module, change: Change) -> Any:
-    """Changes the hidden state that a module is called with; returns the hook."""
+    """Change the hidden state that a module is called with; return the hook."""
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return with_argument(args, kwargs, change)
@@ -228,7 +228,7 @@ def change_hidden_input(module: nn.Module, change: Change) -> Any:
 
 
 def change_hidden_output(module: nn.Module, change: Change) -> Any:
-    """Changes the hidden state that a module returns; returns the hook."""
+    """Change the hidden state that a module returns; return the hook."""
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         leaves, tree = tree_flatten(output)
@@ -258,7 +258,7 @@ class Split:
     sequence: SequenceLayout | None = None  # where tokens are cut and put together; None: every rank has all
 
     def of_part(self, model: nn.Module) -> Split:
-        """The same for one pipeline rank's part of the model: without what it does not have."""
+        """Return the same for one pipeline rank's part of the model: without what it does not have."""
         paths = {id(module): path for path, module in model.named_modules()}
         held = (
             layer
@@ -269,7 +269,7 @@ class Split:
         return replace(self, layers=tuple(held), adjustments=tuple(adjusted))
 
     def adjust(self, model: nn.Module) -> None:
-        """Sets the attributes that count what a rank has a part of."""
+        """Set the attributes that count what a rank has a part of."""
         for adjustment in self.adjustments:
             setattr(model.get_submodule(adjustment.path), adjustment.name, adjustment.value)
 
@@ -293,7 +293,7 @@ class Split:
 
 
 def _with_heads(model: nn.Module, layers: list[PlannedLayer], given: Mapping[str, str]) -> list[PlannedLayer]:
-    """Lets heads over the vocabulary return logits in parts, unless the user's entries want them gathered."""
+    """Let heads over the vocabulary return logits in parts, unless the user's entries want them gathered."""
     embedding = vocabulary_embedding(model)
     heads = heads_of(model, embedding[1]) if embedding is not None else []
 
@@ -307,7 +307,7 @@ def _with_heads(model: nn.Module, layers: list[PlannedLayer], given: Mapping[str
 def _without_vocabulary(
     model: nn.Module, layers: list[PlannedLayer], given: Mapping[str, str], ranks: int
 ) -> tuple[list[PlannedLayer], tuple[str, ...]]:
-    """Leaves embedding and head whole where the axis does not divide the words, unless the user's entries name them.
+    """Leave embedding and head whole where the axis does not divide the words, unless the user's entries name them.
 
     Such as a vocabulary to which a token for padding was added.
     """
@@ -325,7 +325,7 @@ def _without_vocabulary(
 def split_of(
     model: nn.Module, given: Mapping[str, str], ranks: int, sample: SampleRun | None, *, sequence: bool = False
 ) -> Split:
-    """The split of a model, with parts of the tokens between its layers if ``sequence``.
+    """Return the split of a model, with parts of the tokens between its layers if ``sequence``.
 
     Raises:
         ModelError: When the model cannot be split, with the reason.

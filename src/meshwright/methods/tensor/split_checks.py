@@ -16,7 +16,9 @@ _SEED = 5
 
 
 def vocabulary_entries(model: nn.Module, ranks: int) -> tuple[dict[str, str], str]:
-    """The layers over the vocabulary, with the style that splits each; nothing and a remark where they stay whole.
+    """Return the layers over the vocabulary, with the style that splits each.
+
+    Nothing and a remark where they stay whole.
 
     The vocabulary is that of the largest embedding outside the blocks. A head is a linear layer outside them that is
     tied to it, or has as many outputs.
@@ -38,19 +40,19 @@ def vocabulary_entries(model: nn.Module, ranks: int) -> tuple[dict[str, str], st
 
 
 def stay_whole(paths: Iterable[str], embedding: nn.Embedding, ranks: int) -> str:
-    """What is said where the axis does not divide a vocabulary."""
+    """Return what is said where the axis does not divide a vocabulary."""
     return f"{', '.join(paths)} stay whole: {ranks} ranks do not divide a vocabulary of {embedding.num_embeddings}"
 
 
 def vocabulary_embedding(model: nn.Module) -> tuple[str, nn.Embedding] | None:
-    """The largest embedding outside the blocks with a head over it; the largest of all where none has one."""
+    """Return the largest embedding outside the blocks with a head over it; the largest of all where none has one."""
     inside = {module for _, block in find_blocks(model) for module in block.modules()}
     found = [(path, m) for path, m in model.named_modules() if isinstance(m, nn.Embedding) and m not in inside]
     return max(found, key=lambda pair: (bool(heads_of(model, pair[1])), pair[1].num_embeddings), default=None)
 
 
 def _adds_up(module: nn.Embedding, ranks: int) -> bool:
-    """Whether what ranks find in their rows, called with ids alone, adds up to what the whole embedding finds.
+    """Return whether what ranks find in their rows, called with ids alone, adds up to what the whole embedding finds.
 
     A subclass may shift or clamp ids, or be called with something else, as tables of positions are.
     """
@@ -73,7 +75,7 @@ def _adds_up(module: nn.Embedding, ranks: int) -> bool:
 
 
 def heads_of(model: nn.Module, embedding: nn.Embedding) -> list[str]:
-    """Paths of the linear layers that put out one logit for each word of an embedding."""
+    """Return the paths of the linear layers that put out one logit for each word of an embedding."""
     inside = {module for _, block in find_blocks(model) for module in block.modules()}
     return [
         path
@@ -92,7 +94,7 @@ _OWN_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_kv_
 
 
 def check_layers(model: nn.Module, layers: list[PlannedLayer], ranks: int, *, proved: bool) -> None:
-    """Refuses what would fail or compute something else on ``ranks`` ranks.
+    """Refuse what would fail or compute something else on ``ranks`` ranks.
 
     Args:
         model: The model.
@@ -130,7 +132,7 @@ def _check_sizes(layer: PlannedLayer, ranks: int) -> None:
 
 
 def _check_head_counts(model: nn.Module, layers: list[PlannedLayer], ranks: int) -> None:
-    """transformers' attentions view their projections as (…, -1, head_dim): whole heads must fall to every rank."""
+    """Transformers' attentions view their projections as (…, -1, head_dim): whole heads must fall to every rank."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -144,7 +146,7 @@ def _check_head_counts(model: nn.Module, layers: list[PlannedLayer], ranks: int)
 
 
 def undivided_heads(name: str, count: int, ranks: int) -> ModelError:
-    """The error for a number of heads that the axis does not divide."""
+    """Return the error for a number of heads that the axis does not divide."""
     return ModelError(
         f"tensor_parallel: the tensor axis does not divide {name}",
         expected=f"a multiple of {ranks}, so that every rank has whole heads",
@@ -167,7 +169,7 @@ def _check_whole_heads(layer: PlannedLayer, ranks: int) -> None:
 
 
 def _split_parents(layers: list[PlannedLayer]) -> dict[nn.Module, str]:
-    """The modules inside which a rank has a part of the features only, and their paths."""
+    """Return the modules inside which a rank has a part of the features only, and their paths."""
     return {layer.parent: layer.parent_path for layer in layers if layer.style.name == "colwise"}
 
 

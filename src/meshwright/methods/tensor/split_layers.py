@@ -2,7 +2,8 @@
 
 Parameters become DTensors, so that they are stored, sharded further and normed as what they are; layers compute with
 local parts. Layers that share an input share its gradient's all-reduce, as in Megatron-LM (Shoeybi et al. 2019, §3);
-tied weights stay tied."""
+tied weights stay tied.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from meshwright.nn import RankOrder, keep_rank_order, without_fast_path, wrap_me
 
 
 def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch.device, *, sync: bool = True) -> None:
-    """Makes DTensors of the planned parameters, in place, and lets the layers exchange what they must.
+    """Make DTensors of the planned parameters, in place, and let the layers exchange what they must.
 
     Args:
         model: A plain module, on ``device`` or the CPU.
@@ -152,7 +153,7 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def lent(module: nn.Module, tensors: dict[str, torch.Tensor | None]) -> Iterator[None]:
-    """Lets a module compute with other tensors in the place of its parameters."""
+    """Let a module compute with other tensors in the place of its parameters."""
     own = {name: module._parameters[name] for name in tensors}
     module._parameters.update(tensors)  # type: ignore[arg-type]
     try:
@@ -169,7 +170,7 @@ def _tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def _tie(model: nn.Module, names: list[str]) -> None:
-    """Puts one parameter under all names again: splitting made a copy of each."""
+    """Put one parameter under all names again: splitting made a copy of each."""
     present = [model.get_parameter(name) for name in names]
     one = next((parameter for parameter in present if isinstance(parameter, DTensor)), present[0])
     for name in names:
@@ -178,7 +179,7 @@ def _tie(model: nn.Module, names: list[str]) -> None:
 
 
 def _share_inputs(model: nn.Module, split: Split, axis: TensorAxis) -> None:
-    """Lets inputs of layers split by columns be copies whose gradients are summed, one copy for each input."""
+    """Let inputs of layers split by columns be copies whose gradients are summed, one copy for each input."""
     groups: dict[str, list[PlannedLayer]] = {}
     for layer in split.layers:
         inside = split.sequence is not None and split.sequence.gathers_above(layer.path)
@@ -206,7 +207,7 @@ class _SharedInput:
         self._copy: torch.Tensor | None = None  # what became of it; dropped when the module they lie in is through
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replaces the first argument."""
+        """Replace the first argument."""
         tensor, *others = args
         if self._copy is None or self._seen is None or self._seen() is not tensor:
             self._seen = weakref.ref(tensor)
@@ -214,5 +215,5 @@ class _SharedInput:
         return (self._copy, *others)
 
     def leave(self, *_: Any) -> None:
-        """Forgets the input."""
+        """Forget the input."""
         self._seen = self._copy = None

@@ -49,7 +49,7 @@ _OF_EMBEDDING = {"rowwise": "embedding_rowwise", "rowwise_split_input": "embeddi
 
 
 def style_of(path: str, module: nn.Module, name: str) -> Style:
-    """The style that a plan's entry means for one module.
+    """Return the style that a plan's entry means for one module.
 
     Raises:
         ModelError: When the style is unknown, or cannot be applied to such a module.
@@ -69,12 +69,15 @@ def style_of(path: str, module: nn.Module, name: str) -> Style:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer: torch's, or transformers' Conv1D, which keeps its weight transposed."""
+    """Return whether a module is a linear layer.
+
+    Torch's, or transformers' Conv1D, which keeps its weight transposed.
+    """
     return isinstance(module, nn.Linear) or is_transposed(module)
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear layer's weight is (in, out): GPT-2's Conv1D in transformers."""
+    """Return whether a linear layer's weight is (in, out): GPT-2's Conv1D in transformers."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and hasattr(module, "nx")
 
 
@@ -116,7 +119,7 @@ _APART = ("lora_variant", "lora_magnitude_vector", "lora_embedding_A")
 
 
 def base_path(model: nn.Module) -> str:
-    """Where the model lies inside a peft model around it; empty for any other."""
+    """Return where the model lies inside a peft model around it; empty for any other."""
     find_base = getattr(model, "get_base_model", None)
     if find_base is None:
         return ""
@@ -125,12 +128,12 @@ def base_path(model: nn.Module) -> str:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether a module is adapters around a layer, which is its ``base_layer``."""
+    """Return whether a module is adapters around a layer, which is its ``base_layer``."""
     return isinstance(getattr(module, "base_layer", None), nn.Module)
 
 
 def split_parts(path: str, module: nn.Module, style: Style) -> dict[str, nn.Module]:
-    """The layers of an adapted one that are split in its style, by path: its own, and one half of every adapter.
+    """Return the layers of an adapted one that are split in its style, by path: its own, and one half of every adapter.
 
     Raises:
         ModelError: When the adapters are of another kind, or around a layer that is split in another way.
@@ -169,17 +172,17 @@ class PlannedLayer:
 
     @property
     def parent_path(self) -> str:
-        """Path of the module it lies in, or in which its adapters lie."""
+        """Return the path of the module it lies in, or in which its adapters lie."""
         return (self.place or self.path).rpartition(".")[0]
 
     @property
     def group(self) -> str:
-        """Layers of one group are fed one input: those that lie in one module with a forward of its own."""
+        """Return the layers of one group are fed one input: those that lie in one module with a forward of its own."""
         contains = isinstance(self.parent, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         return self.path if contains else self.parent_path
 
     def parameters(self) -> list[tuple[str, nn.Parameter, int | None]]:
-        """Its own parameters: name, parameter, and the dim that is divided (None: whole)."""
+        """Return its own parameters: name, parameter, and the dim that is divided (None: whole)."""
         dims = dict(self.style.dims)
         if is_transposed(self.module) and "weight" in dims:
             dims["weight"] = 1 - dims["weight"]
@@ -193,7 +196,7 @@ def planned(model: nn.Module, path: str, style: str) -> PlannedLayer:
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
-    """The plan a model carries, as transformers' models do; empty when it carries none."""
+    """Return the plan a model carries, as transformers' models do; empty when it carries none."""
     for name in ("tp_plan", "_tp_plan"):
         plan = getattr(model, name, None)
         if isinstance(plan, Mapping) and plan:
@@ -203,7 +206,7 @@ def own_plan(model: nn.Module) -> dict[str, str]:
 
 
 def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool = False) -> list[PlannedLayer]:
-    """Finds the layers of a plan in a model, in the model's order; tied weights are split alike.
+    """Find the layers of a plan in a model, in the model's order; tied weights are split alike.
 
     Args:
         model: A plain module.
@@ -243,7 +246,7 @@ def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool 
 def _chosen(
     model: nn.Module, entries: list[tuple[re.Pattern[str], str]], is_part: bool
 ) -> tuple[dict[str, tuple[nn.Module, Style]], dict[str, str]]:
-    """The modules that entries name, by path, with their styles; and the paths of the adapters around them."""
+    """Return the modules that entries name, by path, with their styles; and the paths of the adapters around them."""
     chosen: dict[str, tuple[nn.Module, Style]] = {}
     places: dict[str, str] = {}
     for path, module in model.named_modules():
@@ -267,7 +270,7 @@ def _layer(model: nn.Module, path: str, module: nn.Module, style: Style, place: 
 
 
 def matches(entries: Mapping[str, str], path: str) -> bool:
-    """Whether an entry's pattern names a layer."""
+    """Return whether an entry's pattern names a layer."""
     return any(re.fullmatch(_regex(pattern), path) for pattern in entries)
 
 
@@ -288,7 +291,7 @@ def _check_named(model: nn.Module, given: Mapping[str, str]) -> None:
 
 
 def _check_bare_parameters(model: nn.Module, entries: list[tuple[re.Pattern[str], str]]) -> None:
-    """Refuses what transformers' plans ask of bare parameters (experts, attention sinks)."""
+    """Refuse what transformers' plans ask of bare parameters (experts, attention sinks)."""
     for name, _ in model.named_parameters():
         style = next((style for regex, style in entries if regex.fullmatch(name)), "replicate")
         if style != "replicate":
@@ -302,7 +305,7 @@ def _check_bare_parameters(model: nn.Module, entries: list[tuple[re.Pattern[str]
 
 
 def _with_tied(model: nn.Module, chosen: dict[str, tuple[nn.Module, Style]]) -> None:
-    """Gives a layer whose weight is tied to a planned one, and that no entry names, the style that splits it alike."""
+    """Give a layer whose weight is tied to a planned one, and that no entry names, the style that splits it alike."""
     split = {module.weight: style for module, style in chosen.values() if ("weight", 0) in style.dims}
     for path, module in model.named_modules():
         if path in chosen or getattr(module, "weight", None) not in split:

@@ -30,7 +30,7 @@ from meshwright.nn import call_with
 
 
 def part_of(tensor: torch.Tensor, dim: int, parts: Sequence[int], rank: int, ranks: int) -> torch.Tensor:
-    """The part of a whole tensor that one rank holds, along ``dim``; a view where nothing is fused.
+    """Return the part of a whole tensor that one rank holds, along ``dim``; a view where nothing is fused.
 
     Args:
         tensor: Whole, in the model's own order.
@@ -52,7 +52,10 @@ Where = int | str
 
 
 def hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Where | None:
-    """Which argument is a hidden state (batch, tokens, features): the first of such a form; None when there is none."""
+    """Return which argument is a hidden state (batch, tokens, features): the first of such a form.
+
+    None when there is none.
+    """
     every: list[tuple[Where, Any]] = [*enumerate(args), *kwargs.items()]
     for where, value in every:
         if isinstance(value, torch.Tensor) and value.dim() == 3 and value.is_floating_point():
@@ -63,7 +66,7 @@ def hidden_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Where | No
 def with_argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a module with its hidden state changed."""
+    """Return the arguments of a module with its hidden state changed."""
     where = hidden_argument(args, kwargs)
     if where is None:
         return args, kwargs
@@ -169,7 +172,7 @@ class SequenceTrial:
 
 
 def first_hidden(leaves: Any) -> int | None:
-    """The place of the hidden state among the leaves of a tree."""
+    """Return the place of the hidden state among the leaves of a tree."""
     for place, leaf in enumerate(tree_leaves(leaves)):
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 3 and leaf.is_floating_point():
             return place
@@ -212,7 +215,7 @@ class BlockProof:
         self.call = self._most_telling(call)
 
     def _most_telling(self, call: BlockCall) -> BlockCall:
-        """The call under which most weights count: behind a mask that hides everything any split looks right."""
+        """Return the call under which most weights count: behind a mask that hides everything any split looks right."""
         calls = call.filled()
         matrices = sum(tensor.dim() > 1 for tensor in self.state.values() if tensor.requires_grad)
         best, most = call, -1
@@ -224,7 +227,7 @@ class BlockProof:
         return best
 
     def _seen(self, call: BlockCall) -> int:
-        """How many weights have a gradient when the whole block is called so; -1 where it cannot be."""
+        """Return how many weights have a gradient when the whole block is called so; -1 where it cannot be."""
         try:
             gradients = self._run([], self.state, call.values(), None, []).gradients.values()
         except Refuted:
@@ -232,17 +235,17 @@ class BlockProof:
         return sum(g is not None and g.dim() > 1 and bool(g.isfinite().all() and g.any()) for g in gradients)
 
     def num_outputs(self) -> int:
-        """How many tensors the block returns."""
+        """Return how many tensors the block returns."""
         return len(self._run([], self.state, self.call.values(), None, []).outputs)
 
     def given(self, split: tuple[tuple[int, int], ...]) -> BlockProof:
-        """The same with other inputs split."""
+        """Return the same with other inputs split."""
         other = copy.copy(self)  # weights and the run of the whole are the same
         other.call = replace(self.call, split=split)
         return other
 
     def of_values(self) -> BlockProof:
-        """The same without gradients: tells hypotheses apart in a third of the time, and proves none."""
+        """Return the same without gradients: tells hypotheses apart in a third of the time, and proves none."""
         other = copy.copy(self)
         other._only_values, other._known = True, {}
         return other
@@ -250,7 +253,7 @@ class BlockProof:
     def holds(
         self, layers: list[PlannedLayer], adjustments: tuple[Adjustment, ...], sequence: SequenceTrial | None = None
     ) -> tuple[set[str], list[int | None]]:
-        """Runs every rank of a split.
+        """Run every rank of a split.
 
         Args:
             layers: What is split; paths within the block.
@@ -276,7 +279,7 @@ class BlockProof:
         return self._summed(layers, whole, runs), dims
 
     def _whole(self, layers: list[PlannedLayer], sequence: SequenceTrial | None) -> _Run:
-        """The run of the whole block; hypotheses about the same layers share it."""
+        """Return the run of the whole block; hypotheses about the same layers share it."""
         if sequence is not None:
             return self._run(layers, self.state, self.call.values(), None, [], sequence=sequence)
         watched = tuple((layer.path, layer.style.name) for layer in layers)

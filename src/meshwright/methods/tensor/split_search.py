@@ -69,12 +69,12 @@ class _Mark(torch.autograd.Function):
 
 
 def mark_input(leaf: Any) -> Any:
-    """Marks a tensor with a gradient as an input of the block."""
+    """Mark a tensor with a gradient as an input of the block."""
     return _Mark.apply(leaf, "") if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
 
 
 def record_flow(block: nn.Module, run: Runs) -> Flow:
-    """Runs a block and reads off what feeds what.
+    """Run a block and read off what feeds what.
 
     Args:
         block: Its modules with parameters of their own are the layers.
@@ -119,7 +119,7 @@ def _entering(path: str, flow: Flow) -> Callable[..., None]:
 
 
 def _sources(node: Any, cuts: dict[str, list[tuple[int, ...]]] | None) -> set[str]:
-    """The marks reached first from a node of the graph; notes how what lies behind a mark is cut."""
+    """Return the marks reached first from a node of the graph; notes how what lies behind a mark is cut."""
     found: set[str] = set()
     seen, waiting = {node}, [(node, None)]
     while waiting:
@@ -144,7 +144,7 @@ def _cut_sizes(node: Any) -> tuple[int, ...]:
 
 
 def regions(block: nn.Module, flow: Flow) -> list[Region]:
-    """The groups of layers that may be split together, in the order in which their row layers run."""
+    """Return the groups of layers that may be split together, in the order in which their row layers run."""
     modules = dict(block.named_modules())
     found: list[Region] = []
     taken: set[str] = set()
@@ -163,7 +163,10 @@ def regions(block: nn.Module, flow: Flow) -> list[Region]:
 
 
 def _columns(row: str, modules: dict[str, nn.Module], flow: Flow) -> set[str] | None:
-    """The linear layers and embeddings that feed a layer, through norms within heads; None when others do, too."""
+    """Return the linear layers and embeddings that feed a layer, through norms within heads.
+
+    None when others do, too.
+    """
     columns: set[str] = set()
     waiting, seen = list(flow.feeds[row]), set(flow.feeds[row])
     while waiting:
@@ -182,7 +185,10 @@ def _columns(row: str, modules: dict[str, nn.Module], flow: Flow) -> set[str] | 
 
 
 def _escapes(column: str, row: str, flow: Flow, columns: set[str]) -> bool:
-    """Whether a layer's output goes elsewhere. A bias of the scores, looked up once, may go on to later blocks."""
+    """Return whether a layer's output goes elsewhere.
+
+    A bias of the scores, looked up once, may go on to later blocks.
+    """
     others = {path for path, sources in flow.feeds.items() if column in sources and path != row}
     inside = {path for path in others if _leads_to(path, row, flow)}
     return bool(others - inside)
@@ -201,7 +207,7 @@ def _leads_to(path: str, row: str, flow: Flow) -> bool:
 
 
 def _part_sizes(module: nn.Module, cuts: list[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Sizes of the parts that an output may consist of, likeliest first; () for a single part."""
+    """Return the sizes of the parts that an output may consist of, likeliest first; () for a single part."""
     if not is_linear(module):
         return ((),)
     outputs = features(module)[1]
@@ -241,7 +247,7 @@ class _FoundBlock:
 
 
 def find_plan(model: nn.Module, sample: SampleRun | None, ranks: int) -> FoundPlan:
-    """Finds how the blocks of a model can be split over ``ranks`` ranks; nothing is changed.
+    """Find how the blocks of a model can be split over ``ranks`` ranks; nothing is changed.
 
     Raises:
         ModelError: When a block cannot be split, with the reason.
@@ -275,7 +281,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _with_split_inputs(block: RecordedBlock, dims: list[tuple[int | None, ...]]) -> RecordedBlock:
-    """Marks the inputs that earlier blocks give split, such as T5's bias of the scores."""
+    """Mark the inputs that earlier blocks give split, such as T5's bias of the scores."""
     split = []
     for leaf, (giver, place) in block.given.items():
         dim = dims[giver][place]
@@ -334,7 +340,7 @@ def _choose(
     adjustments: tuple[Adjustment, ...],
     ranks: int,
 ) -> tuple[list[PlannedLayer], tuple[Adjustment, ...]]:
-    """The first hypothesis about a region that gives the right values, beside what was chosen before."""
+    """Return the first hypothesis about a region that gives the right values, beside what was chosen before."""
     _check_heads(block, region, ranks)
     reason = ""
     for more, changes in _hypotheses(block.module, region, ranks, adjustments):
@@ -374,7 +380,7 @@ def _check_heads(block: RecordedBlock, region: Region, ranks: int) -> None:
 
 
 def _check_head_counts(block: RecordedBlock, region: Region, ranks: int) -> None:
-    """Says so where no split was found and a transformers config tells of heads that cannot be divided."""
+    """Say so where no split was found and a transformers config tells of heads that cannot be divided."""
     for _, parent in _parents(block.module, region):
         for name in HEAD_COUNTS if "attention" in type(parent).__name__.lower() else ():
             count = getattr(getattr(parent, "config", None), name, None)
@@ -408,7 +414,7 @@ def _column(module: nn.Module, path: str, parts: tuple[int, ...]) -> PlannedLaye
 def _adjustments(
     module: nn.Module, region: Region, parts: tuple[tuple[int, ...], ...], ranks: int
 ) -> Iterator[tuple[Adjustment, ...]]:
-    """Sets of attributes to divide: those that a layer needs, then with counts of heads, with widths, with both."""
+    """Set of attributes to divide: those that a layer needs, then with counts of heads, with widths, with both."""
     own = tuple(
         Adjustment(path, "nf", features(module.get_submodule(path))[1] // ranks)
         for path in region.columns
@@ -431,7 +437,7 @@ def _integers(module: nn.Module) -> list[tuple[str, int]]:
 
 
 def _counts(module: nn.Module, region: Region) -> list[tuple[str, str, int]]:
-    """Attributes that count heads, of the modules that the region's layers lie in."""
+    """Return the attributes that count heads, of the modules that the region's layers lie in."""
     return [
         (path, name, value)
         for path, parent in _parents(module, region)
@@ -443,7 +449,7 @@ def _counts(module: nn.Module, region: Region) -> list[tuple[str, str, int]]:
 def _widths(
     module: nn.Module, region: Region, parts: tuple[tuple[int, ...], ...], ranks: int
 ) -> list[tuple[str, str, int]]:
-    """Attributes as large as what a layer of the region puts out."""
+    """Return the attributes as large as what a layer of the region puts out."""
     sizes = {size for every in parts for size in every}
     sizes |= {
         features(module.get_submodule(path))[1] for path in region.columns if is_linear(module.get_submodule(path))

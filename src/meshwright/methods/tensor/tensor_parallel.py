@@ -60,7 +60,7 @@ class SplitTrace:
         self._inputs: dict[str, list[torch.Tensor]] = {}  # of each group: those whose gradient is accounted for
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """The shape that one rank holds."""
+        """Return the shape that one rank holds."""
         dim = self.dims.get(parameter)
         return tuple(size // self._ranks if d == dim else size for d, size in enumerate(parameter.shape))
 
@@ -86,7 +86,7 @@ class SplitTrace:
             self._inputs = {}
 
     def _token_hooks(self, log: SaveLog) -> list[Any]:
-        """What ``tokens`` does, and counts it."""
+        """Return what ``tokens`` does, and counts it."""
         if self._sequence is None:
             return []
         hooks = []
@@ -125,7 +125,7 @@ class SplitTrace:
         return output.chunk(self._ranks, TOKENS_DIM)[0].clone()
 
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
-        """What the last run sends in one micro-batch."""
+        """Return what the last run sends in one micro-batch."""
         found = []
         for kind, moment, size, path, position in self._sent:
             parts = path.split(".")
@@ -185,7 +185,7 @@ class SplitTrace:
         return leave
 
     def _vocabulary(self, part: torch.Tensor) -> Vocabulary:
-        """What cross entropy, or whoever wants the whole logits, would send."""
+        """Return what cross entropy, or whoever wants the whole logits, would send."""
 
         def reduced(numbers: torch.Tensor) -> torch.Tensor:
             self._sent.append(("all_reduce", "forward", _bytes(numbers), "", 0))
@@ -266,7 +266,7 @@ class TensorParallel(Method):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuses the keys of ATorch's planner."""
+        """Refuse the keys of ATorch's planner."""
         for key in _REFUSED:
             if keys.get(key) is not None:
                 raise StrategyError(
@@ -279,12 +279,12 @@ class TensorParallel(Method):
         return keys
 
     def text_arguments(self) -> dict[str, Any]:
-        """Prints the plan as a dictionary."""
+        """Print the plan as a dictionary."""
         plan = {"plan": dict(self.plan)} if self.plan else {}
         return plan | ({"sequence": True} if self.sequence else {})
 
     def split(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> Split:
-        """How it divides a model over ``ranks`` ranks; nothing is changed.
+        """Return how it divides a model over ``ranks`` ranks; nothing is changed.
 
         Args:
             model: A plain module.
@@ -298,22 +298,22 @@ class TensorParallel(Method):
         return split_of(model, dict(self.plan), ranks, sample, sequence=self.sequence)
 
     def layers(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> list[PlannedLayer]:
-        """The layers of :meth:`split`."""
+        """Return the layers of :meth:`split`."""
         return list(self.split(model, ranks, sample).layers)
 
     def trace(self, model: nn.Module, ranks: int, sample: SampleRun | None = None) -> SplitTrace | None:
-        """What predictions need to run the model as one of ``ranks`` ranks; None when nothing is split."""
+        """Return what predictions need to run the model as one of ``ranks`` ranks; None when nothing is split."""
         return SplitTrace(model, self.split(model, ranks, sample), ranks) if ranks > 1 else None
 
     def check(self, job: Job) -> None:
-        """Refuses models that cannot be split, and plans that the model or the axis cannot follow."""
+        """Refuse models that cannot be split, and plans that the model or the axis cannot follow."""
         if job.size(AXIS) > 1 or self.plan:
             split = self.split(job.model, job.size(AXIS), job.sample)
             # Kept, since a pipeline will leave this rank with a part of the model.
             job.split = split, split.summary(job.model, job.size(AXIS))
 
     def apply(self, job: Job) -> None:
-        """Splits the layers; the rest of the model stays whole on every rank."""
+        """Split the layers; the rest of the model stays whole on every rank."""
         if job.size(AXIS) == 1:
             return
         assert job.split is not None, "check has found it"

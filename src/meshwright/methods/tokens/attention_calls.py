@@ -32,7 +32,7 @@ class TokenOrder:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """The chunks that this rank has, ascending."""
+        """Return the chunks that this rank has, ascending."""
         return (self.index, 2 * self.size - 1 - self.index) if self.balanced else (self.index,)
 
     @property
@@ -41,7 +41,7 @@ class TokenOrder:
         return self.size * len(self.chunks)
 
     def at(self, index: int) -> TokenOrder:
-        """The same order as another rank sees it."""
+        """Return the same order as another rank sees it."""
         return dataclasses.replace(self, index=index)
 
     def part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ class TokenOrder:
         return torch.cat(mine, dim) if len(mine) > 1 else mine[0].clone()
 
     def in_order(self, parts: torch.Tensor, dim: int) -> torch.Tensor:
-        """The parts of all ranks, one behind the other along ``dim``, put into the order of the tokens."""
+        """Return the parts of all ranks, one behind the other along ``dim``, put into the order of the tokens."""
         if not self.balanced:
             return parts
         chunks = parts.chunk(self.num_chunks, dim)
@@ -59,7 +59,7 @@ class TokenOrder:
         return torch.cat([chunks[held.index(chunk)] for chunk in range(self.num_chunks)], dim)
 
     def check(self, tokens: int) -> None:
-        """Refuses numbers of tokens that cannot be dealt.
+        """Refuse numbers of tokens that cannot be dealt.
 
         Raises:
             ModelError: Alike on every rank of the axis.
@@ -139,7 +139,7 @@ class AttentionCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs any other function as it is."""
+        """Run any other function as it is."""
         if func is not scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         self.count += 1
@@ -148,7 +148,7 @@ class AttentionCalls(TorchFunctionMode):
 
 @contextlib.contextmanager
 def grouped_keys() -> Iterator[None]:
-    """Lets transformers hand attention grouped keys and values as they are: they travel so.
+    """Let transformers hand attention grouped keys and values as they are: they travel so.
 
     Otherwise it repeats them where there is a mask, as there is in every pass without data.
     """
@@ -165,7 +165,7 @@ def grouped_keys() -> Iterator[None]:
 
 
 def answering(path: str, ranks: TokenRanks) -> Callable[..., Any]:
-    """What goes around the forward of the block at ``path``, so that its attention is over all tokens."""
+    """Return what goes around the forward of the block at ``path``, so that its attention is over all tokens."""
 
     def run(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         calls = AttentionCalls(ranks.attend)
@@ -179,7 +179,7 @@ def answering(path: str, ranks: TokenRanks) -> Callable[..., Any]:
 
 
 def cannot_intercept(path: str, method: str) -> ModelError:
-    """The error for a block in which no attention is seen."""
+    """Return the error for a block in which no attention is seen."""
     return ModelError(
         f"{method}: {path} calls no attention that can be taken over",
         expected="calls of torch.nn.functional.scaled_dot_product_attention in every block",
@@ -189,7 +189,7 @@ def cannot_intercept(path: str, method: str) -> ModelError:
 
 
 def check_among_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, method: str) -> None:
-    """Refuses attention that is not among the tokens that the ranks have parts of.
+    """Refuse attention that is not among the tokens that the ranks have parts of.
 
     Raises:
         ModelError: Alike on every rank of the axis, since their parts have the same shape.
@@ -205,7 +205,7 @@ def check_among_parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 
 def check_mask(mask: torch.Tensor, tokens: int, method: str) -> None:
-    """Refuses masks that are not for all ``tokens``.
+    """Refuse masks that are not for all ``tokens``.
 
     Raises:
         ModelError: Alike on every rank of the axis.

@@ -47,7 +47,7 @@ class ContextRanks(TokenRanks):
         return self.order.in_order(self._axis.gather_tokens(hidden), 1)
 
     def pass_on(self, tensors: list[torch.Tensor]) -> Arriving:
-        """Starts sending tensors to the next rank, and receiving the like from the one before."""
+        """Start sending tensors to the next rank, and receiving the like from the one before."""
         order, group = self.order, self._axis.group
         following, preceding = (order.index + 1) % order.size, (order.index - 1) % order.size
         sent = [tensor.contiguous() for tensor in tensors]
@@ -160,13 +160,13 @@ class TracedContext(ContextRanks):
         return traced_gather(self, hidden, self._note)
 
     def pass_on(self, tensors: list[torch.Tensor]) -> Arriving:
-        """Notes what is sent; what arrives has the same shapes."""
+        """Note what is sent; what arrives has the same shapes."""
         self._travelling = tensors
         self._note("context", "send", "forward", sum(map(tensor_bytes, tensors)))
         return lambda: [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
 
     def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Notes what travels in backward too."""
+        """Note what travels in backward too."""
         out = super().attend(*args, **kwargs)
         if out.requires_grad:
             self._note("context", "send", "backward", bytes_in_backward(self._travelling, self.order.size))
@@ -208,12 +208,12 @@ class ContextParallel(Method):
         return TokenOrder(self.method_name, size, 0, self.balance)
 
     def check(self, job: Job) -> None:
-        """Refuses models whose blocks cannot work on a part of the tokens, found out on a sample where there is one."""
+        """Refuse models whose blocks cannot work on a part of the tokens, found out on a sample where there is one."""
         if job.size(AXIS) > 1:
             check_parts(job, self._order(job.size(AXIS)))
 
     def apply(self, job: Job) -> None:
-        """Cuts and gathers tokens in hooks around the blocks, and takes over attention inside them."""
+        """Cut and gather tokens in hooks around the blocks, and take over attention inside them."""
         if job.size(AXIS) > 1:
             axis = TensorAxis(job.require_mesh()[AXIS])
             work_on_parts(job.model, ContextRanks(axis, balance=self.balance, within=job.size("sequence")))
@@ -221,5 +221,5 @@ class ContextParallel(Method):
             without_cache(job, self.method_name)
 
     def cost(self, step: Step) -> Step:
-        """What travels in every micro-batch; activations and operations are traced with a part of the tokens."""
+        """Return what travels in every micro-batch; activations and operations are traced with a part of the tokens."""
         return send_boundaries(step, AXIS)

@@ -41,17 +41,17 @@ class View:
 
 
 def causal_table(order: TokenOrder) -> Table:
-    """The table of causal attention."""
+    """Return the table of causal attention."""
     return tuple(tuple(key <= query for key in range(order.num_chunks)) for query in order.chunks)
 
 
 def with_four_dims(mask: torch.Tensor) -> torch.Tensor:
-    """A mask as (batch or 1, heads or 1, tokens or 1, tokens)."""
+    """Return a mask as (batch or 1, heads or 1, tokens or 1, tokens)."""
     return mask[(None,) * (4 - mask.dim())]
 
 
 def mask_table(mask: torch.Tensor, order: TokenOrder) -> Table:
-    """The table of a mask (…, tokens or 1, tokens).
+    """Return the table of a mask (…, tokens or 1, tokens).
 
     A query sees a key where the mask is True, or above minus infinity. The table is made in one look at values, for
     which a CUDA device is waited for: once for a mask that all layers share. Without values all is visible.
@@ -81,7 +81,7 @@ def _looked_up(mask: torch.Tensor, order: TokenOrder) -> Table:
 
 
 def view_of(table: Table, order: TokenOrder, source: int, tokens: int, *, is_causal: bool) -> View | None:
-    """What this rank's queries see of the keys of rank ``source``; None: nothing.
+    """Return what this rank's queries see of the keys of rank ``source``; None: nothing.
 
     Args:
         table: See above.
@@ -132,7 +132,7 @@ class Block:
     scale: float | None
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output (as queries, features of values), and the log-sum-exp (batch, heads, queries) of its scores.
+        """Return output (as queries, features of values), and the log-sum-exp (batch, heads, queries) of its scores.
 
         Rows that see no key have the output 0 and the log-sum-exp minus infinity.
         """
@@ -157,7 +157,7 @@ class Block:
         return out.masked_fill(blind.unsqueeze(-1), 0), lse.masked_fill(blind, -torch.inf)
 
     def backward(self, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
-        """Gradients of query, key and value.
+        """Return the gradients of query, key and value.
 
         Args:
             gradient: Of the output of whole rows.
@@ -183,7 +183,7 @@ class Block:
         return self.query, self.key, self.value
 
     def _padded(self) -> Block:
-        """The same with features of one number that the kernels take; zeros add nothing."""
+        """Return the same with features of one number that the kernels take; zeros add nothing."""
         features = max(self.query.shape[-1], self.value.shape[-1])
         if self.query.device.type != "cpu":
             features = -(-features // _FEATURES) * _FEATURES
@@ -249,7 +249,7 @@ class Ring(Protocol):
     order: TokenOrder
 
     def pass_on(self, tensors: list[torch.Tensor]) -> Arriving:
-        """Starts sending tensors to the next rank, and receiving the like from the one before."""
+        """Start sending tensors to the next rank, and receiving the like from the one before."""
 
 
 class _Merged:
@@ -263,7 +263,7 @@ class _Merged:
         self.lse = query.new_full((batch, heads, tokens), -torch.inf, dtype=dtype)
 
     def add(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merges the outputs of ``rows`` over further keys."""
+        """Merge the outputs of ``rows`` over further keys."""
         so_far, known = self.out[:, :, rows], self.lse[:, :, rows]
         total = torch.logaddexp(known, lse)
         finite = total.masked_fill(total == -torch.inf, 0)  # rows that have seen nothing stay 0
@@ -304,7 +304,7 @@ class RingAttention(Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        """Gradients of query, key and value."""
+        """Return the gradients of query, key and value."""
         query, key, value, mask, out, lse = ctx.saved_tensors
         gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
         lse = lse.masked_fill(lse == -torch.inf, 0)  # kernels compute with it, also in rows that see nothing
@@ -331,7 +331,7 @@ class RingAttention(Function):
 
 
 def bytes_in_backward(held: list[torch.Tensor], size: int) -> int:
-    """What a rank of a ring of ``size`` sends in backward: keys and values once more, and their gradients."""
+    """Return what a rank of a ring of ``size`` sends in backward: keys and values once more, and their gradients."""
     elements = sum(tensor.numel() for tensor in held)
     return (size - 1) * elements * held[0].element_size() + size * elements * _wide(held[0]).itemsize
 

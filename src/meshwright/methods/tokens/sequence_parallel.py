@@ -139,7 +139,7 @@ def _all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _ungrouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values with one head for each of the query's."""
+    """Return the keys and values with one head for each of the query's."""
     return (
         key.repeat_interleave(query.shape[1] // key.shape[1], 1),
         value.repeat_interleave(query.shape[1] // value.shape[1], 1),
@@ -147,7 +147,7 @@ def _ungrouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
 
 
 def check_heads(query: torch.Tensor, ranks: int) -> None:
-    """Refuses queries (batch, heads, …) whose heads the axis does not divide.
+    """Refuse queries (batch, heads, …) whose heads the axis does not divide.
 
     Raises:
         ModelError: Alike on every rank of the axis.
@@ -168,7 +168,7 @@ class Ledger(Protocol):
     """Notes what would be sent."""
 
     def __call__(self, axis: BoundaryAxis, kind: CollectiveKind, moment: Moment, num_bytes: int) -> None:
-        """Notes one collective."""
+        """Note one collective."""
 
 
 class Ranks(Protocol):
@@ -192,7 +192,7 @@ class TracedSequence(SequenceRanks):
         self.order = TokenOrder("sequence_parallel", size, 0)
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
-        """Notes an exchange and the one of its gradients."""
+        """Note an exchange and the one of its gradients."""
         self._note("sequence", "all_to_all", "forward", tensor_bytes(parts))
         if parts.requires_grad:
             self._note("sequence", "all_to_all", "backward", tensor_bytes(parts))
@@ -204,7 +204,7 @@ class TracedSequence(SequenceRanks):
 
 
 def traced_gather(ranks: TokenRanks, hidden: torch.Tensor, note: Ledger) -> torch.Tensor:
-    """Notes the gathering of the tokens and the sum of their gradients."""
+    """Note the gathering of the tokens and the sum of their gradients."""
     whole = torch.cat([hidden] * ranks.order.size, TOKENS_DIM)
     note(ranks.axis, "all_gather", "forward", tensor_bytes(whole))  # type: ignore[arg-type]
     if hidden.requires_grad:
@@ -233,7 +233,7 @@ class TokensTrace:
         self._sent: list[tuple[Boundary, int, tuple[nn.Module, ...]]] = []
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """The shape that one rank holds."""
+        """Return the shape that one rank holds."""
         return tuple(parameter.shape)
 
     def _note(self, axis: BoundaryAxis, kind: CollectiveKind, moment: Moment, num_bytes: int) -> None:
@@ -292,7 +292,7 @@ class TokensTrace:
         ]
 
     def boundaries(self, model: nn.Module, log: list[tuple[nn.Module, ...]]) -> tuple[Boundary, ...]:
-        """What the last run sends in one micro-batch."""
+        """Return what the last run sends in one micro-batch."""
         found = []
         for boundary, position, around in self._sent:
             needed = {module for stack in log[position:] for module in stack}
@@ -302,7 +302,7 @@ class TokensTrace:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of its elements."""
+    """Return the bytes of its elements."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -345,7 +345,7 @@ class SequenceParallel(Method):
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        """Refuses ATorch's keys, of which the mesh says one and the model none."""
+        """Refuse ATorch's keys, of which the mesh says one and the model none."""
         given = sorted(_REFUSED.intersection(keys))
         if given:
             raise StrategyError(
@@ -357,14 +357,14 @@ class SequenceParallel(Method):
         return keys
 
     def check(self, job: Job) -> None:
-        """Refuses models whose blocks cannot work on a part of the tokens, found out on a sample where there is one."""
+        """Refuse models whose blocks cannot work on a part of the tokens, found out on a sample where there is one."""
         size = job.size(AXIS)
         if size > 1:
             divisor = size * job.size("tensor")  # which has divided the heads before
             check_parts(job, TokenOrder(self.method_name, size, 0), functools.partial(check_heads, ranks=divisor))
 
     def apply(self, job: Job) -> None:
-        """Cuts and gathers tokens in hooks around the blocks, and takes over attention inside them."""
+        """Cut and gather tokens in hooks around the blocks, and take over attention inside them."""
         if job.size(AXIS) > 1:
             axis = TensorAxis(job.require_mesh()[AXIS])
             work_on_parts(job.model, SequenceRanks(axis, job.size("context")))
@@ -372,5 +372,8 @@ class SequenceParallel(Method):
             without_cache(job, self.method_name)
 
     def cost(self, step: Step) -> Step:
-        """What is exchanged in every micro-batch; activations and operations are traced with a part of the tokens."""
+        """Return what is exchanged in every micro-batch.
+
+        Activations and operations are traced with a part of the tokens.
+        """
         return send_boundaries(step, AXIS)

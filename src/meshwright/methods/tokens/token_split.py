@@ -48,7 +48,7 @@ Place = Literal["first", "following", "staged"]
 
 
 def work_on_parts(model: nn.Module, ranks: TokenRanks) -> None:
-    """Cuts and gathers tokens in hooks around the blocks, and lets ``ranks`` answer attention inside them.
+    """Cut and gather tokens in hooks around the blocks, and let ``ranks`` answer attention inside them.
 
     Of several axes the innermost comes first: what is cut later is cut before it, and is gathered after it.
     """
@@ -59,7 +59,7 @@ def work_on_parts(model: nn.Module, ranks: TokenRanks) -> None:
 
 
 def _others(model: nn.Module, blocks: BlockList) -> tuple[bool, bool]:
-    """Whether other pipeline ranks have blocks of the list before and after these."""
+    """Return whether other pipeline ranks have blocks of the list before and after these."""
     paths = [path for path, _ in blocks]
     children = list(model.get_submodule(paths[0].rpartition(".")[0]).children())
     places = [children.index(block) for _, block in blocks]
@@ -68,7 +68,7 @@ def _others(model: nn.Module, blocks: BlockList) -> tuple[bool, bool]:
 
 
 def block_lists(model: nn.Module, method: str) -> list[BlockList]:
-    """The blocks of a model with their paths, list by list.
+    """Return the blocks of a model with their paths, list by list.
 
     Raises:
         ModelError: When there are none, naming the method.
@@ -78,7 +78,7 @@ def block_lists(model: nn.Module, method: str) -> list[BlockList]:
 
 
 def cut_tokens(blocks: BlockList, ranks: TokenRanks, others: tuple[bool, bool] = (False, False)) -> list[Any]:
-    """Cuts tokens before the first block, and puts them together behind the last; returns the hooks.
+    """Cut tokens before the first block, and put them together behind the last; return the hooks.
 
     Args:
         blocks: The blocks.
@@ -122,7 +122,7 @@ class TokenParts:
     def enter(
         self, path: str, place: Place, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the block at ``path``.
+        """Return the arguments of the block at ``path``.
 
         Raises:
             ModelError: When there is no hidden state, or not that of this rank's tokens.
@@ -149,11 +149,11 @@ class TokenParts:
         return positional, {name: argument(name, kwargs[name]) for name in kwargs}
 
     def forget(self) -> None:
-        """Lets go of what blocks have shared, behind the last of them."""
+        """Let go of what blocks have shared, behind the last of them."""
         self._known = {}
 
     def _whole(self, hidden: torch.Tensor) -> int:
-        """Tokens of the whole sequence, told by the part that goes from block to block."""
+        """Return the tokens of the whole sequence, told by the part that goes from block to block."""
         return int(hidden.shape[TOKENS_DIM]) * self._order.size * self._order.within
 
     def _part(self, name: str, leaf: Any) -> Any:
@@ -179,7 +179,9 @@ def _argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def tokens_dim(name: str, tensor: torch.Tensor, tokens: int) -> int | None:
-    """Which dim of a block's argument counts the tokens that go with the hidden state; None: it is for attention.
+    """Return which dim of a block's argument counts the tokens that go with the hidden state; None.
+
+    It is for attention.
 
     Hidden states, and cosines and sines of positions, are (…, tokens, features); position ids (…, tokens). Masks
     (…, tokens or 1, tokens) stay whole, since attention is over all tokens.
@@ -206,7 +208,7 @@ def prove_blocks(
     order: TokenOrder,
     check_queries: Callable[[torch.Tensor], None] = lambda queries: None,
 ) -> str | None:
-    """Holds every kind of block against the same block on parts of the tokens.
+    """Hold every kind of block against the same block on parts of the tokens.
 
     Args:
         model: A plain module; its weights are not used, and nothing of it is changed.
@@ -246,7 +248,7 @@ def prove_blocks(
 
 
 def _divides(block: RecordedBlock, order: TokenOrder) -> bool:
-    """Whether the sample's tokens can be cut; blocks without a hidden state are left to the proof."""
+    """Return whether the sample's tokens can be cut; blocks without a hidden state are left to the proof."""
     assert block.call is not None
     leaves = tree_leaves((block.call.args, block.call.kwargs))
     place = first_hidden(leaves)
@@ -285,13 +287,13 @@ class _Whole:
         self.calls: list[tuple[list[Any], torch.Tensor]] = []
 
     def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Computes and notes it."""
+        """Compute and notes it."""
         output = scaled_dot_product_attention(*args, **kwargs)
         self.calls.append((_inputs(*args, **kwargs), output))
         return output
 
     def answer(self, place: TokenOrder, calls: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The part of the next output, when the inputs are the parts of the whole's."""
+        """Return the part of the next output, when the inputs are the parts of the whole's."""
         inputs, output = next(calls, (None, None))
         found = _inputs(*args, **kwargs)
         if inputs is None or output is None:
@@ -322,7 +324,7 @@ def _inputs(
 
 
 def _run(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], calls: AttentionCalls) -> torch.Tensor | None:
-    """The block's hidden state, with random weights."""
+    """Return the block's hidden state, with random weights."""
     generator = torch.Generator().manual_seed(_SEED)
     state: dict[str, torch.Tensor] = {}
     for name, parameter in block.named_parameters():
@@ -343,7 +345,7 @@ def _run(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], calls:
 def check_parts(
     job: Job, order: TokenOrder, check_queries: Callable[[torch.Tensor], None] = lambda queries: None
 ) -> None:
-    """Refuses models whose blocks cannot work on a part of the tokens; says so where there is no sample to find out.
+    """Refuse models whose blocks cannot work on a part of the tokens; say so where there is no sample to find out.
 
     Args:
         job: The job; its model is not changed.
@@ -368,7 +370,7 @@ def check_parts(
 
 
 def whole_input_gradients(model: nn.Module, axis: TensorAxis) -> None:
-    """Gives a gradient that leaves the model through its inputs (a discriminator's) the tokens of all ranks.
+    """Give a gradient that leaves the model through its inputs (a discriminator's) the tokens of all ranks.
 
     Behind the cut a rank has n times the gradient of its own tokens, which for weights the averaging evens out.
     """
@@ -383,6 +385,6 @@ def whole_input_gradients(model: nn.Module, axis: TensorAxis) -> None:
 
 
 def without_cache(job: Job, method: str) -> None:
-    """Switches key-value caches off: a rank has a part of the tokens."""
+    """Switch key-value caches off: a rank has a part of the tokens."""
     if without_caches(job.model):
         job.notices.append(f"{method}: config.use_cache was set to False; a rank has a part of the tokens")

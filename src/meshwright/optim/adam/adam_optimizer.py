@@ -80,7 +80,7 @@ class AdamBase(ShardedStateDict):
         self._delta = DeltaMoments()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; values it lacks are the constructor's.
+        """Add a group; values it lacks are the constructor's.
 
         Raises:
             ConfigError: When a hyperparameter is out of range.
@@ -94,7 +94,7 @@ class AdamBase(ShardedStateDict):
             raise
 
     def step(self, closure: Callable[[], Any] | None = None, scale: float = 1.0) -> Any:  # type: ignore[override]
-        """Updates every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Gradients are used up: those of fp32 parameters may be left divided by ``scale``, others as they were.
 
@@ -145,14 +145,14 @@ class AdamBase(ShardedStateDict):
         return DirectLink()
 
     def home(self, parameter: torch.Tensor) -> tuple[torch.device, bool]:
-        """Where a parameter's states live, and whether that is another device than its own."""
+        """Return where a parameter's states live, and whether that is another device than its own."""
         local = local_tensor(parameter)
         link = self._link(local.device)
         return link.home(local), link.remote
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes this rank holds for moving and converting gradients and weights, beside the states."""
+        """Return the bytes this rank holds for moving and converting gradients and weights, beside the states."""
         return sum(link.staging_bytes for link in self._links.values())
 
     def _check_step(self, scale: float) -> None:
@@ -177,16 +177,19 @@ class AdamBase(ShardedStateDict):
 
     @torch.no_grad()
     def empty_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """States as before a parameter's first step: ``step``, ``exp_avg``, ``exp_avg_sq`` and perhaps ``master``."""
+        """Return the states as before a parameter's first step.
+
+        ``step``, ``exp_avg``, ``exp_avg_sq`` and perhaps ``master``.
+        """
         return self._states.made_for(parameter)
 
     def check_saved(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuses states that are not those of an Adam."""
+        """Refuse states that are not those of an Adam."""
         check_saved_states(state_dict)
 
     @torch.no_grad()
     def refresh_master(self) -> None:
-        """Takes the parameters over into their fp32 masters; call it after weights were changed by other means.
+        """Take the parameters over into their fp32 masters; call it after weights were changed by other means.
 
         A step rounds the masters into the parameters, so a change of the parameters alone would be lost.
         """
@@ -195,7 +198,7 @@ class AdamBase(ShardedStateDict):
                 local_tensor(state["master"]).copy_(local_tensor(parameter))
 
     def get_avg_delta(self) -> float:
-        """Mean of the last step's m̂ / (√v̂ + eps) + weight_decay · w over all parameters of all ranks.
+        """Return the mean of the last step's m̂ / (√v̂ + eps) + weight_decay · w over all parameters of all ranks.
 
         Raises:
             ConfigError: Without ``record_delta=True``.
@@ -204,7 +207,7 @@ class AdamBase(ShardedStateDict):
         return self._delta.mean
 
     def get_var_delta(self) -> float:
-        """Population variance of what :meth:`get_avg_delta` averages.
+        """Return the population variance of what :meth:`get_avg_delta` averages.
 
         Raises:
             ConfigError: Without ``record_delta=True``.
@@ -222,7 +225,7 @@ class AdamBase(ShardedStateDict):
             )
 
     def forget(self) -> None:
-        """Lets go of states that are about to be replaced."""
+        """Let go of states that are about to be replaced."""
         self._states.forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -399,7 +402,7 @@ class BackwardUpdate:
         self._owner[id(parameter)].advance(parameter)
 
     def _begin(self, update: BucketUpdate, bucket: Bucket) -> None:
-        """Sends a bucket's gradients off, and frees those that no other bucket needs."""
+        """Send a bucket's gradients off, and free those that no other bucket needs."""
         flight = update.start([piece for piece in bucket if piece.parameter.grad is not None])
         self._flights.put((update, flight))
         del self._awaited[id(bucket)]
@@ -455,7 +458,7 @@ class AdamOffloadOptimizer(AdamBase):
 
     @contextlib.contextmanager
     def step_in_backward(self, scale: float = 1.0) -> Iterator[None]:
-        """Does the work of one ``step`` behind the backward pass inside the block; collective as ``step`` is.
+        """Do the work of one ``step`` behind the backward pass inside the block; collective as ``step`` is.
 
         A bucket's gradients leave as soon as backward has completed them, and are freed; a thread updates the bucket on
         the host, and its weights return, while backward goes on. When the block ends the step is done, and parameters

@@ -20,7 +20,7 @@ _FUSED_DEVICES = ("cpu", "cuda")
 
 
 def is_decoupled(rule: str, dtype: torch.dtype) -> bool:
-    """Whether weight decay bypasses the moments for parameters of this type.
+    """Return whether weight decay bypasses the moments for parameters of this type.
 
     ``"decoupled"`` is AdamW (Loshchilov and Hutter 2019, Algorithm 2), ``"coupled"`` is L2 regularisation as in Adam
     (Kingma and Ba 2015), ``"bmtrain"`` is what BMTrain does: decoupled for half precision, coupled for fp32.
@@ -43,7 +43,7 @@ class AdamRule:
 
     @classmethod
     def of(cls, group: Mapping[str, Any], dtype: torch.dtype) -> AdamRule:
-        """Reads a parameter group; tensors among its values are read to the host."""
+        """Read a parameter group; tensors among its values are read to the host."""
         beta1, beta2 = group["betas"]
         return cls(
             lr=float(group["lr"]),
@@ -65,7 +65,7 @@ class AdamRule:
         step: int,
         scale: float,
     ) -> None:
-        """Moves fp32 weights and moments by one step, in place.
+        """Move fp32 weights and moments by one step, in place.
 
         Args:
             weights: Dense fp32 tensors of one device.
@@ -133,7 +133,9 @@ class AdamRule:
         )
 
     def delta(self, weight: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: int) -> torch.Tensor:
-        """The direction of a step: m̂ / (√v̂ + eps), plus weight_decay · w where decay is decoupled (BMTrain's delta).
+        """Return the direction of a step.
+
+        M̂ / (√v̂ + eps), plus weight_decay · w where decay is decoupled (BMTrain's delta).
 
         Args:
             weight: Before the step.
@@ -185,7 +187,7 @@ class AdamStates:
         self._ready: dict[torch.Tensor, Shards] = {}
 
     def needs_master(self, parameter: torch.Tensor) -> bool:
-        """Whether the update is computed in a copy."""
+        """Return whether the update is computed in a copy."""
         _, remote = self._home(parameter)
         return remote or parameter.dtype != torch.float32 or not is_dense(local_tensor(parameter))
 
@@ -208,7 +210,7 @@ class AdamStates:
         return found
 
     def forget(self) -> None:
-        """Lets go of states that are about to be replaced."""
+        """Let go of states that are about to be replaced."""
         self._ready.clear()
 
     def _mended(self, parameter: torch.Tensor, weight: torch.Tensor, state: dict[str, Any]) -> Shards:
@@ -232,7 +234,7 @@ class AdamStates:
 
 
 def check_saved_states(state_dict: Mapping[str, Any]) -> None:
-    """Refuses what another kind of optimizer has saved.
+    """Refuse what another kind of optimizer has saved.
 
     Raises:
         CheckpointError: Naming the states of the first parameter that has others.
@@ -265,7 +267,7 @@ def _kept(state: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _is_current(shards: Shards, state: dict[str, Any], weight: torch.Tensor) -> bool:
-    """Whether nobody has replaced a state, or the weight or its layout, since the last step."""
+    """Return whether nobody has replaced a state, or the weight or its layout, since the last step."""
     if not state or shards.weight is not weight:
         return False
     if any(kept is not now for kept, now in zip(shards.kept, _kept(state), strict=True)):

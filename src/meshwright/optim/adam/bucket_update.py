@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     """Whether it is the whole shard."""
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """The piece's part of a tensor that is laid out like the shard; in the tensor's own shape when whole."""
+        """Return the piece's part of a tensor that is laid out like the shard; in the tensor's own shape when whole."""
         return local if self.whole else local.view(-1)[self.start : self.stop]
 
 
@@ -36,7 +36,7 @@ Bucket = list[Piece]
 
 
 def cut(parameters: Iterable[torch.Tensor], max_elements: int | None) -> list[Bucket]:
-    """Cuts the local shards of parameters, in their order, into buckets.
+    """Cut the local shards of parameters, in their order, into buckets.
 
     Args:
         parameters: Plain tensors and DTensors; empty shards are left out.
@@ -75,18 +75,18 @@ class DeltaMoments:
         self._total: torch.Tensor | None = None
 
     def restart(self) -> None:
-        """Forgets the step before."""
+        """Forget the step before."""
         self._sums, self._total = [], None
 
     def add(self, parameter: torch.Tensor, values: torch.Tensor) -> None:
-        """Counts the values of a piece of one parameter."""
+        """Count the values of a piece of one parameter."""
         wide = values.double()
         count = torch.full((), float(values.numel()), dtype=torch.float64, device=values.device)
         replicas = num_replicas(parameter, held=placement_of(parameter))
         self._sums.append(torch.stack([wide.sum(), wide.square().sum(), count]) / replicas)
 
     def reduce(self) -> None:
-        """Sums over ranks: one all-reduce of three numbers, on every rank, whatever it holds itself."""
+        """Sum over ranks: one all-reduce of three numbers, on every rank, whatever it holds itself."""
         device = self._sums[0].device if self._sums else torch.device("cpu")
         total = torch.zeros(3, dtype=torch.float64, device=device)
         for part in self._sums:
@@ -95,13 +95,13 @@ class DeltaMoments:
 
     @property
     def mean(self) -> float:
-        """Mean of the last step; nan before the first."""
+        """Return the mean of the last step; nan before the first."""
         total, _, count = self._read()
         return total / count if count else float("nan")
 
     @property
     def variance(self) -> float:
-        """Population variance of the last step; nan before the first."""
+        """Return the population variance of the last step; nan before the first."""
         total, squares, count = self._read()
         return max(squares / count - (total / count) ** 2, 0.0) if count else float("nan")
 
@@ -116,7 +116,7 @@ class Event(Protocol):
     """A point in a queue of copies."""
 
     def synchronize(self) -> None:
-        """Lets the host wait for everything queued before this point."""
+        """Let the host wait for everything queued before this point."""
 
 
 class Copies(Protocol):
@@ -126,16 +126,16 @@ class Copies(Protocol):
     """Whether host buffers must be page-locked."""
 
     def mark(self) -> Any:
-        """The point the device's current stream has reached."""
+        """Return the point the device's current stream has reached."""
 
     def to_host(self, host: list[torch.Tensor], device: list[torch.Tensor], after: Any) -> Event:
-        """Queues copies of device tensors that are complete at ``after``."""
+        """Queue copies of device tensors that are complete at ``after``."""
 
     def to_device(self, device: list[torch.Tensor], host: list[torch.Tensor], after: Any) -> Event:
-        """Queues copies into device tensors that nobody uses from ``after`` on."""
+        """Queue copies into device tensors that nobody uses from ``after`` on."""
 
     def join(self) -> None:
-        """Lets the device's current stream wait for all copies queued; the host does not wait."""
+        """Let the device's current stream wait for all copies queued; the host does not wait."""
 
 
 class Arena:
@@ -161,7 +161,7 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are held."""
+        """Return the bytes that are held."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
 
@@ -185,26 +185,26 @@ class Link(Protocol):
     """Whether states live on another device than the weights: then all weights have a master there."""
 
     def home(self, local: torch.Tensor) -> torch.device:
-        """Where the states of a parameter live."""
+        """Return where the states of a parameter live."""
 
     def fetch(self, gradients: list[torch.Tensor], likes: list[torch.Tensor]) -> Ticket:
-        """Begins to move gradients to the home of ``likes``, the states of the bucket."""
+        """Begin to move gradients to the home of ``likes``, the states of the bucket."""
 
     def receive(self, ticket: Ticket, likes: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Waits for them; fp32 tensors laid out like ``likes``, free to be written to until the next ``receive``."""
+        """Wait for them; fp32 tensors laid out like ``likes``, free to be written to until the next ``receive``."""
 
     def send(self, ticket: Ticket, weights: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-        """Begins to round masters into the weights; the bucket ends here."""
+        """Begin to round masters into the weights; the bucket ends here."""
 
     def drop(self, ticket: Ticket) -> None:
-        """Gives a bucket up whose ``receive`` or ``send`` failed."""
+        """Give a bucket up whose ``receive`` or ``send`` failed."""
 
     def join(self) -> None:
-        """Lets the device wait for all weights sent."""
+        """Let the device wait for all weights sent."""
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of host and device memory held for moving and converting."""
+        """Return the bytes of host and device memory held for moving and converting."""
 
 
 class DirectLink:
@@ -216,7 +216,7 @@ class DirectLink:
         self._scratch = Arena()
 
     def home(self, local: torch.Tensor) -> torch.device:
-        """The parameter's own device."""
+        """Return the parameter's own device."""
         return local.device
 
     def fetch(self, gradients: list[torch.Tensor], likes: list[torch.Tensor]) -> Ticket:
@@ -224,11 +224,11 @@ class DirectLink:
         return Ticket(gradients)
 
     def receive(self, ticket: Ticket, likes: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients themselves where type and strides fit, fp32 copies of the others."""
+        """Return the gradients themselves where type and strides fit, fp32 copies of the others."""
         return as_fp32(ticket.gradients, likes, self._scratch)
 
     def send(self, ticket: Ticket, weights: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-        """Rounds to nearest, ties to even, as ``copy_`` does."""
+        """Round to nearest, ties to even, as ``copy_`` does."""
         if weights:
             torch._foreach_copy_(weights, masters)
 
@@ -240,7 +240,7 @@ class DirectLink:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the fp32 gradients of one bucket."""
+        """Return the bytes of the fp32 gradients of one bucket."""
         return self._scratch.num_bytes
 
 
@@ -274,24 +274,24 @@ class StagedLink:
         self._scratch = Arena()
 
     def home(self, local: torch.Tensor) -> torch.device:
-        """The host."""
+        """Return the host."""
         return torch.device("cpu")
 
     def fetch(self, gradients: list[torch.Tensor], likes: list[torch.Tensor]) -> Ticket:
-        """Queues the copies; waits for a slot while two buckets are under way."""
+        """Queue the copies; wait for a slot while two buckets are under way."""
         slot = self._free.get()
         start = self._copies.mark()
         host = _taken_by_type(slot.gradients, gradients, likes)
         return Ticket(host, slot, start, self._copies.to_host(host, gradients, start))
 
     def receive(self, ticket: Ticket, likes: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Waits until the copies of the bucket are complete."""
+        """Wait until the copies of the bucket are complete."""
         assert ticket.arrived is not None
         ticket.arrived.synchronize()
         return as_fp32(ticket.gradients, likes, self._scratch)
 
     def send(self, ticket: Ticket, weights: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-        """Rounds to nearest, ties to even, on the host, and queues the copies."""
+        """Round to nearest, ties to even, on the host, and queue the copies."""
         slot = ticket.slot
         assert slot is not None
         if slot.sent is not None:
@@ -309,12 +309,12 @@ class StagedLink:
         self._free.put(ticket.slot)
 
     def join(self) -> None:
-        """Lets the device's current stream wait for the weights."""
+        """Let the device's current stream wait for the weights."""
         self._copies.join()
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of both slots and of the fp32 gradients of one bucket."""
+        """Return the bytes of both slots and of the fp32 gradients of one bucket."""
         arenas = [arena for slot in self._slots for arena in (slot.gradients, slot.weights)]
         return sum(arena.num_bytes for arena in [*arenas, self._scratch])
 
@@ -330,7 +330,7 @@ def _taken_by_type(arena: Arena, types: list[torch.Tensor], likes: list[torch.Te
 
 
 def as_fp32(gradients: list[torch.Tensor], likes: list[torch.Tensor], scratch: Arena) -> list[torch.Tensor]:
-    """The gradients in fp32 with the strides of ``likes``: themselves where they are so already, else copies."""
+    """Return the gradients in fp32 with the strides of ``likes``: themselves where they are so already, else copies."""
     result = list(gradients)
     places: dict[torch.device, list[int]] = {}
     for place, (gradient, like) in enumerate(zip(gradients, likes, strict=True)):
@@ -370,19 +370,19 @@ class BucketUpdate:
     """By identity of the parameter: its tensors, and the number of this step."""
 
     def advance_all(self) -> None:
-        """Begins the step of every parameter; of those with empty shards too, whose step count is everybody's."""
+        """Begin the step of every parameter; of those with empty shards too, whose step count is everybody's."""
         for parameter in self.parameters:
             self.advance(parameter)
 
     def advance(self, parameter: torch.Tensor) -> None:
-        """Makes a parameter's states if need be and counts the step."""
+        """Make a parameter's states if need be and counts the step."""
         shards = self.states.ready(parameter)
         step = int(shards.step) + 1
         shards.step.fill_(step)
         self._begun[id(parameter)] = shards, step
 
     def run(self, scale: float) -> None:
-        """Updates all buckets: the gradients of the next one travel while one is computed."""
+        """Update all buckets: the gradients of the next one travel while one is computed."""
         before: Flight | None = None
         for bucket in self.buckets:
             flight = self.start(bucket)
@@ -394,12 +394,12 @@ class BucketUpdate:
         self.link.join()
 
     def start(self, bucket: Bucket) -> Flight:
-        """Sends the gradients of a bucket on their way."""
+        """Send the gradients of a bucket on their way."""
         exp_avgs = [piece.of(self._begun[id(piece.parameter)][0].exp_avg) for piece in bucket]
         return Flight(bucket, exp_avgs, self.link.fetch([_gradient(piece) for piece in bucket], exp_avgs))
 
     def finish(self, flight: Flight, scale: float) -> None:
-        """Waits for the gradients of a bucket, computes its update, and sends the weights back."""
+        """Wait for the gradients of a bucket, compute its update, and send the weights back."""
         pieces, exp_avgs = flight.pieces, flight.exp_avgs
         shards = [self._begun[id(piece.parameter)][0] for piece in pieces]
         gradients = self.link.receive(flight.ticket, exp_avgs)

@@ -38,7 +38,7 @@ class GlobalCopy:
         self.outer = _built(make_outer, list(self.of.values()))
 
     def held(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of some parameters whose global weights this rank keeps."""
+        """Return those of some parameters whose global weights this rank keeps."""
         return list(parameters)
 
     def ordered(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -54,7 +54,7 @@ class GlobalCopy:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Takes the replicas' weights, which are equal now, for the global ones."""
+        """Take the replicas' weights, which are equal now, for the global ones."""
         for parameter, copy in self.of.items():
             local_tensor(copy).copy_(self._weights.read(parameter))
 
@@ -64,7 +64,7 @@ class GlobalCopy:
 
     @torch.no_grad()
     def write(self, parameters: Sequence[torch.Tensor], message: Message) -> None:
-        """Fills a message with what this replica has to say of its weights: global - local.
+        """Fill a message with what this replica has to say of its weights: global - local.
 
         Where weights are kept in half precision only, the global ones are rounded first, as they were when the block
         began: what rounding took away is no progress of the replica.
@@ -74,14 +74,14 @@ class GlobalCopy:
             view.copy_(copy.to(local.dtype).to(view.device, view.dtype)).sub_(local)
 
     def send(self, parameters: Sequence[torch.Tensor], message: Message, *, takes_part: bool) -> Flight:
-        """Starts averaging what was written."""
+        """Start averaging what was written."""
         if self._policy.quantise is not None:
             return QuantisedMean(message, self._replicas, self._policy.quantise, takes_part=takes_part)
         return AllReduce(message, self._replicas, takes_part=takes_part)
 
     @torch.no_grad()
     def step(self, parameters: Sequence[torch.Tensor], flight: Flight) -> int:
-        """Waits for the averaged pseudo-gradients and takes an outer step, or none when no replica took part.
+        """Wait for the averaged pseudo-gradients and take an outer step, or none when no replica took part.
 
         Returns:
             How many replicas took part.
@@ -150,7 +150,7 @@ class SplitCopy(GlobalCopy):
         super().__init__(weights, replicas, make_outer, policy)
 
     def held(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of some parameters that this rank owns."""
+        """Return those of some parameters that this rank owns."""
         return [parameter for parameter in parameters if self._owner[parameter] == self._replicas.rank]
 
     def ordered(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -159,12 +159,12 @@ class SplitCopy(GlobalCopy):
 
     @torch.no_grad()
     def write(self, parameters: Sequence[torch.Tensor], message: Message) -> None:
-        """Fills a message with the weights themselves."""
+        """Fill a message with the weights themselves."""
         for parameter, view in zip(parameters, message.views, strict=True):
             view.copy_(self._weights.read(parameter))
 
     def send(self, parameters: Sequence[torch.Tensor], message: Message, *, takes_part: bool) -> Flight:
-        """Starts sending weights to their owners."""
+        """Start sending weights to their owners."""
         return _ToOwners(message, self._owners_of(parameters), self._replicas, takes_part=takes_part)
 
     def _owners_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
@@ -238,7 +238,7 @@ class _ToOwners(Flight):
 
 
 def _piece_sizes(bucket: Bucket, owners: list[int], num_replicas: int) -> list[int]:
-    """Elements of a bucket that each replica owns."""
+    """Return the elements of a bucket that each replica owns."""
     sizes = [0] * num_replicas
     for member, size in zip(bucket.members, bucket.sizes, strict=True):
         sizes[owners[member]] += size

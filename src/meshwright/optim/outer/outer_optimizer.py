@@ -73,27 +73,27 @@ class OuterOptimizer(WrappedOptimizer):
 
     @property
     def replicas(self) -> Replicas:
-        """The ranks this one synchronises with."""
+        """Return the ranks this one synchronises with."""
         return self.synchronizer.replicas
 
     @property
     def outer(self) -> Optimizer:
-        """The outer optimizer, for instance to change its learning rate. The first access is collective."""
+        """Return the outer optimizer, for instance to change its learning rate. The first access is collective."""
         return self.synchronizer.copy.outer
 
     @property
     def guard(self) -> GuardedOptimizer | None:
-        """The inner optimizer's guards, where it has some."""
+        """Return the inner optimizer's guards, where it has some."""
         return self.inner if isinstance(self.inner, GuardedOptimizer) else None
 
     @property
     def step_takes_scale(self) -> bool:
-        """Whether the inner optimizer divides gradients by ``scale`` itself."""
+        """Return whether the inner optimizer divides gradients by ``scale`` itself."""
         return bool(getattr(self.inner, "step_takes_scale", False))
 
     @property
     def in_warmup(self) -> bool:
-        """Whether the next step belongs to warm-up."""
+        """Return whether the next step belongs to warm-up."""
         return self._rhythm.in_warmup(self.num_updates)
 
     @property
@@ -103,7 +103,7 @@ class OuterOptimizer(WrappedOptimizer):
 
     @property
     def _averages_gradients(self) -> bool:
-        """Whether the next step belongs to a synchronous warm-up."""
+        """Return whether the next step belongs to a synchronous warm-up."""
         return self.in_warmup and self.policy.warmup == "synchronous"
 
     def prepare_gradients(self) -> None:
@@ -116,7 +116,7 @@ class OuterOptimizer(WrappedOptimizer):
             self._gradients_are_averaged = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients."""
+        """Clear the gradients."""
         self.inner.zero_grad(set_to_none)
         self._gradients_are_averaged = False
 
@@ -159,7 +159,7 @@ class OuterOptimizer(WrappedOptimizer):
             self.synchronizer.part_loss_scales()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses: the replicas have agreed on what they synchronise.
+        """Refuse: the replicas have agreed on what they synchronise.
 
         Raises:
             ConfigError: Always.
@@ -172,7 +172,7 @@ class OuterOptimizer(WrappedOptimizer):
         )
 
     def count_step(self) -> None:
-        """Counts a step that has been taken, or skipped by somebody who watches over gradients, and synchronises."""
+        """Count a step that has been taken, or skipped by somebody who watches over gradients, and synchronises."""
         shared = self.synchronizer
         shared.start()
         shared.awaits_weights = False
@@ -188,7 +188,7 @@ class OuterOptimizer(WrappedOptimizer):
             shared.run(due)
 
     def synchronize(self) -> None:
-        """Ends the present block at once, for instance after the last step: all replicas hold the global weights then.
+        """End the present block at once, for instance after the last step: all replicas hold the global weights then.
 
         Collective. What is under way is taken first. The rhythm goes on as if nothing had happened. During warm-up it
         does nothing.
@@ -216,7 +216,7 @@ class OuterOptimizer(WrappedOptimizer):
         return own | state_of(self.synchronizer)
 
     def gathered_state_dict(self) -> dict[str, Any]:
-        """The same with whole tensors on the CPU of rank 0 (its replica's inner states); collective.
+        """Return the same with whole tensors on the CPU of rank 0 (its replica's inner states); collective.
 
         Raises:
             ConfigError: On every rank, with ``split``, and while fragments are under way.
@@ -225,7 +225,7 @@ class OuterOptimizer(WrappedOptimizer):
         return {"inner": inner, "outer": outer, "num_updates": self.num_updates} | whole_state_of(self.synchronizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what either of the two returned; collective. The model's weights are loaded apart.
+        """Take over what either of the two returned; collective. The model's weights are loaded apart.
 
         Raises:
             CheckpointError: On every rank, when it is of other parameters or fragments; nothing is changed then.
@@ -233,13 +233,13 @@ class OuterOptimizer(WrappedOptimizer):
         self.take_laid_out(self.laid_out(state_dict))
 
     def laid_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A state dict of any layout on the layout here; collective."""
+        """Return a state dict of any layout on the layout here; collective."""
         laid_out = laid_out_state(self.synchronizer, state_dict)
         inner, outer = laid_out_like(self.inner, state_dict["inner"]), laid_out_like(self.outer, state_dict["outer"])
         return {**laid_out, "inner": inner, "outer": outer}
 
     def take_laid_out(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what :meth:`laid_out` returned."""
+        """Take over what :meth:`laid_out` returned."""
         load_state(self.synchronizer, state_dict)
         load_laid_out(self.inner, state_dict["inner"])
         load_laid_out(self.outer, state_dict["outer"])

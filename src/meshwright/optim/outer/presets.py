@@ -22,7 +22,7 @@ Group = dist.ProcessGroup | DeviceMesh | None
 
 
 def momentum_sgd(lr: float, momentum: float, nesterov: bool) -> OuterFactory:
-    """Builds torch's SGD over global weights.
+    """Build torch's SGD over global weights.
 
     Raises:
         ConfigError: When the numbers are out of range.
@@ -125,7 +125,7 @@ class SlowMo(OuterOptimizer):
         super().__init__(optimizer, make_outer, OuterPolicy(sync_every=sync_every, **policy), group=group, model=model)
 
     def _inner_rates(self) -> dict[torch.Tensor, float]:
-        """The inner learning rate of every global weight."""
+        """Return the inner learning rate of every global weight."""
         rates = {parameter: float(group["lr"]) for group in self.param_groups for parameter in group["params"]}
         return {copy: rates[parameter] for parameter, copy in self.synchronizer.copy.of.items()}
 
@@ -295,16 +295,16 @@ class BMUF(OuterOptimizer):
 
     @property
     def optimizer(self) -> Optimizer:
-        """The torch optimizer inside."""
+        """Return the torch optimizer inside."""
         return inner_optimizer(self)
 
     @property
     def params(self) -> list[torch.Tensor]:
-        """Its parameters."""
+        """Return its parameters."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: Mapping[str, Any] | None = None) -> None:
-        """Takes over what ``state_dict`` returned; collective. See OuterOptimizer.
+        """Take over what ``state_dict`` returned; collective. See OuterOptimizer.
 
         Args:
             state_dict: Of this class; that of the optimizer inside alone goes into ``optimizer.load_state_dict``.
@@ -319,14 +319,14 @@ class BMUF(OuterOptimizer):
             group.update(optimizer_overrides or {})
 
     def multiply_grads(self, c: float | torch.Tensor) -> None:
-        """Multiplies all gradients by a number."""
+        """Multiply all gradients by a number."""
         gradients = [local_tensor(parameter.grad) for parameter in self.params if parameter.grad is not None]
         multiply_(gradients, torch.as_tensor(c))
 
     def clip_grad_norm(
         self, max_norm: float, aggregate_norm_fn: Callable[[torch.Tensor], torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """Clips the gradients of this replica; returns their norm before (0-dim).
+        """Clip the gradients of this replica; return their norm before (0-dim).
 
         Args:
             max_norm: Largest norm allowed; 0 or less measures only, as in fairseq.
@@ -346,7 +346,7 @@ class BMUF(OuterOptimizer):
         return float(self.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of all groups."""
+        """Set the learning rate of all groups."""
         for group in self.param_groups:
             group["lr"] = lr
 
@@ -355,7 +355,7 @@ class BMUF(OuterOptimizer):
         return self.num_updates
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Sets the number of steps, by which blocks are counted: alike on every rank.
+        """Set the number of steps, by which blocks are counted: alike on every rank.
 
         Raises:
             ConfigError: When it is no count.
@@ -365,7 +365,7 @@ class BMUF(OuterOptimizer):
         self.num_updates = num_updates
 
     def average_params(self) -> None:
-        """Averages the inner optimizer's states over replicas; collective. fairseq's name for it."""
+        """Average the inner optimizer's states over replicas; collective. fairseq's name for it."""
         self.synchronizer.inner_state.average(self.synchronizer.weights.parameters)
 
 
@@ -408,7 +408,7 @@ class SlowMomentum(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Moves every weight that has a pseudo-gradient."""
+        """Move every weight that has a pseudo-gradient."""
         rates = self._rates()
         for group in self.param_groups:
             for weight in group["params"]:

@@ -27,11 +27,11 @@ class Flight(ABC):
     """Sent: this replica's tensors. After :meth:`finish`: their means over the replicas that took part."""
 
     def advance(self) -> None:  # noqa: B027 - most flights have one leg
-        """Begins the second leg, where there is one."""
+        """Begin the second leg, where there is one."""
 
     @abstractmethod
     def finish(self) -> int:
-        """Waits; returns how many replicas took part (0: ``views`` are zeros)."""
+        """Wait; return how many replicas took part (0: ``views`` are zeros)."""
 
 
 class Landed(Flight):
@@ -41,7 +41,7 @@ class Landed(Flight):
         self.views, self._count = views, count
 
     def finish(self) -> int:
-        """Returns the count."""
+        """Return the count."""
         return self._count
 
 
@@ -64,7 +64,7 @@ class AllReduce(Flight):
             self._works.append(replicas.all_reduce(bucket.flat))
 
     def finish(self) -> int:
-        """Divides the sums."""
+        """Divide the sums."""
         counts = []
         with self._replicas.watched():
             for bucket, work in zip(self._message.buckets, self._works, strict=True):
@@ -78,7 +78,7 @@ class AllReduce(Flight):
 
 @torch.no_grad()
 def average_in_place(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes: int) -> None:
-    """Replaces plain tensors by their means over all replicas."""
+    """Replace plain tensors by their means over all replicas."""
     if replicas.size == 1 or not tensors:
         return
     message = Message(tensors, bucket_bytes)
@@ -153,7 +153,7 @@ class QuantisedMean(Flight):
                 legs.second()
 
     def finish(self) -> int:
-        """Takes the means over; does what :meth:`advance` does where nobody has called it."""
+        """Take the means over; do what :meth:`advance` does where nobody has called it."""
         self.advance()
         with self._replicas.watched():
             counts = [legs.end() for legs in self._legs]
@@ -229,7 +229,7 @@ class InnerState:
         self._replicas, self._bucket_bytes = replicas, bucket_bytes
 
     def check_average(self) -> None:
-        """Refuses optimizers whose states mean nothing when averaged.
+        """Refuse optimizers whose states mean nothing when averaged.
 
         Raises:
             ConfigError: For quantised moments, and moments in subspaces of the replicas' own.
@@ -243,7 +243,7 @@ class InnerState:
             )
 
     def reset(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Makes states of some parameters as before their first step; learning rates and fp32 copies stay."""
+        """Make states of some parameters as before their first step; learning rates and fp32 copies stay."""
         for parameter in parameters:
             state = self._inner.state.pop(parameter, None)
             if not state or MASTER not in state:
@@ -253,7 +253,7 @@ class InnerState:
             self._inner.state[parameter] = {**step, **fresh, MASTER: state[MASTER]}
 
     def average(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Averages all floating-point states but step counts, of parameters that have states in every replica."""
+        """Average all floating-point states but step counts, of parameters that have states in every replica."""
         tensors = []
         for parameter, keys in self._common(parameters):
             for key in keys:
@@ -267,7 +267,7 @@ class InnerState:
 
     @torch.no_grad()
     def copy_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Takes over replica 0's states, of parameters that have states in every replica."""
+        """Take over replica 0's states, of parameters that have states in every replica."""
         with self._replicas.watched():
             for parameter, keys in self._common(parameters):
                 for key in keys:
@@ -279,7 +279,7 @@ class InnerState:
                     value.copy_(sent)
 
     def _common(self, parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[str]]]:
-        """Parameters whose tensor states have the same names and shapes in every replica, with those names."""
+        """Return parameters whose tensor states have the same names and shapes in every replica, with those names."""
         own = [_forms(self._inner.state.get(parameter) or {}) for parameter in parameters]
         every = self._replicas.gather_objects(own)
         alike = [all(other[place] == forms for other in every) for place, forms in enumerate(own)]

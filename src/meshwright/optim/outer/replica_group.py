@@ -54,7 +54,7 @@ class Replicas:
         self._meetings = 0
 
     def all_reduce(self, flat: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> dist.Work | None:
-        """Starts an all-reduce in place; None where there is nobody else."""
+        """Start an all-reduce in place; None where there is nobody else."""
         if self.size == 1:
             return None
         self.bytes_sent += 2 * (self.size - 1) * flat.nbytes // self.size
@@ -64,7 +64,7 @@ class Replicas:
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, into: list[int] | None = None, out_of: list[int] | None = None
     ) -> dist.Work:
-        """Starts an all-to-all of the rows (or of pieces of the given sizes) of a tensor."""
+        """Start an all-to-all of the rows (or of pieces of the given sizes) of a tensor."""
         own = out_of[self.rank] if out_of is not None else sent.shape[0] // self.size
         self.bytes_sent += (sent.shape[0] - own) * sent[:1].nbytes
         with self.watched():
@@ -72,14 +72,14 @@ class Replicas:
         return work
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
-        """Starts gathering equal pieces."""
+        """Start gathering equal pieces."""
         self.bytes_sent += (self.size - 1) * sent.nbytes
         with self.watched():
             work: dist.Work = all_gather_flat(received, sent, group=self.group, async_op=True)
         return work
 
     def broadcast(self, tensor: torch.Tensor, replica: int) -> dist.Work | None:
-        """Starts sending one replica's tensor to all."""
+        """Start sending one replica's tensor to all."""
         if self.size == 1 or tensor.numel() == 0:
             return None
         self.bytes_sent += tensor.nbytes if replica == self.rank else 0
@@ -96,7 +96,7 @@ class Replicas:
         return every
 
     def check_alike(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Refuses parameters that are not the same, or that the replicas' ranks hold shards of; collective.
+        """Refuse parameters that are not the same, or that the replicas' ranks hold shards of; collective.
 
         Raises:
             ConfigError: On every rank of the world.
@@ -187,7 +187,10 @@ def _difference(every: list[Any]) -> str | None:
 
 
 def _inside(place: int) -> tuple[dist.ProcessGroup | None, int]:
-    """The group of the ranks of this replica: those at the same place in their replica groups. None for one rank."""
+    """Return the group of the ranks of this replica: those at the same place in their replica groups.
+
+    None for one rank.
+    """
     world = dist.group.WORLD
     places = gather_objects(place)
     own = tuple(rank for rank, other in enumerate(places) if other == place)
@@ -207,7 +210,7 @@ def _store() -> Any:
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """The type in which sums over replicas are formed: fp64 for fp64, fp32 for all else."""
+    """Return the type in which sums over replicas are formed: fp64 for fp64, fp32 for all else."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -224,12 +227,12 @@ class Bucket:
 
     @property
     def values(self) -> torch.Tensor:
-        """The elements without the extra slots."""
+        """Return the elements without the extra slots."""
         return self.flat[: sum(self.sizes)]
 
     @property
     def extras(self) -> torch.Tensor:
-        """The extra slots."""
+        """Return the extra slots."""
         return self.flat[sum(self.sizes) :]
 
 
@@ -256,7 +259,7 @@ class Message:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all buffers."""
+        """Return the bytes of all buffers."""
         return sum(bucket.flat.nbytes for bucket in self.buckets)
 
 
@@ -279,7 +282,7 @@ def _cut(like: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
 
 
 def made_equal(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes: int) -> None:
-    """Gives all replicas the values of the first where any differ, and says so once; collective over the world.
+    """Give all replicas the values of the first where any differ, and say so once; collective over the world.
 
     Args:
         tensors: This rank's parts, as plain tensors.
@@ -296,7 +299,7 @@ def made_equal(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes
 
 @torch.no_grad()
 def take_first(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes: int) -> None:
-    """Replaces plain tensors by the first replica's."""
+    """Replace plain tensors by the first replica's."""
     message = Message(tensors, bucket_bytes)
     for view, tensor in zip(message.views, tensors, strict=True):
         view.copy_(tensor)

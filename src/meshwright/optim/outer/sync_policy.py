@@ -62,11 +62,11 @@ class Rhythm:
         return self.sync_every // self.num_fragments
 
     def in_warmup(self, num_updates: int) -> bool:
-        """Whether the step after so many belongs to warm-up."""
+        """Return whether the step after so many belongs to warm-up."""
         return num_updates < self.warmup_steps
 
     def ends_warmup(self, num_updates: int) -> bool:
-        """Whether warm-up is over after exactly so many steps."""
+        """Return whether warm-up is over after exactly so many steps."""
         return self.warmup_steps > 0 and num_updates == self.warmup_steps
 
     def due(self, num_updates: int) -> Iterator[tuple[Action, int]]:
@@ -187,7 +187,7 @@ class OuterPolicy:
 
     @property
     def bucket_bytes(self) -> int:
-        """Size of flat communication buffers."""
+        """Return the size of flat communication buffers."""
         return int(self.bucket_mb * 1e6)
 
 
@@ -201,7 +201,7 @@ def _policy_error(what: str, expected: str, got: object, fix: str) -> ConfigErro
 def divided(
     parameters: Sequence[torch.Tensor], num_fragments: int, given: Sequence[Sequence[torch.Tensor]] | None = None
 ) -> list[list[torch.Tensor]]:
-    """Cuts parameters into runs of about equal size, in their order, or takes the cut that is given.
+    """Cut parameters into runs of about equal size, in their order, or take the cut that is given.
 
     Raises:
         ConfigError: When a fragment would be empty, or those given are not all parameters once.

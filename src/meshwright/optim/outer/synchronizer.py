@@ -67,13 +67,13 @@ class Synchronizer:
 
     @property
     def copy(self) -> GlobalCopy:
-        """The global weights and their optimizer."""
+        """Return the global weights and their optimizer."""
         self.start()
         assert self._copy is not None
         return self._copy
 
     def start(self, *, from_checkpoint: bool = False) -> None:
-        """Compares the replicas and makes the global copy; collective over the world, once.
+        """Compare the replicas and make the global copy; collective over the world, once.
 
         Args:
             from_checkpoint: Replicas may hold weights of their own, and global ones will be loaded.
@@ -125,7 +125,7 @@ class Synchronizer:
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Replaces gradients by their means over replicas."""
+        """Replace gradients by their means over replicas."""
         if self.replicas.size == 1:
             return
         parameters = self.weights.parameters
@@ -141,7 +141,7 @@ class Synchronizer:
 
     @torch.no_grad()
     def end_warmup(self) -> None:
-        """Makes all replicas equal, and their weights the global ones."""
+        """Make all replicas equal, and their weights the global ones."""
         parameters = self.weights.parameters
         if self.policy.warmup != "synchronous":
             with self.replicas.meeting():
@@ -177,7 +177,7 @@ class Synchronizer:
             self.inner_state.reset(parameters)
 
     def run(self, due: Sequence[tuple[Action, int]]) -> None:
-        """Does what is due after a step, in order; collective."""
+        """Do what is due after a step, in order; collective."""
         with self.replicas.meeting():
             for action, fragment in due:
                 if action == "send":
@@ -200,7 +200,7 @@ class Synchronizer:
         self._flights[fragment] = (flight, takes_part)
 
     def _agreed_inside(self, passes: bool) -> bool:
-        """Whether no rank of this replica objects."""
+        """Return whether no rank of this replica objects."""
         if self.replicas.num_inside == 1:
             return passes
         objects = torch.full((), float(not passes), device=self.replicas.device)
@@ -233,7 +233,7 @@ class Synchronizer:
         self.weights.finish()
 
     def synchronize(self) -> None:
-        """Takes what is under way, and then a whole outer step at once; collective."""
+        """Take what is under way, and then a whole outer step at once; collective."""
         if self.replicas_are_equal:
             return
         with self.replicas.meeting():
@@ -246,12 +246,12 @@ class Synchronizer:
 
     @torch.no_grad()
     def take_global(self) -> None:
-        """Goes on from the global weights; collective."""
+        """Go on from the global weights; collective."""
         self._take_global(self.copy.ordered(self.weights.parameters), 0.0)
 
     @contextlib.contextmanager
     def global_weights(self, *, in_warmup: bool) -> Iterator[None]:
-        """Lends the model the global weights, with buffers as all replicas would get them; collective.
+        """Lend the model the global weights, with buffers as all replicas would get them; collective.
 
         Args:
             in_warmup: There are none yet; those of replica 0 will be.
@@ -269,7 +269,7 @@ class Synchronizer:
             self._put(held)
 
     def settle(self) -> dict[int, tuple[list[torch.Tensor], int, bool]]:
-        """Waits for what is under way without taking it, and returns it, by fragment.
+        """Wait for what is under way without taking it, and return it, by fragment.
 
         Returns:
             Averaged pseudo-gradients of the fragment's parameters, how many replicas took part, and whether this one.
@@ -282,11 +282,11 @@ class Synchronizer:
         return landed
 
     def take_under_way(self, flights: dict[int, tuple[Flight, bool]]) -> None:
-        """Replaces what is under way by what a checkpoint holds."""
+        """Replace what is under way by what a checkpoint holds."""
         self._flights = flights
 
     def parameters_of(self, fragment: int) -> list[torch.Tensor]:
-        """The parameters of a fragment, in the order in which they travel."""
+        """Return the parameters of a fragment, in the order in which they travel."""
         return self._fragments[fragment]
 
     def _float_buffers(self) -> list[torch.Tensor]:
@@ -312,7 +312,7 @@ class AnomalyWatch:
         self._seen, self._mean, self._variance = 0, 0.0, 0.0
 
     def passes(self, norm: float) -> bool:
-        """Whether the pseudo-gradient takes part; an anomaly does not move the running mean."""
+        """Return whether the pseudo-gradient takes part; an anomaly does not move the running mean."""
         if not math.isfinite(norm):
             return False
         deviation = norm - self._mean
@@ -326,16 +326,16 @@ class AnomalyWatch:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The running numbers."""
+        """Return the running numbers."""
         return {"seen": self._seen, "mean": self._mean, "variance": self._variance}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes them over."""
+        """Take them over."""
         self._seen, self._mean, self._variance = int(state["seen"]), float(state["mean"]), float(state["variance"])
 
 
 def tell_left_out(num_replicas: int, size: int) -> None:
-    """Says so once where only so many replicas of all have taken part in a synchronisation."""
+    """Say so once where only so many replicas of all have taken part in a synchronisation."""
     if num_replicas < size:
         left = "the global weights stay as they were" if num_replicas == 0 else "they go on from the others' mean"
         print_rank(
@@ -349,7 +349,7 @@ def tell_left_out(num_replicas: int, size: int) -> None:
 
 
 def flags_of(shared: Synchronizer) -> dict[str, Any]:
-    """What is no tensor: equal in all replicas. Waits for what is under way.
+    """Return what is no tensor: equal in all replicas. Waits for what is under way.
 
     ``under_way`` lists fragments whose averaged pseudo-gradients are to be kept, with the number of replicas in them.
     """
@@ -362,7 +362,7 @@ def flags_of(shared: Synchronizer) -> dict[str, Any]:
 
 
 def own_flags_of(shared: Synchronizer) -> dict[str, Any]:
-    """What is no tensor, of this replica alone: its norms, and the fragments under way that it has a part in."""
+    """Return what is no tensor, of this replica alone: its norms, and the fragments under way that it has a part in."""
     took_part = [str(fragment) for fragment, (_, _, took) in shared.settle().items() if took]
     return {"norms": [watch.state_dict() for watch in shared.watches], "took_part": took_part}
 
@@ -370,7 +370,7 @@ def own_flags_of(shared: Synchronizer) -> dict[str, Any]:
 def load_flags(
     shared: Synchronizer, saved: Mapping[str, Any], own: Mapping[str, Any], landed: Mapping[int, list[torch.Tensor]]
 ) -> None:
-    """Takes over what the two functions returned.
+    """Take over what the two functions returned.
 
     Args:
         shared: Started.
@@ -391,7 +391,7 @@ def load_flags(
 
 
 def check_flags(shared: Synchronizer, saved: Mapping[str, Any]) -> None:
-    """Refuses fragments under way that this run cuts otherwise.
+    """Refuse fragments under way that this run cuts otherwise.
 
     Raises:
         CheckpointError: Saying how many there were.
@@ -417,7 +417,7 @@ def state_of(shared: Synchronizer) -> dict[str, Any]:
 
 
 def whole_state_of(shared: Synchronizer) -> dict[str, Any]:
-    """The same with whole tensors on rank 0; collective.
+    """Return the same with whole tensors on rank 0; collective.
 
     Raises:
         ConfigError: On every rank, where rank 0's replica does not have everything.
@@ -453,7 +453,7 @@ def laid_out_state(shared: Synchronizer, saved: Mapping[str, Any]) -> dict[str, 
 
 @torch.no_grad()
 def load_state(shared: Synchronizer, saved: Mapping[str, Any]) -> None:
-    """Takes over what :func:`laid_out_state` returned; the model's weights may have been loaded before or follow."""
+    """Take over what :func:`laid_out_state` returned; the model's weights may have been loaded before or follow."""
     for key, copy in _copies(shared).items():
         local_tensor(copy).copy_(local_tensor(saved["global"]["state"][key]["weight"]))
     landed = {int(key): [view.clone() for view in views] for key, views in saved["landed"].items()}

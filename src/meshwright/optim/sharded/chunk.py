@@ -62,7 +62,7 @@ class TensorList:
         return TensorList([tensor.contiguous() for tensor in self.tensors])
 
     def add_(self, other: Operand, alpha: float = 1.0) -> TensorList:
-        """x += alpha · other."""
+        """X += alpha · other."""
         if isinstance(other, TensorList):
             torch._foreach_add_(self.tensors, other.tensors, alpha=alpha)
         else:
@@ -70,27 +70,27 @@ class TensorList:
         return self
 
     def mul_(self, other: Operand) -> TensorList:
-        """x *= other."""
+        """X *= other."""
         torch._foreach_mul_(self.tensors, self._operand(other))
         return self
 
     def div_(self, other: Operand) -> TensorList:
-        """x /= other."""
+        """X /= other."""
         torch._foreach_div_(self.tensors, self._operand(other))
         return self
 
     def sqrt_(self) -> TensorList:
-        """x = √x."""
+        """X = √x."""
         torch._foreach_sqrt_(self.tensors)
         return self
 
     def lerp_(self, end: TensorList, weight: float) -> TensorList:
-        """x += weight · (end − x): an exponential moving average."""
+        """X += weight · (end − x): an exponential moving average."""
         torch._foreach_lerp_(self.tensors, end.tensors, weight)
         return self
 
     def addcmul_(self, first: TensorList, second: Operand, value: float = 1.0) -> TensorList:
-        """x += value · first · second."""
+        """X += value · first · second."""
         torch._foreach_addcmul_(self.tensors, first.tensors, self._listed(second), value=value)
         return self
 
@@ -100,7 +100,7 @@ class TensorList:
         return torch.stack(norms).square_() if norms else torch.zeros(0)
 
     def sum(self, *dims: int) -> TensorList:
-        """Sums over dims."""
+        """Sum over dims."""
         return TensorList([tensor.sum(dims) for tensor in self.tensors])
 
     def mean(self, *dims: int) -> TensorList:
@@ -108,7 +108,7 @@ class TensorList:
         return TensorList([tensor.mean(dims) for tensor in self.tensors])
 
     def unsqueeze(self, dim: int) -> TensorList:
-        """A dim of size one, for broadcasting."""
+        """Return a dim of size one, for broadcasting."""
         return TensorList([tensor.unsqueeze(dim) for tensor in self.tensors])
 
     def map(self, function: Callable[..., torch.Tensor], *others: TensorList) -> TensorList:
@@ -165,11 +165,11 @@ class Slot:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What parameters share whose weights can be computed with together."""
+        """Return what parameters share whose weights can be computed with together."""
         return self.device, self.weight.dtype, self.layout.mesh is None, self.layout.signature
 
     def is_current(self, state: dict[str, Any], weight: torch.Tensor) -> bool:
-        """Whether nobody has replaced or moved the weight, or replaced a state, since the last step."""
+        """Return whether nobody has replaced or moved the weight, or replaced a state, since the last step."""
         return (
             weight is self.weight
             and state is self.state
@@ -180,7 +180,7 @@ class Slot:
 
 
 def forms(layout: Layout, group: dict[str, Any], parameter: torch.Tensor, kept_states: KeptStates) -> dict[str, Kept]:
-    """The form of every state of a parameter, the master included."""
+    """Return the form of every state of a parameter, the master included."""
     states = dict(kept_states(layout, group))
     if parameter.dtype in HALF_TYPES and group["half_update"] == "master":
         states[MASTER] = Kept(layout.shape, tuple(range(layout.ndim)))
@@ -206,7 +206,7 @@ def made_slot(
     kept_states: KeptStates,
     on_host: bool = False,
 ) -> Slot:
-    """Fills a parameter's empty states, or takes over those that are there, on the weight's device or the host.
+    """Fill a parameter's empty states, or take over those that are there, on the weight's device or the host.
 
     Raises:
         ModelError: When a state does not fit the parameter as it is laid out now.
@@ -230,7 +230,7 @@ def made_slot(
 def check_states(
     groups: Sequence[dict[str, Any]], defaults: dict[str, Any], state_dict: Mapping[str, Any], kept_states: KeptStates
 ) -> None:
-    """Refuses a state dict that lacks what would be kept under the hyperparameters it brings, before it is loaded.
+    """Refuse a state dict that lacks what would be kept under the hyperparameters it brings, before it is loaded.
 
     Args:
         groups: The optimizer's.
@@ -271,7 +271,7 @@ def absent_slot(parameter: torch.Tensor, group: dict[str, Any], kept_states: Kep
 
 
 def _fitted(name: str, value: Any, parameter: torch.Tensor, layout: Layout, form: Kept, place: Place) -> torch.Tensor:
-    """A state in the type and at the place where it is kept."""
+    """Return a state in the type and at the place where it is kept."""
     here = layout.restricted(form)
     if (
         isinstance(value, torch.Tensor)
@@ -345,12 +345,12 @@ class Chunk:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Return where the weights are."""
         return self.weights.tensors[0].device
 
     @property
     def is_local(self) -> bool:
-        """Whether no axis splits these parameters: partial sums are whole already."""
+        """Return whether no axis splits these parameters: partial sums are whole already."""
         return self.layout.is_whole()
 
     def vector(self, values: Sequence[float]) -> torch.Tensor:
@@ -359,28 +359,28 @@ class Chunk:
         return host if self.device.type == "cpu" else host.to(self.device, non_blocking=True)
 
     def numels(self) -> torch.Tensor:
-        """Elements of each whole parameter, shape ``(len,)``."""
+        """Return the elements of each whole parameter, shape ``(len,)``."""
         return self.vector([layout.numel for layout in self.layouts])
 
     def in_fp32(self, *, gradients: bool = True) -> Chunk:
-        """The same chunk with weights (and gradients) in fp32; tensors that are so already are not copied."""
+        """Return the same chunk with weights (and gradients) in fp32; tensors that are so already are not copied."""
         read = self.gradients.in_fp32() if gradients else self.gradients
         return replace(self, weights=self.weights.in_fp32(), gradients=read)
 
     def with_states_here(self) -> Chunk:
-        """The same chunk with copies, on the weights' device, of states that wait elsewhere."""
+        """Return the same chunk with copies, on the weights' device, of states that wait elsewhere."""
         if all(values.tensors[0].device == self.device for values in self.states.values()):
             return self
         return replace(self, states={name: values.to(self.device) for name, values in self.states.items()})
 
     def send_back_states(self, visiting: Chunk) -> None:
-        """Takes over the states of a chunk that was made with states here; they arrive behind the device's work."""
+        """Take over the states of a chunk that was made with states here; they arrive behind the device's work."""
         for name, values in self.states.items():
             if values is not visiting.states[name]:
                 torch._foreach_copy_(values.tensors, visiting.states[name].tensors, non_blocking=True)
 
     def without_values(self) -> Chunk:
-        """The same chunk on the meta device: an update of it asks in the right sizes and changes nothing."""
+        """Return the same chunk on the meta device: an update of it asks in the right sizes and changes nothing."""
 
         def meta(tensors: TensorList) -> TensorList:
             return TensorList([torch.empty_like(tensor, device="meta") for tensor in tensors])
@@ -390,7 +390,7 @@ class Chunk:
         return replace(self, weights=weights, gradients=meta(weights), states=states)
 
     def write_back(self, results: TensorList) -> None:
-        """Rounds fp32 results into weights that are kept in half precision."""
+        """Round fp32 results into weights that are kept in half precision."""
         if self.members[0].slot.weight.dtype not in HALF_TYPES:  # a chunk has one type
             return
         for member, result in zip(self.members, results, strict=True):

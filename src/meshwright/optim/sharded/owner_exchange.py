@@ -64,7 +64,7 @@ class OwnerExchange:
         self._back = Route((move for part in parts for move in self._from_owner(part)), meeting, travels=scatters)
 
     def gather(self, shards: Sequence[torch.Tensor | None]) -> Callable[[], dict[int, torch.Tensor]]:
-        """Begins to bring the whole parts together. Collective over the meeting.
+        """Begin to bring the whole parts together. Collective over the meeting.
 
         Args:
             shards: This rank's shard of every tensor, of any type, on any device; None stands for zeros.
@@ -104,7 +104,7 @@ class OwnerExchange:
         return wait
 
     def scatter(self, results: Mapping[int, torch.Tensor | None]) -> Callable[[], list[torch.Tensor]]:
-        """Begins to send results to the ranks that hold shards of them. Collective over the meeting.
+        """Begin to send results to the ranks that hold shards of them. Collective over the meeting.
 
         Args:
             results: One for every part that this rank owns, of any type; None stands for zeros.
@@ -136,13 +136,16 @@ class OwnerExchange:
         return wait
 
     def _made(self, tensors: dict[int, torch.Tensor], key: int, region: Region) -> torch.Tensor:
-        """A tensor of the collection, made when its first region arrives."""
+        """Return a tensor of the collection, made when its first region arrives."""
         if key not in tensors:
             tensors[key] = torch.empty(region.size, dtype=self._dtype, device=self._meeting.device)
         return tensors[key]
 
     def _assigned(self, costs: Sequence[float]) -> list[int]:
-        """Owners: most expensive parts first, each to the rank with least work among those that may have it."""
+        """Return the owners.
+
+        Most expensive parts first, each to the rank with least work among those that may have it.
+        """
         owners = [0] * len(costs)
         load = dict.fromkeys(self._meeting.ranks, 0.0)
         for part in sorted(range(len(costs)), key=lambda part: -costs[part]):
@@ -187,7 +190,7 @@ def _overlaps(layout: Layout, meeting: Meeting, known: dict[Hashable, Overlaps])
 
 
 def _cut(tensor: torch.Tensor | None, region: Region, held: Region) -> torch.Tensor | None:
-    """What a tensor that holds ``held`` has of a region."""
+    """Return what a tensor that holds ``held`` has of a region."""
     return None if tensor is None else tensor[region.common(held).inside(held)]
 
 
@@ -240,7 +243,7 @@ class Route:
     def begin(
         self, dtype: torch.dtype, read: Callable[[Move], torch.Tensor | None]
     ) -> Callable[[Callable[[Move, torch.Tensor | None], None]], None]:
-        """Begins all moves. Collective over the meeting, unless nothing travels.
+        """Begin all moves. Collective over the meeting, unless nothing travels.
 
         Args:
             dtype: Of what travels.
@@ -283,7 +286,7 @@ class Route:
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """Writes every source into its target; zeros where there is none."""
+    """Write every source into its target; zeros where there is none."""
     zeros = [target for target, source in pairs if source is None]
     filled = [(target, source) for target, source in pairs if source is not None]
     if zeros:
@@ -326,7 +329,7 @@ class Overlaps:
     _known: dict[Region, Overlap] = field(default_factory=dict)
 
     def of(self, region: Region) -> Overlap:
-        """What every rank holds of a region."""
+        """Return what every rank holds of a region."""
         if region not in self._known:
             common = {rank: held.common(region) for rank, held in self.held.items()}
             regions = {rank: part for rank, part in common.items() if part.numel > 0}

@@ -68,36 +68,36 @@ class ShardedOptimizer(ShardedStateDict):
 
     @abstractmethod
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
-        """The form of every state of a parameter."""
+        """Return the form of every state of a parameter."""
 
     @abstractmethod
     def update(self, chunk: Chunk) -> Update:
-        """Moves the weights and states of a chunk, asking for whole sums on the way."""
+        """Move the weights and states of a chunk, asking for whole sums on the way."""
 
     def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
-        """What parameters must share, beside group, axes and step, to be updated in one chunk."""
+        """Return what parameters must share, beside group, axes and step, to be updated in one chunk."""
         return layout.ndim
 
     def asks(self, chunk: Chunk) -> bool:
-        """Whether the update of a split chunk yields anything before it moves weights.
+        """Return whether the update of a split chunk yields anything before it moves weights.
 
         Where it does not, it begins when all ranks are known to have the gradients.
         """
         return True
 
     def lives_on_host(self, group: dict[str, Any]) -> bool:
-        """Whether states, but for the master, are kept in host memory and visit the weights' device for each step."""
+        """Return whether states, but for the master, are kept in host memory and visit the weights' device for each step."""
         return False
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuses hyperparameters that make no sense; called for every group that is added.
+        """Refuse hyperparameters that make no sense; called for every group that is added.
 
         Raises:
             ConfigError: Naming the hyperparameter.
         """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, checked."""
+        """Add a group, checked."""
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
@@ -107,7 +107,7 @@ class ShardedOptimizer(ShardedStateDict):
             raise
 
     def setup_distributed(self, tp_group: Any = None, dp_group: Any = None, *groups: Any, **options: Any) -> None:
-        """Accepts what ColossalAI's plugins pass; DTensors know their mesh and placements and need none of it.
+        """Accept what ColossalAI's plugins pass; DTensors know their mesh and placements and need none of it.
 
         Args:
             tp_group: Not needed.
@@ -120,7 +120,7 @@ class ShardedOptimizer(ShardedStateDict):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the weights; collective over the axes that split parameters, in a fixed number of all-reduces.
+        """Update the weights; collective over the axes that split parameters, in a fixed number of all-reduces.
 
         Args:
             closure: Recomputes the loss, as in torch.
@@ -144,7 +144,7 @@ class ShardedOptimizer(ShardedStateDict):
         return loss
 
     def state_forms(self, parameter: torch.Tensor) -> dict[str, Kept]:
-        """What will be kept for a parameter of this optimizer, the fp32 master included; makes nothing."""
+        """Return what will be kept for a parameter of this optimizer, the fp32 master included; makes nothing."""
         return forms(Layout.of(parameter), self._group_of(parameter), parameter, self.kept_states)
 
     def empty_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -152,17 +152,17 @@ class ShardedOptimizer(ShardedStateDict):
         return self.empty_state_under(parameter, self._group_of(parameter))
 
     def empty_state_under(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """The same under the hyperparameters of another group, such as one that is about to be loaded."""
+        """Return the same under the hyperparameters of another group, such as one that is about to be loaded."""
         group = {**self.defaults, **group}
         place = Place(local_tensor(parameter).device, self.lives_on_host(group))
         return fresh_states(Layout.of(parameter), group, parameter, self.kept_states, place)
 
     def check_saved(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuses states of another kind than would be kept under the hyperparameters that come with them."""
+        """Refuse states of another kind than would be kept under the hyperparameters that come with them."""
         check_states(self.param_groups, self.defaults, state_dict, self.kept_states)
 
     def forget(self) -> None:
-        """Lets go of states that are about to be replaced."""
+        """Let go of states that are about to be replaced."""
         self._slots.clear()
 
     def _chunks(self) -> Iterator[Chunk]:
@@ -187,7 +187,7 @@ class ShardedOptimizer(ShardedStateDict):
         return next(group for group in self.param_groups if any(parameter is one for one in group["params"]))
 
     def _slot(self, parameter: torch.Tensor, group: dict[str, Any], has_gradient: bool) -> Slot | None:
-        """What to work with; None where there is nothing to do."""
+        """Return what to work with; None where there is nothing to do."""
         found = self._slots.get(id(parameter))  # whose slot keeps it alive, so that no other can have its id
         if found is None and parameter.numel() == 0:  # nothing moves, and means over nothing are none
             return None
@@ -203,7 +203,7 @@ class ShardedOptimizer(ShardedStateDict):
         return found
 
     def _updated(self, chunk: Chunk) -> Update:
-        """The update in fp32; then half-precision weights are written and the step is counted."""
+        """Return the update in fp32; then half-precision weights are written and the step is counted."""
         if not (chunk.is_local or self.asks(chunk)):
             yield []
         if not chunk.has_gradients:
@@ -236,7 +236,7 @@ def _is_split(parameter: torch.Tensor, slot: Slot | None) -> bool:
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The shard of the gradient that belongs to the shard of the parameter; None without a gradient.
+    """Return the shard of the gradient that belongs to the shard of the parameter; None without a gradient.
 
     Raises:
         ModelError: When the gradient is sparse, or plain where the parameter is sharded.
@@ -271,7 +271,7 @@ _HALF_UPDATES = ("master", "stochastic")
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Refuses a way of updating half precision that there is none of, and parameters of other types.
+    """Refuse a way of updating half precision that there is none of, and parameters of other types.
 
     Raises:
         ConfigError: For ``half_update``.
@@ -297,12 +297,12 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def bad_value(name: str, value: Any, expected: str) -> ConfigError:
-    """The error for a hyperparameter out of range."""
+    """Return the error for a hyperparameter out of range."""
     return ConfigError(f"{name} is out of range", expected=expected, got=repr(value), fix=f"choose another {name}")
 
 
 def check_at_least_zero(group: dict[str, Any], *names: str) -> None:
-    """Refuses negative or undefined numbers.
+    """Refuse negative or undefined numbers.
 
     Raises:
         ConfigError: Naming the first.
@@ -313,7 +313,7 @@ def check_at_least_zero(group: dict[str, Any], *names: str) -> None:
 
 
 def check_betas(group: dict[str, Any], count: int) -> None:
-    """Refuses decay rates that are not ``count`` numbers from 0 to below 1.
+    """Refuse decay rates that are not ``count`` numbers from 0 to below 1.
 
     Raises:
         ConfigError: With the rates.

@@ -89,7 +89,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
-        """The layout of a plain tensor or a DTensor."""
+        """Return the layout of a plain tensor or a DTensor."""
         if not isinstance(tensor, DTensor):
             return cls(tensor.shape, tensor.shape)
         return cls(tensor.shape, local_tensor(tensor).shape, tensor.device_mesh, tensor.placements)
@@ -104,12 +104,15 @@ class Layout:
         return index
 
     def splitting(self, dims: Sequence[int] | None) -> tuple[Axis, ...]:
-        """The axes that split any of ``dims`` (all for None): those over which a sum along these dims is reduced."""
+        """Return the axes that split any of ``dims`` (all for None).
+
+        Those over which a sum along these dims is reduced.
+        """
         wanted = range(self.ndim) if dims is None else [dim % self.ndim for dim in dims]
         return tuple(axis for dim in wanted for axis in self.axes[dim])
 
     def is_whole(self, *dims: int) -> bool:
-        """Whether this rank holds all of these dims (of all dims, when none is named)."""
+        """Return whether this rank holds all of these dims (of all dims, when none is named)."""
         return not self.splitting(dims or None)
 
     def new(self, kept: Kept, device: torch.device | str, fill: float = 0.0) -> torch.Tensor:
@@ -129,7 +132,7 @@ class Layout:
         return tuple(_moved(placement, kept.dims) for placement in self.placements)
 
     def restricted(self, kept: Kept) -> Layout:
-        """The layout of a state, which can be summed over as a parameter is."""
+        """Return the layout of a state, which can be summed over as a parameter is."""
         return Layout(kept.shape, self._local_shape_of(kept), self.mesh, self.placements_of(kept))
 
     def _local_shape_of(self, kept: Kept) -> list[int]:
@@ -184,24 +187,24 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """Return its elements."""
         return math.prod(self.size)
 
     def common(self, other: Region) -> Region:
-        """What both cover; it may be empty."""
+        """Return what both cover; it may be empty."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = zip(self.offset, self.size, other.offset, other.size, strict=True)
         end = [min(o + s, other_o + other_s) for o, s, other_o, other_s in ends]
         return Region(offset, tuple(max(stop - start, 0) for start, stop in zip(offset, end, strict=True)))
 
     def inside(self, around: Region) -> tuple[slice, ...]:
-        """The indices of this region in a tensor that holds ``around``."""
+        """Return the indices of this region in a tensor that holds ``around``."""
         starts = [mine - outer for mine, outer in zip(self.offset, around.offset, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.size, strict=True))
 
 
 def held_regions(layout: Layout) -> dict[int, Region]:
-    """The region that every rank of the layout's mesh holds, by global rank; empty regions included.
+    """Return the region that every rank of the layout's mesh holds, by global rank; empty regions included.
 
     Ranks that share a region are replicas of each other.
 
@@ -217,7 +220,7 @@ def held_regions(layout: Layout) -> dict[int, Region]:
 
 
 def own_region(layout: Layout) -> Region:
-    """The region that this rank holds; all of a plain tensor."""
+    """Return the region that this rank holds; all of a plain tensor."""
     if layout.mesh is None:
         return Region.of(layout.shape)
     at = layout.mesh.get_coordinate()
@@ -226,7 +229,7 @@ def own_region(layout: Layout) -> Region:
 
 
 def _cutting_order(placements: Sequence[Placement]) -> list[int]:
-    """The mesh axes in the order in which they cut: from left to right, strided ones after those to their right.
+    """Return the mesh axes in the order in which they cut: from left to right, strided ones after those to their right.
 
     The split factor of a strided shard (FSDP2 over tensor parallelism) is the number of parts that it finds.
     """
@@ -284,14 +287,14 @@ class Meeting:
         return cls(ranks, dist.get_rank(), torch.device(device_type), group)
 
     def held(self, layout: Layout) -> dict[int, Region]:
-        """The region of a tensor that every rank holds; all of a plain one."""
+        """Return the region of a tensor that every rank holds; all of a plain one."""
         if layout.mesh is None:
             return dict.fromkeys(self.ranks, Region.of(layout.shape))
         return held_regions(layout)
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group of all ranks of a mesh: an existing one where there is one."""
+    """Return the group of all ranks of a mesh: an existing one where there is one."""
     wide = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if len(wide) == 1:
         return mesh.get_group(wide[0])

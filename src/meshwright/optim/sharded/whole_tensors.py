@@ -41,18 +41,18 @@ class Presence:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether looking at the counts waits for nothing."""
+        """Return whether looking at the counts waits for nothing."""
         return self.axes[0].device_type == "cpu"
 
     def arrive(self, counts: torch.Tensor) -> None:
-        """Takes the sums over all ranks; on their way to the host meanwhile."""
+        """Take the sums over all ranks; on their way to the host meanwhile."""
         self.counts = counts.to("cpu", non_blocking=True)
         if not self.is_on_host:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(counts.device))
 
     def check(self) -> None:
-        """Looks at the counts; on a device they have long arrived by the next step.
+        """Look at the counts; on a device they have long arrived by the next step.
 
         Raises:
             ModelError: On every rank that shares the parameter.
@@ -127,13 +127,13 @@ class Whole:
     replicas: dist.ProcessGroup | None = None
 
     def is_shared(self, chunk: Chunk) -> bool:
-        """Whether other ranks take part."""
+        """Return whether other ranks take part."""
         return not chunk.is_local or (
             chunk.layout.mesh is None and self.replicas is not None and self.replicas.size() > 1
         )
 
     def journey(self, layout: Layout) -> Journey:
-        """What is asked for one parameter."""
+        """Return what is asked for one parameter."""
         kept = None if self.form is None else self.form(layout)
         target = layout if kept is None else layout.restricted(kept)
         whole = ((Region.of(layout.shape), Region.of(target.shape)),)
@@ -141,7 +141,7 @@ class Whole:
         return Journey(layout, target, parts, tuple(self.cost(source.size) for source, _ in parts))
 
     def done_alone(self, chunk: Chunk) -> None:
-        """Does all the work on this rank, which holds all of every tensor."""
+        """Do all the work on this rank, which holds all of every tensor."""
         journeys = [self.journey(layout) for layout in chunk.layouts]
         numbers: list[int] = []
         wholes: list[torch.Tensor] = []
@@ -199,7 +199,7 @@ class WholeAnswers:
         self._plans: dict[tuple[Any, ...], list[tuple[list[int], OwnerExchange]]] = {}
 
     def answer(self, asked: Iterable[tuple[Chunk, Whole]]) -> None:
-        """Does the work of one round. Collective over the ranks that hold the tensors.
+        """Do the work of one round. Collective over the ranks that hold the tensors.
 
         Members are taken in the order of the parameters: a rank that lacks gradients has other chunks than its peers.
         """
@@ -257,7 +257,7 @@ class _Bucket:
         self._wholes = self._exchange.gather([traveller.shard() for traveller in self._travellers])
 
     def work(self) -> None:
-        """Does this rank's part, and begins to send the results."""
+        """Do this rank's part, and begin to send the results."""
         wholes, by_request = self._wholes(), defaultdict(list)
         del self._wholes
         for part in wholes:
@@ -284,7 +284,7 @@ class _Bucket:
 
 
 def _do_in_turn(buckets: Sequence[_Bucket]) -> None:
-    """Works on one bucket while the next is gathered and the one before is sent back."""
+    """Work on one bucket while the next is gathered and the one before is sent back."""
     for turn in range(len(buckets) + 2):
         if turn < len(buckets):
             buckets[turn].gather()
@@ -332,7 +332,7 @@ class _Running:
 
 
 def drive(updates: Iterable[tuple[Chunk, Update]], whole_answers: WholeAnswers) -> list[Presence]:
-    """Runs all updates to their end, in lock-step where they need other ranks; collective over the axes that shard.
+    """Run all updates to their end, in lock-step where they need other ranks; collective over the axes that shard.
 
     Chunks that no axis splits run through at once, one after the other, so that what they work on stays in the cache.
 
@@ -368,7 +368,7 @@ def drive(updates: Iterable[tuple[Chunk, Update]], whole_answers: WholeAnswers) 
 
 
 def _sent(update: Update, asked: Sequence[Request]) -> Sequence[Request] | None:
-    """What an update asks next when it is sent the answers."""
+    """Return what an update asks next when it is sent the answers."""
     try:
         return update.send([request.partial if isinstance(request, Sum) else None for request in asked])
     except StopIteration:
@@ -386,7 +386,7 @@ def _do_alone(chunk: Chunk, asked: Sequence[Request]) -> None:
 
 
 def _answer_wholes(together: Sequence[_Running], answers: WholeAnswers) -> None:
-    """Has all work on whole tensors done; by this rank alone where it has all of them."""
+    """Have all work on whole tensors done; by this rank alone where it has all of them."""
     shared: list[tuple[Chunk, Whole]] = []
     for running in together:
         for request in running.asked:
@@ -422,7 +422,7 @@ class _Values:
 
 
 def _answer_sums(together: Sequence[_Running], presences: Sequence[Presence]) -> None:
-    """Replaces every partial sum by the whole one."""
+    """Replace every partial sum by the whole one."""
     counts = [_Values([presence.counts], presence.axes) for presence in presences]
     for largest in (False, True):
         asked = [

@@ -56,7 +56,7 @@ class Difference:
 
 
 def diff(first: Plan, second: Plan, subject: Subject | None = None) -> Difference:
-    """Compares two plans for one model.
+    """Compare two plans for one model.
 
     Args:
         first: The one.
@@ -69,7 +69,7 @@ def diff(first: Plan, second: Plan, subject: Subject | None = None) -> Differenc
 
 
 def entries_diff(first: Mapping[str, Any], second: Mapping[str, Any]) -> Difference:
-    """The same of two plans as ``--json`` has them, without the effect of each change."""
+    """Return the same of two plans as ``--json`` has them, without the effect of each change."""
     times: dict[str, float] = {}
     if first["time"] is not None and second["time"] is not None:
         ours, theirs = first["time"]["parts_s"], second["time"]["parts_s"]
@@ -86,7 +86,7 @@ def entries_diff(first: Mapping[str, Any], second: Mapping[str, Any]) -> Differe
 
 
 def _classes(entry: Mapping[str, Any]) -> dict[str, int]:
-    """Bytes on the device at the peak of the rank that holds most."""
+    """Return the bytes on the device at the peak of the rank that holds most."""
     every = [
         (held, sum(_on_device(held).values())) for rank in entry["memory"]["ranks"] for held in rank["moments"].values()
     ]
@@ -117,7 +117,7 @@ def _cut(entry: Mapping[str, Any]) -> str:
 
 
 def _effects(first: Plan, second: Plan, subject: Subject) -> tuple[Effect, ...]:
-    """Walks from the first to the second, one group of changes after the other."""
+    """Walk from the first to the second, one group of changes after the other."""
     found: list[Effect] = []
     here = first
     strategy, parts = first.strategy, first.step.num_micro_batches

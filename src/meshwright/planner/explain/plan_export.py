@@ -34,7 +34,7 @@ def found_document(
     what_ifs: Sequence[WhatIf] = (),
     subject: Subject | None = None,
 ) -> dict[str, Any]:
-    """A search's result with its reasons, as plain values.
+    """Return a search's result with its reasons, as plain values.
 
     Args:
         found: With at least one plan.
@@ -98,7 +98,7 @@ def _difference(difference: Difference) -> dict[str, Any]:
 
 
 def timeline_document(plan: Plan) -> dict[str, Any] | None:
-    """The step laid out in time, in few enough events to draw; None where no cluster is known."""
+    """Return the step laid out in time, in few enough events to draw; None where no cluster is known."""
     if plan.forecast is None:
         return None
     events = step_events(every_step(plan), plan.forecast.cluster, plan.forecast.calibration)
@@ -182,7 +182,7 @@ class _Document(_Part):
 
 
 def read_document(text: str, name: str) -> dict[str, Any] | None:
-    """Reads what ``--json`` has written; None where the text is something else, such as a strategy.
+    """Read what ``--json`` has written; None where the text is something else, such as a strategy.
 
     Args:
         text: Of the file.
@@ -220,7 +220,7 @@ def _unreadable(name: str, got: str) -> ConfigError:
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The page of a document; all its figures are in its element ``#plans``, which holds the document as it is.
+    """Return the page of a document; all its figures are in its element ``#plans``, which holds the document as it is.
 
     Args:
         document: Of :func:`~meshwright.planner.explain.found_document`.

@@ -32,12 +32,15 @@ def with_micro_batches(plan: Plan) -> str:
 
 
 def every_step(plan: Plan) -> tuple[Step, ...]:
-    """The step of every rank of the pipeline, or the one step of all."""
+    """Return the step of every rank of the pipeline, or the one step of all."""
     return plan.steps or (plan.step,)
 
 
 def per_gpu(plan: Plan) -> float | None:
-    """Tokens per second and device; None where a sample has no number of tokens, or nothing is known of time."""
+    """Return the tokens per second and device.
+
+    None where a sample has no number of tokens, or nothing is known of time.
+    """
     whole = plan.forecast.tokens_per_s if plan.forecast is not None else None
     return whole / plan.forecast.cluster.num_devices if whole is not None and plan.forecast is not None else None
 
@@ -79,7 +82,7 @@ def price_per_billion_tokens(plan: Plan) -> float | None:
 
 
 def memory_classes(plan: Plan) -> dict[str, int]:
-    """Bytes by class on the device at the peak of the rank that holds most, without what is empty."""
+    """Return the bytes by class on the device at the peak of the rank that holds most, without what is empty."""
     held = plan.forecast.peak.memory if plan.forecast is not None else plan.memory
     every = ((field.name, getattr(held, field.name)) for field in dataclasses.fields(held))
     return {name: size for name, size in every if size and not name.startswith(("host_", "disk_"))}
@@ -118,7 +121,7 @@ class LinkTime:
 
 
 def links(plan: Plan) -> tuple[LinkTime, ...]:
-    """The collectives of a plan, longest first; of a pipeline's ranks the slowest counts."""
+    """Return the collectives of a plan, longest first; of a pipeline's ranks the slowest counts."""
     if plan.forecast is None:
         return ()
     known = plan.forecast.calibration or plan.forecast.cluster.calibration or fitted()
@@ -150,7 +153,7 @@ def _is_bound_inside(step: Step, traffic: Traffic, cluster: Cluster, known: Cali
 
 
 def slowest_link(plan: Plan, *, hidden: bool) -> LinkTime | None:
-    """The collective that takes longest, of those that can hide or of those that blocks wait for."""
+    """Return the collective that takes longest, of those that can hide or of those that blocks wait for."""
     return next((link for link in links(plan) if link.hidden == hidden and link.kind != "send"), None)
 
 
@@ -179,7 +182,7 @@ def plan_entry(plan: Plan) -> dict[str, Any]:
 
 
 def time_entry(plan: Plan) -> dict[str, Any] | None:
-    """Seconds and what follows from them; None where no cluster is known."""
+    """Return the seconds and what follows from them; None where no cluster is known."""
     known = plan.forecast
     if known is None:
         return None

@@ -57,7 +57,7 @@ class Why:
 
 
 def why(found: Found) -> Why:
-    """Explains a search's result.
+    """Explain a search's result.
 
     Args:
         found: With at least one plan, in the order of its objective.
@@ -85,7 +85,7 @@ def _told_once(lines: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def time_sentences(plan: Plan) -> tuple[str, ...]:
-    """How fast a plan is, and where its time goes; nothing where no cluster is known."""
+    """Return how fast a plan is, and where its time goes; nothing where no cluster is known."""
     if plan.forecast is None:
         return ()
     time, rate, used = plan.forecast.time, per_gpu(plan), mfu(plan)
@@ -103,7 +103,7 @@ def time_sentences(plan: Plan) -> tuple[str, ...]:
 
 
 def _link(plan: Plan, part: str) -> str:
-    """The collective behind a part of the step."""
+    """Return the collective behind a part of the step."""
     if part not in ("inline_s", "exposed_s"):
         return ""
     link = slowest_link(plan, hidden=part == "exposed_s")
@@ -111,7 +111,7 @@ def _link(plan: Plan, part: str) -> str:
 
 
 def memory_sentence(plan: Plan) -> str:
-    """What a plan holds at its peak, when, and what is left."""
+    """Return what a plan holds at its peak, when, and what is left."""
     held = f"The peak is {_with_gaps(plan)}"
     if plan.limit_bytes is not None:
         left = plan.limit_bytes - plan.needed_bytes
@@ -122,7 +122,7 @@ def memory_sentence(plan: Plan) -> str:
 
 
 def _on_host(plan: Plan) -> str:
-    """What offloading needs beside the device."""
+    """Return what offloading needs beside the device."""
     if not plan.host_bytes:
         return ""
     room = "see that it is there"
@@ -156,7 +156,7 @@ def too_large(plan: Plan) -> str:
 
 
 def against(plan: Plan, best: Plan) -> str:
-    """Where a plan loses against the first one, in one line."""
+    """Return where a plan loses against the first one, in one line."""
     if plan.forecast is None or best.forecast is None:
         return _memory_against(plan, best)
     ours, theirs = plan.forecast.time, best.forecast.time
@@ -189,7 +189,7 @@ def _memory_against(plan: Plan, best: Plan) -> str:
 
 
 def sentences(reasons: Why) -> Sequence[tuple[str, tuple[str, ...]]]:
-    """The reasons under their headings, without what is empty."""
+    """Return the reasons under their headings, without what is empty."""
     every = (
         ("Why this plan", reasons.chosen),
         ("Why not the others", reasons.others),
@@ -227,7 +227,7 @@ class WhatIf:
 
 @paused_collection()
 def what_if(subject_of: SubjectOf, found: Found, objective: Objective = "tokens_per_s") -> tuple[WhatIf, ...]:
-    """Predicts the strategies that were found, and those that did not fit, under changed circumstances.
+    """Predict the strategies that were found, and those that did not fit, under changed circumstances.
 
     Nothing is searched anew: a strategy that no search has met is not met here either.
 
@@ -267,7 +267,7 @@ def _faster_links(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
 def _more_devices(
     subject_of: SubjectOf, found: Found, cluster: Cluster, samples: int, objective: Objective
 ) -> WhatIf | None:
-    """The next number of devices over which some strategy spreads the batch evenly."""
+    """Return the next number of devices over which some strategy spreads the batch evenly."""
     now, per_node = cluster.num_devices, cluster.devices_per_node
     whole_nodes = now % per_node == 0 and now > per_node
     for more in range(now + 1, _FARTHEST * now + 1):

@@ -39,7 +39,7 @@ def ranked_table(plans: Sequence[Plan], title: str = "Plans", width: int = _WIDE
 
 
 def entries_table(entries: Sequence[Mapping[str, Any]], title: str = "Plans", width: int = _WIDE) -> Table:
-    """The same of plans as ``--json`` has them."""
+    """Return the same of plans as ``--json`` has them."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("#", justify="right")
     table.add_column("strategy", overflow="fold", min_width=_LEAST_STRATEGY)
@@ -61,7 +61,7 @@ def entries_table(entries: Sequence[Mapping[str, Any]], title: str = "Plans", wi
 
 
 def _fitting(columns: dict[str, list[str]], width: int) -> dict[str, list[str]]:
-    """The columns that leave room for a strategy."""
+    """Return the columns that leave room for a strategy."""
     kept = dict(columns)
     for name in _DISPENSABLE:
         if _taken(kept, _GAP) + _STRATEGY + _BINDING + 4 * _GAP <= width:
@@ -77,7 +77,7 @@ def _taken(columns: Mapping[str, Sequence[str]], gap: int) -> int:
 
 
 def _columns(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Cells by column; a column without any is not shown."""
+    """Return the cells by column; a column without any is not shown."""
     tokens = any(_of(entry, "tokens_per_s") is not None for entry in entries)
     rate = "tokens/s" if tokens else "samples/s"
     figures: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -122,7 +122,7 @@ def _binds(entry: Mapping[str, Any]) -> str:
 
 
 def reasons(why: Why, what_ifs: Sequence[WhatIf] = (), most: int = 5) -> Group:
-    """Reasons under their headings; of the longer lists the first few.
+    """Return the reasons under their headings; of the longer lists the first few.
 
     Args:
         why: Of :func:`~meshwright.planner.explain.why`.
@@ -149,7 +149,7 @@ def _section(heading: str, lines: Iterable[str]) -> list[RenderableType]:
 
 
 def difference_table(difference: Difference) -> Group:
-    """The changes from one plan to another, with what each does, and the sums by part and by class."""
+    """Return the changes from one plan to another, with what each does, and the sums by part and by class."""
     title = Text(f"From {difference.first}\n  to {difference.second}", style="italic")
     if not difference.changes:
         return Group(title, Text("no difference"))

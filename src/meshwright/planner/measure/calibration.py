@@ -79,7 +79,7 @@ class Calibrated:
     notes: dict[str, Any]
 
     def document(self) -> dict[str, Any]:
-        """What a cluster file says of how it was made."""
+        """Return what a cluster file says of how it was made."""
         off = {
             each.part: {"samples": each.num_samples, "median": each.median, "worst": each.worst}
             for each in self.residuals
@@ -87,7 +87,7 @@ class Calibrated:
         return {**self.notes, "residuals": off}
 
     def figures(self) -> dict[str, str]:
-        """What was found out, for people, by the parts of the residuals."""
+        """Return what was found out, for people, by the parts of the residuals."""
         device, known = self.cluster.device, self.cluster.calibration
         assert known is not None
         efficiency, constants = known.of(FAMILY), known.constants
@@ -113,7 +113,7 @@ class Calibrated:
 def calibrate(
     *, scale: float = 1.0, clock: Clock | None = None, on_progress: Callable[[str, int, int], None] | None = None
 ) -> Calibrated:
-    """Measures the devices of this world and the links between them in about a minute; collective.
+    """Measure the devices of this world and the links between them in about a minute; collective.
 
     All ranks measure at once, so that what they share, such as the memory's bandwidth on CPUs, counts. A rank alone
     measures no links: those of its cluster are the usual ones.
@@ -183,7 +183,7 @@ def _in_turn(sample: Sample, now: Settings) -> Sample:
 
 
 def _clock(samples: Sequence[Sample], now: Settings, wanted: Clock | None) -> tuple[Clock, float]:
-    """The clock that counts, and how far the two are apart beyond what our own ranks do to each other."""
+    """Return the clock that counts, and how far the two are apart beyond what our own ranks do to each other."""
     ratios = [each.timing.wall_s / each.timing.cpu_s for each in samples if each.timing is not None]
     disturbed = statistics.median(ratios) / ranks_per_core(now.local_world_size)
     if wanted is not None:
@@ -192,7 +192,7 @@ def _clock(samples: Sequence[Sample], now: Settings, wanted: Clock | None) -> tu
 
 
 def _with_fp8(machine: Machine) -> Machine:
-    """What is not measured, products in 8 bits, as the preset of the device has it; without one, as in half."""
+    """Return what is not measured, products in 8 bits, as the preset of the device has it; without one, as in half."""
     try:
         preset = find_device(machine.device.name)
     except ConfigError:
@@ -229,7 +229,7 @@ def _cluster(now: Settings, machine: Machine) -> Cluster:
 
 
 def _overlapping(now: Settings, links: Links, clock: Clock) -> Constants:
-    """What collectives and computing beside each other cost one another."""
+    """Return what collectives and computing beside each other cost one another."""
     constants = links.constants
     if world_size() == 1:
         return constants
@@ -248,7 +248,7 @@ def _calibrated(links: Links) -> Cluster:
 
 
 def disk_rates(folder: str | None = None) -> tuple[float, float]:
-    """Bytes per second of writing a file (until it is on the disk) and of reading it back, in a folder."""
+    """Return the bytes per second of writing a file (until it is on the disk) and of reading it back, in a folder."""
     data = os.urandom(2**20)
     with tempfile.TemporaryFile(dir=folder) as file:
         start_s = time.perf_counter()

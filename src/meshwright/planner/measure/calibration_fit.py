@@ -17,7 +17,9 @@ _CACHES = tuple(2**power for power in range(18, 25))  # bytes that a CPU's core 
 
 
 def fit_kernels(samples: Sequence[Sample], device: Device, start: Constants, clock: Clock) -> Machine:
-    """The machine whose kernels take what was measured: its peaks are the best rates seen, and efficiencies below 1.
+    """Return the machine whose kernels take what was measured.
+
+    Its peaks are the best rates seen, and efficiencies below 1.
 
     Args:
         samples: Timed.
@@ -67,12 +69,12 @@ class _Fitting:
         return [(sample.predicted_s(machine), self.seconds(sample)) for sample in self.of(part)]
 
     def rate(self, part: str, machine: Machine, change: Callable[[float], Machine], **which: bool) -> Machine:
-        """The machine with the rate that fits a part; as it was where nothing was measured."""
+        """Return the machine with the rate that fits a part; as it was where nothing was measured."""
         x = self._solve(self.of(part, **which), change(_NEVER_BINDS), change(1.0))
         return change(1 / x) if x > 0 else machine
 
     def factor(self, part: str, machine: Machine, change: Callable[[float], Machine]) -> Machine:
-        """The same for a constant that time is proportional to."""
+        """Return the same for a constant that time is proportional to."""
         return change(self._solve(self.of(part), change(0.0), change(1.0))) if self.of(part) else machine
 
     def _solve(self, samples: Iterable[Sample], without: Machine, with_one: Machine) -> float:
@@ -97,7 +99,10 @@ def _fit_products(fitting: _Fitting, machine: Machine) -> Machine:
 
 
 def _fit_memory(fitting: _Fitting, machine: Machine) -> Machine:
-    """The memory's rate; and on a CPU, of the sizes that its cache may have, the one that fits best, with its rate."""
+    """Return the memory's rate.
+
+    And on a CPU, of the sizes that its cache may have, the one that fits best, with its rate.
+    """
     none = fitting.rate("memory", machine, lambda rate: _with_device(machine, bandwidth_bytes_per_s=rate))
     if not machine.device.name.startswith("CPU"):
         return none
@@ -113,14 +118,14 @@ def _fit_memory(fitting: _Fitting, machine: Machine) -> Machine:
 
 
 def _with_memory(machine: Machine, rate: float) -> Machine:
-    """Another rate of the memory, and the same of the cache."""
+    """Return another rate of the memory, and the same of the cache."""
     ratio = machine.device.bandwidth_bytes_per_s / rate
     changed = _with_device(machine, bandwidth_bytes_per_s=rate)
     return _with_efficiency(changed, cached=machine.efficiency.cached * ratio)
 
 
 def _fit_attention(fitting: _Fitting, machine: Machine) -> Machine:
-    """Its rate in either precision, how that falls with the width of heads, and the rates of backward."""
+    """Return its rate in either precision, how that falls with the width of heads, and the rates of backward."""
     machine = _with_constants(machine, narrow=_narrow(fitting, machine))
     for dtype, suffix in (("half", ""), ("fp32", "_fp32")):
         for name, backward in ((f"attention{suffix}", False), (f"attention_backward{suffix}", True)):
@@ -134,7 +139,10 @@ def _fit_attention(fitting: _Fitting, machine: Machine) -> Machine:
 
 
 def _narrow(fitting: _Fitting, machine: Machine) -> float:
-    """The exponent by which narrower heads are slower, from the mean rates of two widths; as it was without them."""
+    """Return the exponent by which narrower heads are slower, from the mean rates of two widths.
+
+    As it was without them.
+    """
     rates: dict[int, list[float]] = {}
     for sample in fitting.of("fp32 attention", backward=False) + fitting.of("half attention", backward=False):
         peak = machine.device.peak_flops_per_s(sample.op.dtype)
@@ -147,7 +155,7 @@ def _narrow(fitting: _Fitting, machine: Machine) -> float:
 
 
 def _as_fractions(fitting: _Fitting, machine: Machine) -> Machine:
-    """The same machine with peaks that were reached, and efficiencies below them."""
+    """Return the same machine with peaks that were reached, and efficiencies below them."""
     best = max(s.op.flops * (3 if s.backward else 1) / fitting.seconds(s) for s in fitting.of("fp32 products"))
     largest = max(s.op.num_bytes for s in fitting.of("memory"))
     streamed = max(s.op.num_bytes / fitting.seconds(s) for s in fitting.of("memory") if s.op.num_bytes == largest)
@@ -174,7 +182,7 @@ def _as_fractions(fitting: _Fitting, machine: Machine) -> Machine:
 
 
 def _updating(machine: Machine) -> Machine:
-    """The machine as the update meets it: ``cost.update`` divides by both."""
+    """Return the machine as the update meets it: ``cost.update`` divides by both."""
     return _with_efficiency(machine, memory=machine.efficiency.memory * machine.efficiency.update)
 
 
@@ -212,7 +220,7 @@ class Links:
         return Network(self.cluster, self.efficiency, self.constants)
 
     def predicted_s(self, sample: LinkSample) -> float:
-        """What the cost model says of a sample."""
+        """Return what the cost model says of a sample."""
         return collective_s(sample.kind, sample.num_bytes, self._group(sample), self.network)
 
     def _group(self, sample: LinkSample) -> Group:
@@ -224,7 +232,7 @@ class Links:
 
 
 def fit_links(samples: Sequence[LinkSample], start: Links, clock: Clock) -> Links:
-    """The links whose collectives take what was measured; as they were, where nothing was.
+    """Return the links whose collectives take what was measured; as they were, where nothing was.
 
     Kinds share what a call and a hop take. They differ in the rate they reach, of which the best is the link's own;
     those of the nodes' own links count between nodes, too, where both were measured.
@@ -273,7 +281,10 @@ def _fit_tier(tier: str, samples: Sequence[LinkSample], links: Links, clock: Clo
 
 
 def _fit_latency(tier: str, samples: Iterable[LinkSample], links: Links, clock: Clock, *, calls: bool) -> Links:
-    """What a call takes (where it is not known yet) and a hop: least squares of relative errors of small messages."""
+    """Return what a call takes (where it is not known yet) and a hop.
+
+    Least squares of relative errors of small messages.
+    """
     small = [s for s in samples if s.num_bytes <= _SMALL_BYTES and s.kind != "reduce_scatter"]
     without = _with_call(links, 0.0)
     for _ in range(20):  # in turns, each given the other, neither below nothing: they converge at once
@@ -294,7 +305,7 @@ def _fit_latency(tier: str, samples: Iterable[LinkSample], links: Links, clock: 
 
 
 def _with_slow_start(samples: Iterable[LinkSample], links: Links, clock: Clock) -> Links:
-    """What small reduce-scatters, and small sends, take beyond other collectives of their hops."""
+    """Return what small reduce-scatters, and small sends, take beyond other collectives of their hops."""
 
     def beyond(kind: str) -> float:
         small = [s for s in samples if s.num_bytes <= _SMALL_BYTES and s.kind == kind]

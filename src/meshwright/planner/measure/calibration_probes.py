@@ -73,7 +73,7 @@ def kernel_probes(device: torch.device) -> Iterator[Sample]:
 
 
 def num_probes(device: torch.device) -> int:
-    """How many there are."""
+    """Return how many there are."""
     sizes, dtypes = _ON_CUDA if device.type == "cuda" else _ON_CPU, len(_dtypes(device))
     return 2 + 5 * len(sizes.moved) + 2 * dtypes * (len(sizes.products) + len(sizes.attention))
 
@@ -88,7 +88,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _gaps(device: torch.device) -> Sample:
-    """Kernels so small that only launching them takes time.
+    """Return the kernels so small that only launching them takes time.
 
     On a CPU those of a transformer's block, forward and backward: views, modules and autograd's records take time
     there, too. On CUDA the host keeps all that ahead of the device, as it does in training.
@@ -230,7 +230,7 @@ class Tier:
 
 
 def tiers_of(settings: Settings) -> list[Tier]:
-    """The ranks of this node, and those of equal number on all nodes; empty for a rank alone. Collective."""
+    """Return the ranks of this node, and those of equal number on all nodes; empty for a rank alone. Collective."""
     local, world = settings.local_world_size, world_size()
     if world == 1:
         return []
@@ -242,12 +242,12 @@ def tiers_of(settings: Settings) -> list[Tier]:
 
 
 def link_sizes(device: torch.device) -> tuple[int, ...]:
-    """Bytes of the messages."""
+    """Return the bytes of the messages."""
     return _SIZES_CUDA if device.type == "cuda" else _SIZES_CPU
 
 
 def link_samples(tier: Tier, device: torch.device, *, window_s: float) -> Iterator[LinkSample]:
-    """Times every kind in every size; collective. Yields the slowest rank's times, alike on every rank."""
+    """Time every kind in every size; collective. Yields the slowest rank's times, alike on every rank."""
     size = tier.members.size
     for op in BENCHMARK_OPS:
         for num_bytes in link_sizes(device):
@@ -265,7 +265,7 @@ _TINY_PARAMETERS = 24
 
 
 def beside_collective(device: torch.device, rounds: int = 5) -> tuple[float, float, float]:
-    """Seconds of matrix products alone, of an all-reduce alone, and of both begun together; collective.
+    """Return the seconds of matrix products alone, of an all-reduce alone, and of both begun together; collective.
 
     The products take about as long as the all-reduce, so that each runs beside the other for most of its time.
     """
@@ -303,7 +303,7 @@ def _fastest(times: list[float]) -> float:
 
 
 def host_copies(device: torch.device) -> Link | None:
-    """The link between a CUDA device and pinned host memory, the slower direction; None on a CPU. Collective."""
+    """Return the link between a CUDA device and pinned host memory, the slower direction; None on a CPU. Collective."""
     if device.type != "cuda":
         return None
     times = []

@@ -1,6 +1,7 @@
 """One candidate in processes of its own: ``python -m meshwright.planner.measure.candidate FOLDER``.
 
-Without ranks it starts them; as a rank it builds the caller's training step and times it."""
+Without ranks it starts them; as a rank it builds the caller's training step and times it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _LOOK_S = 0.5
 
 
 def main(folder: Path) -> int:
-    """Runs what ``request.json`` asks for; the result, or the error of a rank, is written beside it."""
+    """Run what ``request.json`` asks for; the result, or the error of a rank, is written beside it."""
     request = json.loads((folder / "request.json").read_text())
     if not inside_launcher():
         return launch(["-m", "meshwright.planner.measure.dry_run_worker", str(folder)], request["nproc"])
@@ -45,7 +46,7 @@ def main(folder: Path) -> int:
 
 
 def _end_with(launcher: int) -> None:
-    """Ends this rank once its launcher is gone: ranks are sessions of their own, and nobody else would end them."""
+    """End this rank once its launcher is gone: ranks are sessions of their own, and nobody else would end them."""
     while os.getppid() == launcher:
         time.sleep(_LOOK_S)
     os._exit(1)

@@ -67,7 +67,7 @@ class Measured:
 
     @property
     def step_time_s(self) -> float | None:
-        """The median."""
+        """Return the median."""
         return statistics.median(self.times_s) if self.times_s else None
 
     @property
@@ -84,7 +84,7 @@ def measure(
     num_candidates: int = NUM_CANDIDATES,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Measured]:
-    """Runs the first few plans and returns those that ran, the fastest first and failed ones last.
+    """Run the first few plans and return those that ran, the fastest first and failed ones last.
 
     In a world of several ranks all call it alike, and rank 0's clock decides for all.
 
@@ -118,7 +118,7 @@ def measure(
 
 
 def check_time_limit(time_limit: float | None) -> None:
-    """Refuses what is not a duration; None is no limit and nothing to measure.
+    """Refuse what is not a duration; None is no limit and nothing to measure.
 
     Raises:
         ConfigError: Saying what it is.
@@ -137,7 +137,7 @@ def check_time_limit(time_limit: float | None) -> None:
 def step_times(
     step: Callable[[], Any], num_steps: int, device: torch.device, time_limit: float = math.inf
 ) -> tuple[float, ...]:
-    """Seconds of so many steps, after one that warms up; each as long as on the slowest rank. Collective.
+    """Return the seconds of so many steps, after one that warms up; each as long as on the slowest rank. Collective.
 
     Ranks begin every step together. They end early, all after the same step, when the first rank's time is up or would
     be after another step: a step itself, which ranks are in the midst of, is not broken off.
@@ -180,7 +180,7 @@ class _Halving:
         self._last: dict[int, Outcome] = {}
 
     def round(self, plans: Sequence[Plan], num_steps: int) -> bool:
-        """Runs each; False when time was up before all had run."""
+        """Run each; False when time was up before all had run."""
         for place, plan in enumerate(plans, start=1):
             left_s = gather_objects(self._deadline_s - self._clock())[0]
             if self._known and (left_s <= 0 or self._estimate_s(plan, num_steps) > left_s):
@@ -200,7 +200,7 @@ class _Halving:
 
     @property
     def results(self) -> list[Measured]:
-        """Those that went through more rounds are faster."""
+        """Return those that went through more rounds are faster."""
         return sorted(
             self._known.values(),
             key=lambda each: (each.step_time_s is None, -each.num_rounds, each.step_time_s or 0.0),
@@ -208,7 +208,7 @@ class _Halving:
 
     @property
     def too_short_s(self) -> float | None:
-        """Where time was up before any had run a step: the least that one took until then."""
+        """Return where time was up before any had run a step: the least that one took until then."""
         if any(each.times_s for each in self._known.values()):
             return None
         return min((each.seconds for each in self._last.values() if each.timed_out), default=None)
@@ -224,7 +224,7 @@ class _Halving:
         self._known[id(plan)] = Measured(plan, every, rounds + 1, outcome.error if failed else None)
 
     def _estimate_s(self, plan: Plan, num_steps: int) -> float:
-        """What the next run takes, from its own last one or from those of others; equal on every rank."""
+        """Return what the next run takes, from its own last one or from those of others; equal on every rank."""
         last, known = self._last.get(id(plan)), self._known.get(id(plan))
         if last is None or known is None or known.step_time_s is None:
             took = [each.seconds for each in self._last.values()]
@@ -239,7 +239,7 @@ class _Halving:
 def measured_best(
     plans: Sequence[Plan], run_candidate: RunCandidate, time_limit: float
 ) -> tuple[Plan, str, list[Measured]]:
-    """The plan that was fastest, and one line that says so; see :func:`measure`.
+    """Return the plan that was fastest, and one line that says so; see :func:`measure`.
 
     Args:
         plans: Best first, by prediction.
@@ -263,7 +263,7 @@ def measured_best(
 
 
 def _reason(results: Sequence[Measured], num_plans: int) -> str:
-    """Says over how many steps each was timed: what fell out early may have a smaller figure, by chance."""
+    """Say over how many steps each was timed: what fell out early may have a smaller figure, by chance."""
     best = results[0]
     ran = "; ".join(
         f"{each.plan.strategy} "
@@ -288,7 +288,7 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 def run_in_processes(entry: str, *, nproc: int, folder: Path | None = None) -> RunCandidate:
-    """Runs candidates as ``nproc`` ranks on this machine, started anew for each.
+    """Run candidates as ``nproc`` ranks on this machine, started anew for each.
 
     Not for a process that is a rank itself: its ranks live already, and hold the devices.
 
@@ -337,7 +337,7 @@ def _run(plan: Plan, num_steps: int, time_limit: float, entry: str, nproc: int, 
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Ends the launcher with its ranks: they are one process group."""
+    """End the launcher with its ranks: they are one process group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if child.poll() is not None and number is signal.SIGTERM:
             return
@@ -352,7 +352,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _why(place: Path, status: int) -> str:
-    """The first rank's error; where nobody has said anything, what the launcher has printed last."""
+    """Return the first rank's error; where nobody has said anything, what the launcher has printed last."""
     for error in sorted(place.glob("error.*")):
         return error.read_text()
     printed = [line for line in (place / "output").read_text(errors="replace").splitlines() if line.strip()]

@@ -47,7 +47,7 @@ class Run:
 
 
 def note_runs(file: Path, measured: Sequence[Measured], now: Settings) -> str:
-    """Corrects the calibration of a cluster file by what has run; what was calibrated stays beside it. Collective.
+    """Correct the calibration of a cluster file by what has run; what was calibrated stays beside it. Collective.
 
     Nothing is noted of a machine that other programs keep busy, another one than was calibrated, or another number of
     ranks.
@@ -100,7 +100,7 @@ def _noted(file: Path, measured: Sequence[Measured], machine: str, busy: float) 
 
 
 def runs_of(measured: Sequence[Measured]) -> list[Run]:
-    """Those that ran and were predicted."""
+    """Return those that ran and were predicted."""
     return [
         Run(each.plan.steps or (each.plan.step,), each.plan.forecast.cluster, each.step_time_s)
         for each in measured
@@ -109,7 +109,7 @@ def runs_of(measured: Sequence[Measured]) -> list[Run]:
 
 
 def learned_of(runs: Sequence[Run], known: Calibration, before: Learned) -> Learned:
-    """What brings predictions nearest to what was measured, and stay near what was learned before.
+    """Return what brings predictions nearest to what was measured, and stay near what was learned before.
 
     Gauss-Newton steps on logarithms: the runs' relative errors against the distance from before, which weighs
     more the more runs stand behind them.
@@ -142,7 +142,7 @@ def _learned(at: np.ndarray) -> Learned:
 
 
 def read_bare(file: Path) -> Calibration:
-    """The calibration of a file, with nothing learned."""
+    """Return the calibration of a file, with nothing learned."""
     known = read_cluster(file, learned=False).calibration
     assert known is not None
     return known

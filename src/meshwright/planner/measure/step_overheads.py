@@ -37,7 +37,7 @@ class Size:
 
 
 def sizes_on(device: torch.device) -> tuple[Size, Size]:
-    """A wide and a narrow one, fractions of a second's work."""
+    """Return a wide and a narrow one, fractions of a second's work."""
     if device.type == "cuda":
         return Size(2048, 3, 8192, 2, 2048), Size(768, 4, 8192, 4, 1024)
     return Size(512, 3, 1024, 4, 128), Size(192, 4, 1024, 4, 128)
@@ -59,7 +59,7 @@ class Reference:
 
 
 def reference(strategy: Strategy | None, size: Size, now: Settings, *, in_half: bool = False) -> Reference:
-    """Builds the model under a strategy of this world; None: on every rank for itself. Collective.
+    """Build the model under a strategy of this world; None: on every rank for itself. Collective.
 
     Args:
         strategy: Its methods.
@@ -195,7 +195,7 @@ class Timed:
 
 
 def constants_in_step(now: Settings, cluster: Cluster, clock: Clock, scale: float = 1.0) -> Constants:
-    """The cluster's constants with those that whole steps tell. Collective.
+    """Return the cluster's constants with those that whole steps tell. Collective.
 
     These are ``in_step``, ``half_in_step`` and, where there are several ranks, ``wait_s``, ``sharded`` and ``shard_s``.
 
@@ -230,13 +230,16 @@ def constants_in_step(now: Settings, cluster: Cluster, clock: Clock, scale: floa
 
 
 def _of_half(cluster: Cluster, timed: Sequence[Timed]) -> Cluster:
-    """What steps in half precision add beside others: the geometric mean of the models."""
+    """Return what steps in half precision add beside others: the geometric mean of the models."""
     found = [_constants(_solved(cluster, "half_in_step", _FACTOR, each)).half_in_step for each in timed]
     return with_constants(cluster, half_in_step=statistics.geometric_mean(found))
 
 
 def _in_turns(steps: Sequence[Reference], now: Settings, clock: Clock, turns: int) -> list[Timed]:
-    """Medians over the steps of all turns, each as long as on the slowest rank. The first of a turn warms up."""
+    """Return the medians over the steps of all turns, each as long as on the slowest rank.
+
+    The first of a turn warms up.
+    """
     found: list[list[float]] = [[] for _ in steps]
     for _ in range(turns):
         for step, seconds in zip(steps, found, strict=True):
@@ -249,7 +252,7 @@ def _in_turns(steps: Sequence[Reference], now: Settings, clock: Clock, turns: in
 
 
 def _of_shards(cluster: Cluster, sharded: Sequence[Timed], alone: Sequence[Timed]) -> Cluster:
-    """Bytes count most in the wide model, calls in the narrow one: each tells one constant, given the other.
+    """Return the bytes count most in the wide model, calls in the narrow one: each tells one constant, given the other.
 
     What is off in their computing alone is no matter of shards.
     """
@@ -275,7 +278,7 @@ def _solved(cluster: Cluster, name: str, bounds: tuple[float, float], timed: Tim
 
 
 def with_constants(cluster: Cluster, **constants: float) -> Cluster:
-    """The cluster with some constants of its calibration changed."""
+    """Return the cluster with some constants of its calibration changed."""
     assert cluster.calibration is not None
     changed = dataclasses.replace(_constants(cluster), **constants)
     return dataclasses.replace(cluster, calibration=dataclasses.replace(cluster.calibration, constants=changed))

@@ -41,18 +41,18 @@ class Timing:
 
 
 def tells_cpu_time(device: torch.device) -> bool:
-    """Whether the CPU time of a process says how long its work would take on an idle machine."""
+    """Return whether the CPU time of a process says how long its work would take on an idle machine."""
     return device.type == "cpu" and torch.get_num_threads() == 1
 
 
 def ranks_per_core(local_world_size: int) -> float:
-    """How many of our ranks a core has to serve; 1 where each has its own."""
+    """Return how many of our ranks a core has to serve; 1 where each has its own."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else local_world_size
     return max(1.0, local_world_size / cores)
 
 
 def time_of(run: Callable[[], object], device: torch.device, *, window_s: float = 0.04, windows: int = 5) -> Timing:
-    """The median over windows, in each of which ``run`` is called for so long (once at least).
+    """Return the median over windows, in each of which ``run`` is called for so long (once at least).
 
     Ranks that time alike things start together and are busy all the while, so that what they share counts.
     """
@@ -62,7 +62,7 @@ def time_of(run: Callable[[], object], device: torch.device, *, window_s: float 
 
 
 def cold_time_of(run: Callable[[], object], device: torch.device, *, window_s: float, calls: int = 5) -> Timing:
-    """The same of kernels that find nothing in a CPU core's caches, as in a step, which touches everything in turn.
+    """Return same of kernels that find nothing in a CPU core's caches, as in a step, which touches everything in turn.
 
     What other data is read between the calls is not timed. On CUDA, where large kernels pass the cache by, it is
     :func:`time_of`.
@@ -101,7 +101,7 @@ def slowest(timings: list[Timing]) -> Timing:
 
 
 def together() -> None:
-    """Ranks go on together."""
+    """Rank go on together."""
     if world_size() > 1:
         dist.barrier()
 
@@ -122,7 +122,7 @@ def _window(run: Callable[[], object], device: torch.device, *, window_s: float)
 
 
 def calls_of(run: Callable[[], object], device: torch.device, calls: int) -> Timing:
-    """Seconds of one of several calls in a row, with no warm-up."""
+    """Return the seconds of one of several calls in a row, with no warm-up."""
     if device.type == "cuda":
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         synchronize_device(device)
@@ -167,7 +167,7 @@ class Sample:
     run: Callable[[], object] | None = dataclasses.field(default=None, compare=False)
 
     def predicted_s(self, machine: Machine) -> float:
-        """What the cost model says."""
+        """Return what the cost model says."""
         return forward_s(self.op, machine) + (backward_s(self.op, machine) if self.backward else 0.0)
 
 
@@ -198,7 +198,7 @@ def residual(part: str, pairs: Iterable[tuple[float, float]]) -> Residual:
 
 
 def fitted_factor(terms: Iterable[tuple[float, float, float]]) -> float:
-    """The x for which ``fixed + varying * x`` is nearest to what was measured, in relative error (least squares).
+    """Return x for which ``fixed + varying * x`` is nearest to what was measured, in relative error (least squares).
 
     Args:
         terms: ``(fixed, varying, measured)`` seconds.

@@ -110,25 +110,25 @@ class Bounds:
         return probe_of(plan, again)
 
     def known_probe(self, branch: Branch) -> bool:
-        """Whether the probe of a branch has been made."""
+        """Return whether the probe of a branch has been made."""
         if branch in self._divided:  # found by the branch itself: to hash its methods takes long
             return True
         return (branch.mesh.inner, branch.mesh.inner_methods, _probing(branch)) in self._probes
 
     def undivided(self, branch: Branch) -> Probe:
-        """The probe without inner axes."""
+        """Return the probe without inner axes."""
         if branch not in self._undivided:
             self._undivided[branch] = self.probe(self._whole, _probing(branch))
         return self._undivided[branch]
 
     def divided(self, branch: Branch) -> Probe:
-        """The probe of a branch's inner axes."""
+        """Return the probe of a branch's inner axes."""
         if branch not in self._divided:
             self._divided[branch] = self.probe(branch.mesh, _probing(branch))
         return self._divided[branch]
 
     def mesh_s(self, mesh: Mesh, samples: int, space: Space, *, probed: bool) -> float:
-        """Seconds of computing on one rank of a mesh, with what computes fastest in a space.
+        """Return the seconds of computing on one rank of a mesh, with what computes fastest in a space.
 
         Args:
             mesh: With or without inner axes.
@@ -156,7 +156,7 @@ class Bounds:
         return self._ideal_s(self.probe(self._whole, methods), samples) / _shares(mesh) / mesh.pipeline
 
     def roughly_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
-        """The same for a branch, with what its schedule waits at least and its link is busy at least."""
+        """Return the same for a branch, with what its schedule waits at least and its link is busy at least."""
         (ranks, per_rank), parts = branch.shape, self._parts(branch)
         probed, state = self.known_probe(branch), self.state(branch)
         probe = self.divided(branch) if probed else self.undivided(branch)
@@ -172,7 +172,11 @@ class Bounds:
 
     def _copies_s(self, probe: Probe, samples: int) -> float:
         """Activations go to the host beside forward, and come back beside backward."""
-        return 2 * probe.offloaded_bytes * samples / self._full_links.host_share.bytes_per_s if not probe.step.on_cpu else 0.0
+        return (
+            2 * probe.offloaded_bytes * samples / self._full_links.host_share.bytes_per_s
+            if not probe.step.on_cpu
+            else 0.0
+        )
 
     def _ideal_s(self, probe: Probe, samples: int) -> float:
         inside, outside, _ = self._seconds(probe, _MANY, ideal=True)
@@ -183,7 +187,7 @@ class Bounds:
         return inside / max(inside + outside, 1e-30)
 
     def step_s(self, branch: Branch, samples: int, micro_batches: int) -> float:
-        """Seconds of a step, from the probe of the branch's inner axes.
+        """Return the seconds of a step, from the probe of the branch's inner axes.
 
         Raises:
             MeshwrightError: When the subject refuses these axes.
@@ -213,7 +217,9 @@ class Bounds:
         return self._computed[key]
 
     def held_bytes(self, branch: Branch, micro_batch: int, micro_batches: int, *, roughly: bool = False) -> float:
-        """Bytes taken of a rank's limit, from the probe of its inner axes where known; of no samples the state's.
+        """Return the bytes taken of a rank's limit, from the probe of its inner axes where known.
+
+        Of no samples the state's.
 
         Args:
             branch: What is bounded.

@@ -67,7 +67,7 @@ class Engine:
         self._exceeds = getattr(subject, "is_too_large", None)
 
     def run(self, before: Looked | None = None) -> Looked:
-        """Looks at candidates, the most promising first.
+        """Look at candidates, the most promising first.
 
         Layers and samples that stay whole come first: what they reach rules out most ways to divide them, which take a
         probe each.
@@ -114,7 +114,7 @@ class Engine:
         heapq.heappush(self._heap, (bound, -depth, next(self._order), item))
 
     def _of_mesh(self, mesh: Mesh, *, probed: bool) -> tuple[float, int, Item]:
-        """A bound for all that can be done on a mesh."""
+        """Return a bound for all that can be done on a mesh."""
         item: Item = Probed(mesh) if probed else mesh
         if self.bounds is None or self.objective == "memory":
             return 0.0, int(probed), item
@@ -154,7 +154,7 @@ class Engine:
         return enough
 
     def _is_twin(self, branch: Branch) -> bool:
-        """Whether another method does the very same here, as all levels of ZeRO do in a pipeline."""
+        """Return whether another method does the very same here, as all levels of ZeRO do in a pipeline."""
         assert self.bounds is not None
         others = (branch.mesh, branch.axes, branch.but_for_sharding)
         return self._first.setdefault((others, self.bounds.twin(branch)), branch) is not branch
@@ -163,7 +163,7 @@ class Engine:
         return self.looked.rooms.setdefault(branch.but_for_offload, Room())
 
     def _may_gain(self, branch: Branch, micro_batch: int | None = None) -> bool:
-        """Whether offloading can do anything but slow it: memory was not enough without."""
+        """Return whether offloading can do anything but slow it: memory was not enough without."""
         if self.objective == "memory" or not self.looked.rooms_before:
             return True
         room = self.looked.rooms_before.get(branch.but_for_offload)
@@ -203,14 +203,14 @@ class Engine:
                 self._push(bound, 3, leaf)
 
     def _number(self, branch: Branch, micro_batches: int | None) -> int:
-        """How many micro-batches a leaf has where it leaves that to the subject."""
+        """Return how many micro-batches a leaf has where it leaves that to the subject."""
         if micro_batches is not None:
             return micro_batches
         given = getattr(self.subject, "num_micro_batches", None)
         return given or (1 if branch.schedule is None else branch.schedule.fewest_micro_batches(branch.mesh.pipeline))
 
     def _bound_of_leaf(self, branch: Branch, micro_batches: int) -> float | None:
-        """None: it cannot fit."""
+        """Return None: it cannot fit."""
         micro_batch = self._samples(branch.mesh) // micro_batches
         if self._is_known_too_large(branch, micro_batch) or self._cannot_fit(branch, micro_batch, micro_batches):
             return None
@@ -273,14 +273,14 @@ class Engine:
             self.progress(self.looked.num_predicted, self.looked.num_considered)
 
     def _is_too_large(self, branch: Branch, micro_batches: int | None, micro_batch: int) -> bool:
-        """Whether one rank alone shows that it cannot fit."""
+        """Return whether one rank alone shows that it cannot fit."""
         if self._exceeds is None or not self.limited or not self._exceeds(branch.strategy(), micro_batches):
             return False
         self._note_too_large(branch, micro_batch)
         return True
 
     def _is_known_too_large(self, branch: Branch, micro_batch: int) -> bool:
-        """Whether the same was too large with micro-batches as small, sharded over as many ranks."""
+        """Return whether the same was too large with micro-batches as small, sharded over as many ranks."""
         known = self._too_large.get(branch.but_for_groups, ())
         if not any(group >= _group(branch) and size <= micro_batch for group, size in known):
             return False

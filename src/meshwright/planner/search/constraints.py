@@ -23,7 +23,7 @@ Wishes = Mapping[str, MethodConfig]
 
 
 def read_constraints(excluded: Sequence[str], included: Sequence[Any]) -> Wishes:
-    """Reads what is included as a strategy is read; refuses unknown names, and wishes that contradict each other.
+    """Read what is included as a strategy is read; refuse unknown names, and wishes that contradict each other.
 
     Raises:
         StrategyError: Naming the methods.
@@ -51,25 +51,25 @@ def read_constraints(excluded: Sequence[str], included: Sequence[Any]) -> Wishes
 
 
 def _wish(item: Any) -> MethodConfig:
-    """What one item asks for. A name alone sets no keys, not those either that stand for it in a strategy."""
+    """Return what one item asks for. A name alone sets no keys, not those either that stand for it in a strategy."""
     config = parse_method(item)
     return type(config).model_construct(_fields_set=set(), **dict(config)) if isinstance(item, str) else config
 
 
 def as_devices_have(config: MethodConfig, half_dtype: str) -> MethodConfig:
-    """The config, in the half precision of the devices where it lowers the precision and names none."""
+    """Return the config, in the half precision of the devices where it lowers the precision and names none."""
     if config.method_name not in HALF or "dtype" in config.model_fields_set:
         return config
     return with_keys(config, {"dtype": half_dtype})
 
 
 def own_keys(config: MethodConfig) -> dict[str, Any]:
-    """The keys that whoever wrote the config has set."""
+    """Return the keys that whoever wrote the config has set."""
     return {key: getattr(config, key) for key in config.model_fields_set}
 
 
 def with_keys(config: MethodConfig, keys: Mapping[str, Any]) -> MethodConfig:
-    """The config with some keys set.
+    """Return the config with some keys set.
 
     Raises:
         StrategyError: Where keys do not go together.
@@ -96,7 +96,7 @@ _MESH, _DATA = "parallel_mode", ("data", "zero")
 
 
 def constrained(space: Space, excluded: Sequence[str], included: Wishes, world: int, node: int) -> Space:
-    """The part of a space that a caller's wishes leave.
+    """Return the part of a space that a caller's wishes leave.
 
     Raises:
         StrategyError: When nothing is left.
@@ -123,7 +123,7 @@ def constrained(space: Space, excluded: Sequence[str], included: Wishes, world: 
 
 
 def left_to_search(method: MethodConfig, space: Space) -> MethodConfig:
-    """A method without the keys that a search of this space decides."""
+    """Return a method without the keys that a search of this space decides."""
     every = itertools.chain(space.recompute, offloads(), *space.axis_methods.values())
     own = (each for each in itertools.chain.from_iterable(every) if each.method_name == method.method_name)
     decided = {key for each in own for key in each.model_fields_set}
@@ -150,12 +150,15 @@ def _including(space: Space, wished: MethodConfig, world: int, node: int) -> Spa
 
 
 def _cut_into(space: Space, count: int) -> Space:
-    """The number of micro-batches that a method says, where the search may choose it."""
+    """Return the number of micro-batches that a method says, where the search may choose it."""
     return space if space.micro_batches is not None else space.replace(micro_batches=(count,))
 
 
 def _on_mesh(space: Space, axes: dict[str, int]) -> Space:
-    """Axes that are named keep their sizes, and no others divide layers or samples; data ranks are grouped anew."""
+    """Return the axes that are named keep their sizes, and no others divide layers or samples.
+
+    Data ranks are grouped anew.
+    """
     if not axes:
         return space
     named = {axis: size for axis, size in axes.items() if axis not in _DATA}
@@ -175,7 +178,7 @@ def _on_axis(space: Space, wished: MethodConfig, axis: str, world: int, node: in
 
 
 def _wished(options: tuple[Choice, ...], wished: MethodConfig) -> tuple[Choice, ...]:
-    """The options with the method, each with the caller's keys; what this makes equal is tried once."""
+    """Return the options with the method, each with the caller's keys; what this makes equal is tried once."""
     found: dict[MethodConfig, None] = {}
     for method in itertools.chain.from_iterable(options):
         if method.method_name == wished.method_name:

@@ -39,7 +39,7 @@ _OF_SAMPLES = ("activations", "logits")
 
 
 def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> StrategyError:
-    """The error for a cluster that is too small."""
+    """Return the error for a cluster that is too small."""
     name, said, limits = _binding(smallest)
     enough = f"take {devices} of these devices" if devices is not None else "take more devices"
     remedies = [f"{enough}, or devices with more memory", *([_REMEDIES[name]] if name in _REMEDIES else [])]
@@ -55,7 +55,7 @@ def nothing_fits(subject: Subject, smallest: Plan, devices: int | None) -> Strat
 
 
 def no_such_batch(subject: Subject, batches: Sequence[int]) -> StrategyError:
-    """The error for a batch that is cut so that it does not fit, where others about as large are not."""
+    """Return the error for a batch that is cut so that it does not fit, where others about as large are not."""
     numbers = " or ".join(map(str, batches))
     return StrategyError(
         "No strategy cuts the batch so that it fits into the memory of a rank",
@@ -66,7 +66,7 @@ def no_such_batch(subject: Subject, batches: Sequence[int]) -> StrategyError:
 
 
 def _binding(smallest: Plan) -> tuple[str, str, str]:
-    """The class of memory that is too much, a sentence on it, and the limits."""
+    """Return the class of memory that is too much, a sentence on it, and the limits."""
     limits = readable_bytes(smallest.limit_bytes or 0)
     if smallest.fits_device:
         limits += f", and {readable_bytes(smallest.host_limit_bytes or 0)} of host memory,"
@@ -81,13 +81,13 @@ def _binding(smallest: Plan) -> tuple[str, str, str]:
 
 
 def _behind_blocks(step: Step) -> int:
-    """What is free once the blocks run backward: logits, and what the loss makes of them."""
+    """Return what is free once the blocks run backward: logits, and what the loss makes of them."""
     held = moments(step)
     return (held["loss"].activations or 0) - (held["recomputation"].activations or 0)
 
 
 def nothing_works(world: int, refused: Mapping[str, str], included: Collection[str]) -> StrategyError:
-    """The error for wishes and models that leave nothing that could train: first why what was wished cannot."""
+    """Return the error for wishes and models that leave nothing that could train: first why what was wished cannot."""
     # That methods exclude each other is no news to one who gets nothing: what the model or the devices lack is.
     telling = [reason for reason in refused if "does not go together" not in reason] or list(refused)
     telling.sort(key=lambda reason: not reason.startswith(tuple(included)))
@@ -101,7 +101,7 @@ def nothing_works(world: int, refused: Mapping[str, str], included: Collection[s
 
 
 def ended_early(max_predictions: int) -> StrategyError:
-    """The error for a search that had too few predictions to find anything."""
+    """Return the error for a search that had too few predictions to find anything."""
     return StrategyError(
         "The search ended before it found a strategy that fits",
         expected=f"a strategy within {max_predictions} predictions",
@@ -145,7 +145,7 @@ def search(
     further: Sequence[Further] = (),
     growing: Space | None = None,
 ) -> Found:
-    """Finds the strategies that do best among those that fit into memory.
+    """Find the strategies that do best among those that fit into memory.
 
     Candidates are looked at in the order of bounds that they cannot beat, until no other can be among the best: what is
     found is what looking at all of them would find, as long as ``max_predictions`` last. The same call finds the same.
@@ -224,7 +224,10 @@ class _Search:
         self.num_considered = self.num_predicted = 0
 
     def first(self, space: Space, *, may_lower: bool) -> tuple[Space, Looked]:
-        """The first pass; another one in full precision for a model that a lower one stops, which is refused then."""
+        """Return the first pass.
+
+        Another one in full precision for a model that a lower one stops, which is refused then.
+        """
         before = self._through(space)
         if not (may_lower and _is_untraced(before) and space.precision != ((),)):
             return space, before
@@ -241,7 +244,7 @@ class _Search:
         self, given: Space, looked: Looked, further: Sequence[Further], left: Callable[[Space], Space],
         offload: tuple[Choice, ...],
     ) -> tuple[list[_Tried], Looked]:  # fmt: skip
-        """What comes after the first pass; the spaces that were tried, and all that was found.
+        """Return what comes after the first pass; the spaces that were tried, and all that was found.
 
         Args:
             given: The space of the first pass.
@@ -265,7 +268,7 @@ class _Search:
         return space, self._through(space, looked.beside())
 
     def _offloading(self, tried: Sequence[_Tried], looked: Looked, offload: tuple[Choice, ...]) -> Looked:
-        """Passes with offloading, where something that was too large may be among the best once it takes less."""
+        """Pass with offloading, where something that was too large may be among the best once it takes less."""
         for space, without in tried:
             if offload and (without.squeezed or self.objective == "memory"):
                 looked = self._through(space.replace(offload=offload), looked.offloading(without))
@@ -288,7 +291,7 @@ class _Search:
         return looked
 
     def smallest(self, space: Space, known: Sequence[Plan]) -> Plan | None:
-        """The strategy that takes least, though it is too much: of those that divide all that can be divided."""
+        """Return the strategy that takes least, though it is too much: of those that divide all that can be divided."""
         looked = self._pass(space, "memory", 1, limited=False)
         plans = [*known, *(plan for _, plan in looked.plans)]
         return min(plans, key=lambda plan: (plan.needed_bytes, str(plan.strategy)), default=None)
@@ -317,7 +320,7 @@ class _Search:
         return enough
 
     def _fits_on(self, number: int, grow: Callable[[int], Subject], space: Space) -> bool:
-        """Whether anything fits on so many devices."""
+        """Return whether anything fits on so many devices."""
         assert self.cluster is not None
         larger, cluster = grow(number), self.cluster.resized(number)
         wider = space.replace(sizes=_wider(space, default_space(larger)))
@@ -340,17 +343,17 @@ class _Search:
 
 
 def _is_untraced(looked: Looked) -> bool:
-    """Whether the best that was found says nothing of activations."""
+    """Return whether the best that was found says nothing of activations."""
     return bool(looked.plans) and looked.plans[0][1].step.activations is None
 
 
 def _roomiest(space: Space, offload: tuple[Choice, ...]) -> Space:
-    """What takes least memory, of all that divides it."""
+    """Return what takes least memory, of all that divides it."""
     return space.replace(hybrid=False, recompute=space.recompute[-1:], offload=offload)
 
 
 def _wider(space: Space, larger: Space) -> dict[str, tuple[int, ...]]:
-    """The sizes of a larger world, as far as a caller's wishes leave its axes."""
+    """Return the sizes of a larger world, as far as a caller's wishes leave its axes."""
     return {
         axis: tuple(size for size in larger.sizes.get(axis, every) if size > 1 or 1 in every)
         if space.axis_methods.get(axis)
@@ -411,7 +414,7 @@ def _further(small: Space, whole: Space, excluded: Sequence[str], included: Sequ
 
 
 def _may_be(name: str, excluded: Sequence[str], included: Sequence[Any]) -> bool:
-    """Whether wishes allow a method that they may not name."""
+    """Return whether wishes allow a method that they may not name."""
     try:
         read_constraints(excluded, [*included, name])
     except StrategyError:

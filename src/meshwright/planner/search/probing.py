@@ -19,7 +19,7 @@ from meshwright.strategy import MethodConfig
 
 
 def scaled(step: Step, samples: int) -> Step:
-    """The same step with a single micro-batch of so many times as many samples.
+    """Return the same step with a single micro-batch of so many times as many samples.
 
     Only what blocks wait for is kept of its traffic.
     """
@@ -54,7 +54,7 @@ def _one(traffic: Traffic, samples: int, micro_batches: int) -> Traffic:
 
 
 def bare_blocks(step: Step, *, merged: bool = True) -> tuple[Block, ...]:
-    """The blocks without what they compute; parameters that are treated alike are one where they may be merged.
+    """Return the blocks without what they compute; parameters that are treated alike are one where they may be merged.
 
     What an update holds for a moment is left out: it is not there together with activations, which come on top.
     """
@@ -76,7 +76,10 @@ def _merged(parameters: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
 
 
 def _as_vector(parameter: Parameter) -> Parameter:
-    """What is left of a parameter when its size is not looked at; states of only some of its dims keep its shape."""
+    """Return what is left of a parameter when its size is not looked at.
+
+    States of only some of its dims keep its shape.
+    """
     every = tuple(range(len(parameter.shape)))
     if not parameter.shape or any(state.dims not in (every, ()) for state in parameter.states):
         return parameter
@@ -118,11 +121,14 @@ class State:
         return self.bare(2)
 
     def held_bytes(self, micro_batches: int) -> int:
-        """Parameters, gradients, the optimizer's state and what is gathered."""
+        """Return the parameters, gradients, the optimizer's state and what is gathered."""
         return self._held_once if micro_batches == 1 else self._held_twice
 
     def at_loss_bytes(self, micro_batches: int) -> int:
-        """The same as the loss runs backward, beside all that forward saved: what only forward gathers is free then."""
+        """Return the same as the loss runs backward, beside all that forward saved.
+
+        What only forward gathers is free then.
+        """
         return self._at_loss_once if micro_batches == 1 else self._at_loss_twice
 
     @functools.cached_property
@@ -148,12 +154,12 @@ class State:
 
     @functools.cached_property
     def update_s(self) -> float:
-        """The update."""
+        """Return the update."""
         return updated_s(self.once, self.machine, self.full_links, offload_time(self.once, self.full_links))
 
     @functools.cached_property
     def link_s(self) -> tuple[float, float]:
-        """Gathers and reductions of one micro-batch, and of every further one."""
+        """Gather and reductions of one micro-batch, and of every further one."""
         first, both = self._link_s(self.once), self._link_s(self.twice)
         return first, max(both - first, 0.0)
 
@@ -217,7 +223,7 @@ class Probe:
 
     @property
     def offloaded_bytes(self) -> int:
-        """What forward sends to the host, and backward brings back."""
+        """Return what forward sends to the host, and backward brings back."""
         return self.step.activations.offloaded_bytes if self.step.activations is not None else 0
 
     @functools.cached_property
@@ -227,7 +233,7 @@ class Probe:
 
 
 def probe_of(plan: Plan, again: Callable[[int], Kept] | None = None) -> Probe:
-    """What a plan says of its rank's work."""
+    """Return what a plan says of its rank's work."""
     if plan.taken_bytes is None:
         return Probe(plan.step, kept_of(plan), 1.0, lambda step: needed_bytes(step, memory(step)), again)
     slack = plan.taken_bytes / max(_at_peak(plan.step), 1)
@@ -238,7 +244,7 @@ def probe_of(plan: Plan, again: Callable[[int], Kept] | None = None) -> Probe:
 
 
 def kept_of(plan: Plan) -> Kept:
-    """What a plan says of its micro-batch."""
+    """Return what a plan says of its micro-batch."""
     known, kept = plan.step.activations, plan.memory.activations or 0
     behind = min(known.outside_bytes, kept) if known is not None else 0
     # Where classes are summed, what only the loss's backward makes is none of them.
@@ -250,7 +256,7 @@ def _at_peak(step: Step, but_for: tuple[Literal["recomputation"], ...] = ()) -> 
 
 
 def probing(precision: Choice, recompute: Choice, rest: Choice, *, sharded: bool) -> Choice:
-    """What a probe has: all but what needs other axes, or a sharding method, or is no matter of one sample.
+    """Return what a probe has: all but what needs other axes, or a sharding method, or is no matter of one sample.
 
     What shards gathers weights in the precision that they compute in, where autocast casts them in every layer: that is
     time, and bytes for backward. All that shard do it alike, so that one of them stands for all.
@@ -260,10 +266,10 @@ def probing(precision: Choice, recompute: Choice, rest: Choice, *, sharded: bool
 
 
 def _no_probes(method: MethodConfig) -> bool:
-    """Whether it is of states alone, or says into how many micro-batches a step is cut, where a probe has its own."""
+    """Return whether it is of states alone, or says into how many micro-batches a step is cut, where a probe has its own."""
     return getattr(method, "num_micro_batches", None) is not None or (isinstance(method, Method) and method.of_state)
 
 
 def _lacks(method: MethodConfig) -> bool:
-    """Whether it needs another method beside it."""
+    """Return whether it needs another method beside it."""
     return isinstance(method, Method) and any(need.when(method) for need in method.needs)

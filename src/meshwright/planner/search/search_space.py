@@ -60,17 +60,17 @@ class Space:
     micro_batches: tuple[int | None, ...] | None = None
 
     def replace(self, **changes: Any) -> Space:
-        """The same space with some choices changed."""
+        """Return the same space with some choices changed."""
         return dataclasses.replace(self, **changes)
 
 
 def choices(*options: Any) -> tuple[Choice, ...]:
-    """Reads choices as users write methods; None is the choice to do nothing."""
+    """Read choices as users write methods; None is the choice to do nothing."""
     return tuple(Strategy([] if option is None else [option]).methods for option in options)
 
 
 def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
-    """What is tried for a subject when nothing else is asked for.
+    """Return what is tried for a subject when nothing else is asked for.
 
     Args:
         subject: What is planned; its cluster, if it has one, says how large a node is and which precisions it has.
@@ -104,7 +104,7 @@ def default_space(subject: Subject, *, lower_precision: bool = True) -> Space:
 
 
 def offloads(world: int = 1) -> tuple[Choice, ...]:
-    """What may leave the device: states also in part, the least first, as their update waits for the host.
+    """Return what may leave the device: states also in part, the least first, as their update waits for the host.
 
     Args:
         world: Devices; on very many, states leave whole or not at all.
@@ -123,7 +123,9 @@ def divisors_of(number: int) -> tuple[int, ...]:
 
 
 def zero_sizes(ranks: int, inner: int, node: int) -> tuple[int, ...]:
-    """Sizes of a group that shards within ``ranks``: all of them, or of many those that fill a node and steps of 4.
+    """Return the sizes of a group that shards within ``ranks``.
+
+    All of them, or of many those that fill a node and steps of 4.
 
     Args:
         ranks: Data-parallel ranks.
@@ -200,19 +202,19 @@ class Branch:
 
     @property
     def but_for_groups(self) -> object:
-        """What it has in common with those whose groups shard over more or fewer ranks."""
+        """Return what it has in common with those whose groups shard over more or fewer ranks."""
         return self.mesh, self.sharding, self.precision, self.recompute, self.rest, self.schedule
 
     # To hash what methods are takes long; passes through a space share them.
     @property
     def but_for_sharding(self) -> object:
-        """What its methods have in common with those of one mesh that shard otherwise."""
+        """Return what its methods have in common with those of one mesh that shard otherwise."""
         others = (*self.precision, *self.recompute, *self.rest)
         return id(self.schedule), tuple(map(id, others))
 
     @property
     def but_for_offload(self) -> object:
-        """What it has in common with those of other passes that offload something else."""
+        """Return what it has in common with those of other passes that offload something else."""
         return self.axes, tuple(id(method) for method in self.methods if not isinstance(method, Offload))
 
     def strategy(self) -> Strategy:
@@ -226,7 +228,7 @@ class Branch:
 
 
 def mesh_of(axes: tuple[tuple[str, int], ...]) -> tuple[str, dict[str, object]]:
-    """The method that names a mesh."""
+    """Return the method that names a mesh."""
     return "parallel_mode", {"axes": axes}
 
 
@@ -244,7 +246,7 @@ class Candidates:
         self._lawful: dict[tuple[tuple[int, ...], frozenset[str]], bool] = {}
 
     def refuse(self, reason: str, strategy: Strategy | str) -> None:
-        """Notes why a strategy cannot train."""
+        """Note why a strategy cannot train."""
         self.refused.setdefault(reason, str(strategy))
 
     def meshes(self) -> Iterator[Mesh]:
@@ -266,7 +268,7 @@ class Candidates:
                 yield Mesh(inner, ranks, sizes.get("pipeline", 1), sizes.get("replica", 1), chosen)
 
     def _divides(self, samples: int, replicas: int) -> bool:
-        """Whether replicas share a batch equally, in one of the numbers of micro-batches that the space names."""
+        """Return whether replicas share a batch equally, in one of the numbers of micro-batches that the space names."""
         return any(samples % (replicas * (count or 1)) == 0 for count in self.space.micro_batches or (1,))
 
     def _sizes(self) -> Iterator[dict[str, int]]:
@@ -353,12 +355,12 @@ class Candidates:
 
 
 def replicas_of(mesh: Mesh) -> int:
-    """How many different micro-batches are computed at once."""
+    """Return how many different micro-batches are computed at once."""
     return mesh.ranks * mesh.replica * dict(mesh.inner).get("expert", 1)
 
 
 def shards_alone(mesh: Mesh, space: Space) -> bool:
-    """Whether a space shards on a mesh with one data-parallel rank.
+    """Return whether a space shards on a mesh with one data-parallel rank.
 
     Ranks that divide a sample or hold other experts hold equal weights: they can be sharded over, too. Parameters that
     leave a device come back as FSDP2 gathers them, on one rank, too.

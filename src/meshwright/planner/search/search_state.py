@@ -19,7 +19,7 @@ _DIGITS = 4  # what differs by less is no difference that a prediction could tel
 
 
 def check_objective(objective: str) -> None:
-    """Refuses what is no objective.
+    """Refuse what is no objective.
 
     Raises:
         ConfigError: With the nearest.
@@ -34,7 +34,7 @@ def check_objective(objective: str) -> None:
 
 
 def rank_of_plan(plan: Plan, objective: Objective) -> Rank:
-    """Where a plan stands among others.
+    """Return where a plan stands among others.
 
     Raises:
         ConfigError: When the plan does not know what the objective needs.
@@ -49,7 +49,7 @@ def rounded(number: float) -> float:
 
 
 def figure_of_plan(plan: Plan, objective: Objective) -> float:
-    """The objective's number, to the last digit.
+    """Return the objective's number, to the last digit.
 
     Raises:
         ConfigError: When the plan does not know what the objective needs.
@@ -152,13 +152,13 @@ class Looked:
     stopped_before: bool = False
 
     def beside(self) -> Looked:
-        """Where a pass through another space begins, for what is better than the best so far."""
+        """Return where a pass through another space begins, for what is better than the best so far."""
         return Looked(
             self.top, [*self.plans], [*self.too_large], betters=True, stopped_before=self.stopped or self.stopped_before
         )
 
     def offloading(self, without: Looked) -> Looked:
-        """Where a pass that offloads begins: it has to do better.
+        """Return where a pass that offloads begins: it has to do better.
 
         Args:
             without: The pass through the same space that did not.
@@ -171,28 +171,28 @@ class Looked:
 
     @property
     def to_beat(self) -> float:
-        """The number that a candidate must not exceed: of the last that is kept, or of the best."""
+        """Return the number that a candidate must not exceed: of the last that is kept, or of the best."""
         last = 1 if self.betters else self.top
         return self.plans[last - 1][0][0] if len(self.plans) >= last else math.inf
 
     @property
     def ever_stopped(self) -> bool:
-        """Whether any pass ended at its most predictions."""
+        """Return whether any pass ended at its most predictions."""
         return self.stopped or self.stopped_before
 
     @property
     def squeezed(self) -> bool:
-        """Whether memory has ruled anything out that could have been among the best."""
+        """Return whether memory has ruled anything out that could have been among the best."""
         return any(room.squeezed for room in self.rooms.values())
 
     def add(self, rank: Rank, plan: Plan) -> None:
-        """Notes a plan that fits."""
+        """Note a plan that fits."""
         self.plans.append((rank, plan))
         self.plans.sort(key=lambda each: each[0])
         del self.plans[self.top :]
 
     def add_too_large(self, plan: Plan) -> None:
-        """Notes a plan that does not."""
+        """Note a plan that does not."""
         self.too_large.append(plan)
         self.too_large.sort(key=lambda each: (each.needed_bytes, str(each.strategy)))
         del self.too_large[_SMALLEST_KEPT:]
@@ -217,13 +217,15 @@ class Further:
     where: Literal["always", "divided", "nothing"] = "always"
 
     def is_worth(self, looked: Looked) -> bool:
-        """Whether to go on here, too, after what was found with offloading."""
+        """Return whether to go on here, too, after what was found with offloading."""
         if self.where == "nothing" or not looked.plans:
             return self.where == "nothing" and not looked.plans
         return self.where == "divided" and not _TELLING.isdisjoint(looked.plans[0][1].strategy.names)
 
     def beside(self, looked: Looked) -> Space:
-        """What is tried here: where the best so far divides layers, the tokens between them are divided as often.
+        """Return what is tried here.
+
+        Where the best so far divides layers, the tokens between them are divided as often.
 
         A real module is proved anew for every size, which takes seconds; what divides layers best does so with them.
         """

@@ -30,7 +30,9 @@ _SIZES = (int, float, bool, type(None))
 
 
 def view_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor | None:
-    """What a view of a tensor without data is, as ``FakeTensorMode`` returns it; None where that has to be asked.
+    """Return what a view of a tensor without data is, as ``FakeTensorMode`` returns it.
+
+    None where that has to be asked.
 
     Args:
         func: The operator's overload, as a dispatch mode is given it.
@@ -47,7 +49,7 @@ def view_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Fake
 
 
 def cast_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FakeTensor | None:
-    """The same of a tensor that is copied into another dtype, on the device where it is."""
+    """Return the same of a tensor that is copied into another dtype, on the device where it is."""
     if func is not _aten._to_copy.default or kwargs.keys() != {"dtype"} or type(args[0]) is not FakeTensor:
         return None
     return _by_kernel(func, args, kwargs) if args[0].constant is None else None
@@ -117,7 +119,7 @@ def _of_cpu(operator: Any) -> Callable[..., int] | None:
 
 @functools.cache
 def _is_composite(func: Any) -> bool:
-    """Whether an operator is nothing but others, which are then counted."""
+    """Return whether an operator is nothing but others, which are then counted."""
     return _COMPOSITE in func.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _COMPOSITE)
 
 
@@ -158,7 +160,7 @@ def _length_and_samples(name: str, args: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _weights(name: str, args: tuple[Any, ...]) -> list[tuple[bool, torch.Tensor]]:
-    """Matrices, and whether the state is multiplied by them."""
+    """Return the matrices, and whether the state is multiplied by them."""
     if not name.startswith("_cudnn"):  # one layer in one direction
         return [(False, args[1]), (True, args[2])]
     every, stride = args[1], args[2]
@@ -187,7 +189,7 @@ _FILLING = {"zero_", "fill_", "normal_", "uniform_", "bernoulli_", "copy_"}
 
 
 def kernels_of(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> tuple[Op, ...]:
-    """The kernels of one operator call, as ops of forward; none for views and for what only allocates.
+    """Return the kernels of one operator call, as ops of forward; none for views and for what only allocates.
 
     A product is told by its dims (of a convolution: those of the product that it is), fused attention by its queries,
     keys and width, and everything else by the bytes of its arguments and results: each is read or written once, and
@@ -236,7 +238,10 @@ def _bmm(args: tuple[Any, ...]) -> tuple[Op, ...]:
 
 
 def _grouped_mm(args: tuple[Any, ...]) -> tuple[Op, ...]:
-    """Rows that are dealt out to groups (of the gradient of the weights: the inner dim is): as if all had as many."""
+    """Return the rows that are dealt out to groups (of the gradient of the weights: the inner dim is).
+
+    As if all had as many.
+    """
     left, right = args[0], args[1]
     if left.dim() == right.dim() == 3:
         return _bmm(args)
@@ -249,7 +254,7 @@ def _grouped_mm(args: tuple[Any, ...]) -> tuple[Op, ...]:
 
 
 def _dealt(rows: int, groups: int) -> tuple[int, int]:
-    """Rows of a group and groups; all rows as one where they are no multiple."""
+    """Return the rows of a group and groups; all rows as one where they are no multiple."""
     return (rows, 1) if rows % groups else (rows // groups, groups)
 
 
@@ -344,7 +349,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of its elements in memory: those that are broadcast count once."""
+    """Return the bytes of its elements in memory: those that are broadcast count once."""
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return int(math.prod(sizes)) * tensor.element_size()
 
@@ -357,7 +362,7 @@ _Key = tuple[tuple[torch.Size | None, ...], torch.dtype, tuple[Any, ...]]
 
 
 def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """The result of an operator without data, with as many bytes as one with data would save.
+    """Return the result of an operator without data, with as many bytes as one with data would save.
 
     On CPUs ``nn.LSTM`` runs layer by layer through oneDNN, and what backward needs is a buffer that only oneDNN can
     size: it is asked for by a real call on zeros.
@@ -377,7 +382,7 @@ def with_workspace(func: Any, args: tuple[Any, ...], result: Any) -> Any:
 
 
 def _without_map(args: tuple[Any, ...], result: Any) -> Any:
-    """Sums of bags on CPUs need no map from indices to bags; torch's rule for bf16 without data says they do."""
+    """Sum of bags on CPUs need no map from indices to bags; torch's rule for bf16 without data says they do."""
     weight, given = args[0], dict(enumerate(args))  # defaults at the end are left out
     mode, weights, padding = given.get(4, 0), given.get(6), given.get(8, -1)
     is_plain = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.stride(1) == 1
@@ -421,7 +426,7 @@ def _called(key: _Key) -> int:
 
 
 def device_of_pass(model: nn.Module, wanted: torch.device | None) -> torch.device:
-    """The device of the tensors without data.
+    """Return the device of the tensors without data.
 
     The one that the model will train on, wherever it is now; where nobody says which, that of its parameters. A machine
     that lacks it runs the pass on tensors of the CPU.
@@ -430,7 +435,7 @@ def device_of_pass(model: nn.Module, wanted: torch.device | None) -> torch.devic
 
 
 def device_here(device: torch.device) -> torch.device:
-    """The device, or the CPU on a machine without it."""
+    """Return the device, or the CPU on a machine without it."""
     return device if device.type == "cuda" and torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -443,7 +448,10 @@ def converted_to(tensor: torch.Tensor, fake: FakeTensorMode, device: torch.devic
 
 
 def stands_in(model: nn.Module, wanted: torch.device | None) -> str | None:
-    """What is assumed where the pass cannot run on the device that the model will train on; None where it can."""
+    """Return what is assumed where the pass cannot run on the device that the model will train on.
+
+    None where it can.
+    """
     device = device_of_pass(model, wanted)
     if wanted is None or wanted.type == device.type:
         return None
@@ -480,5 +488,8 @@ class _KernelsOfCuda(TorchFunctionMode):
 
 
 def _is_fused(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    """Whether torch drops out in one kernel on CUDA; the arguments are those of ``torch.nn.functional.dropout``."""
+    """Return whether torch drops out in one kernel on CUDA.
+
+    The arguments are those of ``torch.nn.functional.dropout``.
+    """
     return training and not inplace and 0 < p < 1 and input.numel() > 0

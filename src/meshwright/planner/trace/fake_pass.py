@@ -48,13 +48,13 @@ class Trace(Protocol):
     """Whether tokens or samples are divided: a model that cannot be traced so cannot be trained so either."""
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """The shape that one rank holds."""
+        """Return the shape that one rank holds."""
 
     def running(self, log: SaveLog) -> contextlib.AbstractContextManager[None]:
         """Around one forward pass; ``log`` grows with every tensor saved for backward."""
 
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
-        """What the last run sends in one micro-batch."""
+        """Return what the last run sends in one micro-batch."""
 
 
 class LayersAndTokens:
@@ -72,7 +72,7 @@ class LayersAndTokens:
         self.dims = layers.dims
 
     def local_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        """The shape that one rank holds."""
+        """Return the shape that one rank holds."""
         return self._layers.local_shape(parameter)
 
     @contextlib.contextmanager
@@ -82,12 +82,12 @@ class LayersAndTokens:
             yield
 
     def boundaries(self, model: nn.Module, log: SaveLog) -> tuple[Boundary, ...]:
-        """What both send."""
+        """Return what both send."""
         return self._layers.boundaries(model, log) + self._tokens.boundaries(model, log)
 
 
 def trace_of(resolved: Resolved, model: nn.Module, sample: SampleRun) -> Trace | None:
-    """How the axes of a strategy divide the work; None where none does.
+    """Return how the axes of a strategy divide the work; None where none does.
 
     Raises:
         ModelError: When the model cannot be divided so.
@@ -209,7 +209,7 @@ class Predicted(NamedTuple):
     idle: tuple[str, ...] = ()  # parameters that should train and that backward does not come by; those that ran
 
     def agrees(self, other: Predicted) -> bool:
-        """Whether both are the same but for the order in which collectives are listed."""
+        """Return whether both are the same but for the order in which collectives are listed."""
         sent, others = collections.Counter(self.boundaries), collections.Counter(other.boundaries)
         return sent == others and self._replace(boundaries=(), idle=()) == other._replace(boundaries=(), idle=())
 
@@ -242,7 +242,7 @@ class Pass:
     device: torch.device | None = None
 
     def predict(self) -> Predicted:
-        """Runs the whole model.
+        """Run the whole model.
 
         Raises:
             Exception: Whatever the model raises when it runs without data.
@@ -250,7 +250,7 @@ class Pass:
         return self._predicted(self._record())
 
     def predict_repeated(self, repeated: Repeated, *, check: bool) -> Predicted:
-        """Runs a few of a list's blocks, and continues for all of them.
+        """Run a few of a list's blocks, and continues for all of them.
 
         Args:
             repeated: The list.
@@ -326,7 +326,7 @@ class Pass:
         return _Recorded(saved, boundaries, ops, blocks, placed, transients, _idle(state) if has_run else ())
 
     def _blocks_here(self) -> list[nn.Module]:
-        """Those of the blocks that the model has now, while a list may be cut."""
+        """Return those of the blocks that the model has now, while a list may be cut."""
         here = {module for _, module in self.model.named_modules()}
         return [block for block in self._blocks if block in here]
 
@@ -398,7 +398,7 @@ def _runs_without_data() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_gradients(loss: Any) -> Iterator[None]:
-    """Leaves that no tensor stood in for have the gradients behind it that they had: none without data.
+    """Leave that no tensor stood in for have the gradients behind it that they had: none without data.
 
     Such as the weights of a criterion whose ``forward`` is called by itself, or that a function holds.
     """
@@ -413,7 +413,7 @@ def _own_gradients(loss: Any) -> Iterator[None]:
 
 
 def _leaves(loss: Any) -> list[torch.Tensor]:
-    """What backward of a loss comes to."""
+    """Return what backward of a loss comes to."""
     nodes = [node for node in (getattr(loss, "grad_fn", None),) if node is not None]
     met = set(nodes)
     while nodes:
@@ -431,7 +431,7 @@ class _Backward:
         self.has_run = False
 
     def backward(self) -> None:
-        """Runs it, as behind autocast, which lets go of the weights that it has cast."""
+        """Run it, as behind autocast, which lets go of the weights that it has cast."""
         torch.clear_autocast_cache()
         with torch.autocast(self._device_type, enabled=False), _own_gradients(self._loss):
             self._loss.backward()

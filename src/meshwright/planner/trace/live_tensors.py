@@ -74,11 +74,11 @@ class SavedTensors:
 
     @property
     def bytes(self) -> int:
-        """Bytes saved, every storage counted once and weights not at all."""
+        """Return the bytes saved, every storage counted once and weights not at all."""
         return sum(size for storage, size in self.sizes.items() if storage not in self.weights)
 
     def kept_by_place(self) -> dict[int, int]:
-        """The same bytes by the first place where each storage was saved."""
+        """Return the same bytes by the first place where each storage was saved."""
         found: dict[int, int] = {}
         for storage, places in self.places.items():
             if storage not in self.weights:
@@ -90,7 +90,7 @@ class SavedTensors:
 def record_saved(
     model: nn.Module, *, counter: FlopCount | None = None, blocks: Sequence[nn.Module] = ()
 ) -> Iterator[SavedTensors]:
-    """Records what a forward pass inside the block saves for backward, results that ``checkpoint`` keeps among them.
+    """Record what a forward pass inside the block saves for backward, results that ``checkpoint`` keeps among them.
 
     Args:
         model: The model that runs; gathered weights of sharded modules are recognised while they run.
@@ -167,7 +167,7 @@ class _Recorder:
             self.saved.place += self._index.get(module) == len(self._index) - 1  # behind the last one
 
     def keep(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator runs, whose result a recomputed module may keep."""
+        """Return an operator runs, whose result a recomputed module may keep."""
         result = operator(*args, **kwargs)
         if kept_now(operator, args, kwargs):
             self.saved.sizes.update(map(storage_of, _tensors_in(result)))
@@ -208,7 +208,7 @@ class _WithoutData(_Operators):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch's guard against compilation takes longer than the operators do."""
+        """Torch's guard against compilation takes longer than the operators do."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,7 +220,7 @@ def _tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """What tells a tensor's storage from all others that are alive, and its bytes."""
+    """Return what tells a tensor's storage from all others that are alive, and its bytes."""
     storage = _plain(tensor).untyped_storage()
     return storage._cdata, storage.nbytes()
 
@@ -325,7 +325,7 @@ class LiveBytes:
             self._gradients.append(_Gradient(size, found.operator, len(self._moments), place))
 
     def add_kept(self, saved: SavedTensors) -> None:
-        """Adds to what is saved what autograd's graph keeps in other ways, and lets go of in backward.
+        """Add to what is saved what autograd's graph keeps in other ways, and let go of in backward.
 
         Such are the inputs of what a model recomputes by itself, which a function of the graph holds.
         """
@@ -334,7 +334,7 @@ class LiveBytes:
                 saved.add(key, made.num_bytes, self._moments[made.operator][0], made.reference)
 
     def transients(self, saved: SavedTensors) -> tuple[Transient, ...]:
-        """What every place takes for a moment; nothing where backward has not run.
+        """Return what every place takes for a moment; nothing where backward has not run.
 
         Args:
             saved: Of the same pass.
@@ -370,7 +370,7 @@ class LiveBytes:
         )
 
     def _up_to(self, saved: SavedTensors) -> Callable[[int], int]:
-        """What a place and those before it have saved."""
+        """Return what a place and those before it have saved."""
         kept = saved.kept_by_place()
         places = sorted(kept)
         sums = [0, *itertools.accumulate(kept[place] for place in places)]

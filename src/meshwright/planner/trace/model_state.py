@@ -109,7 +109,7 @@ class OptimizerProbe:
         self._updating: dict[Hashable, Updating | None] = {}
 
     def __call__(self, parameter: nn.Parameter) -> tuple[StateTensor, ...]:
-        """The state tensors of a parameter."""
+        """Return the state tensors of a parameter."""
         group = self._group_of(parameter)
         if self._optim_func is None or group is None:
             return ()
@@ -122,7 +122,7 @@ class OptimizerProbe:
         return self._states[kind]
 
     def updating(self, parameter: nn.Parameter) -> Updating | None:
-        """What is held of a parameter for a moment as it is updated, such as torch's multi-tensor optimizers do.
+        """Return what is held of a parameter for a moment as it is updated, such as torch's multi-tensor optimizers do.
 
         Tiny parameters are updated a few times. Our own optimizers update in pieces of bounded size, which are not
         counted; nor is what a CPU holds of one parameter after the other.
@@ -136,7 +136,7 @@ class OptimizerProbe:
         return self._updating[kind]
 
     def _group_of(self, parameter: nn.Parameter) -> _Group | None:
-        """None: the optimizer is not given the parameter."""
+        """Return None: the optimizer is not given the parameter."""
         return _Group(0, None) if self._groups is None else self._groups.get(parameter)
 
 
@@ -147,12 +147,12 @@ class _Group(NamedTuple):
     values: dict[str, Any] | None
 
     def of(self, parameters: list[nn.Parameter]) -> list[Any]:
-        """What an optimizer of these parameters alone is built over."""
+        """Return what an optimizer of these parameters alone is built over."""
         return parameters if self.values is None else [{**self.values, "params": parameters}]
 
 
 def _groups(params: Iterable[Any]) -> dict[torch.Tensor, _Group]:
-    """The group of every parameter; those that are given without any are in the first."""
+    """Return the group of every parameter; those that are given without any are in the first."""
     groups: dict[torch.Tensor, _Group] = {}
     for number, entry in enumerate(params):
         values = dict(entry) if isinstance(entry, Mapping) else {"params": [entry]}
@@ -164,7 +164,7 @@ def _groups(params: Iterable[Any]) -> dict[torch.Tensor, _Group]:
 
 
 def _key(values: Mapping[str, Any] | None) -> Hashable:
-    """Tells hyperparameters apart; those that have no hash, and tensors, by who they are."""
+    """Tell hyperparameters apart; those that have no hash, and tensors, by who they are."""
 
     def known_by(value: Any) -> Hashable:
         try:
@@ -220,7 +220,7 @@ def _tried(
 
 
 def _tiny(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A parameter of as many dims, with a gradient."""
+    """Return a parameter of as many dims, with a gradient."""
     tiny = nn.Parameter(torch.ones(_PROBE_SIZES[: parameter.dim()], dtype=parameter.dtype, device=device))
     tiny.grad = torch.full_like(tiny, 0.5)
     return tiny
@@ -231,7 +231,7 @@ def _like(tiny: nn.Parameter, shape: Iterable[int], dtype: torch.dtype) -> State
 
 
 def _dims_of(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Which dims of the parameter a tensor has; dims of size one are none."""
+    """Return which dims of the parameter a tensor has; dims of size one are none."""
     if math.prod(shape) == math.prod(sizes):  # also where it is flat
         return tuple(range(len(sizes)))
     return tuple(sizes.index(size) for size in shape if size in sizes)
@@ -257,7 +257,7 @@ def _watched(
 def _held(
     optim_func: Callable[[Any], Optimizer], parameter: nn.Parameter, group: _Group, device: torch.device, number: int
 ) -> tuple[Counter[StateTensor], int]:
-    """The most that is held for a moment in the second step or the third, and the operators of one.
+    """Return the most that is held for a moment in the second step or the third, and the operators of one.
 
     The first step has made the states.
     """
@@ -276,7 +276,7 @@ def _held(
 
 @contextlib.contextmanager
 def _choosing_as_on(device: torch.device) -> Iterator[None]:
-    """Lets torch's optimizers choose kernels for tensors of the CPU as they would for those of a device."""
+    """Let torch's optimizers choose kernels for tensors of the CPU as they would for those of a device."""
     asked: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it
     supported = asked._get_foreach_kernels_supported_devices
     if device.type in supported():
@@ -319,7 +319,7 @@ def describe_blocks(
     marks: Marks | None = None,
     cut: Cut | None = None,
 ) -> tuple[Block, ...]:
-    """Lists the distinct blocks of a model; what lies in no repeated block is the block ``outside``.
+    """List the distinct blocks of a model; what lies in no repeated block is the block ``outside``.
 
     Args:
         model: A plain module, not wrapped or sharded.
@@ -333,7 +333,7 @@ def describe_blocks(
 def describe_each(
     model: nn.Module, states_of: StatesOf, marks: Marks | None = None, cut: Cut | None = None
 ) -> Described:
-    """The parameters of every block, and of what is in none; arguments as of :func:`describe_blocks`."""
+    """Return the parameters of every block, and of what is in none; arguments as of :func:`describe_blocks`."""
     seen: set[nn.Parameter] = set()
     owners, marks = _owners(model), marks or Marks()
     places = {item.name: item for item in cut.outside} if cut is not None else {}
@@ -382,7 +382,7 @@ def _in_list(block: Block) -> bool:
 
 
 def describe_buffers(model: nn.Module, cut: Cut | None = None) -> tuple[Buffer, ...]:
-    """Lists the buffers of a model, with the pipeline rank of those that lie in a block."""
+    """List the buffers of a model, with the pipeline rank of those that lie in a block."""
     return tuple(
         Buffer(b.numel(), b.element_size(), b.is_floating_point(), cut.rank_of(name) if cut is not None else None)
         for name, b in model.named_buffers()
@@ -434,7 +434,10 @@ def _describe(
 
 
 def measured_state(model: nn.Module, optimizer: Optimizer | None) -> dict[str, int]:
-    """Bytes this rank really holds, by class: the local part of parameters, gradients, states, master and buffers."""
+    """Return the bytes this rank really holds, by class.
+
+    The local part of parameters, gradients, states, master and buffers.
+    """
     parameters = list(model.parameters())
     updated = [p for group in optimizer.param_groups for p in group["params"]] if optimizer is not None else []
     own = set(parameters)

@@ -49,11 +49,11 @@ class Repeated:
     paths: tuple[str, ...]
 
     def kept(self, count: int = RUN) -> tuple[nn.Module, ...]:
-        """The first ``count - 1`` blocks and the last."""
+        """Return the first ``count - 1`` blocks and the last."""
         return (*self.blocks[: count - 1], self.blocks[-1])
 
     def divided_alike(self, dims: Mapping[nn.Parameter, int]) -> bool:
-        """Whether the same parameters of every block are divided, along the same dims."""
+        """Return whether the same parameters of every block are divided, along the same dims."""
         return len({tuple(dims.get(parameter) for parameter in block.parameters()) for block in self.blocks}) == 1
 
     @contextlib.contextmanager
@@ -83,7 +83,7 @@ class _Few(dict[str, Any]):
 
 
 def find_repeated(model: nn.Module) -> Repeated | None:
-    """The list of a model's many equal blocks; None where there is none, or more than one."""
+    """Return the list of a model's many equal blocks; None where there is none, or more than one."""
     blocks = set(dict(find_blocks(model)).values())
     found = []
     for path, module in model.named_modules():
@@ -230,7 +230,7 @@ class Ops(NamedTuple):
 
 
 def sort_kernels(recorder: OpRecorder, blocks: Sequence[nn.Module], saved: SavedTensors, *, has_backward: bool) -> Ops:
-    """Deals the kernels of a pass out to blocks, each with the classes of modules that recompute it.
+    """Deal the kernels of a pass out to blocks, each with the classes of modules that recompute it.
 
     Args:
         recorder: After the pass.
@@ -276,7 +276,7 @@ class _Names:
         self._known: dict[_Stack, tuple[str, ...]] = {}
 
     def on(self, kernel: Kernel) -> Op:
-        """The op, with the classes it lies in, and those whose recomputation comes by it.
+        """Return the op, with the classes it lies in, and those whose recomputation comes by it.
 
         Recomputation ends at the last tensor that is saved: of a module that saves nothing behind the kernel, it does
         not come so far.
@@ -314,13 +314,13 @@ class ModelOps:
 
     @functools.cached_property
     def by_path(self) -> dict[str, tuple[Op, ...]]:
-        """The ops of every block, equal ones together."""
+        """Return the ops of every block, equal ones together."""
         alike = {id(ops): ops for _, ops in self.blocks}  # equal blocks have one description
         counted = {key: together(ops) for key, ops in alike.items()}
         return {path: counted[id(ops)] for path, ops in self.blocks}
 
     def outside_of(self, blocks: Container[str], last_rank: int | None) -> tuple[Op, ...]:
-        """The ops of no block, and of blocks that are not among these; equal ones together.
+        """Return the ops of no block, and of blocks that are not among these; equal ones together.
 
         Args:
             blocks: Paths.
@@ -337,7 +337,7 @@ class ModelOps:
         return sum(sum(pass_flops(op)) for op in self._every())
 
     def flops_in(self, dtype: str) -> int:
-        """Those of one precision."""
+        """Return those of one precision."""
         return sum(sum(pass_flops(op)) for op in self._every() if op.dtype == dtype)
 
     def _every(self) -> Iterator[Op]:
@@ -356,7 +356,7 @@ def together(ops: Iterable[Op]) -> tuple[Op, ...]:
 
 
 def model_ops(model: nn.Module, ops: Ops) -> ModelOps:
-    """The ops with paths in place of modules."""
+    """Return the ops with paths in place of modules."""
     paths = tuple((path, ops.inside[block]) for path, block in find_blocks(model) if block in ops.inside)
     runs = {path: ops.runs[block] for path, block in find_blocks(model) if block in ops.inside}
     return ModelOps(paths, ops.outside, ops.behind, runs)
@@ -368,7 +368,7 @@ _Key = tuple[tuple[Running, ...], tuple[int, ...], tuple[tuple[str, Running], ..
 
 
 def summarise(model: nn.Module, saved: SavedTensors, transients: tuple[Transient, ...]) -> Activations:
-    """What the forward pass of a plain model keeps, and what recomputation can change of that."""
+    """Return what the forward pass of a plain model keeps, and what recomputation can change of that."""
     named = [(path, module) for path, module in model.named_modules() if path]
     numbers = {module: number for number, (_, module) in enumerate(named)}
     blocks = [block for _, block in find_blocks(model)]

@@ -50,7 +50,7 @@ class Places:
         return self._each([(place, size) for (place,), size in amounts], lambda place, size: ((place,), size))
 
     def transients(self, found: Sequence[Transient]) -> tuple[Transient, ...]:
-        """What every place takes for a moment."""
+        """Return what every place takes for a moment."""
         return self._each([(each.place, each) for each in found], lambda place, each: each._replace(place=place))
 
     def _each(self, found: Sequence[tuple[int, Any]], at: Callable[[int, Any], T]) -> tuple[T, ...]:
@@ -71,7 +71,7 @@ class NotRepeatedError(Exception):
 def continued(
     saved: SavedTensors, kept: Sequence[nn.Module], every: Sequence[nn.Module], places: Places
 ) -> SavedTensors:
-    """What a run of all blocks would have saved, from that of four of them.
+    """Return what a run of all blocks would have saved, from that of four of them.
 
     Args:
         saved: Of the run.
@@ -127,13 +127,13 @@ class _Continued:
         return {self._places.of(place, shift) for place in places}
 
     def _log(self, saved: SavedTensors) -> list[tuple[nn.Module, ...]]:
-        """The third block's saves, and after them those of its copies."""
+        """Return the third block's saves, and after them those of its copies."""
         first, end = self._third(saved.log)
         copies = [self._move(stack, shift) for shift in range(1, len(self._shifted)) for stack in saved.log[first:end]]
         return [*saved.log[:end], *copies, *saved.log[end:]]
 
     def _work(self, saved: SavedTensors) -> list[Call]:
-        """The third block's calls, and after them those of its copies, each by the saves before it."""
+        """Return the third block's calls, and after them those of its copies, each by the saves before it."""
         calls, log = saved.work, self._third(saved.log)
         first, end = self._third([call.stack for call in calls])
         saves, copies = log[1] - log[0], len(self._shifted) - 1
@@ -232,7 +232,7 @@ class _Continued:
 
 
 def continued_ops(ops: Ops, kept: Sequence[nn.Module], every: Sequence[nn.Module]) -> Ops:
-    """The same for ops: further blocks have those of the third.
+    """Return the same for ops: further blocks have those of the third.
 
     Raises:
         NotRepeatedError: When one of the blocks did not run.
@@ -249,7 +249,9 @@ def continued_ops(ops: Ops, kept: Sequence[nn.Module], every: Sequence[nn.Module
 def continued_boundaries(
     boundaries: Sequence[Boundary], repeated: Repeated, every: Sequence[nn.Module]
 ) -> tuple[Boundary, ...]:
-    """The same for what is sent: by the path where there is one, else as often as by each of the blocks that ran.
+    """Return the same for what is sent.
+
+    By the path where there is one, else as often as by each of the blocks that ran.
 
     Raises:
         NotRepeatedError: When what has no path is not sent equally often by all blocks.

@@ -38,7 +38,9 @@ class NotLinearError(Exception):
 
 
 def on_the_line(first: T, second: T, at: tuple[int, int], wanted: int) -> T:
-    """What lies on the line through two values of plain data: tuples and dataclasses of numbers, names and others.
+    """Return what lies on the line through two values of plain data.
+
+    Tuples and dataclasses of numbers, names and others.
 
     Args:
         first: The value at ``at[0]``.
@@ -58,7 +60,7 @@ class _Line:
         self._found: dict[tuple[int, int], Any] = {}  # what is one tuple several times stays one
 
     def value(self, first: Any, second: Any) -> Any:
-        """The value on the line through two, part by part."""
+        """Return the value on the line through two, part by part."""
         if first is second:
             return first
         if not isinstance(first, tuple):
@@ -106,7 +108,7 @@ class Samples:
         self._bent: set[Hashable] = set()
 
     def add(self, kind: Hashable, samples: int, value: Any) -> None:
-        """Notes what a run has found."""
+        """Note what a run has found."""
         known = self._known.setdefault(kind, {})
         if len(known) == _LINE and kind not in self._straight:
             (self._straight if self._on_line(kind, samples) == value else self._bent).add(kind)
@@ -114,7 +116,7 @@ class Samples:
             known[samples] = value
 
     def continued(self, kind: Hashable, samples: int) -> Any | None:
-        """What a run of so many samples would find; None where that is not known."""
+        """Return what a run of so many samples would find; None where that is not known."""
         trusted = kind in self._straight or (bool(self._straight) and not self._bent)
         if not trusted or samples == 1 or len(self._known.get(kind, {})) < _LINE:
             return None
@@ -156,7 +158,7 @@ def reason_of(error: BaseException, model: nn.Module) -> str:
 
 
 def _place(trace: TracebackType | None, model: nn.Module) -> str:
-    """The innermost module of the model whose code was running, and the line of it."""
+    """Return the innermost module of the model whose code was running, and the line of it."""
     names = {id(module): path for path, module in model.named_modules()}
     found = "the loss, or what calls the model"
     while trace is not None:
@@ -200,7 +202,7 @@ class Traced(NamedTuple):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What its user may not expect. Another micro-batch may use what this one does not: it is counted."""
+        """Return what its user may not expect. Another micro-batch may use what this one does not: it is counted."""
         if not self.idle:
             return ()
         named = ", ".join(self.idle[:3]) + (" and others" if len(self.idle) > 3 else "")
@@ -208,7 +210,7 @@ class Traced(NamedTuple):
 
     @property
     def fp8_flops(self) -> int:
-        """Those of ``flops`` that are in 8 bits."""
+        """Return those of ``flops`` that are in 8 bits."""
         return self.ops.flops_in("fp8") if self.ops is not None else 0
 
 
@@ -238,7 +240,7 @@ class Tracer:
         self._repeats: dict[tuple[object, ...], bool] = {}  # whether blocks do, by what divides them
 
     def of(self, conditions: Conditions) -> Traced:
-        """What a micro-batch takes under these conditions.
+        """Return what a micro-batch takes under these conditions.
 
         Raises:
             ModelError: When the model cannot be divided as they say.
@@ -326,7 +328,10 @@ class Tracer:
         return find_repeated(self._model)
 
     def _sent_to_experts(self, now: Conditions) -> tuple[Boundary, ...]:
-        """What travels, where experts that cannot run without data are passed over; nothing where more cannot."""
+        """Return what travels, where experts that cannot run without data are passed over.
+
+        Nothing where more cannot.
+        """
         if getattr(now.split, "stands_in", True):
             return ()
         experts = cast("ExpertTrace", now.split)
@@ -342,7 +347,7 @@ def _untraced(reason: str) -> Traced:
 
 
 def _does_not_fit(got: str) -> ModelError:
-    """The model runs whole, and not as one rank of a tensor axis: training would fail in the same way."""
+    """Return the model runs whole, and not as one rank of a tensor axis: training would fail in the same way."""
     return ModelError(
         "tensor_parallel: the model cannot run with its layers split by this plan",
         expected="layers split by columns that feed layers split by rows, in modules that name no number of features",
