@@ -10,7 +10,7 @@ from meshwright.runtime.lazy import alias_modules, alias_name
 _BMTRAIN = "meshwright.compat.bmtrain"
 _COLOSSALAI = "meshwright.compat.colossalai"
 
-# Modules and all that lies below them.
+# Modules and all that lies below them; after a colon, the only names that a module shows.
 MODULES = {
     "meshwright.accelerated": "meshwright.training.accelerated",
     "meshwright.atorch": "meshwright.compat.atorch",
@@ -22,19 +22,16 @@ MODULES = {
     "meshwright.booster.plugin": _COLOSSALAI,
     "meshwright.distributed": "meshwright.comm",
     "meshwright.nn.optimizer": f"{_COLOSSALAI}.optimizers",
-    **{
-        f"meshwright.nn.optimizer.{name}": f"{_COLOSSALAI}.optimizers"
-        for name in (
-            "adafactor",
-            "came",
-            "distributed_adafactor",
-            "distributed_came",
-            "distributed_galore",
-            "distributed_lamb",
-            "galore",
-            "lamb",
-        )
-    },
+    "meshwright.nn.optimizer.adafactor": f"{_COLOSSALAI}.optimizers: Adafactor",
+    "meshwright.nn.optimizer.came": f"{_COLOSSALAI}.optimizers: CAME",
+    "meshwright.nn.optimizer.distributed_adafactor": f"{_COLOSSALAI}.optimizers: DistributedAdaFactor",
+    "meshwright.nn.optimizer.distributed_came": f"{_COLOSSALAI}.optimizers: DistributedCAME",
+    "meshwright.nn.optimizer.distributed_galore": f"{_COLOSSALAI}.optimizers: DistGaloreAwamW",
+    "meshwright.nn.optimizer.distributed_lamb": f"{_COLOSSALAI}.optimizers: DistributedLamb",
+    "meshwright.nn.optimizer.galore": (
+        f"{_COLOSSALAI}.optimizers: GaLoreAdafactor GaLoreAdamW GaLoreAdamW8bit get_galore_param_groups"
+    ),
+    "meshwright.nn.optimizer.lamb": f"{_COLOSSALAI}.optimizers: Lamb",
     "meshwright.optim.manager": f"{_BMTRAIN}.optim_manager",
     "meshwright.planning": "meshwright.planner",
     "meshwright.utils": f"{_BMTRAIN}.utils",

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import torch
 from pydantic import BeforeValidator, PositiveInt
@@ -19,7 +19,6 @@ from meshwright.inspect import keep_name_order
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase, torch_dtype
 from meshwright.methods.gradient_averaging import GradientAverager, broadcast_states
 from meshwright.methods.pipeline.chain import Line
-from meshwright.methods.pipeline.execution import PipelineEngine, StageGradients
 from meshwright.methods.pipeline.outer_parameters import Dataflow
 from meshwright.methods.pipeline.schedules import (
     SCHEDULES,
@@ -44,6 +43,9 @@ from meshwright.methods.pipeline.stage_cut import (
 from meshwright.nn import keep_part_of_whole, without_fast_path, wrap_method, wrap_methods
 from meshwright.optim import Stages as NormStages
 from meshwright.strategy import Bytes
+
+if TYPE_CHECKING:
+    from meshwright.methods.pipeline.execution import PipelineEngine
 
 
 def stage_cost(schedule: str, step: Step) -> Step:
@@ -142,6 +144,8 @@ def _largest_shard(step: Step, parameter: Parameter) -> int:
 
 def finish_pipeline(job: Job, engine: PipelineEngine) -> None:
     """Take the place of :func:`~meshwright.methods.parallel_mode.replicate` where a pipeline runs."""
+    from meshwright.methods.pipeline.execution import StageGradients
+
     assert job.cut is not None
     line = engine.line
     shared = [
@@ -352,6 +356,8 @@ class PipelineParallel(Method):
         """Free the other ranks' blocks; the model's forward runs single stages from now on."""
         if job.size(AXIS) == 1:
             return
+        from meshwright.methods.pipeline.execution import PipelineEngine  # what only a real pipeline needs
+
         assert job.cut is not None, "the plan has decided it"
         broadcast_states(job.model, job.device)  # while it is the same model on all ranks
         _, blocks = block_list(job.model, self.blocks)
