@@ -39,6 +39,8 @@ FLOORS = [
     {"compat", "cli"},
 ]
 INTERNALS = "runtime/torch_internals/"
+# Names with an underscore that are of Python and of transformers.
+NOT_OF_TORCH = {"_exit", "_current_frames", "_lru_cache_wrapper", "_attn_implementation", "_model_mapping"}
 JOURNEYS = ("accelerate(fsdp) to the first step", "one step", "a peak predicted", "a checkpoint saved")
 _BEGIN, _END = "<!-- journeys -->", "<!-- end of journeys -->"
 # A first line that begins so hangs on the name above it.
@@ -149,7 +151,7 @@ def torch_internals() -> dict[str, list[str]]:
     another's.
     """
     trees = {path: tree_of(path) for path in files()}
-    ours = set()
+    ours = set(NOT_OF_TORCH)
     for tree in trees.values():
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):

@@ -31,7 +31,7 @@ def test_who_waits_long_says_for_whom(ranks):
 def test_ranks_that_never_come_are_named(monkeypatch):
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.2))
-    for name, value in {"_get_default_store": lambda: store, "world_size": lambda: 3, "_PATIENCE_S": 0.05}.items():
+    for name, value in {"default_store": lambda: store, "world_size": lambda: 3, "_PATIENCE_S": 0.05}.items():
         monkeypatch.setattr(together, name, value)
     with pytest.raises(LaunchError, match=r"save was not called on every rank.*ranks 1, 2"):
         wait_for_all_ranks("save")

@@ -20,7 +20,7 @@ from meshwright.comm.transport import (
     reduced_to_root,
 )
 from meshwright.errors import ConfigError, LaunchError, did_you_mean
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
 
 Gradient = Literal["replicated", "partial"]
 ReduceOp = Literal["sum", "avg", "max", "min", "prod"]

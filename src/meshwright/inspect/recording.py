@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.errors import InspectError
 from meshwright.runtime import agreed
+from meshwright.runtime.torch_internals.autograd import current_graph_task_id
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def recording_active() -> bool:
 
     Recomputations are known by running inside a backward pass.
     """
-    return bool(_sinks) and torch._C._current_graph_task_id() == -1
+    return bool(_sinks) and current_graph_task_id() == -1
 
 
 def record_tensor(x: torch.Tensor, name: str, group: str | None = None, requires_grad: bool = True) -> torch.Tensor:

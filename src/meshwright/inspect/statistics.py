@@ -102,7 +102,7 @@ def share(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, int]:
     team's answers must be counted.
 
     Args:
-        tensor: Plain, or a DTensor with any mix of ``Shard``, ``_StridedShard`` and ``Replicate``.
+        tensor: Plain, or a DTensor with any mix of ``Shard``, ``StridedShard`` and ``Replicate``.
         name: For the error.
 
     Returns:

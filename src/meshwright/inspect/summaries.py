@@ -26,6 +26,7 @@ from meshwright.inspect.recording import (
 )
 from meshwright.inspect.statistics import Row, Shape, Table, entry, fill, is_first_of_team, merged
 from meshwright.runtime import gather_from
+from meshwright.runtime.torch_internals.modules import parameters_of
 
 OUTLINE = "_meshwright_outline"
 """In the ``__dict__`` of a module that stands for one on another rank: that module, without memory."""
@@ -95,7 +96,7 @@ def _names(model: nn.Module, prefix: str) -> Iterator[str]:
     """All names of parameters, those of other ranks too where something stands for them here."""
     wrappers = _ddp_paths(model)
     for path, module in model.named_modules(remove_duplicate=False):
-        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        names = [name for name, parameter in parameters_of(module).items() if parameter is not None]
         outline = module.__dict__.get(OUTLINE)
         if outline is not None:
             names += [name for name, _ in outline.named_parameters(remove_duplicate=False)]

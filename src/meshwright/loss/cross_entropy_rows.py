@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError, DataError, ModelError, did_you_mean
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
 
 
 class _Refuse(torch.autograd.Function):

@@ -30,7 +30,7 @@ from meshwright.loss.cross_entropy_rows import (
 from meshwright.loss.lazy_logits import LazyLogits
 from meshwright.loss.vocabulary_parallel import Vocabulary, parallel_row_losses
 from meshwright.runtime import tensor_size
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
 
 
 def fused_cross_entropy(

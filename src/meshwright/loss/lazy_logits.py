@@ -10,18 +10,26 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import ModelError
 from meshwright.loss.linear_head import in_autocast_type, linear_cross_entropy
 from meshwright.loss.vocabulary_parallel import Vocabulary, parallel_cross_entropy
+from meshwright.runtime.torch_internals.operators import schema_of
+from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
+from meshwright.runtime.torch_internals.tensors import (
+    DisableTorchFunctionSubclass,
+    base_of,
+    is_view,
+    make_wrapper,
+    version_of,
+)
 
 _T: Any = torch.Tensor
 _OF_THE_WHOLE = {
     _T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.ndim.__get__, _T.layout.__get__, _T.is_cuda.__get__,
     _T.is_sparse.__get__, _T.requires_grad.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__, _T.dim, _T.size, _T.numel,
     _T.is_floating_point, _T.is_complex, _T.element_size, _T.get_device, _T.__len__, torch.is_floating_point,
-    torch.is_complex, torch.numel, _T._base.__get__, _T._version.__get__, _T._is_view, _T.is_meta.__get__,
+    torch.is_complex, torch.numel, base_of, version_of, is_view, _T.is_meta.__get__,
 }  # fmt: skip
 """What is answered without any logits: also what FSDP2 asks of the outputs of a module."""
 
@@ -82,7 +90,7 @@ class LazyLogits(torch.Tensor):
         """Answer from the part where that is possible, else from the whole."""
         kwargs = kwargs or {}
         if func in _OF_THE_WHOLE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         first = args[0] if args else None
         if isinstance(first, cls) and func in _OF_THE_PART:
@@ -156,7 +164,7 @@ class LazyLogits(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """For extensions, which torch does not show to subclasses before: they see the whole."""
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             raise ModelError(
                 "An extension wants to change logits in place that have not been made",
                 expected="torch operations, or functions that return something new",
@@ -208,9 +216,7 @@ class HeadLogits(LazyLogits):
     ) -> HeadLogits:
         """Make a tensor without memory of its own."""
         shape = (*hidden.shape[:-1], weight.shape[0])
-        self: HeadLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=dtype, device=hidden.device
-        )
+        self: HeadLogits = make_wrapper(cls, shape, dtype=dtype, device=hidden.device)
         self.part, self.weight, self.bias, self.whole = hidden, weight, bias, None
         return self
 
@@ -285,7 +291,7 @@ class HeadLogits(LazyLogits):
 
 
 def _deferred(hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> HeadLogits:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         logits: HeadLogits = _WrapHeadLogits.apply(hidden, weight, bias, dtype)
     # Inside the function they were cut off from their graphs.
     logits.part, logits.weight, logits.bias = hidden, weight, bias
@@ -344,16 +350,14 @@ class VocabularyShards(LazyLogits):
     def __new__(cls: type[VocabularyShards], part: Tensor, vocabulary: Vocabulary) -> VocabularyShards:
         """Make a tensor without memory of its own."""
         shape = (*part.shape[:-1], vocabulary.size)
-        self: VocabularyShards = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=part.dtype, device=part.device
-        )
+        self: VocabularyShards = make_wrapper(cls, shape, dtype=part.dtype, device=part.device)
         self.part, self.vocabulary, self.whole = part, vocabulary, None
         return self
 
     @classmethod
     def of(cls, part: Tensor, vocabulary: Vocabulary) -> VocabularyShards:
         """Shards whose gradients reach the part, however they come."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             shards: VocabularyShards = _WrapVocabularyShards.apply(part, vocabulary)
         shards.part = part  # inside the function it was cut off from its graph
         return shards

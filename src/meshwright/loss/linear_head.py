@@ -26,7 +26,7 @@ from meshwright.loss.cross_entropy_rows import (
     wide,
     without_autocast,
 )
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
 
 _SMALLEST_CHUNK = 256  # with fewer, reading and writing the gradient of the weight takes longer than the products
 

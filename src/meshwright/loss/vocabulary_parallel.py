@@ -28,7 +28,8 @@ from meshwright.loss.cross_entropy_rows import (
     without_autocast,
 )
 from meshwright.runtime import tensor_mesh
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
+from meshwright.runtime.torch_internals.tensors import assert_async
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def parallel_row_losses(
 def _check_targets(rows: Rows, num_classes: int) -> None:
     """No rank would miss a class that is nobody's."""
     inside = (rows.target_n1 >= 0) & (rows.target_n1 < num_classes)
-    torch._assert_async(inside.all(), f"targets are not in 0..{num_classes - 1}")  # type: ignore[call-arg]
+    assert_async(inside.all(), f"targets are not in 0..{num_classes - 1}")  # type: ignore[call-arg]
 
 
 class _ParallelRowLosses(Function):

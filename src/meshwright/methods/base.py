@@ -33,6 +33,8 @@ from meshwright.optim import (
     step_on_local_tensors,
 )
 from meshwright.optim.guarded_step import call_around
+from meshwright.runtime.torch_internals.ddp import reset_reducer
+from meshwright.runtime.torch_internals.dtensor import flattened
 from meshwright.store.entries import unwrapped
 from meshwright.strategy import MethodConfig
 
@@ -353,7 +355,7 @@ class Job:
         """Return those of these axes that have several ranks, as a mesh of one dim; at least one has. Collective."""
         axes = tuple(axis for axis in names if self.size(axis) > 1)
         mesh = self.require_mesh()
-        return mesh[axes]._flatten() if len(axes) > 1 else mesh[axes]
+        return flattened(mesh[axes]) if len(axes) > 1 else mesh[axes]
 
     @property
     def replica(self) -> int:
@@ -485,7 +487,7 @@ def abandon(job: Job, optim: Optimizer | None) -> None:
 
 def _reset(replicas: DistributedDataParallel) -> None:
     """DDP believes until then that the failed pass still reduces, and refuses the next."""
-    replicas.reducer._reset_state()
+    reset_reducer(replicas.reducer)
     if _SETTLING not in replicas.__dict__:
         replicas.__dict__[_SETTLING] = replicas.register_forward_pre_hook(_settle)
 

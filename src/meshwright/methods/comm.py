@@ -21,6 +21,7 @@ from meshwright.errors import StrategyError
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase, averaging_axis
 from meshwright.nn import Comm as FsdpComm, is_mean, parameter_groups
 from meshwright.runtime import settings
+from meshwright.runtime.torch_internals.fsdp import whole_size_of
 
 
 def quantise_units(model: nn.Module, compression: Compression, way: Route) -> None:
@@ -79,7 +80,7 @@ class _Unit:
     def _packing(self, parameters: list[Any], encoding: Encoding | None) -> Packing:
         return Packing(
             tuple(each.padded_sharded_param_size.numel() for each in parameters),
-            tuple(each._orig_size.numel() >= self._compression.min_numel for each in parameters),
+            tuple(whole_size_of(each).numel() >= self._compression.min_numel for each in parameters),
             encoding,
         )
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
-import torch._functorch.config as functorch_config
 from pydantic import Field
 from torch import nn
 
@@ -113,7 +111,9 @@ class Compile(Method):
         self._targets(job.model)
 
     def _check_backend(self, device: torch.device) -> None:
-        backends = torch._dynamo.list_backends(exclude_tags=())
+        from meshwright.runtime.torch_internals.compilers import dynamo, missing_compiler
+
+        backends = dynamo.list_backends(exclude_tags=())
         for option, value, known in (("backend", self.backend, backends), ("mode", self.mode or "default", _MODES)):
             if value not in known:
                 raise StrategyError(
@@ -131,7 +131,7 @@ class Compile(Method):
                     fix="leave one of the two out",
                 )
             return
-        missing = _missing_compiler(device)
+        missing = missing_compiler(device.type)
         if missing:
             raise StrategyError(
                 f"compile: inductor cannot compile for {device.type} here",
@@ -147,6 +147,8 @@ class Compile(Method):
 
     def apply(self, job: Job) -> None:
         """Compile in place; torch does the work in the first step."""
+        from meshwright.runtime.torch_internals.compilers import functorch_config
+
         settings: dict[str, Any] = {}
         if self.activation_budget is not None:
             settings["activation_memory_budget"] = self.activation_budget
@@ -162,17 +164,3 @@ class Compile(Method):
     def cost(self, step: Step) -> Step:
         """Recomputation of the blocks for a budget of 0; else as it is, for what a compiler saves, it decides."""
         return Checkpoint().cost(step) if self.activation_budget == 0 and not self.whole else step
-
-
-def _missing_compiler(device: torch.device) -> str:
-    """Return what inductor needs and does not find; empty when nothing is missing."""
-    if device.type == "cpu":
-        from torch._inductor import cpp_builder, exc
-
-        try:
-            return "" if shutil.which(cpp_builder.get_cpp_compiler()) else "a C++ compiler"
-        except exc.InvalidCxxCompiler:
-            return "a C++ compiler"
-    from torch.utils._triton import has_triton
-
-    return "" if has_triton() else "Triton"

@@ -18,6 +18,8 @@ from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase
 from meshwright.methods.fp8_torchao import Fp8Trace, require_torchao, scales_ahead, to_torchao
 from meshwright.nn import find_blocks
 from meshwright.nn.fp8 import BUFFERS, DelayedScaling, Fp8Options, to_fp8, update_scales
+from meshwright.runtime.torch_internals.ddp import IGNORED
+from meshwright.runtime.torch_internals.modules import parameters_of
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Choice:
         """Return the weights of the layers, with the number of layers that share each."""
         counts: dict[nn.Parameter, int] = {}
         for layer in self.layers.values():
-            weight = layer._parameters["weight"]
+            weight = parameters_of(layer)["weight"]
             assert weight is not None
             counts[weight] = counts.get(weight, 0) + 1
         return counts
@@ -53,7 +55,7 @@ def choose_layers(
     """
     choice = Choice()
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or module._parameters.get("weight") is None:
+        if not isinstance(module, nn.Linear) or parameters_of(module).get("weight") is None:
             continue  # without a weight: another rank of a pipeline has it
         wanted = include is None or any(part in name for part in include)
         if not wanted or any(part in name for part in exclude or ()):
@@ -345,8 +347,8 @@ class Fp8(Method):
         layers = [to_fp8(layer, options) for layer in choice.layers.values()]
         # DDP would send them in every forward; they are equal already, or are not to be.
         own = [f"{name}.{buffer}".lstrip(".") for name in choice.layers for buffer in BUFFERS]
-        ignored = [*getattr(job.model, "_ddp_params_and_buffers_to_ignore", ()), *own]
-        job.model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
+        ignored = [*getattr(job.model, IGNORED, ()), *own]
+        setattr(job.model, IGNORED, ignored)
         several = self.reduce_amax and any(job.size(axis) > 1 for axis in _AXES)
         group = job.flat_mesh(*_AXES).get_group() if several else None
         job.before_update.append(functools.partial(update_scales, layers, group))

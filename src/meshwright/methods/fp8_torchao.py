@@ -15,6 +15,8 @@ from torch import nn
 from meshwright.errors import StrategyError
 from meshwright.nn import wrap_method
 from meshwright.nn.fp8 import Fp8Linear, Fp8Options, to_fp8, to_plain
+from meshwright.runtime.torch_internals.dtensor import LOCAL_SHARD
+from meshwright.runtime.torch_internals.float8 import PRECOMPUTED_SCALE
 
 if TYPE_CHECKING:
     from meshwright.cost import Scaling
@@ -109,9 +111,9 @@ def scales_ahead(model: nn.Module) -> Callable[[], None]:
 
     def forget(*_: Any) -> None:
         for parameter in model.parameters():
-            local = getattr(parameter, "_local_tensor", parameter)
-            if hasattr(local, "_precomputed_scale"):
-                local._precomputed_scale = None
+            local = getattr(parameter, LOCAL_SHARD, parameter)
+            if hasattr(local, PRECOMPUTED_SCALE):
+                setattr(local, PRECOMPUTED_SCALE, None)
 
     model.register_load_state_dict_post_hook(forget)
     return functools.partial(precompute_float8_dynamic_scale_for_fsdp, model)

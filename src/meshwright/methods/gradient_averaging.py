@@ -11,12 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ModelError, join_names
 from meshwright.optim import local_tensor
+from meshwright.runtime.torch_internals.autograd import (
+    BACKWARD_HOOKS,
+    accumulation_hooks_of,
+    backward_hooks_of,
+    current_graph_task_id,
+    queue_callback,
+)
+from meshwright.runtime.torch_internals.ddp import check_reducer_finalized, rebuild_buckets
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 from meshwright.store.entries import stored_name, unwrapped
 
 _NONE = -1  # torch's number of a backward pass where there is none
@@ -111,14 +118,14 @@ class GradientAverager:
 
     def _begin(self, gradient: torch.Tensor) -> None:
         """First thing of a backward pass: its end is known only to the engine."""
-        backward = torch._C._current_graph_task_id()
+        backward = current_graph_task_id()
         if self._enabled and self._running != backward:
             self._running, self._works = backward, []
             self._missing = [len(bucket) for bucket in self._buckets]
-            Variable._execution_engine.queue_callback(self._end)
+            queue_callback(self._end)
 
     def _ready(self, parameter: torch.Tensor) -> None:
-        if self._running == torch._C._current_graph_task_id() and parameter in self._bucket_of:
+        if self._running == current_graph_task_id() and parameter in self._bucket_of:
             self._missing[self._bucket_of[parameter]] -= 1  # type: ignore[index]
             while len(self._works) < len(self._buckets) and not self._missing[len(self._works)]:
                 self._send()
@@ -184,9 +191,9 @@ def average_every_backward(replicas: DistributedDataParallel) -> None:
         passes: set[int] = set()
 
         def begin(gradient: torch.Tensor) -> None:
-            backward = torch._C._current_graph_task_id()
+            backward = current_graph_task_id()
             if passes and backward not in passes and _is_at_rest(replicas):
-                replicas.reducer._rebuild_buckets()  # as before a forward: by the order of one pass, not of two
+                rebuild_buckets(replicas.reducer)  # as before a forward: by the order of one pass, not of two
                 replicas.reducer.prepare_for_backward([])
             passes.add(backward)
 
@@ -204,7 +211,7 @@ def _is_at_rest(replicas: DistributedDataParallel) -> bool:
     Each of several may run through a part.
     """
     try:
-        replicas._check_reducer_finalized()
+        check_reducer_finalized(replicas)
     except RuntimeError:
         return False
     return True
@@ -265,7 +272,7 @@ class GradientHooks:
         self._hooked = {
             name: parameter
             for name, parameter in _named(model).items()
-            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if backward_hooks_of(parameter) or accumulation_hooks_of(parameter)
         }
 
     def carry_over(self, model: nn.Module) -> None:
@@ -275,9 +282,9 @@ class GradientHooks:
             now = present.get(name)  # None: another rank of a pipeline holds it
             if now is None or now is before:
                 continue
-            if before._backward_hooks:
-                now._backward_hooks = before._backward_hooks
-            accumulated = getattr(before, "_post_accumulate_grad_hooks", None)
+            if hooks := backward_hooks_of(before):
+                setattr(now, BACKWARD_HOOKS, hooks)
+            accumulated = accumulation_hooks_of(before)
             if accumulated:
                 now.register_post_accumulate_grad_hook(functools.partial(_call_all, accumulated))
 

@@ -18,6 +18,7 @@ from meshwright.nn import wrap_method
 from meshwright.optim import Copies
 from meshwright.optim.dtensors import local_tensor, wrapped_like
 from meshwright.optim.offload_storage import Event
+from meshwright.runtime.torch_internals.tensors import storage_identity, version_of
 
 
 class SavedStorage:
@@ -194,7 +195,7 @@ class ActivationOffload:
         local = local_tensor(tensor)
         if _storage(tensor) in run.weights or local.device.type not in ("cpu", "cuda") or local.is_sparse:
             return tensor.detach()
-        key = (_storage(tensor), local._version)
+        key = (_storage(tensor), version_of(local))
         storage = self._known.get(key)
         if storage is None:
             storage = SavedStorage(local.detach(), self._copies, self._pin)
@@ -223,4 +224,4 @@ class ActivationOffload:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return local_tensor(tensor).untyped_storage()._cdata
+    return storage_identity(local_tensor(tensor).untyped_storage())

@@ -27,6 +27,7 @@ from meshwright.nn import (
     recompute_contexts,
     wrap_methods,
 )
+from meshwright.runtime.torch_internals.operators import SCHEMA, OpOverloadPacket, schema_of
 
 SELECTIVE = frozenset(
     {
@@ -50,7 +51,7 @@ _running: list[frozenset[str]] = []  # the choice of the modules whose forward r
 
 def operator_name(operator: Any) -> str:
     """Return an operator's name without its overload: ``"aten.mm"``."""
-    schema = getattr(operator, "_schema", None)
+    schema = getattr(operator, SCHEMA, None)
     return schema.name.replace("::", ".") if schema is not None else f"higher_order.{operator.name()}"
 
 
@@ -60,7 +61,7 @@ def can_keep(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     Not if it changes its arguments; a view holds no result of its own; and one that draws random numbers must draw them
     again, or those that follow would be other ones.
     """
-    schema = getattr(operator, "_schema", None)
+    schema = getattr(operator, SCHEMA, None)
     if schema is None:
         return True
     if schema.is_mutable or operator.is_view:
@@ -117,16 +118,16 @@ def operator_names(value: Any) -> Any:
 
 def _known_name(value: Any) -> str:
     packet = getattr(value, "overloadpacket", value)
-    written = str(packet) if isinstance(packet, torch._ops.OpOverloadPacket) else packet
+    written = str(packet) if isinstance(packet, OpOverloadPacket) else packet
     if not isinstance(written, str):
         raise _unknown(value)
     namespace, _, rest = written.replace("::", ".").partition(".")
     name = rest.partition(".")[0]
     found = getattr(getattr(torch.ops, namespace), name, None) if namespace.isidentifier() and name else None
-    if not isinstance(found, torch._ops.OpOverloadPacket):
+    if not isinstance(found, OpOverloadPacket):
         raise _unknown(value)
     overloads = [getattr(found, overload) for overload in found.overloads()]
-    if all(each._schema.is_mutable or each.is_view for each in overloads):
+    if all(schema_of(each).is_mutable or each.is_view for each in overloads):
         raise StrategyError(
             f"checkpoint: the results of {namespace}.{name} cannot be kept",
             expected="operators that return new tensors",

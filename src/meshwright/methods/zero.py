@@ -37,6 +37,8 @@ from meshwright.nn import (
     reshard_units,
     wrap_method,
 )
+from meshwright.runtime.torch_internals.autograd import BACKWARD_HOOKS, backward_hooks_of
+from meshwright.runtime.torch_internals.fsdp import MANAGED, set_async_unshard, unsharded_of
 
 _EXACT = 2**24  # up to which fp32, in which numbers travel, has every integer
 _HOW_MANY = 3  # of many ranks numbers are small, and one of them would be equal by chance now and then
@@ -183,7 +185,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     elif job.device.type == "cpu":
         # A stream would carry the gathers that are started ahead; without one they run in gloo's threads, or are
         # waited for where they start.
-        job.model._set_unshard_async_op(True)  # type: ignore[operator]
+        set_async_unshard(job.model)
     if config.forward_prefetch and reshard_after_forward is not False:
         _prefetch_forward(units)
     _keep_whole(units.ignored, job)
@@ -196,7 +198,7 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
         recover_in_forward(job.model)
     for module in job.model.modules():
         # Transformers asks it: ranks then generate as long, and drop no layers of their own, as all gather weights.
-        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        setattr(module, MANAGED, True)
     if hasattr(type(job.model), "generate"):
         _let_generate(job.model)
     _compare_layers(job, ignored, blocks)
@@ -455,13 +457,13 @@ def share_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
             for each in group.fsdp_params:
-                if each.sharded_param._backward_hooks is None:
-                    each.sharded_param._backward_hooks = OrderedDict()  # to which later ones are added
+                if backward_hooks_of(each.sharded_param) is None:
+                    setattr(each.sharded_param, BACKWARD_HOOKS, OrderedDict())  # to which later ones are added
                 each.init_unsharded_param = functools.partial(_gathered, each, each.init_unsharded_param)
 
 
 def _gathered(parameter: Any, gather: Callable[[], None]) -> None:
     gather()
-    hooks = parameter.sharded_param._backward_hooks
-    if parameter._unsharded_param._backward_hooks is not hooks:
-        parameter._unsharded_param._backward_hooks = hooks
+    hooks = backward_hooks_of(parameter.sharded_param)
+    if backward_hooks_of(unsharded_of(parameter)) is not hooks:
+        setattr(unsharded_of(parameter), BACKWARD_HOOKS, hooks)

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from meshwright.cost import (
     Block,
@@ -31,6 +30,7 @@ from meshwright.cost import (
 from meshwright.errors import ModelError, StrategyError, join_names
 from meshwright.methods.base import ClassReferences, Conflict, DType, Method, itemsize
 from meshwright.nn import class_name, find_blocks, modules_of, outermost
+from meshwright.runtime.torch_internals.modules import AnyBatchOrInstanceNorm
 from meshwright.strategy import Strategy
 
 _RENAMED = {"fsdp_wrap_params_outmost": "wrap_trainable_outmost"}
@@ -172,7 +172,7 @@ class ZeroMethod(Method):
 
 # --- Which modules are gathered together: the units of sharding, and what must stay out of them.
 
-KEPT_IN_HALF = class_name(_NormBase)
+KEPT_IN_HALF = class_name(AnyBatchOrInstanceNorm)
 """The modules that compute beside running statistics, which sharding leaves in fp32 while it gathers in half."""
 
 _REDUCED_TOGETHER = ("pipeline", "expert")  # axes beside which no gradient is averaged apart from the others
@@ -249,7 +249,7 @@ def _gathers_in_half(config: ZeroMethod, strategy: Strategy) -> bool:
 def _kept_whole(model: nn.Module, *, in_half: bool) -> set[nn.Parameter]:
     kept = {parameter for parameter in model.parameters() if not parameter.shape or not parameter.numel()}
     for module in model.modules() if in_half else ():
-        if isinstance(module, _NormBase):
+        if isinstance(module, AnyBatchOrInstanceNorm):
             kept.update(module.parameters())
     return kept
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.loss import _Loss
 
 from meshwright.errors import NOTE, ConfigError, DataError, MeshwrightError, ModelError, join_names
+from meshwright.runtime.torch_internals.modules import AnyLoss
 from meshwright.runtime.trees import leaves_of, map_tree
 
 INPUT_FORMATS = (None, "unpack_sequence", "unpack_dict")
@@ -287,7 +287,7 @@ def is_loss_func(value: Any) -> bool:
 
 
 def _is_torchs_loss(value: Any) -> bool:
-    return isinstance(value, _Loss) or getattr(value, "__module__", "") == F.__name__
+    return isinstance(value, AnyLoss) or getattr(value, "__module__", "") == F.__name__
 
 
 def is_distance(value: Any) -> bool:

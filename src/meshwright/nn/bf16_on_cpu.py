@@ -13,10 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from meshwright.nn.module_structure import wrap_method, wrap_methods
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function, current_function_modes, in_functorch_transform
+from meshwright.runtime.torch_internals.operators import (
+    CPU_HAS_AMX_BF16,
+    CPU_HAS_AVX512_BF16,
+    flash_attention_on_cpu,
+    flash_attention_on_cpu_backward,
+)
 
 _MIN_ROWS = 32  # fewer do not pay for widening the weight
 
@@ -46,7 +52,7 @@ def has_bf16_products() -> bool:
     """Return whether this CPU multiplies bf16 numbers; True for those that are not known here."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
-    known = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    known = (getattr(torch.cpu, name, None) for name in (CPU_HAS_AVX512_BF16, CPU_HAS_AMX_BF16))
     return any(ask is None or ask() for ask in known)
 
 
@@ -62,7 +68,7 @@ def _widened(forward: Callable[..., Any], input: Tensor) -> Tensor:
 
 
 def _is_left_alone(input: Tensor, weight: Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or in_functorch_transform():
         return True
     return isinstance(weight, DTensor) or isinstance(input, DTensor) or weight.device.type != "cpu"
 
@@ -135,7 +141,7 @@ def carried(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_on() -> bool:
-    return any(isinstance(mode, WideAttention) for mode in _get_current_function_mode_stack())
+    return any(isinstance(mode, WideAttention) for mode in current_function_modes())
 
 
 def _attention(
@@ -169,7 +175,7 @@ def _is_half(given: tuple[Tensor, ...]) -> bool:
 def _fits_kernel(given: tuple[Tensor, ...], mask: Tensor | None) -> bool:
     """Return whether it is what torch's fused kernel does, and nobody looks at or transforms the operators."""
     query, key, value = given
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling() or in_functorch_transform():
         return False
     if any(type(each) is DTensor or each.device.type != "cpu" or each.dim() != 4 for each in given):
         return False
@@ -191,7 +197,7 @@ class _WidenedAttention(Function):
         ctx.is_causal, ctx.scale = is_causal, scale
         given = (query, key, value) if has_bf16_products() else tuple(map(_wide, (query, key, value)))
         with torch.autocast("cpu", enabled=False):
-            found, sums = _aten._scaled_dot_product_flash_attention_for_cpu(
+            found, sums = flash_attention_on_cpu(
                 *map(_along_rows, given), 0.0, is_causal, attn_mask=_added(mask), scale=scale
             )
         out = found.to(query.dtype)
@@ -202,7 +208,7 @@ class _WidenedAttention(Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         query, key, value, mask, out, sums = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
-            found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            found = flash_attention_on_cpu_backward(
                 *map(_wide, (gradient, query, key, value, out)), sums, 0.0, ctx.is_causal,
                 attn_mask=_added(mask), scale=ctx.scale,
             )  # fmt: skip

@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
+from meshwright.runtime.torch_internals.operators import scaled_mm
+from meshwright.runtime.torch_internals.optim import foreach_add_, foreach_copy_, foreach_zero_
+from meshwright.runtime.torch_internals.tensors import version_of
 
 INPUT, WEIGHT, GRADIENT = 0, 1, 2
 """The three tensors of a layer that are cast to 8 bits: places in its scales and histories."""
@@ -112,7 +115,7 @@ def product(left_MK: Scaled, right_KN: Scaled, dtype: torch.dtype, *, fast: bool
         with torch.autocast(left_MK.values.device.type, enabled=False):
             sums = left_MK.values.float() @ right_KN.values.float()
         return (sums * (left_MK.inverse * right_KN.inverse)).to(dtype)
-    return torch._scaled_mm(
+    return scaled_mm(
         left_MK.values,
         right_KN.values,
         scale_a=left_MK.inverse,
@@ -220,7 +223,7 @@ class Fp8Linear(nn.Linear):
         kept = self.fp8_weight
         if kept is None or not record or torch.compiler.is_compiling():
             return self.cast(self.weight, WEIGHT, record=record)
-        made_of = (id(self.weight), self.weight._version, self.fp8_scale._version)
+        made_of = (id(self.weight), version_of(self.weight), version_of(self.fp8_scale))
         if self._held is None or self._held[0] != made_of:
             fresh = self.cast(self.weight, WEIGHT, record=True)
             kept.copy_(fresh.values.view(torch.uint8))
@@ -350,10 +353,10 @@ def update_scales(layers: Sequence[Fp8Linear], group: dist.ProcessGroup | None =
     wanted_L3 = torch.stack([recipe.scale(by_L3[:, role], role) for role in (INPUT, WEIGHT, GRADIENT)], dim=1)
     due_L1 = torch.stack([layer.fp8_num_updates for layer in layers]).remainder(recipe.interval).eq(0).unsqueeze(1)
     scale_L3 = torch.where(due_L1 & (by_L3 > 0) & torch.isfinite(wanted_L3), wanted_L3, scale_L3)
-    torch._foreach_copy_([_numbers(layer.fp8_amax_history) for layer in layers], list(history_L3H))
-    torch._foreach_copy_([_numbers(layer.fp8_scale) for layer in layers], list(scale_L3))
-    torch._foreach_add_([layer.fp8_num_updates for layer in layers], 1)
-    torch._foreach_zero_([layer.fp8_amax for layer in layers])
+    foreach_copy_([_numbers(layer.fp8_amax_history) for layer in layers], list(history_L3H))
+    foreach_copy_([_numbers(layer.fp8_scale) for layer in layers], list(scale_L3))
+    foreach_add_([layer.fp8_num_updates for layer in layers], 1)
+    foreach_zero_([layer.fp8_amax for layer in layers])
 
 
 def _numbers(bits: torch.Tensor) -> torch.Tensor:

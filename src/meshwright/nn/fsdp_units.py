@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
@@ -22,18 +21,22 @@ from meshwright.nn.module_structure import outside_compiled
 from meshwright.optim import local_tensor
 from meshwright.optim.dtensors import by_kind
 from meshwright.runtime import tensor_mesh
+from meshwright.runtime.torch_internals.autograd import current_graph_task_id, queue_callback
+from meshwright.runtime.torch_internals.fsdp import (
+    UNSHARDED,
+    abandon_step,
+    groups_of,
+    is_root,
+    lazy_init,
+    shared_context_of,
+    unsharded_of,
+)
+from meshwright.runtime.torch_internals.modules import parameters_of
 
 
 def parameter_groups(unit: FSDPModule) -> list[Any]:
     """FSDP2's groups of the parameters that it communicates together; none where the unit has none of its own."""
     return groups_of(fully_shard.state(unit))  # type: ignore[attr-defined]
-
-
-def groups_of(state: Any) -> list[Any]:
-    """Return the same of what FSDP2 keeps for a unit, its ``FSDPState``."""
-    # torch 2.11 knows one group, later versions list them.
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
 
 
 # --- Gathered weights do not outlive an update of their shards, whoever gathered them and whoever updates.
@@ -91,7 +94,7 @@ def _is_gathered(unit: FSDPModule) -> bool:
 def gathered_root(model: nn.Module) -> Iterator[None]:
     """Whole weights outside of units while parts of a model are called by themselves; all are shards afterwards."""
     assert isinstance(model, FSDPModule)
-    fully_shard.state(model)._lazy_init()  # type: ignore[attr-defined]  # else the part that is called becomes a root
+    lazy_init(fully_shard.state(model))  # type: ignore[attr-defined]  # else the part that is called becomes a root
     model.unshard()
     try:
         yield
@@ -107,7 +110,7 @@ def abandon_units(model: nn.Module) -> None:
     trees = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            context = fully_shard.state(module)._state_ctx  # type: ignore[attr-defined]
+            context = shared_context_of(fully_shard.state(module))  # type: ignore[attr-defined]
             trees[id(context)] = context
     for context in trees.values():
         _abandon(context)
@@ -126,59 +129,26 @@ def recover_in_forward(unit: nn.Module) -> None:
 def _recover(unit: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling() or not isinstance(unit, FSDPModule):  # taken apart since
         return
-    context = fully_shard.state(unit)._state_ctx  # type: ignore[attr-defined]
+    context = shared_context_of(fully_shard.state(unit))  # type: ignore[attr-defined]
     # In backward itself, recomputation runs forwards.
-    if context.post_backward_final_callback_queued and torch._C._current_graph_task_id() == -1:
+    if context.post_backward_final_callback_queued and current_graph_task_id() == -1:
         _abandon(context)
 
 
 def _abandon(context: Any) -> None:
-    roots = [state for state in context.all_states if state._is_root]  # none before the first forward
+    roots = [state for state in context.all_states if is_root(state)]  # none before the first forward
     parameters = [each for state in context.all_states for group in groups_of(state) for each in group.fsdp_params]
     # Those of earlier passes, which loops by hand add to; torch 2.15 takes them, too.
     reduced = [(each.sharded_param, each.sharded_param.grad) for each in parameters]
     for root in roots:
-        if hasattr(root, "_reset_iter_state"):  # since torch 2.13
-            root._reset_iter_state()
-        else:
-            _reset(root)
+        abandon_step(root)
     for parameter, gradient in reduced:
         parameter.grad = gradient
     for each in parameters:
         if "unsharded_accumulated_grad" in vars(each):  # later torch keeps all in the gradient below
             each.unsharded_accumulated_grad = None
-        if hasattr(each, "_unsharded_param"):
-            each._unsharded_param.grad = None
-
-
-def _reset(root: Any) -> None:
-    """``FSDPState._reset_iter_state`` for the torch before it: waits for what is under way, and forgets it."""
-    context, comm, idle = root._state_ctx, root._comm_ctx, type(root._training_state).IDLE
-    for under_way in (comm.all_gather_state, comm.reduce_scatter_state):
-        _wait_for(root, under_way.event if under_way is not None else None)
-    comm.all_gather_state = comm.reduce_scatter_state = None
-    comm.post_forward_order.clear()
-    for state in context.all_states:
-        state._modules_to_run_forward.clear()
-        state._training_state = idle
-        for group in groups_of(state):
-            gathering, group._all_gather_result = group._all_gather_result, None
-            if gathering is not None:
-                _wait_for(root, gathering.all_gather_event)
-                if gathering.all_gather_work is not None:
-                    gathering.all_gather_work.wait()
-            group._wait_for_post_backward()
-            group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-            group._training_state = idle
-            group.reshard()
-    context.iter_forward_root = None
-    context.post_backward_final_callback_queued = False
-
-
-def _wait_for(root: Any, event: Any) -> None:
-    if event is not None:
-        root._device_handle.current_stream().wait_event(event)
+        if hasattr(each, UNSHARDED):
+            unsharded_of(each).grad = None
 
 
 # --- Averaged gradients of parameters that every rank holds whole, where no wrapper averages them.
@@ -198,11 +168,11 @@ class _TensorAverager:
 
     def take(self, parameter: torch.Tensor) -> None:
         """Note a parameter whose gradient is there; a hook after accumulation."""
-        backward = torch._C._current_graph_task_id()
+        backward = current_graph_task_id()
         if self._backward != backward:
             self._backward, self._waiting = backward, {}
             # Behind FSDP2's own callback, which waits for its streams.
-            Variable._execution_engine.queue_callback(self._average)
+            queue_callback(self._average)
         self._waiting[id(parameter)] = parameter
 
     @torch.no_grad()
@@ -301,7 +271,7 @@ class CollectiveLog:
 
     def _note_gathers(self, model: nn.Module, unit: str, name: str) -> None:
         path, _, attribute = name.rpartition(".")
-        held, note = model.get_submodule(path)._parameters, self._note(unit or "the rest of the model")
+        held, note = parameters_of(model.get_submodule(path)), self._note(unit or "the rest of the model")
         shard = held[attribute]
 
         def about_to_run(module: nn.Module, args: Any) -> None:

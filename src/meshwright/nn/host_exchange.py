@@ -18,6 +18,7 @@ from meshwright.comm.shared_memory import SharedMemory, aligned, shared_memory
 from meshwright.comm.transport import all_gather_flat
 from meshwright.errors import StrategyError
 from meshwright.nn.fsdp_units import parameter_groups
+from meshwright.runtime.torch_internals.fsdp import gathering_ranks_of, reducing_ranks_of, reshards_to_fewer
 
 _UNDER_WAY = 2  # gathers that FSDP2 has at once: the one that is waited for, and the next
 _GATHERS = 3  # whose memory is in use, or not known to be free: one that is unpacked, and those before and behind it
@@ -271,7 +272,7 @@ def exchange_on_host(model: nn.Module, *, is_block: bool = False) -> None:
             for group in parameter_groups(module):
                 gathering, reducing = (
                     known.setdefault(ranks, HostExchange(ranks))
-                    for ranks in (group._all_gather_process_group, group._reduce_scatter_process_group)
+                    for ranks in (gathering_ranks_of(group), reducing_ranks_of(group))
                 )
                 _exchange(module, group, gathering.gathers, reducing.reductions)
 
@@ -280,7 +281,7 @@ def _exchange(module: FSDPModule, group: Any, gathers: HostGathers, reductions: 
     """Of one unit; ``group`` is what FSDP2 keeps of its parameters."""
     policy = group.mp_policy
     parameters = [(each.sharded_param, each.padded_sharded_param_size.numel()) for each in group.fsdp_params]
-    if not group._use_post_forward_mesh:  # which gathers part of the time over fewer ranks
+    if not reshards_to_fewer(group):  # which gathers part of the time over fewer ranks
         gathers.expect(gathers.num_ranks * sum(numel * _itemsize(p, policy.param_dtype) for p, numel in parameters))
         module.set_custom_all_gather(_Gather(gathers))  # type: ignore[arg-type]
     dtype, trained = policy.reduce_dtype or policy.param_dtype, [each for each in parameters if each[0].requires_grad]

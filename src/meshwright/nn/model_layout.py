@@ -12,12 +12,12 @@ from torch import nn
 from torch.autograd.function import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.errors import ModelError
 from meshwright.inspect import OUTLINE
 from meshwright.runtime import ShardAxes, settings, shard_axes, stage_index, tensor_rank, tensor_size
+from meshwright.runtime.torch_internals.dtensor import DTensorSpec, StridedShard, TensorMeta
+from meshwright.runtime.torch_internals.modules import children_of
 
 _AXES = ("zero", "tensor")  # of the mesh of parameters with tensor parallelism
 _ZERO, _TENSOR = 0, 1
@@ -50,7 +50,7 @@ def sharded_piece(piece: torch.Tensor, dim: int, axes: ShardAxes | None = None) 
         A DTensor of the whole's shape.
     """
     shape = _widened(piece.shape, dim)
-    over_zero = _StridedShard(0, split_factor=tensor_size()) if dim == 0 else Shard(0)
+    over_zero = StridedShard(0, split_factor=tensor_size()) if dim == 0 else Shard(0)
     axes = axes or shard_axes()
     return _placed(_rows(piece, axes.zero), shape, axes.parameters, (over_zero, Shard(dim)))
 
@@ -316,7 +316,7 @@ def stages_of(model: nn.Module, names: Iterable[str]) -> dict[str, int]:
     paths: dict[str, int] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        children = module._modules
+        children = children_of(module)
         if any(isinstance(child, Elsewhere) for child in children.values()):
             for key, child in children.items():
                 paths[f"{prefix}{key}."] = child.stage if isinstance(child, Elsewhere) else stage_index()

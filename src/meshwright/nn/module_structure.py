@@ -230,11 +230,13 @@ def compile_forward(
         context: Makes a context that is entered around every call: torch compiles in the first ones.
         options: Of ``torch.compile``.
     """
+    from meshwright.runtime.torch_internals.compilers import dynamo
+
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     listed = list(modules)
     # Other methods give blocks classes and hooks of their own; torch gives up on code that it compiles more often.
-    limit = max(torch._dynamo.config.recompile_limit, len(listed) + _SHAPES)
-    torch._dynamo.config.recompile_limit = limit
+    limit = max(dynamo.config.recompile_limit, len(listed) + _SHAPES)
+    dynamo.config.recompile_limit = limit
     for module in listed:
         cls = type(module)
         if cls not in classes:

@@ -31,7 +31,7 @@ from meshwright.comm.transport import (
 )
 from meshwright.errors import ConfigError
 from meshwright.runtime import tensor_mesh, tensor_size
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
 
 
 class ReduceType(Enum):

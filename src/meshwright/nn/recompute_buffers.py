@@ -17,6 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.runtime.torch_internals.modules import buffers_of
+from meshwright.runtime.torch_internals.optim import foreach_copy_
+from meshwright.runtime.torch_internals.tensors import flatten_dense, unflatten_dense, version_of
+
 _LARGE_BYTES = 2**16  # far above the statistics of any normalisation, which change unseen
 
 _left_alone: weakref.WeakKeyDictionary[nn.Module, dict[tuple[str, bool], weakref.ref[torch.Tensor]]] = (
@@ -51,7 +55,7 @@ class _Kept:
     @property
     def was_written(self) -> bool:
         """Not seen of what batch normalisation writes, and does not read."""
-        return self.buffer._version != self.version
+        return version_of(self.buffer) != self.version
 
     def judge(self) -> None:
         """After a forward: learns whether it leaves a large buffer alone."""
@@ -102,7 +106,7 @@ class SameBuffers:
             _put_back(now)
 
     def _buffers(self) -> list[_Kept]:
-        every = [_Kept(owner, name, buffer, buffer._version) for owner, name, buffer in _buffers_of(self._modules)]
+        every = [_Kept(owner, name, buffer, version_of(buffer)) for owner, name, buffer in _buffers_of(self._modules)]
         packed: dict[tuple[torch.device, torch.dtype], list[_Kept]] = defaultdict(list)
         for each in every:
             if _is_small(each.buffer):
@@ -128,7 +132,7 @@ def _copy_together(group: list[_Kept]) -> None:
     if len(buffers) == 1:  # would be a view of it
         group[0].values = buffers[0].clone()
         return
-    values = torch._C._nn.unflatten_dense_tensors(torch._C._nn.flatten_dense_tensors(buffers), buffers)
+    values = unflatten_dense(flatten_dense(buffers), buffers)
     for each, own in zip(group, values, strict=True):
         each.values = own
 
@@ -146,14 +150,14 @@ def _put_back(kept: list[_Kept]) -> None:
             buffers.append(each.buffer.data)
             values.append(each.values)
     for buffers, values in together.values():
-        torch._foreach_copy_(buffers, values)
+        foreach_copy_(buffers, values)
 
 
 def _buffers_of(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     for module in modules:
         for owner in module.modules():
-            if owner._buffers and not getattr(owner, "repeats_alike", False):
-                for name, buffer in owner._buffers.items():
+            if buffers_of(owner) and not getattr(owner, "repeats_alike", False):
+                for name, buffer in buffers_of(owner).items():
                     if buffer is not None:
                         yield owner, name, buffer
 

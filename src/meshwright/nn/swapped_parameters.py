@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.errors import ModelError
 from meshwright.nn.module_structure import part_of_whole
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
+from meshwright.runtime.torch_internals.modules import buffers_of, parameters_of
 
 
 def call_with(
@@ -44,7 +45,7 @@ def call_with(
     places = {
         f"{path}.{name}" if path else name: lent[id(tensor)]
         for path, each in module.named_modules()  # every module once
-        for name, tensor in (*each._parameters.items(), *each._buffers.items())
+        for name, tensor in (*parameters_of(each).items(), *buffers_of(each).items())
         if id(tensor) in lent
     }
     before = SavedAttributes()
@@ -92,7 +93,7 @@ def run_with(
 
 def _stand_in(module: nn.Module) -> None:
     """Tensors that are not lent yet make way for tensors without data, where such are made."""
-    places: tuple[dict[str, Any], ...] = (vars(module), module._parameters, module._buffers)
+    places: tuple[dict[str, Any], ...] = (vars(module), parameters_of(module), buffers_of(module))
     for place in places:
         for name, tensor in place.items():
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):

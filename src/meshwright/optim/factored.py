@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from meshwright.optim.sharded import Chunk, Kept, Layout, Sum, TensorList, bad_value
+from meshwright.runtime.torch_internals.optim import foreach_copy_
 
 # So many elements make a block: on a CPU what stays in a core's cache with weight, gradient and a temporary; on an
 # accelerator what keeps it busy, so that no temporary is as large as the largest parameters.
@@ -180,7 +181,7 @@ class FactoredMoment:
         stacked = stack(states)
         stacked.mul_(self._decay).add_(sums, alpha=self._scale / count).add_(self._floor)
         if len(states) > 1:
-            torch._foreach_copy_(states, stacked.unbind())
+            foreach_copy_(states, stacked.unbind())
         return stacked
 
     def _is_split_both_ways(self) -> bool:

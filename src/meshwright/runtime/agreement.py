@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from meshwright.errors import LaunchError, MeshwrightError, join_names
 from meshwright.runtime.processes import agreement_group, rank, world_size
+from meshwright.runtime.torch_internals.c10d import default_store
 from meshwright.version import __version__
 
 
@@ -170,7 +170,7 @@ def wait_for_all_ranks(what: str) -> None:
     """
     if world_size() == 1:
         return
-    store, key = _get_default_store(), f"meshwright/together/{what}"
+    store, key = default_store(), f"meshwright/together/{what}"
     number = store.add(f"{key}/{rank()}", 1)
     store.add(key, 1)
     began_s, pause_s, told = time.monotonic(), _FIRST_PAUSE_S, False
@@ -200,7 +200,7 @@ def gather_over_store(what: str, text: str, patience_s: float | None = None) -> 
     """
     if world_size() == 1:
         return [text]
-    store, key = _get_default_store(), f"meshwright/told/{what}"
+    store, key = default_store(), f"meshwright/told/{what}"
     number = store.add(f"{key}/times/{rank()}", 1)
     names = [f"{key}/{number}/{each}" for each in range(world_size())]
     store.set(names[rank()], text)

@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -26,6 +25,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from meshwright.errors import LaunchError
 from meshwright.runtime.device import host_share_bytes
 from meshwright.runtime.rendezvous import separate_tasks_warning
+from meshwright.runtime.torch_internals.c10d import Store, TCPStore
 
 _LOOPBACK_BACKEND = "meshwright-loopback"
 _ADDRESS = "127.0.0.1"

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import LaunchError
 from meshwright.runtime.device import choose_device, seed_everything, synchronize_device
 from meshwright.runtime.rendezvous import forget_meshes, launchers_store, meet, separate_tasks_warning
+from meshwright.runtime.torch_internals.c10d import HashStore
 
 _own = threading.local()
 _groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # by purpose: (world, its background group)

@@ -10,9 +10,8 @@ import uuid
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
 from meshwright.errors import LaunchError, join_names
+from meshwright.runtime.torch_internals.c10d import PrefixStore, Store, TCPStore
 
 # What srun and the launchers of MPI tell a process: its number, and how many there are. A shell within a job's
 # allocation, or a batch script, has none of the second.
@@ -129,6 +128,6 @@ def forget_meshes() -> None:
     Results would lie on that mesh, whose process groups are gone, or have the name of others by now.
     """
     if "torch.distributed.tensor" in sys.modules:  # slow to import
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from meshwright.runtime.torch_internals.dtensor import clear_sharding_cache
 
-        _clear_sharding_prop_cache()
+        clear_sharding_cache()

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
-from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
+from meshwright.runtime.torch_internals.pytree import SUPPORTED_NODES, tree_leaves, tree_map
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

@@ -19,11 +19,11 @@ from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.runtime.agreement import named_ranks
 from meshwright.runtime.processes import rank, world_size
+from meshwright.runtime.torch_internals.c10d import default_store
 
 _COLLECTIVES = ("/torch/distributed/", "/meshwright/runtime/together.py")
 _LIBRARIES = ("/torch/", "/meshwright/runtime/", "/meshwright/distributed/")
@@ -243,7 +243,7 @@ class Watch:
         self._watched = threading.get_ident()
         self._keys = f"meshwright/watch/{next(_entered)}"
         # A connection of its own: a read that waits would hold up everything else that uses the store.
-        self._store = _get_default_store().clone() if dist.is_initialized() else None  # type: ignore[attr-defined]
+        self._store = default_store().clone() if dist.is_initialized() else None  # type: ignore[attr-defined]
         if self._store is not None:
             self._store.set_timeout(timedelta(seconds=max(self._limit_s / _LOOKS_PER_LIMIT, 0.5)))
         self._thread = threading.Thread(target=self._run, name="meshwright-watch", daemon=True)

@@ -18,14 +18,6 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint._hf_utils import (
-    CUSTOM_METADATA_KEY,
-    DCP_VERSION_KEY,
-    FORMAT_KEY,
-    FORMAT_VALUE,
-    HF_DCP_VERSION,
-    SAVED_OFFSETS_KEY,
-)
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -35,6 +27,14 @@ from meshwright.errors import CheckpointError, join_names
 from meshwright.optim.dtensors import local_tensor
 from meshwright.runtime import before_leaving, rank, same_on_every_rank
 from meshwright.runtime.processes import agreement_group
+from meshwright.runtime.torch_internals.checkpoint import (
+    CUSTOM_METADATA_KEY,
+    DCP_VERSION_KEY,
+    FORMAT_KEY,
+    FORMAT_VALUE,
+    HF_DCP_VERSION,
+    SAVED_OFFSETS_KEY,
+)
 
 _SAFETENSORS = ".safetensors"
 

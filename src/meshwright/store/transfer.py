@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.errors import CheckpointError, join_names
 from meshwright.nn import Part, part_of_whole, stages_of, whole_model
 from meshwright.nn.model_layout import laid_out_like
 from meshwright.optim.full_state_dict import whole_tensor
 from meshwright.runtime import gather_objects, pipe_size, rank, settings, stage_index, world_size
+from meshwright.runtime.torch_internals.dtensor import StridedShard
 from meshwright.store.entries import ModelEntries, dtype_named, model_entries, stored_name
 from meshwright.store.manifest import TensorRecord, tensor_records
 
@@ -59,7 +59,7 @@ def spread(source: torch.Tensor | None, target: torch.Tensor) -> None:
         local.copy_(part[: local.shape[0]])
         return
     # Rank 0 is on one of several smaller meshes only; and torch scatters interleaved shards only if they are even.
-    if target.device_mesh.size() < world_size() or any(isinstance(each, _StridedShard) for each in target.placements):
+    if target.device_mesh.size() < world_size() or any(isinstance(each, StridedShard) for each in target.placements):
         full = local.new_empty(target.shape, device=device) if full is None else full.contiguous()
         dist.broadcast(full, src=0)
         local.copy_(distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None).to_local())

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo  # optimizers, DDP and predictions will: here nothing looks for garbage meanwhile (see on_demand)
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -42,6 +41,9 @@ from meshwright.runtime import (
     world_size,
 )
 from meshwright.runtime.lazy import paused_collection
+from meshwright.runtime.torch_internals.compilers import (
+    dynamo as dynamo,  # optimizers, DDP and predictions will: here nothing looks for garbage meanwhile (see on_demand)
+)
 from meshwright.strategy import read_size
 from meshwright.training.accelerated import Accelerated, LossWeight
 from meshwright.training.request import Request, check_lr_scheduler, check_rates

@@ -11,19 +11,17 @@ from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.compat.bmtrain.distributed_module import has_run, prepare_root, shard_as_unit
 from meshwright.compat.bmtrain.parameter import keeping_records
 from meshwright.errors import ModelError
 from meshwright.inspect import Record, captured, hand_over, recording_active
-from meshwright.nn.fsdp_units import parameter_groups
 from meshwright.nn.module_structure import subclass_like
 from meshwright.nn.recompute_buffers import recompute_contexts
 from meshwright.runtime import ShardAxes, note_gather, require_distributed, settings
+from meshwright.runtime.torch_internals.fsdp import undo_fully_shard
 
 BlockMode = Literal["BLOCK", "PIPE"]
 _STATE = "_meshwright_block"
@@ -280,19 +278,5 @@ def released(block: Block) -> tuple[nn.Module, BlockState]:
     """
     state = block._state
     for unit in [module for module in state.unit.modules() if isinstance(module, FSDPModule)]:
-        _unshard_unit(unit)
+        undo_fully_shard(unit)
     return unwrapped(block), state
-
-
-def _unshard_unit(unit: Any) -> None:
-    """Undo ``fully_shard`` of one module, whose parameters stay the DTensors that they are."""
-    state = fully_shard.state(unit)  # type: ignore[attr-defined]
-    state._pre_forward_hook_handle.remove()
-    state._post_forward_hook_handle.remove()
-    for group in parameter_groups(unit):
-        for parameter in group.fsdp_params:
-            parameter._post_load_hook_handle.remove()
-    del _module_state_mapping[unit]
-    unit.__dict__[STATE_KEY] = {key: kept for key, kept in unit.__dict__[STATE_KEY].items() if kept is not state}
-    unit.__dict__[REGISTRY_KEY].pop("fully_shard", None)
-    unit.__class__ = type(unit).__bases__[1]  # behind FSDPModule

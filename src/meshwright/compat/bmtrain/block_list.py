@@ -21,6 +21,8 @@ from meshwright.errors import ModelError
 from meshwright.nn.model_layout import Elsewhere, local_piece, sharded, sharded_piece, tensor_dim
 from meshwright.nn.recompute_buffers import recompute_contexts
 from meshwright.runtime import pipe_size, stage_axes, stage_index
+from meshwright.runtime.torch_internals.autograd import current_graph_task_id
+from meshwright.runtime.torch_internals.modules import buffers_of, parameters_of
 
 
 class TransformerBlockList(nn.ModuleList):
@@ -109,7 +111,7 @@ class TransformerBlockList(nn.ModuleList):
                     got=str(len(hidden)),
                     fix="let the block return what flows on, and nothing else",
                 )
-            if len(blocks) > 1 and torch._C._current_graph_task_id() != -1:
+            if len(blocks) > 1 and current_graph_task_id() != -1:
                 # Recomputing a segment: its backward gathers the block again, and so holds one block at a time.
                 block.free()
         return hidden, inputs
@@ -217,14 +219,16 @@ def _replace_tensors(module: nn.Module, here: bool) -> None:
     """Make parameters whole where they are needed, and take away the memory of all tensors elsewhere."""
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
-        for name, parameter in owner._parameters.items():
+        for name, parameter in parameters_of(owner).items():
             if parameter is None:
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = _replacement(parameter, here)
             setattr(owner, name, made[id(parameter)])  # not into _parameters: recurrent modules keep a second list
         if not here:
-            owner._buffers.update({name: each.to("meta") for name, each in owner._buffers.items() if each is not None})
+            buffers_of(owner).update(
+                {name: each.to("meta") for name, each in buffers_of(owner).items() if each is not None}
+            )
 
 
 def _replacement(parameter: nn.Parameter, here: bool) -> nn.Parameter:

@@ -34,6 +34,8 @@ from meshwright.nn.model_layout import (
 )
 from meshwright.nn.module_structure import check_no_renorm, subclass_like
 from meshwright.runtime import ShardAxes, replica_index, seed_replica, settings, shard_axes, world_size, zero_mesh
+from meshwright.runtime.torch_internals.fsdp import is_root
+from meshwright.runtime.torch_internals.modules import parameters_of
 
 
 class DistributedModule(nn.Module):
@@ -151,7 +153,7 @@ def _assign(places: list[_Place], make: Callable[[nn.Parameter], nn.Parameter]) 
 def _places(module: nn.Module) -> Iterator[_Place]:
     """Every place of every parameter."""
     for path, owner in module.named_modules(remove_duplicate=True):
-        for key, parameter in owner._parameters.items():
+        for key, parameter in parameters_of(owner).items():
             if parameter is not None:
                 yield f"{path}.{key}" if path else key, owner, key, parameter
 
@@ -248,7 +250,7 @@ def accept_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: s
 
     Tensors of another shape stay as they are: torch reports them.
     """
-    for key, parameter in module._parameters.items():
+    for key, parameter in parameters_of(module).items():
         value = state_dict.get(prefix + key)
         if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
@@ -349,4 +351,4 @@ def _share_root(module: nn.Module) -> None:
 
 def has_run(unit: FSDPModule) -> bool:
     """Return whether FSDP2 has run a unit's forward: what it set up then is fixed."""
-    return fully_shard.state(unit)._is_root is not None  # type: ignore[attr-defined]
+    return is_root(fully_shard.state(unit)) is not None  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from meshwright.compat.bmtrain.parameter import DistributedParameter, InitMethod
 from meshwright.errors import ModelError
 from meshwright.nn.parallel_linear import OpParallelLinear, ReduceType
 from meshwright.runtime import tensor_mesh, tensor_rank, tensor_size
+from meshwright.runtime.torch_internals.tensors import assert_async
 
 
 class _LinearLayer(DistributedModule):
@@ -248,7 +249,7 @@ class VPEmbedding(DistributedModule):
 
     def _found(self, ids: Tensor) -> Tensor:
         """Embeddings of this rank's words, zero for those of others."""
-        torch._assert_async(((ids >= 0) & (ids < self.vocab_size)).all(), f"ids are not in 0..{self.vocab_size - 1}")  # type: ignore[call-arg]
+        assert_async(((ids >= 0) & (ids < self.vocab_size)).all(), f"ids are not in 0..{self.vocab_size - 1}")  # type: ignore[call-arg]
         elsewhere = (ids < self.start_index) | (ids >= self.end_index)
         local = (ids - self.start_index).masked_fill(elsewhere, 0)
         return F.embedding(local, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)

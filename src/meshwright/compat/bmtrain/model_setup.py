@@ -18,6 +18,7 @@ from meshwright.errors import ModelError, join_names
 from meshwright.nn.model_layout import local_part
 from meshwright.nn.module_structure import check_no_renorm, find_blocks, without_caches
 from meshwright.runtime import gather_objects, print_rank, require_distributed, settings, world_size
+from meshwright.runtime.torch_internals.modules import buffers_of, children_of, parameters_of
 
 
 def BMTrainModelWrapper(model: nn.Module, use_checkpoint: bool = True, zero_level: int | None = None) -> nn.Module:
@@ -50,9 +51,9 @@ def BMTrainModelWrapper(model: nn.Module, use_checkpoint: bool = True, zero_leve
     made = {id(module): Block(module, use_checkpoint, zero_level) for _, module in blocks}
     made |= {id(module): Block(module, False, zero_level) for _, module in recurrent}
     for parent in list(model.modules()):
-        for name, child in parent._modules.items():
+        for name, child in children_of(parent).items():
             if id(child) in made:
-                parent._modules[name] = made[id(child)]
+                children_of(parent)[name] = made[id(child)]
     _distribute_rest(model)
     if use_checkpoint and blocks and without_caches(model):
         print_rank("meshwright: config.use_cache was set to False; a cache cannot be recomputed")
@@ -67,14 +68,14 @@ def _distribute_rest(model: nn.Module) -> None:
     for module in model.modules():
         if id(module) in inside:
             continue
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is None:
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = DistributedParameter(parameter, parameter.requires_grad)
-            module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
-            module._buffers[name] = buffer.to(device) if buffer is not None else None
+            parameters_of(module)[name] = made[id(parameter)]
+        for name, buffer in buffers_of(module).items():
+            buffers_of(module)[name] = buffer.to(device) if buffer is not None else None
         if type(module) is not nn.ModuleList:
             module.__class__ = distributed_class(type(module))
 

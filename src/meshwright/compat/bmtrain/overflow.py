@@ -22,6 +22,8 @@ from meshwright.optim.dtensors import (
 )
 from meshwright.optim.outer import OuterOptimizer
 from meshwright.runtime import take_gather_order
+from meshwright.runtime.torch_internals.optim import foreach_norm, non_finite_check_and_unscale_
+from meshwright.runtime.torch_internals.tensors import version_of
 
 
 class LossScale:
@@ -160,7 +162,7 @@ def norm_and_count(
 
 def any_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """1 when one of this rank's plain tensors holds inf or nan, else 0; 0-dim fp32. Reads them once, writes nothing."""
-    found = [~torch.isfinite(torch.stack(torch._foreach_norm(kind, float("inf")))).all() for kind in by_kind(tensors)]
+    found = [~torch.isfinite(torch.stack(foreach_norm(kind, float("inf")))).all() for kind in by_kind(tensors)]
     return _any([flag.float() for flag in found])
 
 
@@ -170,7 +172,7 @@ def unscale_and_find_nonfinite(tensors: Iterable[torch.Tensor], inverse_scale: f
     for kind in by_kind(tensors):
         flag = torch.zeros((), dtype=torch.float32, device=kind[0].device)
         factor = torch.full((), inverse_scale, dtype=torch.float32, device=kind[0].device)
-        torch._amp_foreach_non_finite_check_and_unscale_(kind, flag, factor)
+        non_finite_check_and_unscale_(kind, flag, factor)
         found.append(flag)
     return _any(found)
 
@@ -209,12 +211,12 @@ class GradientWatch:
 
     def remember(self, norm: torch.Tensor, gradients: Iterable[torch.Tensor]) -> None:
         """Note the norm of local gradients, over all ranks, as they are now."""
-        self._measured.update({id(gradient): (gradient, gradient._version, norm) for gradient in gradients})
+        self._measured.update({id(gradient): (gradient, version_of(gradient), norm) for gradient in gradients})
 
     def is_measured(self, gradient: torch.Tensor) -> bool:
         """Return whether a norm was taken of this local gradient and nobody has written to it since."""
         measured, version, _ = self._measured.get(id(gradient), (None, 0, None))
-        return measured is gradient and version == gradient._version
+        return measured is gradient and version == version_of(gradient)
 
     def any_nonfinite(
         self, plain: list[torch.Tensor], to_unscale: list[torch.Tensor], inverse_scale: float

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshwright.comm import all_gather
 from meshwright.comm.point_to_point import new_chain, scale_gradients
@@ -20,6 +19,7 @@ from meshwright.compat.bmtrain.pipeline_pass import PipelineRun
 from meshwright.errors import LaunchError, ModelError
 from meshwright.inspect import recording_active
 from meshwright.runtime import agreed, gather_from, pipe_size, pipeline_mesh, settings
+from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_unflatten
 
 
 class PipelineTransformerBlockList(TransformerBlockList):

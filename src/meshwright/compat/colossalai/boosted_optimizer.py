@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 
 from meshwright.errors import ConfigError
 from meshwright.methods import PipelineEngine, PipelineParallel
 from meshwright.optim import GuardedOptimizer, Stages, inner_optimizer
 from meshwright.runtime import preserved_rng
+from meshwright.runtime.torch_internals.pytree import tree_map
 from meshwright.strategy import Strategy
 from meshwright.training.accelerated import Accelerated
 

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.compat.colossalai import boost_checks as checks
 from meshwright.compat.colossalai.boosted_optimizer import (
@@ -33,6 +32,7 @@ from meshwright.compat.colossalai.plugin import Plugin
 from meshwright.methods import StageOutput
 from meshwright.nn.batches import batch_size_of, micro_batches, to_device
 from meshwright.runtime import init_distributed, print_rank, same_on_every_rank, settings, world_size
+from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
 from meshwright.store.entries import unwrapped
 from meshwright.strategy import Strategy
 from meshwright.training.accelerate import accelerate

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from meshwright.compat.colossalai.plugin import (
     LossScaleArguments,
@@ -25,6 +24,7 @@ from meshwright.compat.colossalai.plugin import (
 )
 from meshwright.errors import ConfigError, join_names
 from meshwright.runtime import world_size
+from meshwright.runtime.torch_internals.modules import AnyBatchNorm
 from meshwright.strategy import Strategy
 
 _OWN_BUCKETS = "FSDP2 gathers and reduces one block of the model at a time"
@@ -231,11 +231,11 @@ class TorchDDPPlugin(Plugin):
     def prepare_model(self, model: nn.Module, device: torch.device) -> list[str]:
         """Convert BatchNorm, whose statistics would be those of each rank's own samples."""
         has_batch_norm = any(
-            isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm) for part in model.modules()
+            isinstance(part, AnyBatchNorm) and not isinstance(part, nn.SyncBatchNorm) for part in model.modules()
         )
         if not has_batch_norm or world_size() == 1:
             return []
-        if device.type == "cuda" and not isinstance(model, _BatchNorm):
+        if device.type == "cuda" and not isinstance(model, AnyBatchNorm):
             nn.SyncBatchNorm.convert_sync_batchnorm(model)  # in place, with the same parameters
             return []
         return ["TorchDDPPlugin: BatchNorm keeps each rank's own statistics; SyncBatchNorm needs CUDA"]

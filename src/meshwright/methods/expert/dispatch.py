@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.methods.expert.expert_layers import StackedExperts
 from meshwright.methods.tensor.split_layers import lent, local
 from meshwright.runtime import preserved_rng
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
+from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
+from meshwright.runtime.torch_internals.tensors import version_of
 
 
 class ExpertAxis:
@@ -399,9 +400,9 @@ class ListedDispatch:
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of ``forward``."""
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        versions = [tensor._version for tensor in inputs]
+        versions = [version_of(tensor) for tensor in inputs]
         asked = questions_of(self._block, functools.partial(forward, *args, **kwargs), self._listen)
-        if [tensor._version for tensor in inputs] != versions:
+        if [version_of(tensor) for tensor in inputs] != versions:
             raise changed_input(self._block)
         answers, link = self._ask(asked, next(tensor for tensor in inputs if tensor.is_floating_point()))
         self._listen(answering(asked, answers))

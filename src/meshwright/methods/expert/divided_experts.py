@@ -32,6 +32,8 @@ from meshwright.methods.tensor.split_layers import lent
 from meshwright.nn import wrap_method
 from meshwright.optim import Stages
 from meshwright.runtime import preserved_rng
+from meshwright.runtime.torch_internals.modules import children_of
+from meshwright.runtime.torch_internals.tensors import version_of
 
 
 @dataclass
@@ -236,11 +238,11 @@ def _compare_listed(layer: ListedExperts, hidden: torch.Tensor, whole: Any) -> t
     def listen(hear: Hear | None) -> None:
         stand_in.hear = hear
 
-    block._modules[layer.name] = stand_in
+    children_of(block)[layer.name] = stand_in
     try:
-        before = hidden._version
+        before = version_of(hidden)
         asked = questions_of(block, lambda: block(hidden), listen)
-        if hidden._version != before:
+        if version_of(hidden) != before:
             raise changed_input(block)
         answers = [experts[number](given) for number, given in asked]
         for (number, given), answer in zip(asked, answers, strict=True):
@@ -252,7 +254,7 @@ def _compare_listed(layer: ListedExperts, hidden: torch.Tensor, whole: Any) -> t
     except Exception as error:
         raise _not_in_parts(layer.path, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
     finally:
-        block._modules[layer.name] = experts
+        children_of(block)[layer.name] = experts
     _compare(layer.path, _tensor(parts), _tensor(whole))
     rows = sum(given.numel() // given.shape[-1] for _, given in asked)
     return (asked[0][1].shape[-1] if asked else hidden.shape[-1]), rows / _TOKENS

@@ -10,7 +10,6 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.cost import Block, Boundary, Parameter, Step, send_boundaries
 from meshwright.methods.base import SHARDING, Conflict, Job, Method, Phase
@@ -20,6 +19,7 @@ from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, 
 from meshwright.methods.replace.model_changes import without_grouped_kernels
 from meshwright.nn import class_names
 from meshwright.runtime import check_equal
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 _COUNT_BYTES = 8  # a number of rows
 

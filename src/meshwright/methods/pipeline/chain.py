@@ -13,10 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import ModelError, join_names
 from meshwright.methods.pipeline.splice import Form, Handed, Splice
+from meshwright.runtime.torch_internals.pytree import tree_map_only
 
 
 @dataclass(frozen=True)

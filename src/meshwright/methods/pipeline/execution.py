@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.inspect import captured, hand_over_micro_batches, hand_over_stages
@@ -30,6 +29,7 @@ from meshwright.methods.pipeline.splice import Handed, Splice, draw_seeds, drawi
 from meshwright.nn import abandon_units, reshard
 from meshwright.optim import local_tensor
 from meshwright.runtime import preserved_rng, same_on_every_rank
+from meshwright.runtime.torch_internals.autograd import queue_callback
 from meshwright.runtime.trees import leaves_of
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ class PipelineEngine:
     def _begin_backward(self, gradient: torch.Tensor) -> None:
         self._gradients.begin(self._reduces)
         if self._reduces:
-            Variable._execution_engine.queue_callback(self._gradients.exchange)
+            queue_callback(self._gradients.exchange)
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:

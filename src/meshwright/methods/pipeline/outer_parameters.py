@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.nn import run_with
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensorMode
+from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
 from meshwright.runtime.trees import map_tree
 
 

@@ -7,14 +7,10 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from meshwright.cost import BackwardAt
 from meshwright.errors import StrategyError
-
-if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import _PipelineSchedule
-
 
 # torch.distributed.pipelining is imported where a pipeline is: it takes long, and most runs have none.
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -89,9 +85,7 @@ def _any_stage() -> Any:
     return mock.create_autospec(PipelineStage, instance=True)
 
 
-def _torch_order(
-    schedule: type[_PipelineSchedule], ranks: int, stages_per_rank: int, micro_batches: int
-) -> list[list[Any]]:
+def _torch_order(schedule: type[Any], ranks: int, stages_per_rank: int, micro_batches: int) -> list[list[Any]]:
     """Return what torch's ``get_schedule_ops`` returns."""
     from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 

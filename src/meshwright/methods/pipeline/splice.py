@@ -10,7 +10,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.inspect import Record, Watched, captured
@@ -18,6 +17,8 @@ from meshwright.methods.pipeline.outer_parameters import Dataflow, carried_posit
 from meshwright.methods.pipeline.stage_cut import Cut, Outside
 from meshwright.nn import Part, wrap_method
 from meshwright.runtime import GeneratorState, preserved_rng, seed_in_use, spread_seed
+from meshwright.runtime.torch_internals.modules import buffers_of, children_of, parameters_of
+from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 _EVALUATION = torch.Generator()  # so that evaluating changes no draw of training
 
@@ -357,14 +358,14 @@ def keep_part(model: nn.Module, blocks: nn.ModuleList, cut: Cut, rank: int, spli
 
 def _release(module: nn.Module, name: str, parameter: nn.Parameter, fate: Fate, splice: Splice) -> None:
     if fate == "lent":
-        del module._parameters[name]
+        del parameters_of(module)[name]
         module.register_buffer(name, parameter.detach(), persistent=False)
         return
     setattr(module, name, None)
     stand_in = _stand_in_of(module)
     if fate == "stands in" and stand_in is not None:
         dtype = parameter.dtype
-        del module._parameters[name]  # some ask its device and type; zeros that take no memory, as what it computes
+        del parameters_of(module)[name]  # some ask its device and type; zeros that take no memory, as what it computes
         setattr(module, name, torch.zeros((), dtype=dtype, device=parameter.device).expand(parameter.shape))
         wrap_method(module, "forward", lambda forward, *args, **kwargs: stand_in(module, splice.dtype or dtype, *args))
 
@@ -374,9 +375,9 @@ class Absent:
 
     def __init__(self, module: nn.Module) -> None:
         vars(self).update((name, value) for name, value in vars(module).items() if name not in _KEPT_BY_MODULES)
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for name, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
             vars(self)[name] = None if tensor is None else tensor.detach().to("meta")
-        for name, child in module._modules.items():
+        for name, child in children_of(module).items():
             vars(self)[name] = None if child is None else Absent(child)
 
     def __getattr__(self, name: str) -> Any:

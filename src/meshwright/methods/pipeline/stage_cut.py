@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.errors import ModelError, StrategyError, did_you_mean, join_names
 from meshwright.nn import find_blocks
+from meshwright.runtime.torch_internals.modules import compiled_call_of
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def check_not_compiled(model: nn.Module, named: str | None) -> None:
     """
     path, blocks = block_list(model, named)
     around = {f"{path}.{index}" for index in range(len(blocks))} | set(itertools.accumulate(path.split("."), _joined))
-    compiled = [each for each in ("", *sorted(around)) if model.get_submodule(each)._compiled_call_impl is not None]
+    compiled = [each for each in ("", *sorted(around)) if compiled_call_of(model.get_submodule(each)) is not None]
     if compiled:
         raise ModelError(
             "pipeline_parallel: the model is compiled already, so that it cannot be run in stages",

@@ -7,44 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 from torch.torch_version import TorchVersion
 
 from meshwright.methods.pipeline.chain import Boundary, Line
 from meshwright.methods.pipeline.splice import Handed, Splice
-
-
-class EarlierStage(PipelineStage):
-    """torch 2.11's stage, which copes with hidden states without gradients, and with two neighbours on one rank."""
-
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """torch's; the stage before gets a gradient of all that it sent, zeros where there is none."""
-        infos = () if self.is_first else self.args_recv_info[bwd_chunk_id]
-        received: list[torch.Tensor] = [info.buffer for info in infos]  # type: ignore[union-attr,misc]
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-        if received and self.has_backward:
-            self.bwd_cache[bwd_chunk_id] = tuple(
-                (torch.zeros_like(tensor) if gradient is None else gradient).contiguous()
-                for tensor, gradient in zip(received, self.bwd_cache[bwd_chunk_id], strict=False)
-            )
-
-    def _validate_fwd_outputs(self, outputs: tuple[torch.Tensor, ...]) -> None:
-        """Nothing: what goes on is checked before it gets here, and a loss may be of any type."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch's greetings but those of a rank to itself, where a V turns: gloo cannot send them."""
-        own = dist.get_rank(self.group)
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
+from meshwright.runtime.torch_internals.pipelining import AnyStage
 
 
 def _nothing_left() -> Callable[..., None]:
     return lambda *_: None
 
-
-# What :class:`EarlierStage` lacks came together with stages that know which tensors have gradients.
-AnyStage: type[PipelineStage] = PipelineStage if hasattr(PipelineStage, "_get_grad_send_meta") else EarlierStage
 
 _IS_SPLIT_RIGHTLY = TorchVersion(torch.__version__) >= (2, 13)  # type: ignore[operator]  # compares with tuples, too
 WEIGHTS_APART = None if _IS_SPLIT_RIGHTLY else _nothing_left

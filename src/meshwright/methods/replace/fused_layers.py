@@ -19,6 +19,7 @@ from meshwright.errors import ModelError, join_names
 from meshwright.loss import HeadLogits
 from meshwright.methods.replace.model_changes import NewForward, Replacement
 from meshwright.runtime import preserved_rng
+from meshwright.runtime.torch_internals.modules import CHILDREN, PARAMETERS, buffers_of, children_of, parameters_of
 
 _EPS_NAMES = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # a few roundings of the result
@@ -65,10 +66,16 @@ def replace_rms_norms(model: nn.Module, into: Replacement) -> None:
 
 def _eps_name(module: nn.Module) -> str | None:
     """Return the attribute that holds ε, if the module looks like a normalisation with one weight."""
-    weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1 or module._buffers or module._modules or isinstance(module, nn.RMSNorm):
+    weight = parameters_of(module).get("weight")
+    if (
+        weight is None
+        or weight.dim() != 1
+        or buffers_of(module)
+        or children_of(module)
+        or isinstance(module, nn.RMSNorm)
+    ):
         return None
-    if any(parameter is not None for name, parameter in module._parameters.items() if name != "weight"):
+    if any(parameter is not None for name, parameter in parameters_of(module).items() if name != "weight"):
         return None
     return next((name for name in _EPS_NAMES if isinstance(getattr(module, name, None), float)), None)
 
@@ -94,7 +101,7 @@ def _agree(module: nn.Module, forward: Callable[..., Tensor], dtype: torch.dtype
     generator = torch.Generator().manual_seed(0)
     probe = copy.copy(module)  # without its hooks and its weight: called by its forward alone
     weight = torch.rand(width, generator=generator).add(0.5).to(weight_dtype)
-    probe.__dict__ = {**module.__dict__, "_parameters": {"weight": nn.Parameter(weight)}}
+    probe.__dict__ = {**module.__dict__, PARAMETERS: {"weight": nn.Parameter(weight)}}
     # Some rows so small that ε counts.
     scale = torch.tensor([1e-3, 1e-2, 1.0, 30.0]).view(-1, 1, 1)
     hidden = (torch.randn(4, 3, width, generator=generator) * scale).to(dtype)
@@ -219,7 +226,7 @@ def _swiglus(model: nn.Module) -> _Found:
     known: dict[Any, bool] = {}
     for module in model.modules():
         for names in _SWIGLU_NAMES:
-            layers = [module._modules.get(name) for name in names]
+            layers = [children_of(module).get(name) for name in names]
             if all(type(layer) is nn.Linear for layer in layers):
                 key = (type(module), names, str(getattr(module, "act_fn", None)))
                 if key not in known:
@@ -244,7 +251,7 @@ def _is_swiglu(module: nn.Module, names: tuple[str, str, str]) -> bool:
     with preserved_rng(), torch.no_grad():
         small = dict(zip(names, (nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(6, 4)), strict=True))
         probe = copy.copy(module)
-        probe.__dict__ = {**module.__dict__, "_modules": {**module._modules, **small}}
+        probe.__dict__ = {**module.__dict__, CHILDREN: {**children_of(module), **small}}
         x = torch.randn(5, 4)
         gate, up, down = small.values()
         try:

@@ -11,9 +11,10 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.nn import class_with
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
+from meshwright.runtime.torch_internals.modules import children_of
 
 _classes: dict[tuple[type[nn.Module], Callable[..., Any]], type[nn.Module]] = {}
 
@@ -96,10 +97,10 @@ def device_of(module: nn.Module) -> torch.device:
 
 def _exchange(model: nn.Module, other: dict[nn.Module, nn.Module]) -> None:
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):
+        for name, child in list(children_of(parent).items()):
             # Not inside the new one: it may hold the one that it replaces.
             if child in other and parent is not other[child]:
-                parent._modules[name] = other[child]
+                children_of(parent)[name] = other[child]
 
 
 @dataclass

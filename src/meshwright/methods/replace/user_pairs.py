@@ -15,6 +15,7 @@ from meshwright.methods.base import DType, dtype_name
 from meshwright.methods.replace.model_changes import Replacement, Swap, device_of
 from meshwright.nn import outermost
 from meshwright.runtime import preserved_rng
+from meshwright.runtime.torch_internals.modules import buffers_of, parameters_of
 
 BUILT_IN = ("attention", "rms_norm", "layer_norm", "swiglu", "rotary", "fused_loss")
 """Names of what needs no registration."""
@@ -187,7 +188,7 @@ def _from_attributes(cls: type[nn.Module], source: nn.Module) -> dict[str, Any] 
         if hasattr(source, name):
             value = getattr(source, name)
             # ``bias``, as an argument, says whether there is one.
-            found[name] = value is not None if name in source._parameters else value
+            found[name] = value is not None if name in parameters_of(source) else value
         elif parameter.default is parameter.empty:
             return None
     return found
@@ -227,7 +228,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     *above, leaf = name.split(".")
     owner = module.get_submodule(".".join(above))
-    (owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers)[leaf] = tensor  # type: ignore[assignment]
+    (parameters_of(owner) if isinstance(tensor, nn.Parameter) else buffers_of(owner))[leaf] = tensor  # type: ignore[assignment]
 
 
 def _check_trained(pair: Pair, source: nn.Module, target: nn.Module, path: str) -> None:
@@ -301,7 +302,9 @@ def _is_of(module: nn.Module, cls: type[nn.Module]) -> bool:
 def _check_ties(model: nn.Module, pair: Pair, new_of: dict[nn.Module, nn.Module]) -> None:
     """Refuse targets that have made a weight anew of one that is also elsewhere in the model."""
     inside = {id(m) for old in new_of for m in old.modules()}
-    outside = {id(p) for m in model.modules() if id(m) not in inside for p in m._parameters.values() if p is not None}
+    outside = {
+        id(p) for m in model.modules() if id(m) not in inside for p in parameters_of(m).values() if p is not None
+    }
     for old, new in new_of.items():
         kept = {id(parameter) for parameter in new.parameters()}
         for name, parameter in old.named_parameters():

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.methods.tensor.split_plan import LINEAR, PlannedLayer
 from meshwright.nn import find_blocks, run_with
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensorMode
+from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from meshwright.runtime.trees import map_tree
 
 
@@ -369,7 +369,7 @@ def _described(leaf: Any) -> Any:
     """A tensor without memory that has the shape, type and need of a gradient of another."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from meshwright.runtime.torch_internals.fake_tensors import unset_fake_temporarily
 
     with unset_fake_temporarily():
         return torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)

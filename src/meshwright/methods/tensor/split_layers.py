@@ -24,6 +24,7 @@ from meshwright.methods.tensor.model_split import Split, let_exchange_tokens
 from meshwright.methods.tensor.split_plan import PlannedLayer, is_transposed
 from meshwright.methods.tensor.split_proof import part_of
 from meshwright.nn import RankOrder, keep_rank_order, without_fast_path, wrap_method
+from meshwright.runtime.torch_internals.modules import PARAMETERS
 
 
 def split_layers(model: nn.Module, split: Split, axis: TensorAxis, device: torch.device, *, sync: bool = True) -> None:
@@ -106,7 +107,7 @@ def _adding_up(module: nn.Module, splits_input: bool, scatters: bool, axis: Tens
     add = axis.scatter_tokens if scatters else axis.add
 
     def around(forward: Callable[..., torch.Tensor], features: torch.Tensor) -> torch.Tensor:
-        bias = module._parameters["bias"]
+        bias = getattr(module, PARAMETERS)["bias"]
         parts: dict[str, torch.Tensor | None] = {"weight": local(module.weight)}  # type: ignore[arg-type]
         if bias is not None:
             parts["bias"] = torch.zeros_like(bias) if is_transposed(module) else None
@@ -154,12 +155,12 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def lent(module: nn.Module, tensors: dict[str, torch.Tensor | None]) -> Iterator[None]:
     """Let a module compute with other tensors in the place of its parameters."""
-    own = {name: module._parameters[name] for name in tensors}
-    module._parameters.update(tensors)  # type: ignore[arg-type]
+    own = {name: getattr(module, PARAMETERS)[name] for name in tensors}
+    getattr(module, PARAMETERS).update(tensors)  # type: ignore[arg-type]
     try:
         yield
     finally:
-        module._parameters.update(own)
+        getattr(module, PARAMETERS).update(own)
 
 
 def _tied_names(model: nn.Module) -> list[list[str]]:

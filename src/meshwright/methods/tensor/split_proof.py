@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.methods.tensor.block_trials import (
     Adjustment,
@@ -27,6 +26,7 @@ from meshwright.methods.tensor.block_trials import (
 )
 from meshwright.methods.tensor.split_plan import PlannedLayer
 from meshwright.nn import call_with
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 
 def part_of(tensor: torch.Tensor, dim: int, parts: Sequence[int], rank: int, ranks: int) -> torch.Tensor:

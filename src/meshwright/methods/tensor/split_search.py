@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import ModelError
 from meshwright.methods.tensor.block_trials import (
@@ -27,6 +26,8 @@ from meshwright.methods.tensor.split_checks import HEAD_COUNTS, undivided_heads,
 from meshwright.methods.tensor.split_plan import PlannedLayer, features, is_linear, is_transposed, planned
 from meshwright.methods.tensor.split_proof import BlockProof
 from meshwright.nn import call_with
+from meshwright.runtime.torch_internals.autograd import split_sizes_of
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 
 Runs = Callable[[], Any]
 
@@ -139,7 +140,7 @@ def _sources(node: Any, cuts: dict[str, list[tuple[int, ...]]] | None) -> set[st
 
 
 def _cut_sizes(node: Any) -> tuple[int, ...]:
-    sizes = getattr(node, "_saved_split_sizes", None)
+    sizes = split_sizes_of(node)
     return tuple(int(size) for size in sizes) if sizes else ()
 
 

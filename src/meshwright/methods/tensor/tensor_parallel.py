@@ -31,6 +31,7 @@ from meshwright.methods.tensor.split_plan import PlannedLayer, is_linear
 from meshwright.methods.tensor.split_proof import TOKENS_DIM
 from meshwright.nn import class_names
 from meshwright.runtime import check_equal
+from meshwright.runtime.torch_internals.modules import parameters_of
 
 SaveLog = list[tuple[nn.Module, ...]]
 """For every tensor saved for backward so far: the modules that were running."""
@@ -119,7 +120,7 @@ class SplitTrace:
     def _scattered(self, layer: PlannedLayer, log: SaveLog, output: torch.Tensor) -> torch.Tensor:
         for moment, kind in (("forward", "reduce_scatter"), ("backward", "all_gather")):
             self._sent.append((kind, moment, _bytes(output), layer.path, len(log)))  # type: ignore[arg-type]
-        bias = layer.module._parameters["bias"]
+        bias = parameters_of(layer.module)["bias"]
         if bias is not None and bias.requires_grad:
             self._sent.append(("all_reduce", "backward", _bytes(bias), layer.path, len(log)))
         return output.chunk(self._ranks, TOKENS_DIM)[0].clone()

@@ -8,12 +8,21 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.methods.tokens.attention_calls import TokenOrder
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor
+from meshwright.runtime.torch_internals.operators import (
+    efficient_attention,
+    efficient_attention_backward,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_on_cpu,
+    flash_attention_on_cpu_backward,
+)
+from meshwright.runtime.torch_internals.tensors import version_of
 
 Table = tuple[tuple[bool, ...], ...]
 """Whether any query of each of this rank's chunks sees any key of each chunk of the sequence."""
@@ -60,7 +69,7 @@ def mask_table(mask: torch.Tensor, order: TokenOrder) -> Table:
         return ((True,) * order.num_chunks,) * len(order.chunks)
     if mask.is_inference():  # which does not say when it changes
         return _looked_up(with_four_dims(mask), order)
-    key = mask._version, order
+    key = version_of(mask), order
     known = _tables.get(mask)
     if known is None or known[0] != key:
         known = _tables[mask] = key, _looked_up(with_four_dims(mask), order)
@@ -138,15 +147,13 @@ class Block:
         """
         padded = self._padded()
         if self.query.device.type == "cpu":
-            out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            out, lse = flash_attention_on_cpu(
                 *padded.tensors, 0.0, self.is_causal, attn_mask=self.mask, scale=padded.scale
             )
         elif padded._takes_flash():
-            out, lse, *_ = _aten._scaled_dot_product_flash_attention(
-                *padded.tensors, 0.0, self.is_causal, False, scale=padded.scale
-            )
+            out, lse, *_ = flash_attention(*padded.tensors, 0.0, self.is_causal, False, scale=padded.scale)
         else:
-            out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+            out, lse, *_ = efficient_attention(
                 *padded._ungrouped(), padded._expanded_mask(), True, 0.0, self.is_causal, scale=padded.scale
             )
             lse = lse[..., : self.query.shape[2]]
@@ -168,7 +175,7 @@ class Block:
         gradient, out = (_with_features(tensor, padded.value.shape[-1]) for tensor in (gradient, out))
         lse = lse.contiguous()
         if self.query.device.type == "cpu":
-            grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grads = flash_attention_on_cpu_backward(
                 gradient, *padded.tensors, out, lse, 0.0, self.is_causal, attn_mask=self.mask, scale=padded.scale
             )
         elif padded._takes_flash():
@@ -199,7 +206,7 @@ class Block:
 
     def _flash_backward(self, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
         unused = torch.empty(2, dtype=torch.uint64, device=self.query.device)  # the state of a dropout
-        grads: Gradients = _aten._scaled_dot_product_flash_attention_backward(
+        grads: Gradients = flash_attention_backward(
             gradient, *self.tensors, out, lse, None, None, self.query.shape[2], self.key.shape[2], 0.0, self.is_causal,
             unused, unused, scale=self.scale,
         )  # fmt: skip
@@ -208,7 +215,7 @@ class Block:
     def _efficient_backward(self, gradient: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Gradients:
         unused = torch.zeros((), dtype=torch.int64)  # the state of a dropout, which lies on the host
         lse = F.pad(lse, (0, -lse.shape[-1] % _QUERIES), value=torch.inf)
-        query, key, value, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        query, key, value, _ = efficient_attention_backward(
             gradient, *self._ungrouped(), self._expanded_mask(), out, lse, unused, unused, 0.0,
             [True, True, True, False], self.is_causal, scale=self.scale,
         )  # fmt: skip

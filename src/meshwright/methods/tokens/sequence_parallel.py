@@ -37,7 +37,7 @@ from meshwright.methods.tokens.token_split import (
     work_on_parts,
 )
 from meshwright.nn import class_names
-from meshwright.runtime.autograd_function import Function
+from meshwright.runtime.torch_internals.autograd import Function
 
 METHOD = "sequence_parallel"
 

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._pytree import tree_leaves, tree_map
 
 from meshwright.errors import ModelError
 from meshwright.methods.base import Job
@@ -37,6 +36,7 @@ from meshwright.methods.tokens.attention_calls import (
     grouped_keys,
 )
 from meshwright.nn import call_with, require_blocks, without_caches, wrap_method
+from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
 from meshwright.runtime.trees import map_tree
 
 _OF_POSITIONS = ("position", "rotary", "rope", "freqs", "cos", "sin")  # in names of arguments that go with tokens

@@ -12,6 +12,7 @@ from torch.optim.adam import adam
 
 from meshwright.errors import CheckpointError, MeshwrightError, ModelError, join_names
 from meshwright.optim.dtensors import is_dense, local_tensor, wrapped_like
+from meshwright.runtime.torch_internals.optim import foreach_div_, fused_adam_, fused_adamw_
 
 WeightDecayRule = Literal["decoupled", "coupled", "bmtrain"]
 WEIGHT_DECAY_RULES: tuple[str, ...] = get_args(WeightDecayRule)
@@ -81,7 +82,7 @@ class AdamRule:
         if device.type not in _FUSED_DEVICES:
             self._update_unfused(weights, gradients, exp_avgs, exp_avg_sqs, step, scale, lr)
             return
-        kernel = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        kernel = fused_adamw_ if self.decoupled else fused_adam_
         # One tensor for all: the kernels read the step number and leave it as it is.
         steps = [torch.full((), float(step), dtype=torch.float32, device=device)] * len(weights)
         kernel(
@@ -113,7 +114,7 @@ class AdamRule:
         lr: float,
     ) -> None:
         if scale != 1.0:
-            torch._foreach_div_(gradients, scale)
+            foreach_div_(gradients, scale)
         adam(
             weights,
             gradients,

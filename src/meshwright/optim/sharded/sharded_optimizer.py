@@ -29,6 +29,7 @@ from meshwright.optim.sharded.chunk import (
 )
 from meshwright.optim.sharded.tensor_layout import Kept, Layout
 from meshwright.optim.sharded.whole_tensors import Presence, Update, WholeAnswers, drive
+from meshwright.runtime.torch_internals.dtensor import spec_of
 
 
 class ShardedOptimizer(ShardedStateDict):
@@ -260,7 +261,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
             got=f"a tensor of shape {tuple(gradient.shape)}",
             fix="let backward make the gradients, or distribute them like their parameters",
         )
-    if gradient._spec is not parameter._spec and gradient.placements != parameter.placements:
+    if spec_of(gradient) is not spec_of(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(parameter.device_mesh, parameter.placements)
     return gradient.to_local()
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.bandwidth import BENCHMARK_OPS, benchmark_operation
 from meshwright.comm.transport import Members, members_of
@@ -21,6 +20,7 @@ from meshwright.methods.base import half_dtype, torch_dtype
 from meshwright.planner.measure.timing import LinkSample, Sample, Timing, slowest, time_of, time_together, together
 from meshwright.planner.trace.aten_kernels import kernels_of
 from meshwright.runtime import Settings, gather_objects, synchronize_device, world_size
+from meshwright.runtime.torch_internals.fake_tensors import TorchDispatchMode
 
 # Of an fp32 element as ``cost.update`` counts them: weight and two states read and written, the gradient three times.
 UPDATE_BYTES = 36

@@ -20,6 +20,7 @@ from meshwright.optim import local_tensor
 from meshwright.planner.measure.timing import Clock, calls_of, slowest, together
 from meshwright.planner.workload import Workload
 from meshwright.runtime import Settings, coordinate_of, gather_objects, rank, world_size
+from meshwright.runtime.torch_internals.optim import foreach_mul_
 from meshwright.strategy import Strategy
 
 _HEAD_WIDTH = 64
@@ -97,7 +98,7 @@ def reference(strategy: Strategy | None, size: Size, now: Settings, *, in_half: 
 def _optimizer_like(model: nn.Module) -> Callable[[], None]:
     weights = [local_tensor(parameter.data) for parameter in model.parameters()]
     every = [*weights, *(torch.zeros_like(each) for each in (*weights, *weights))]
-    return lambda: torch._foreach_mul_(every, 1.0)
+    return lambda: foreach_mul_(every, 1.0)
 
 
 def _alone(model: nn.Module, ids: torch.Tensor, dtype: str | None) -> Callable[[], None]:

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves
 
 from meshwright.methods.replace.model_changes import one_sequence_per_sample, without_grouped_kernels
 from meshwright.nn import find_blocks, run_with
@@ -29,6 +27,8 @@ from meshwright.planner.trace.repeated_blocks import (
     continued_ops,
 )
 from meshwright.runtime.lazy import paused_collection
+from meshwright.runtime.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
+from meshwright.runtime.torch_internals.pytree import tree_leaves
 from meshwright.runtime.trees import map_tree
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.runtime.autograd_function import EarlierFunction, Function
+from meshwright.runtime.torch_internals.autograd import EarlierFunction, Function
 
 FORWARDS = {
     "new": lambda x: x * 2,
