@@ -68,17 +68,20 @@ class Cluster:
 
     @property
     def is_one_node(self) -> bool:
-        """Return whether all devices are in one node."""
+        """Whether all devices are in one node."""
         return self.num_devices <= self.devices_per_node
 
     @property
     def price_per_hour(self) -> float | None:
-        """Of all devices, in US dollars; None: unknown."""
+        """Price of all devices in US dollars; None: unknown."""
         price = self.device.price_per_hour
         return None if price is None else price * self.num_devices
 
     def resized(self, num_devices: int) -> Cluster:
-        """Return the same with another number of devices; a single node that is not full grows up to what is usual."""
+        """Return the cluster with another number of devices.
+
+        A single node that is not full grows up to the usual size of a node.
+        """
         per_node = self.devices_per_node
         if self.num_devices <= per_node:
             per_node = max(per_node, min(num_devices, most_joined(self.device)))
@@ -136,7 +139,7 @@ _HOST_MEMORY_GIB = {
     "RTX": 64, "RTX-PRO-6000": 128,
 }  # fmt: skip
 MOST_DEVICES = 2**24
-"""More than anybody has; a number from a file that is larger is a mistake, and would take for ever to simulate."""
+"""The largest cluster that is accepted. A larger number in a file is a mistake, and would take forever to simulate."""
 
 
 def _of_family(table: Mapping[str, float], device: Device, default: float) -> float:
@@ -151,7 +154,7 @@ def make_cluster(
     node_gbps: float | None = None,
     latency_s: float = 1.2e-5,
 ) -> Cluster:
-    """Return a cluster of a known device with the links that are usual for it.
+    """Build a cluster of a known device with the links that are usual for it.
 
     Args:
         device: A device, or its name.
@@ -187,7 +190,7 @@ def make_cluster(
 
 
 def most_joined(device: Device) -> int:
-    """Devices that fast links join where their makers join most: a rack's in an NVL72, else the eight of a node."""
+    """Return how many devices fast links join at most: a rack's in an NVL72, else the eight of a node."""
     return _NVLINK_RACK.get(device.name, 8)
 
 
@@ -198,7 +201,7 @@ def _usual_node(device: Device, num_devices: int) -> int:
     return min(most, num_devices)
 
 
-# --- Clusters by name, and as a file: what describes one of your own, and what ``calibrate`` has measured.
+# --- Clusters by name and as files, written by hand or by ``calibrate``.
 
 _PRESET = re.compile(r"^(.+?)[xX*](\d{1,9})$")
 FORMAT, VERSION = "meshwright.cluster", 1
@@ -216,14 +219,14 @@ _KEYS = {
     "price_per_hour",
 }
 _MEASURED_KEYS = {"format", "version", "calibration", "measured"}  # what ``calibrate`` writes beside them
-_LEAST = 1e-30  # what is further away from 1 is none of a device's or a link's figures
+_LEAST = 1e-30  # bounds of all figures: from this to its inverse
 _LINK_KEYS = {"bytes_per_s", "gbps", "latency_s"}
 _DEVICE_KINDS = {"name": str, "efficiency": str, "bf16": bool, "is_host": bool}  # the others are positive numbers
 _MAY_BE_UNKNOWN = {"fp8_flops_per_s", "fp4_flops_per_s", "price_per_hour"}
 
 
 def find_cluster(name: str) -> Cluster:
-    """Return cluster that a preset (``"h100x64"``, ``"a100-40x8"``, ``"cpu*2"``) or a file (TOML or JSON) describes.
+    """Return the cluster that a preset (``"h100x64"``, ``"a100-40x8"``, ``"cpu*2"``) or a TOML or JSON file describes.
 
     Raises:
         ConfigError: For a preset that is unknown, and a file that is not valid.
@@ -243,7 +246,7 @@ def find_cluster(name: str) -> Cluster:
 
 
 def _refuse_two_numbers(name: str, device: str, number: str) -> None:
-    """``h100x8x8`` might be read as one number or as their product."""
+    """Refuse ``h100x8x8``, which might be read as one number or as a product."""
     found = _PRESET.match(device)
     if found is None or half_peak_flops_per_s(found.group(1)) is None:  # as of RTX4090
         return
@@ -325,7 +328,7 @@ def _cluster_from(data: Any) -> Cluster:
 
 
 def _device(data: Mapping[str, Any]) -> Device:
-    """Every field is of its kind: what is simulated divides by these numbers."""
+    """Build a device after checking every field: the simulation divides by these numbers."""
     for name, value in data.items():
         if value is None and name in _MAY_BE_UNKNOWN:
             continue
@@ -366,7 +369,7 @@ def _positive(value: Any, name: str) -> float:
 
 
 def write_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) -> str:
-    """Return the JSON of a cluster; ``measured`` says where its numbers come from and how far off they are."""
+    """Return a cluster as JSON; ``measured`` says where its numbers come from, and how far off they are."""
     device = {key: value for key, value in dataclasses.asdict(cluster.device).items() if key != "aliases"}
     whole: dict[str, Any] = {"format": FORMAT, "version": VERSION}
     if measured:

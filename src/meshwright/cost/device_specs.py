@@ -14,7 +14,7 @@ _MIB, _GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator.
+    """An accelerator.
 
     Args:
         name: What presets and messages call it.
@@ -50,7 +50,7 @@ class Device:
 
     @property
     def half_dtype(self) -> str:
-        """Return what half precision is: ``bf16`` where the device has it, else ``fp16``."""
+        """Half precision of the device: ``bf16`` where it has it, else ``fp16``."""
         return "bf16" if self.bf16 else "fp16"
 
     def peak_flops_per_s(self, dtype: str) -> float:
@@ -63,7 +63,7 @@ class Device:
 
 
 def _pcie(like: Device, name: str, bandwidth_bytes_per_s: float, power_fraction: float, *aliases: str) -> Device:
-    """Return a board with the same chip, and other memory and power."""
+    """Return a board with the same chip but other memory and power."""
     return dataclasses.replace(
         like,
         name=name,
@@ -139,7 +139,7 @@ _STATED_FOR = {"B200": "B200", "H100": "H100-SXM", "A100": "A100-80"}
 
 
 def _preset(device: Device) -> Device:
-    """A datasheet's device with its price, and the power it has for each FLOP/s of its peak."""
+    """Add the price, and the power per FLOP/s of its peak, to a device from a datasheet."""
     peaks = {each.name: each.half_flops_per_s for each in _BARE}
     fraction = device.power_fraction
     if device.name in _TDP_WATTS:
@@ -163,10 +163,10 @@ _HBM2E_BANDWIDTH = 2.4e12
 
 
 def find_device(name: str) -> Device:
-    """Return the preset that a driver's or a table's name means; memory, power and kind of memory in the name count.
+    """Return the preset that a name from a driver or a table means.
 
-    ``"NVIDIA A100-SXM4-40GB"`` is an A100-40, ``"H100-SXM-96GB-HBM2e-500W"`` an H100 with its memory, power and memory
-    bandwidth changed. Of a MIG instance, ``"… MIG 3g.40gb"``, the part of the device that it has.
+    Memory, power and kind of memory in the name count: ``"NVIDIA A100-SXM4-40GB"`` is an A100-40, ``"H100-SXM-96GB-
+    HBM2e-500W"`` an H100 with its memory, power and memory bandwidth changed, and ``"… MIG 3g.40gb"`` part of a device.
 
     Raises:
         ConfigError: When no preset matches.
@@ -188,7 +188,7 @@ def find_device(name: str) -> Device:
 
 
 def half_peak_flops_per_s(device_name: str) -> float | None:
-    """Return the peak of dense half-precision matrix products in FLOP/s; None for a device that is not in the table."""
+    """Return the dense half-precision peak in FLOP/s; None for an unknown device."""
     try:
         return find_device(device_name).half_flops_per_s
     except ConfigError:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Casts:
-    """Bytes moved for each element that is cast around the three products of a layer.
+    """Bytes moved per element that is cast around the three products of a layer.
 
     Args:
         input: In forward, of the layer's input.
@@ -46,11 +46,11 @@ class Casts:
 
     @property
     def listed(self) -> float:
-        """Of each operand of a product that is listed in backward by itself: the mean of all four that both have."""
+        """Bytes per operand of a backward product that is listed by itself: the mean over all four operands."""
         return (self.gradient + self.input_again + self.weight_again) / 4
 
     def times(self, factor: float) -> Casts:
-        """Return the same with more bytes, or fewer."""
+        """Scale all bytes by a factor."""
         parts = (self.input, self.weight, self.gradient, self.input_again, self.weight_again)
         return Casts(*(factor * part for part in parts))
 
@@ -73,11 +73,11 @@ CASTS: Mapping[str, Casts] = {
     "rowwise": _EACH,
     "mxfp8": _EACH,
 }
-"""Of products in 8 and 4 bits, by how tensors are scaled (``Op.scaling``)."""
+"""Casts of products in 8 and 4 bits, by ``Op.scaling``."""
 
 
 def casts_of(op: Op, rowwise_bytes: float) -> Casts:
-    """Of an op's products; none but in 8 and 4 bits.
+    """Return the casts of a product; all zero unless it runs in 8 or 4 bits.
 
     Args:
         op: A product.
@@ -107,7 +107,7 @@ _ITEMSIZE = {"fp32": (4, 4), "half": (2, 2), "fp8": (1, 2), "fp4": (0.5, 2)}  # 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device with what it reaches: all that a kernel's time depends on."""
+    """A device with its efficiencies and constants: all that a kernel's time depends on."""
 
     device: Device
     efficiency: Efficiency
@@ -116,30 +116,30 @@ class Machine:
 
     @property
     def sustained(self) -> float:
-        """Fraction of the peak clock that the power allows, in the slowest of all devices: the others wait for it.
+        """Fraction of the peak clock that power allows in the slowest device, for which the others wait.
 
-        Of ``N`` speeds that are spread normally the least lies about ``sqrt(2 ln N)`` deviations below the mean.
+        The least of ``N`` normally distributed speeds lies about ``sqrt(2 ln N)`` deviations below the mean.
         """
         slowest = 1 + self.constants.spread * math.sqrt(2 * math.log(self.num_devices))
         return self.device.power_fraction**self.constants.power / slowest
 
     def matmul_flops_per_s(self, dtype: str) -> float:
-        """Return what large products reach."""
+        """Return the rate of large products."""
         fraction = self.efficiency.of_matmul(dtype)
         return self.device.peak_flops_per_s(dtype) * fraction * self.sustained
 
     @property
     def bytes_per_s(self) -> float:
-        """Return what memory-bound kernels reach."""
+        """Rate of memory-bound kernels."""
         return self.device.bandwidth_bytes_per_s * self.efficiency.memory
 
     def move_s(self, num_bytes: float) -> float:
-        """Return the seconds of a kernel's bytes: those that fit into the cache, and the others."""
+        """Return the seconds of a kernel's bytes, of which some fit into the cache."""
         cached = min(num_bytes, self.device.cache_bytes)
         return (cached / self.efficiency.cached + num_bytes - cached) / self.bytes_per_s
 
     def attention_flops_per_s(self, width: int, dtype: str, variant: str = "") -> float:
-        """Return what fused attention reaches with heads of a width."""
+        """Return the rate of fused attention with heads of a width."""
         slower = self.constants.flash1 if variant == "flash1" else 1.0
         fraction = self.constants.vendor if variant == "vendor" else self.efficiency.of_attention(dtype)[0] * slower
         narrow = 1.0 if variant == "flash1" else min(1.0, width / _HEAD_WIDTH) ** self.constants.narrow
@@ -148,7 +148,7 @@ class Machine:
 
 
 def forward_s(op: Op, machine: Machine) -> float:
-    """Return the seconds of an op in forward, all its ``count``."""
+    """Return the seconds of an op in forward, times its ``count``."""
     return 0.0 if op.moment == "backward" else _kernel_s(op, machine)
 
 
@@ -165,7 +165,7 @@ def _kernel_s(op: Op, machine: Machine) -> float:
 
 
 def backward_s(op: Op, machine: Machine) -> float:
-    """Return the seconds of its backward, recomputation included."""
+    """Return the seconds of an op in backward, recomputation included."""
     gap = machine.constants.gap_s
     again = forward_s(op, machine) * op.recomputed if op.recomputed else 0.0
     if op.moment == "forward":
@@ -191,7 +191,7 @@ def _functions_s(op: Op, machine: Machine) -> float:
 
 
 def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine, cast_bytes: float) -> float:
-    """One product, and the casts before it."""
+    """Return the seconds of one product and the casts before it."""
     size_in, size_out = _ITEMSIZE[op.dtype]
     moved = machine.constants.tile * (size_in * (m * k + k * n) + size_out * m * n) + cast_bytes
     spent = 2 * m * n * k / (machine.matmul_flops_per_s(op.dtype) * _speed(op, machine)) + machine.move_s(moved)
@@ -199,7 +199,7 @@ def _matmul_s(m: int, n: int, k: int, op: Op, machine: Machine, cast_bytes: floa
 
 
 def _speed(op: Op, machine: Machine) -> float:
-    """Of a product beside others of its precision."""
+    """Return the speed of a product relative to others of its precision."""
     early = machine.constants.early if op.variant == "early" else 1.0
     return early * (machine.constants.blocks if op.scaling in _BLOCKS else 1.0)
 
@@ -209,13 +209,13 @@ def _attention_s(op: Op, machine: Machine) -> float:
     return op.flops / machine.attention_flops_per_s(op.k, op.dtype, op.variant) + machine.move_s(moved)
 
 
-# --- Seconds of the optimizer's update: bound by the memory's bandwidth, or by the host that launches its kernels.
+# --- The optimizer's update: bound by memory bandwidth, or by the host that launches its kernels.
 
 _FP32_BYTES = 4
 
 
 def accumulated_bytes(step: Step, *, whole: bool) -> int:
-    """Of the gradients that micro-batches add up: whole ones, or this rank's shards."""
+    """Return the bytes of the gradients that micro-batches add up: whole ones, or this rank's shards."""
     axis = None if whole else step.gradients.axis
     return sum(
         count * math.prod(shape_on(step, parameter, axis)) * element_bytes(parameter, step.gradients.itemsize)
@@ -225,7 +225,10 @@ def accumulated_bytes(step: Step, *, whole: bool) -> int:
 
 
 def update_s(step: Step, machine: Machine) -> float:
-    """Clip (reads gradients), then read weights, gradients and state and write weights and state, each once."""
+    """Return the seconds of the update, bound by memory.
+
+    Clipping reads gradients; the optimizer reads weights, gradients and state, and writes weights and state.
+    """
     moved = 0
     for count, parameter in step.every_parameter():
         if not parameter.trainable:
@@ -258,13 +261,13 @@ def launched_s(step: Step, machine: Machine) -> float:
     return each * machine.constants.operator_s
 
 
-# --- Bytes that an offloading step moves between device, host and disk: what its copy streams and its disk must carry.
+# --- Copies of offloading between device, host and disk.
 
 
 def copies(step: Step) -> tuple[Copy, ...]:
-    """Every copy of a step on the rank that holds most; nothing where nothing is offloaded.
+    """List the copies of a step on the rank that holds most; none where nothing is offloaded.
 
-    Parameters and gradients travel in the type they are held in. On a CPU the same bytes move within its memory.
+    Parameters and gradients travel in the type they are stored in. On a CPU the same bytes move within its memory.
     """
     found = (*_activations(step), *_parameters(step), *_updates(step), *_disk(step))
     return tuple(copy for copy in found if copy.bytes_per_step > 0)
@@ -276,11 +279,11 @@ def _activations(step: Step) -> tuple[Copy, ...]:
 
 
 def _parameters(step: Step) -> tuple[Copy, ...]:
-    """Shards come for every gather, and their gradients leave after every reduction."""
+    """List the copies of offloaded shards: to the device for every gather, and their gradients back after reduction."""
     inside = outside = trained = 0
     names = [block.name for block in step.blocks for _ in block.parameters]
-    for name, home, (_, parameter) in zip(names, offload_placements(step), step.every_parameter(), strict=True):
-        size = home.parameters * held_bytes(step, parameter)
+    for name, placement, (_, parameter) in zip(names, offload_placements(step), step.every_parameter(), strict=True):
+        size = placement.parameters * held_bytes(step, parameter)
         inside, outside = (inside, outside + size) if name == "outside" else (inside + size, outside)
         trained += size if parameter.trainable else 0
     repeats = step.num_micro_batches if step.gathered == "unit" else 1
@@ -294,9 +297,9 @@ def _parameters(step: Step) -> tuple[Copy, ...]:
 
 def _updates(step: Step) -> tuple[Copy, ...]:
     early = late = 0
-    for home, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True):
-        early += home.gradients * held_bytes(step, parameter)
-        late += home.optimizer * held_bytes(step, parameter)
+    for placement, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True):
+        early += placement.gradients * held_bytes(step, parameter)
+        late += placement.optimizer * held_bytes(step, parameter)
     reductions = 1 if step.whole_gradients else step.num_micro_batches
     return (
         Copy("device", "host", early * reductions, "backward"),
@@ -309,13 +312,11 @@ def _disk(step: Step) -> tuple[Copy, ...]:
     if step.offloaded is None or not step.offloaded.on_disk:
         return ()
     size = sum(
-        home.copied * copy_bytes(step, parameter) + (home.count - home.on_device) * state_bytes(step, parameter)
-        for home, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True)
+        placement.copied * copy_bytes(step, parameter)
+        + (placement.count - placement.on_device) * state_bytes(step, parameter)
+        for placement, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True)
     )
     return Copy("disk", "host", size, "update"), Copy("host", "disk", size, "update")
-
-
-# --- Seconds of what is offloaded: copies between memories, and the update in host memory.
 
 
 @dataclass(frozen=True)
@@ -335,7 +336,7 @@ class OffloadTime:
     hides: bool = True
 
     def left_s(self, forward_s: float, backward_s: float) -> float:
-        """Return what does not hide behind so many seconds of forward and of backward."""
+        """Return the seconds that do not hide behind so many seconds of forward and of backward."""
         if not self.hides:
             return self.forward_s + self.backward_s
         return max(0.0, self.forward_s - forward_s) + max(0.0, self.backward_s - backward_s)
@@ -345,7 +346,7 @@ NO_COPIES = OffloadTime()
 
 
 def offload_time(step: Step, cluster: Cluster) -> OffloadTime:
-    """Return the copies of a step on a cluster."""
+    """Return the seconds of a step's copies on a cluster."""
     if step.offloaded is None and not (step.activations is not None and step.activations.offloaded_bytes):
         return NO_COPIES
     every = copies(step)
@@ -357,24 +358,22 @@ def offload_time(step: Step, cluster: Cluster) -> OffloadTime:
 
 
 def offloaded_share(step: Step) -> float:
-    """Of the elements that train, those whose update runs in host memory."""
+    """Return the share of the trainable elements whose update runs in host memory."""
     if step.offloaded is None:
         return 0.0
     here = there = 0
-    for home, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True):
+    for placement, (_, parameter) in zip(offload_placements(step), step.every_parameter(), strict=True):
         if parameter.trainable:
-            numel = 1
-            for size in shape_on(step, parameter, step.optimizer.axis):
-                numel *= size
-            here += home.on_device * numel
-            there += (home.count - home.on_device) * numel
+            numel = math.prod(shape_on(step, parameter, step.optimizer.axis))
+            here += placement.on_device * numel
+            there += (placement.count - placement.on_device) * numel
     return there / (here + there) if here + there else 0.0
 
 
 def _seconds(every: Sequence[Copy], step: Step, cluster: Cluster) -> float:
-    """Return the slowest of the ways.
+    """Return the seconds of the slowest path.
 
-    Each direction of the link to the host, the host's memory under both, and the disk.
+    Paths are each direction of the link to the host, the host's memory under both, and the disk.
     """
     ways: dict[tuple[str, ...], float] = {}
     for copy in every:

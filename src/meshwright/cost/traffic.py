@@ -1,4 +1,4 @@
-"""Collectives of a step: the bytes they carry, and the seconds they take over links of two tiers (alpha-beta)."""
+"""Collectives of a step: the seconds they take over links of two tiers (alpha-beta), and the bytes they carry."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one mesh axis as they lie on nodes."""
+    """Ranks of one mesh axis as they lie on nodes."""
 
     size: int
     in_node: int  # of them in one node
 
     @property
     def nodes(self) -> int:
-        """Nodes that it spans."""
+        """Nodes that the group spans."""
         return math.ceil(self.size / self.in_node)
 
 
@@ -40,17 +40,17 @@ class Network:
 
     @property
     def intra_bytes_per_s(self) -> float:
-        """Per device, inside a node, in one direction."""
+        """Rate per device inside a node, in one direction."""
         return self.cluster.intra.bytes_per_s * self.efficiency.intra
 
     @property
     def hop_s(self) -> float:
-        """From one node to the next."""
+        """Seconds from one node to the next."""
         return self.cluster.inter.latency_s * self.constants.hop
 
     @property
     def inter_bytes_per_s(self) -> float:
-        """Per device, between nodes, in one direction, when all of a node's devices send."""
+        """Rate per device between nodes, in one direction, when all of a node's devices send."""
         return self.cluster.inter.bytes_per_s * self.efficiency.inter
 
 
@@ -110,7 +110,10 @@ def collective_s(kind: str, num_bytes: float, group: Group, network: Network, ca
 
 
 def _ring_s(num_bytes: float, group: Group, network: Network) -> float:
-    """All-gather or reduce-scatter: inside nodes and between them at the same time, the slower one counts."""
+    """Return the seconds of an all-gather or reduce-scatter.
+
+    It runs inside nodes and between them at the same time, and the slower one counts.
+    """
     inside = num_bytes * (group.size - 1) / group.size / network.intra_bytes_per_s if group.in_node > 1 else 0.0
     if group.nodes == 1:
         return inside
@@ -140,11 +143,11 @@ def _hop_s(group: Group, network: Network) -> float:
     return network.cluster.intra.latency_s if group.nodes == 1 else network.hop_s
 
 
-# --- What a strategy sends beside what its blocks compute.
+# --- Collectives at the boundaries of tensor, sequence and expert parallelism.
 
 
 def inline_traffic(step: Step, axis: str, boundaries: Iterable[Boundary]) -> list[Traffic]:
-    """Return the collectives of boundaries in every micro-batch, by kind and moment: blocks wait for them."""
+    """Return the collectives of boundaries in every micro-batch, by kind and moment; blocks wait for them."""
     sent: dict[tuple[CollectiveKind, Moment], tuple[int, int]] = {}
     for each in boundaries:
         size, calls = sent.get((each.kind, each.moment), (0, 0))
@@ -164,24 +167,24 @@ def inline_traffic(step: Step, axis: str, boundaries: Iterable[Boundary]) -> lis
 
 
 def send_boundaries(step: Step, axis: str) -> Step:
-    """Return the step with what its boundaries over ``axis`` send in all micro-batches."""
+    """Return the step with the traffic of its boundaries over ``axis`` in all micro-batches."""
     return step.send(*inline_traffic(step, axis, (each for each in step.boundaries if each.axis == axis)))
 
 
-# --- The collectives of sharding and of data parallelism, in whole numbers or in few bits, over one level or two.
+# --- Collectives of sharding and of data parallelism, compressed or not, over one level or two.
 
 _BUCKET_BYTES = 25 * 2**20  # what DDP reduces at once
 
 
 def gathered_bytes(step: Step, parameter: Parameter) -> int:
-    """Return the bytes of a parameter in an all-gather over the sharding axis, from equal rows of every rank."""
+    """Return the bytes of a parameter in an all-gather over the sharding axis, with equal rows from every rank."""
     return _bytes(
         step, parameter, gathered_itemsize(step, parameter), step.compression.gather if step.compression else None
     )
 
 
 def reduced_bytes(step: Step, parameter: Parameter) -> int:
-    """Return the bytes of its gradient in a reduction over the sharding axis."""
+    """Return the bytes of a parameter's gradient in a reduction over the sharding axis."""
     size = element_bytes(parameter, step.reduce_itemsize)
     return _bytes(step, parameter, size, step.compression.reduce if step.compression else None)
 
@@ -198,9 +201,13 @@ def _bytes(step: Step, parameter: Parameter, size: int, encoding: Encoding | Non
 def gather_traffic(
     step: Step, axis: str, num_bytes: int, moment: Moment, *, calls: int = 1, each: bool = False
 ) -> tuple[Traffic, ...]:
-    """An all-gather of so many bytes; in a hierarchy between nodes first, then within them.
+    """Return an all-gather of so many bytes; in a hierarchy one between nodes, then one within them.
 
     Args:
+        step: What gathers.
+        axis: Over which.
+        num_bytes: Payload of the whole tensor.
+        moment: When.
         calls: Collectives that the bytes are cut into.
         each: Whether each micro-batch sends its part.
     """
@@ -210,7 +217,17 @@ def gather_traffic(
 
 
 def reduce_traffic(step: Step, axis: str, num_bytes: int, *, calls: int = 1, each: bool = False) -> tuple[Traffic, ...]:
-    """A reduce-scatter of so many bytes; an all-to-all on CPUs and with a wire, in a hierarchy within nodes first."""
+    """Return a reduce-scatter of so many bytes.
+
+    It is an all-to-all on CPUs and with compression; in a hierarchy one within nodes, then one between them.
+
+    Args:
+        step: What reduces.
+        axis: Over which.
+        num_bytes: Payload of the whole tensor.
+        calls: Collectives that the bytes are cut into.
+        each: Whether each micro-batch sends its part.
+    """
     around = _between_nodes(step, axis, num_bytes)
     calls = max(calls, 1)
     if not step.on_cpu and (step.compression is None or (step.compression.reduce is None and around is None)):
@@ -220,7 +237,7 @@ def reduce_traffic(step: Step, axis: str, num_bytes: int, *, calls: int = 1, eac
 
 
 def mean_traffic(step: Step, axis: str, ranks: int) -> tuple[Traffic, ...]:
-    """Return the mean of all whole gradients but experts' over replicas: an all-reduce; with a wire, its two legs.
+    """Return the mean over replicas of all whole gradients but experts': an all-reduce, or two legs if compressed.
 
     Each gradient is cut into equal pieces, one for every rank; the owner of a piece forms its mean.
     """
@@ -241,18 +258,18 @@ def mean_traffic(step: Step, axis: str, ranks: int) -> tuple[Traffic, ...]:
 
 
 def _between_nodes(step: Step, axis: str, num_bytes: int) -> int | None:
-    """Return the bytes of the collective between nodes: one rank of each takes part."""
+    """Return the bytes of the collective between nodes, which one rank of each joins; None without hierarchy."""
     neighbours = step.compression.neighbours(step.axes, axis) if step.compression is not None else None
     return None if neighbours is None else num_bytes // neighbours
 
 
-# --- Keys and values that the ranks of a context axis pass on while they attend to those they have.
+# --- The ring of a context axis: keys and values travel while ranks attend to those they have.
 
 AXIS = "context"
 
 
 def ring_s(step: Step, network: Network, moment: str) -> float:
-    """Return the seconds of a micro-batch's forward or backward that attention does not hide of what is passed on beside it.
+    """Return the exposed seconds of a micro-batch's ring: what attention does not hide of keys and values.
 
     Args:
         step: After all ``cost`` twins.
