@@ -48,7 +48,7 @@ class Header:
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether the sender's tensor requires a gradient."""
+        """Return whether the sender's tensor requires a gradient."""
         return self.gradient == _REQUIRED
 
     @property
@@ -58,7 +58,7 @@ class Header:
 
     @property
     def can_have_gradient(self) -> bool:
-        """Whether the rank records graphs at all."""
+        """Return whether the rank records graphs at all."""
         return self.gradient != _OFF
 
     @property

@@ -1,29 +1,23 @@
-"""Seconds of one device's work: kernels, the optimizer's update, and copies to and from host and disk."""
+"""Seconds of a device's work: kernels, the optimizer's update, copies to host and disk, and collectives."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from meshwright.cost.cluster import Cluster
+from meshwright.cost.calibration import Constants, Efficiency
+from meshwright.cost.cluster import Cluster, Device
 from meshwright.cost.rank_memory import (
     average_bytes,
     copy_bytes,
-    element_bytes,
     held_bytes,
     keeps_state,
     offload_placements,
     shape_on,
     state_bytes,
 )
-from meshwright.cost.step import ATTENTION_BACKWARD_FLOPS, Copy, Step
-
-if TYPE_CHECKING:
-    from meshwright.cost.calibration import Constants, Efficiency
-    from meshwright.cost.device_specs import Device
-    from meshwright.cost.step import Op
+from meshwright.cost.step import ATTENTION_BACKWARD_FLOPS, Copy, Op, Step, element_bytes
 
 
 @dataclass(frozen=True)
@@ -351,7 +345,7 @@ def offload_time(step: Step, cluster: Cluster) -> OffloadTime:
         return NO_COPIES
     every = copies(step)
     forward, backward, update = (
-        _seconds([copy for copy in every if copy.moment == moment], step, cluster)
+        _copies_s([copy for copy in every if copy.moment == moment], step, cluster)
         for moment in ("forward", "backward", "update")
     )
     return OffloadTime(forward, backward, update, hides=not step.on_cpu)
@@ -370,7 +364,7 @@ def offloaded_share(step: Step) -> float:
     return there / (here + there) if here + there else 0.0
 
 
-def _seconds(every: Sequence[Copy], step: Step, cluster: Cluster) -> float:
+def _copies_s(every: Sequence[Copy], step: Step, cluster: Cluster) -> float:
     """Return the seconds of the slowest path.
 
     Paths are each direction of the link to the host, the host's memory under both, and the disk.
@@ -388,3 +382,158 @@ def _seconds(every: Sequence[Copy], step: Step, cluster: Cluster) -> float:
             ways["host",] = ways.get(("host",), 0.0) + copy.bytes_per_step / cluster.host_memory.bytes_per_s
         ways[way] = ways.get(way, 0.0) + seconds
     return max(ways.values(), default=0.0)
+
+
+# --- Collectives over links of two tiers (alpha-beta).
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one mesh axis as they lie on nodes."""
+
+    size: int
+    in_node: int  # of them in one node
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group spans."""
+        return math.ceil(self.size / self.in_node)
+
+
+@dataclass(frozen=True)
+class Network:
+    """A cluster's links with what collectives reach of them."""
+
+    cluster: Cluster
+    efficiency: Efficiency
+    constants: Constants
+
+    @property
+    def intra_bytes_per_s(self) -> float:
+        """Rate per device inside a node, in one direction."""
+        return self.cluster.intra.bytes_per_s * self.efficiency.intra
+
+    @property
+    def hop_s(self) -> float:
+        """Seconds from one node to the next."""
+        return self.cluster.inter.latency_s * self.constants.hop
+
+    @property
+    def inter_bytes_per_s(self) -> float:
+        """Rate per device between nodes, in one direction, when all of a node's devices send."""
+        return self.cluster.inter.bytes_per_s * self.efficiency.inter
+
+
+def group_of(
+    axes: tuple[tuple[str, int], ...],
+    names: tuple[str, ...],
+    devices_per_node: int,
+    counted_again: tuple[str, ...] = (),
+) -> Group:
+    """Return how the ranks along some axes (taken as one) lie on nodes; the first axis is innermost.
+
+    Args:
+        axes: Names and sizes.
+        names: Those taken as one.
+        devices_per_node: In one node.
+        counted_again: Axes whose ranks those behind them have, too.
+    """
+    stride, size, in_node = 1, 1, 1
+    for name, length in axes:
+        if name in names:
+            size *= length
+            in_node *= max(1, min(length, devices_per_node // stride))
+        stride *= 1 if name in counted_again else length
+    return Group(size, max(1, min(in_node, size)))
+
+
+def collective_s(kind: str, num_bytes: float, group: Group, network: Network, calls: int = 1) -> float:
+    """Return the seconds of ``calls`` collectives that carry ``num_bytes`` together.
+
+    Args:
+        kind: As in ``Traffic``; so is what ``num_bytes`` counts.
+        num_bytes: Payload of the whole tensors; of an all-to-all, what one rank has for all.
+        group: Who takes part. All groups of the axis run at once, so that each has its own devices' share of a node's
+            links and no more.
+        network: The links.
+        calls: Collectives that the bytes are cut into.
+    """
+    if group.size == 1 or num_bytes <= 0:
+        return 0.0
+    overhead = calls * network.constants.call_s
+    overhead += calls * network.constants.reduce_scatter_s if kind == "reduce_scatter" else 0.0
+    num_bytes = num_bytes / network.efficiency.of_collective(kind)  # as if the links were that much slower
+    if kind == "send":
+        link = network.intra_bytes_per_s if group.nodes == 1 else network.inter_bytes_per_s
+        return num_bytes / link + overhead + calls * _hop_s(group, network)
+    if kind == "all_to_all":
+        return _all_to_all_s(num_bytes, group, network) + overhead + calls * _hop_s(group, network)
+    if kind == "broadcast":  # piece by piece from rank to rank: each takes in the whole
+        cards = group.in_node * network.inter_bytes_per_s
+        link = network.intra_bytes_per_s if group.nodes == 1 else min(network.intra_bytes_per_s, cards)
+        return num_bytes / link + overhead + calls * _ring_hops_s(group, network)
+    once = _ring_s(num_bytes, group, network)
+    if kind == "all_reduce":
+        # NCCL takes a tree where the ring's many hops cost more than its bytes.
+        return 2 * once + overhead + 2 * calls * min(_ring_hops_s(group, network), _tree_hops_s(group, network))
+    return once + overhead + calls * _ring_hops_s(group, network)
+
+
+def _ring_s(num_bytes: float, group: Group, network: Network) -> float:
+    """Return the seconds of an all-gather or reduce-scatter.
+
+    It runs inside nodes and between them at the same time, and the slower one counts.
+    """
+    inside = num_bytes * (group.size - 1) / group.size / network.intra_bytes_per_s if group.in_node > 1 else 0.0
+    if group.nodes == 1:
+        return inside
+    # Every node takes what it lacks through the links of its devices in this group.
+    across = num_bytes * (group.nodes - 1) / group.nodes / (group.in_node * network.inter_bytes_per_s)
+    return max(inside, across)
+
+
+def _all_to_all_s(num_bytes: float, group: Group, network: Network) -> float:
+    one = num_bytes / group.size  # what one rank has for another
+    inside = one * (group.in_node - 1) / network.intra_bytes_per_s
+    across = one * (group.size - group.in_node) / network.inter_bytes_per_s
+    return max(inside, across)
+
+
+def _ring_hops_s(group: Group, network: Network) -> float:
+    inside = (group.size - group.nodes) * network.cluster.intra.latency_s
+    return inside + (group.nodes if group.nodes > 1 else 0) * network.hop_s
+
+
+def _tree_hops_s(group: Group, network: Network) -> float:
+    inside = math.log2(group.in_node) * network.cluster.intra.latency_s if group.in_node > 1 else 0.0
+    return inside + 2 * math.log2(group.nodes) * network.hop_s if group.nodes > 1 else inside
+
+
+def _hop_s(group: Group, network: Network) -> float:
+    return network.cluster.intra.latency_s if group.nodes == 1 else network.hop_s
+
+
+# --- The ring of a context axis: keys and values travel while ranks attend to those they have.
+
+AXIS = "context"
+
+
+def ring_s(step: Step, network: Network, moment: str) -> float:
+    """Return the exposed seconds of a micro-batch's ring: what attention does not hide of keys and values.
+
+    Args:
+        step: After all ``cost`` twins.
+        network: What carries it, between devices that attend.
+        moment: ``"forward"`` or ``"backward"``.
+    """
+    sent = [each for each in step.traffic if each.moment == moment and each.axis == AXIS and each.kind == "send"]
+    if not sent:
+        return 0.0
+    group = group_of(step.axes, (AXIS,), network.cluster.devices_per_node, step.counted_again)
+    travels = sum(collective_s("send", each.bytes_per_step, group, network, each.calls) for each in sent)
+    cluster = network.cluster
+    machine = Machine(cluster.device, network.efficiency, network.constants, cluster.num_devices)
+    seconds = forward_s if moment == "forward" else backward_s
+    hides = sum(b.count * seconds(op, machine) for b in step.blocks for op in b.ops if op.kind == "attention")
+    waits = sum(each.calls * network.constants.waits_s(step.size(each.axis)) for each in sent)
+    return max(travels / step.num_micro_batches - hides, 0.0) + waits / step.num_micro_batches

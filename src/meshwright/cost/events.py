@@ -13,6 +13,7 @@ from typing import Literal
 
 from meshwright.cost.calibration import Calibration, fitted
 from meshwright.cost.cluster import Cluster
+from meshwright.cost.device_time import Network
 from meshwright.cost.scheduling import Action, StageTimes, Task, makespan_s, order, pass_tasks, play, schedule
 from meshwright.cost.step import Step
 from meshwright.cost.step_time import (
@@ -27,7 +28,6 @@ from meshwright.cost.step_time import (
     simulate,
     stage_times,
 )
-from meshwright.cost.traffic import Network
 
 Lane = Literal["compute", "collective", "gather", "reduce", "send", "copy", "update", "host"]
 
@@ -58,7 +58,7 @@ class StepEvent:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Duration."""
         return self.end_s - self.start_s
 
 

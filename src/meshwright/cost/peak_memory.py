@@ -12,14 +12,13 @@ from typing import Literal
 from meshwright.cost.activations import Activations, BackwardAt, Transient
 from meshwright.cost.rank_memory import (
     Memory,
-    element_bytes,
     held_bytes,
     memory,
     whole_gradients,
     whole_weights,
     whole_weights_bytes,
 )
-from meshwright.cost.step import Step
+from meshwright.cost.step import Step, element_bytes
 
 AVERAGING = ("data", "sequence", "context")
 """The axes over which plain data parallelism averages gradients, that of the name of its traffic first."""

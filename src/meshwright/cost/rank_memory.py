@@ -8,7 +8,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from meshwright.cost.step import Block, Buffer, Parameter, Placement, StateTensor, Step
+from meshwright.cost.step import (
+    Block,
+    Parameter,
+    Placement,
+    StateTensor,
+    Step,
+    element_bytes,
+    gathered_itemsize,
+    padded_bytes,
+)
 
 
 def balanced_owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
@@ -67,7 +76,7 @@ def pick_numbers(
 
 @dataclass
 class OffloadPlacement:
-    """How many of the equal instances of a parameter are offloaded, and how far."""
+    """Numbers of the equal instances of a parameter that are offloaded, by how far they are."""
 
     count: int  # instances in all
     parameters: int = 0  # the parameter itself is on the host, with its gradient and states
@@ -299,28 +308,6 @@ def local_shape(shape: tuple[int, ...], parts: int, index: int) -> tuple[int, ..
         return shape
     rows = math.ceil(shape[0] / parts)
     return (max(0, min(shape[0], rows * (index + 1)) - rows * index), *shape[1:])
-
-
-def padded_bytes(step: Step, parameter: Parameter, itemsize: int) -> int:
-    """Return the bytes of a parameter, or its gradient, in a collective over the sharding axis.
-
-    Every rank sends equally many rows.
-    """
-    parts = step.size(step.shard_axis)
-    if not parameter.shape:
-        return itemsize
-    return math.ceil(parameter.shape[0] / parts) * parts * math.prod(parameter.shape[1:]) * itemsize
-
-
-def element_bytes(tensor: Parameter | Buffer, itemsize: int | None) -> int:
-    """Return the bytes per element under a precision; integer tensors keep their own."""
-    return itemsize if itemsize is not None and tensor.floating else tensor.itemsize
-
-
-def gathered_itemsize(step: Step, parameter: Parameter) -> int:
-    """Return the bytes per element of a gathered parameter."""
-    own = parameter.gather_itemsize
-    return own if own is not None else element_bytes(parameter, step.compute_itemsize)
 
 
 def shape_on(

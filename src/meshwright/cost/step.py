@@ -11,13 +11,10 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from meshwright.cost.activations import Placed, sums_of
+from meshwright.cost.activations import Activations, Placed, sums_of
 from meshwright.errors import StrategyError
-
-if TYPE_CHECKING:
-    from meshwright.cost.activations import Activations
 
 
 def names_class(reference: str, names: Iterable[str]) -> bool:
@@ -81,7 +78,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Compression:
-    """How weights and gradients are compressed to travel; None: not at all."""
+    """Compression of weights that are gathered and of gradients that are reduced; None: uncompressed."""
 
     gather: Encoding | None = None
     reduce: Encoding | None = None
@@ -371,7 +368,7 @@ class Step:
 
     @property
     def shards_in_memory(self) -> bool:
-        """Whether ranks exchange shards through shared memory of their host."""
+        """Return whether ranks exchange shards through shared memory of their host."""
         return self.on_one_host and self.compression is None and self.size(self.shard_axis) > 1
 
     def size(self, axis: str | None) -> int:
@@ -418,3 +415,148 @@ def pass_flops(op: Op) -> tuple[int, int]:
     if op.kind == "attention":
         return forward, round(op.flops * ATTENTION_BACKWARD_FLOPS)
     return forward, op.flops * (1 if op.moment == "backward" else 2)
+
+
+# --- Bytes per element.
+
+
+def element_bytes(tensor: Parameter | Buffer, itemsize: int | None) -> int:
+    """Return the bytes per element under a precision; integer tensors keep their own."""
+    return itemsize if itemsize is not None and tensor.floating else tensor.itemsize
+
+
+def gathered_itemsize(step: Step, parameter: Parameter) -> int:
+    """Return the bytes per element of a gathered parameter."""
+    own = parameter.gather_itemsize
+    return own if own is not None else element_bytes(parameter, step.compute_itemsize)
+
+
+def padded_bytes(step: Step, parameter: Parameter, itemsize: int) -> int:
+    """Return the bytes of a parameter, or its gradient, in a collective over the sharding axis.
+
+    Every rank sends equally many rows.
+    """
+    parts = step.size(step.shard_axis)
+    if not parameter.shape:
+        return itemsize
+    return math.ceil(parameter.shape[0] / parts) * parts * math.prod(parameter.shape[1:]) * itemsize
+
+
+# --- Collectives at the boundaries of tensor, sequence and expert parallelism.
+
+
+def inline_traffic(step: Step, axis: str, boundaries: Iterable[Boundary]) -> list[Traffic]:
+    """Return the collectives of boundaries in every micro-batch, by kind and moment; blocks wait for them."""
+    sent: dict[tuple[CollectiveKind, Moment], tuple[int, int]] = {}
+    for each in boundaries:
+        size, calls = sent.get((each.kind, each.moment), (0, 0))
+        sent[each.kind, each.moment] = size + each.num_bytes, calls + each.count
+    return [
+        Traffic(
+            kind,
+            axis,
+            size * step.num_micro_batches,
+            moment,
+            calls=calls * step.num_micro_batches,
+            per_micro_batch=True,
+            hidden=False,
+        )
+        for (kind, moment), (size, calls) in sent.items()
+    ]
+
+
+def send_boundaries(step: Step, axis: str) -> Step:
+    """Return the step with the traffic of its boundaries over ``axis`` in all micro-batches."""
+    return step.send(*inline_traffic(step, axis, (each for each in step.boundaries if each.axis == axis)))
+
+
+# --- Collectives of sharding and of data parallelism, compressed or not, over one level or two.
+
+_BUCKET_BYTES = 25 * 2**20  # what DDP reduces at once
+
+
+def gathered_bytes(step: Step, parameter: Parameter) -> int:
+    """Return the bytes of a parameter in an all-gather over the sharding axis, with equal rows from every rank."""
+    return _bytes(
+        step, parameter, gathered_itemsize(step, parameter), step.compression.gather if step.compression else None
+    )
+
+
+def reduced_bytes(step: Step, parameter: Parameter) -> int:
+    """Return the bytes of a parameter's gradient in a reduction over the sharding axis."""
+    size = element_bytes(parameter, step.reduce_itemsize)
+    return _bytes(step, parameter, size, step.compression.reduce if step.compression else None)
+
+
+def _bytes(step: Step, parameter: Parameter, size: int, encoding: Encoding | None) -> int:
+    if step.compression is None or encoding is None or not parameter.floating:
+        return padded_bytes(step, parameter, size)
+    ranks = step.size(step.shard_axis)
+    return ranks * step.compression.num_bytes(
+        encoding, parameter.numel, padded_bytes(step, parameter, 1) // ranks, size
+    )
+
+
+def gather_traffic(
+    step: Step, axis: str, num_bytes: int, moment: Moment, *, calls: int = 1, each: bool = False
+) -> tuple[Traffic, ...]:
+    """Return an all-gather of so many bytes; in a hierarchy one between nodes, then one within them.
+
+    Args:
+        step: What gathers.
+        axis: Over which.
+        num_bytes: Payload of the whole tensor.
+        moment: When.
+        calls: Collectives that the bytes are cut into.
+        each: Whether each micro-batch sends its part.
+    """
+    around = _between_nodes(step, axis, num_bytes)
+    sizes = (num_bytes,) if around is None else (around, num_bytes)
+    return tuple(Traffic("all_gather", axis, size, moment, calls=max(calls, 1), per_micro_batch=each) for size in sizes)
+
+
+def reduce_traffic(step: Step, axis: str, num_bytes: int, *, calls: int = 1, each: bool = False) -> tuple[Traffic, ...]:
+    """Return a reduce-scatter of so many bytes.
+
+    It is an all-to-all on CPUs and with compression; in a hierarchy one within nodes, then one between them.
+
+    Args:
+        step: What reduces.
+        axis: Over which.
+        num_bytes: Payload of the whole tensor.
+        calls: Collectives that the bytes are cut into.
+        each: Whether each micro-batch sends its part.
+    """
+    around = _between_nodes(step, axis, num_bytes)
+    calls = max(calls, 1)
+    if not step.on_cpu and (step.compression is None or (step.compression.reduce is None and around is None)):
+        return (Traffic("reduce_scatter", axis, num_bytes, "backward", calls=calls, per_micro_batch=each),)
+    sizes = (num_bytes,) if around is None else (num_bytes, around)
+    return tuple(Traffic("all_to_all", axis, size, "backward", calls=calls, per_micro_batch=each) for size in sizes)
+
+
+def mean_traffic(step: Step, axis: str, ranks: int) -> tuple[Traffic, ...]:
+    """Return the mean over replicas of all whole gradients but experts': an all-reduce, or two legs if compressed.
+
+    Each gradient is cut into equal pieces, one for every rank; the owner of a piece forms its mean.
+    """
+    meant = [(count, p) for count, p in step.every_parameter() if p.trainable and p.expert is None]
+    trained = [(count, p, element_bytes(p, step.reduce_itemsize)) for count, p in meant]
+    compression = step.compression
+    if compression is None or (compression.reduce is None and compression.neighbours(step.axes, axis) is None):
+        total = sum(count * p.numel * size for count, p, size in trained)
+        return (Traffic("all_reduce", axis, total, "backward", calls=math.ceil(total / _BUCKET_BYTES) or 1),)
+    message = sum(
+        count * compression.num_bytes(compression.reduce, p.numel, math.ceil(p.numel / ranks), size)
+        for count, p, size in trained
+    )
+    return (
+        *reduce_traffic(step, axis, message * ranks),
+        *gather_traffic(step, axis, message * ranks, "backward"),
+    )
+
+
+def _between_nodes(step: Step, axis: str, num_bytes: int) -> int | None:
+    """Return the bytes of the collective between nodes, which one rank of each joins; None without hierarchy."""
+    neighbours = step.compression.neighbours(step.axes, axis) if step.compression is not None else None
+    return None if neighbours is None else num_bytes // neighbours

@@ -11,13 +11,17 @@ from meshwright.cost.cluster import Cluster
 from meshwright.cost.device_time import (
     NO_COPIES,
     Machine,
+    Network,
     OffloadTime,
     accumulated_bytes,
     backward_s,
+    collective_s,
     forward_s,
+    group_of,
     launched_s,
     offload_time,
     offloaded_share,
+    ring_s,
     update_s,
 )
 from meshwright.cost.scheduling import (
@@ -33,7 +37,6 @@ from meshwright.cost.scheduling import (
     schedule,
 )
 from meshwright.cost.step import Block, Op, Step, Traffic
-from meshwright.cost.traffic import Network, collective_s, group_of, ring_s
 
 _FORWARD_SHARE = 1 / 3  # of ``Step.flops``, where only their sum is known
 _MOMENTS = ("forward", "backward")

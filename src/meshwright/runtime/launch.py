@@ -68,7 +68,7 @@ class LoopbackRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether ranks use this store, too, instead of making one."""
+        """Return True: ranks use this store, too, instead of making one."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:

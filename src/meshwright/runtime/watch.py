@@ -31,7 +31,7 @@ _WRAPPERS = frozenset({"wrapper", "inner", "_wrapped_call_impl", "_call_impl", "
 
 
 class Place(NamedTuple):
-    """What a thread does at one moment."""
+    """The activity of a thread at one moment."""
 
     operation: str
     """The collective it waits in; empty when it does something else."""
@@ -91,7 +91,7 @@ _KINDS: dict[str, Any] = {"number": int, "step": int, "operation": str, "caller"
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank reports of itself every so often."""
+    """A rank's periodic report of itself."""
 
     number: int
     """Counts reports: one that has not grown comes from a process that is gone or stopped."""

@@ -15,6 +15,7 @@ ATTRIBUTES_OF = (
     "torch.distributed.fsdp._fully_shard._fsdp_param",
     "torch.distributed.fsdp._fully_shard._fully_shard",
     "transformers.integrations.fsdp",
+    "torchao.float8.fsdp_utils",
 )
 
 # A unit's groups: torch 2.11 knows one, later versions list them.
@@ -55,6 +56,10 @@ whole_size_of = attrgetter("_orig_size")
 # failure. It exists from the first gather on.
 UNSHARDED = "_unsharded_param"
 unsharded_of = attrgetter(UNSHARDED)
+
+# torchao's scale of a weight that is gathered in 8 bits, computed ahead after every step. Loading other weights has to
+# forget it, which torchao does not notice.
+PRECOMPUTED_SCALE = "_precomputed_scale"
 
 _RESET = "_reset_iter_state"
 _comm_context_of = attrgetter("_comm_ctx")
