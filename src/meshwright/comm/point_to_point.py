@@ -66,7 +66,8 @@ def recv_activations(peer: int, group: Group = None, *, comm: Group = None) -> t
     header = Header.receive(peer, members)
     # An input that requires a gradient makes the output require one.
     root = torch.empty(0, requires_grad=header.wants_gradient)
-    received = _Receive.apply(root, header, peer, members)  # before any error: the sender waits for it to be taken
+    # Receive before any error: the sender waits until its message is taken.
+    received = _Receive.apply(root, header, peer, members)
     if header.wants_gradient and not torch.is_grad_enabled():
         raise LaunchError(
             "The sender expects a gradient for what is received here under no_grad",

@@ -76,7 +76,8 @@ def shared_memory(group: dist.ProcessGroup, num_bytes: int) -> SharedMemory | No
         seen = torch.tensor(memory is not None)
         dist.all_reduce(seen, op=dist.ReduceOp.MIN, group=group)
     if memory is None and dist.get_rank(group) == 0:
-        _warn_if_full(num_bytes)  # now that nobody waits: warnings may be errors
+        # Only now that no rank waits: warnings may be errors.
+        _warn_if_full(num_bytes)
     return SharedMemory(memory, group.size()) if memory is not None and seen else None
 
 

@@ -102,7 +102,8 @@ def _hull(instants: Iterable[Instant], constant: Callable[[Instant], int]) -> li
         if other is None or (constant(each), each) > (constant(other), other):
             best[each.activations] = each
     hull: list[Instant] = []
-    for each in (best[size] for size in sorted(best, reverse=True)):  # the most activations first
+    # The most activations first.
+    for each in (best[size] for size in sorted(best, reverse=True)):
         if hull and constant(each) <= constant(hull[-1]):
             continue
         while len(hull) > 1 and _is_below(hull[-2], hull[-1], each, constant):
@@ -155,7 +156,8 @@ class SavedTensor:
 
         It saves what other modules save, and the inputs of the recomputed ones.
         """
-        for running in self.savers:  # loops, as a search asks this of thousands of tensors for every plan
+        # A plain loop: a search asks this of thousands of tensors for every plan.
+        for running in self.savers:
             if _cover(running, recomputed) is None:
                 return True
         return not recomputed.keys().isdisjoint(self.inputs_of)
@@ -287,7 +289,8 @@ class Activations:
             backward_at: See the attribute.
         """
         every = [tensor for stage in self.stages for tensor in stage]
-        places = {tensor.places for tensor in every} | {(work.place,) for work in self.work}  # few, of many
+        # There are few places, and many tensors.
+        places = {tensor.places for tensor in every} | {(work.place,) for work in self.work}
         held = [{each for each in places if has(each)} for has in stages]
         return dataclasses.replace(
             self,

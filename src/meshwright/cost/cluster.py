@@ -176,7 +176,8 @@ def find_device(name: str) -> Device:
     instance = _INSTANCE.search(name)
     if instance is not None:
         return _part(find_device(name[: instance.start()]), instance)
-    known = None if "LAPTOP" in name.upper() else _match(name)  # of the same name, and with another chip
+    # Laptop devices have the same names, but other chips.
+    known = None if "LAPTOP" in name.upper() else _match(name)
     if known is None:
         raise ConfigError(
             f"Unknown device {name!r}{did_you_mean(name, DEVICES)}",
@@ -525,7 +526,8 @@ def _cluster_from(data: Any) -> Cluster:
     described = data["device"]
     device = _device(described) if isinstance(described, Mapping) else find_device(str(described))
     if isinstance(data.get("measured"), Mapping) and data["measured"].get("device") == "cpu":
-        device = dataclasses.replace(device, is_host=True)  # which calibrations have not always said
+        # Older calibration files do not say so.
+        device = dataclasses.replace(device, is_host=True)
     if "price_per_hour" in data:
         device = dataclasses.replace(device, price_per_hour=_positive(data["price_per_hour"], "price_per_hour"))
     base = make_cluster(device, _count(data, "num_devices"), _count(data, "devices_per_node", None))

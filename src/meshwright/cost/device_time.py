@@ -238,7 +238,8 @@ def update_s(step: Step, machine: Machine) -> float:
         master = _FP32_BYTES if step.has_master(parameter) else 0
         gradient = element_bytes(parameter, step.gradients.itemsize)
         moved += count * (2 * state + numel * (2 * (weight + master) + 3 * gradient))
-        if step.average is not None:  # reads what was updated, reads and writes the average
+        # It reads the updated weight, and reads and writes the average.
+        if step.average is not None:
             moved += count * (numel * (master or weight) + 2 * average_bytes(step, parameter)) // step.average.every
     return moved / (machine.bytes_per_s * machine.efficiency.update)
 
@@ -462,13 +463,15 @@ def collective_s(kind: str, num_bytes: float, group: Group, network: Network, ca
         return 0.0
     overhead = calls * network.constants.call_s
     overhead += calls * network.constants.reduce_scatter_s if kind == "reduce_scatter" else 0.0
-    num_bytes = num_bytes / network.efficiency.of_collective(kind)  # as if the links were that much slower
+    # Count a lower efficiency as more bytes.
+    num_bytes = num_bytes / network.efficiency.of_collective(kind)
     if kind == "send":
         link = network.intra_bytes_per_s if group.nodes == 1 else network.inter_bytes_per_s
         return num_bytes / link + overhead + calls * _hop_s(group, network)
     if kind == "all_to_all":
         return _all_to_all_s(num_bytes, group, network) + overhead + calls * _hop_s(group, network)
-    if kind == "broadcast":  # piece by piece from rank to rank: each takes in the whole
+    # Pieces go from rank to rank in a pipeline: each link carries the whole.
+    if kind == "broadcast":
         cards = group.in_node * network.inter_bytes_per_s
         link = network.intra_bytes_per_s if group.nodes == 1 else min(network.intra_bytes_per_s, cards)
         return num_bytes / link + overhead + calls * _ring_hops_s(group, network)

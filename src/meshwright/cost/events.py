@@ -78,7 +78,8 @@ def step_events(
     every = [steps] if isinstance(steps, Step) else list(steps)
     known = calibration or cluster.calibration or fitted()
     time = simulate(every, cluster, known)
-    distinct = {id(step): step for step in every}  # comparing steps takes longer than playing some of them twice
+    # By identity: comparing steps takes longer than playing some of them twice.
+    distinct = {id(step): step for step in every}
     played = {number: rank_of(step, cluster, known) for number, step in distinct.items()}
     ranks = [played[id(step)] for step in every]
     busy = time.step_time_s - time.copies_s - time.update_s - time.overhead_s

@@ -41,7 +41,8 @@ def copied_out(step: Step) -> list[tuple[int, int]]:
     blocks = sorted(
         (size for block, size in every if block.name != "outside" for _ in range(block.count)), reverse=True
     )
-    arrives = 0 if step.shards_in_memory else 1  # where ranks share memory, weights are flat there
+    # Where ranks share memory, the flat weights lie there and are counted apart.
+    arrives = 0 if step.shards_in_memory else 1
     if not blocks:
         return [((1 + arrives) * outside, 0 if is_freed_at_once(step) else _saved_bytes(step))]
     first = (1 + arrives) * outside + (0 if is_freed_at_once(step) else blocks[0])
@@ -109,7 +110,8 @@ def _saved_before_the_last_block(step: Step) -> int:
     known = step.activations
     if known is None or step.stages is not None:
         return 0
-    if not known.transients:  # nor is it known where something is saved
+    # Without transients the places of saved tensors are unknown, too.
+    if not known.transients:
         return known.saved_bytes - min(known.outside_bytes, known.saved_bytes)
     behind = known.transients[-1].place
     return sum(size for kept in known.kept_at for (place,), size in kept if place < behind - 1)
@@ -235,7 +237,8 @@ class _Gradients:
         total = sum(each.gradients for each in self.known.transients)
         behind = self.known.transients[-1]
         waiting = behind.gradients if place.place < behind.place else 0
-        if self.step.shards_in_memory:  # where those lie that have been packed
+        # Packed gradients lie in shared memory, which is counted apart.
+        if self.step.shards_in_memory:
             every = []
         reduced = max((size for block, size in every if block.name != "outside"), default=0)
         on_way = waiting + (reduced if later > waiting else 0)
@@ -396,7 +399,8 @@ def _reserved(every: dict[Moment, Memory], weights: int) -> int:
     """
 
     def computing(each: Memory) -> int:
-        twice = max(each.gradients - whole.gradients, 0)  # in DDP's buffers, too
+        # Gradients that are in DDP's buckets, too.
+        twice = max(each.gradients - whole.gradients, 0)
         kept = (each.activations or 0) + each.recomputation + each.returned + each.updating
         return kept + max(each.gathered - weights, 0) + twice
 

@@ -65,7 +65,8 @@ def pick_numbers(
         counts: How many of each there are.
         budget: Most that the chosen may sum up to.
     """
-    chosen, left = [0] * len(sizes), budget + 1e-6  # a fraction of 1 must fit in spite of rounding
+    # The margin lets a fraction of 1 fit in spite of rounding.
+    chosen, left = [0] * len(sizes), budget + 1e-6
     for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], keys[place], place)):
         size, count = sizes[place], counts[place]
         if left >= size:
@@ -334,7 +335,8 @@ def _master_bytes(step: Step, parameter: Parameter, where: Mapping[str, int]) ->
 
 def _state_bytes(step: Step, parameter: Parameter, state: StateTensor, where: Mapping[str, int]) -> int:
     shape = shape_on(step, parameter, step.optimizer.axis, where)
-    updated = step.optimizer.itemsize  # of what is updated; None: parameters and states are as they were given
+    # None: parameters and states are as they were given.
+    updated = step.optimizer.itemsize
     if not keeps_state(step, parameter, state):
         return 0
     itemsize = updated if updated is not None and state.dims and not state.own_type else state.itemsize
@@ -400,7 +402,8 @@ def whole_weights_bytes(step: Step) -> int:
     if step.gathered == "model":
         return sum(block.count * size for block, size in weights)
     inside = [size for block, size in weights if block.name != "outside"]
-    at_once = 1 if step.shards_in_memory else 2  # the next block's, gathered ahead, are in that memory
+    # Prefetched weights of the next block are in that memory, which is counted apart.
+    at_once = 1 if step.shards_in_memory else 2
     return sum(size for block, size in weights if block.name == "outside") + at_once * max(inside, default=0)
 
 

@@ -253,7 +253,8 @@ def pipeline_s(
     slowest = max(each.forward_s + each.backward_s for each in times)
     if ranks == 1:
         return slowest * micro_batches
-    if ranks * ranks * stages_per_rank > _PLAYED_ACTIONS:  # of so many ranks: as if all were the slowest
+    # With so many ranks: as if all were the slowest.
+    if ranks * ranks * stages_per_rank > _PLAYED_ACTIONS:
         return slowest * micro_batches + (ranks - 1) * (slowest / stages_per_rank + 2 * hop_s)
     if schedule in SPLIT_BACKWARD:
         return _split_s(times, hop_s, stages_per_rank, micro_batches)
@@ -267,7 +268,8 @@ def pipeline_s(
     if settled == micro_batches:
         return whole
     each = _per_round(schedule, ranks, micro_batches)
-    rate = max((whole - played(settled - each)) / each, slowest)  # hops that the ranks wait for count, too
+    # Hops that the ranks wait for count, too.
+    rate = max((whole - played(settled - each)) / each, slowest)
     return whole + (micro_batches - settled) * rate
 
 
@@ -278,7 +280,8 @@ def _split_s(times: Sequence[StageTimes], hop_s: float, stages_per_rank: int, mi
     full = slowest * micro_batches + (ranks - 1) * (slowest / 6 / stages_per_rank + 2 * hop_s)
     # That takes enough micro-batches to fill all stages. Few of them follow the first one through all stages and back,
     # and no rank has anything to do meanwhile but gradients of weights; the first rank's last ones come at the end.
-    weights = [min(each.forward_s, each.backward_s / 2) for each in times]  # as much as forward, and no recomputation
+    # Gradients of weights take as long as forward, without recomputation.
+    weights = [min(each.forward_s, each.backward_s / 2) for each in times]
     there_and_back = [each.forward_s + each.backward_s - own for each, own in zip(times, weights, strict=True)]
     few = sum(there_and_back) + (micro_batches - 1) * max(there_and_back) + weights[0]
     return max(full, few + 2 * stages_per_rank * (ranks - 1) * hop_s)

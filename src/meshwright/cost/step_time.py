@@ -122,7 +122,8 @@ def one_s(step: Step, traffic: Traffic, network: Network) -> float:
     """Return the seconds of a step's collectives of one kind, were they alone."""
     group = group_of(step.axes, (traffic.axis,), network.cluster.devices_per_node, step.counted_again)
     known, calls = network.constants, traffic.calls
-    reduction = "all_to_all" if step.on_cpu else "reduce_scatter"  # of shards
+    # How shards of gradients are reduced.
+    reduction = "all_to_all" if step.on_cpu else "reduce_scatter"
     if traffic.hidden and traffic.kind in ("all_gather", reduction):
         bytes_s = collective_s(traffic.kind, traffic.bytes_per_step, group, network, 0 if known.shard_s else calls)
         return (bytes_s * known.sharded + calls * known.shard_s) / traffic.every
@@ -400,7 +401,8 @@ def _on_shared_cores(
     turns = known.constants.per_core
     alone = [StageTimes(each.forward_s / turns, each.backward_s / turns) for each in times]
     cores = max(1, round(len(times) / turns))
-    if schedule in SPLIT_BACKWARD:  # they leave next to nothing idle, where there are micro-batches enough
+    # These schedules leave next to nothing idle if there are enough micro-batches.
+    if schedule in SPLIT_BACKWARD:
         busy = sum(each.forward_s + each.backward_s for each in alone) * micro_batches / cores
         return max(busy, pipeline_s(schedule, alone, hop, per_rank, micro_batches))
     return play_on_cores(order(schedule, len(times), per_rank, micro_batches), alone, hop, per_rank, cores)

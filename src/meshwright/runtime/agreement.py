@@ -246,7 +246,8 @@ def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     """
     flat = tensor.detach().reshape(-1).contiguous()
     if flat.storage_offset() * flat.element_size() % _WORD:
-        flat = flat.clone()  # words begin where the storage of the copy does
+        # Words have to begin where the storage begins.
+        flat = flat.clone()
     each_byte = flat.view(torch.uint8)
     words = each_byte[: each_byte.numel() // _WORD * _WORD].view(torch.int64)
     whole = words.numel() // _ROWS * _ROWS
@@ -315,7 +316,8 @@ def difference_between_ranks(tensors: Mapping[str, torch.Tensor]) -> Difference 
     if world_size() == 1:
         return None
     sums: list[int] = bit_sums(tensors.values()).tolist()
-    if len(set(gather_objects(hash(tuple(sums))))) == 1:  # of integers, a hash is the same in every process
+    # The hash of integers is the same in every process.
+    if len(set(gather_objects(hash(tuple(sums))))) == 1:
         return None
     every: list[list[int]] = gather_objects(sums)
     differing = [place for place, held in enumerate(zip(*every, strict=True)) if len(set(held)) > 1]

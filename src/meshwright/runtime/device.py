@@ -169,7 +169,8 @@ def measured_flops_per_s(device: torch.device, duration_s: float = 0.1) -> float
     size = 1024 if device.type == "cpu" else 8192
     left, right = torch.ones(size, size, device=device), torch.ones(size, size, device=device)
     best_s, end_s = float("inf"), time.perf_counter() + duration_s
-    left @ right  # the first product starts threads and loads kernels
+    # The first product starts threads and loads kernels.
+    left @ right
     while True:
         synchronize_device(device)
         start_s = time.perf_counter()

@@ -179,7 +179,8 @@ def launch(arguments: Sequence[str], nproc: int, max_restarts: int = 0) -> int:
         elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as failure:
         failed_rank, cause = failure.get_first_failure()
-        if cause.exitcode < 0:  # ended by a signal, so nobody has said why: out of memory, most likely
+        # A signal ended it, most likely out of memory, so no rank has said why.
+        if cause.exitcode < 0:
             print(f"meshwright: rank {failed_rank} was ended by {cause.signal_name()}", file=sys.stderr, flush=True)
         return max(cause.exitcode, 1)
     except SignalException as stopped:

@@ -138,7 +138,8 @@ def paused_collection(to_stay: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        if to_stay and not gc.get_freeze_count():  # what a caller has frozen would thaw
+        # Unfreezing would thaw what a caller has frozen.
+        if to_stay and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()
         if collects:

@@ -301,7 +301,8 @@ def shutdown_distributed() -> None:
 
 def rank() -> int:
     """Return this process's rank; 0 before ``init_distributed``."""
-    group = agreement_group()  # of a thread beside training, which must not take itself for rank 0 when the world ends
+    # A thread beside training must not take itself for rank 0 when the world ends.
+    group = agreement_group()
     return group.rank() if group is not None else dist.get_rank() if dist.is_initialized() else 0
 
 

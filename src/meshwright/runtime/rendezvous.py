@@ -127,7 +127,8 @@ def forget_meshes() -> None:
 
     Results would lie on a mesh whose process groups are gone, or whose names others have by now.
     """
-    if "torch.distributed.tensor" in sys.modules:  # slow to import
+    # It is slow to import: only where it is in use.
+    if "torch.distributed.tensor" in sys.modules:
         from meshwright.runtime.torch_internals.dtensor import clear_sharding_cache
 
         clear_sharding_cache()

@@ -45,7 +45,8 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         self._group = background_group("stop")
-        if threading.current_thread() is threading.main_thread():  # no other thread may install handlers
+        # No other thread may install handlers.
+        if threading.current_thread() is threading.main_thread():
             self._reader, self._writer = socket.socketpair()
             self._writer.setblocking(False)
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)

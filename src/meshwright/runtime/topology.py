@@ -58,7 +58,8 @@ def shard_axes() -> ShardAxes:
     Raises:
         LaunchError: Before ``init_distributed``.
     """
-    if tensor_size() == 1:  # needs no grid
+    # No grid is needed.
+    if tensor_size() == 1:
         return ShardAxes(world_mesh(), world_mesh(), None)
     return _grid().everywhere
 

@@ -58,11 +58,13 @@ def _values_of(leaf: Any) -> dict[Any, Any]:
 
 def _with_values(mapping: Any, values: dict[Any, Any], is_same: bool) -> Any:
     if _is_dataclass(mapping):
-        if is_same:  # it may be a state that is changed where it is, or settings
+        # It may be a state that is changed in place, or settings.
+        if is_same:
             return mapping
         changed = copy.copy(mapping)
         for key, value in values.items():
-            object.__setattr__(changed, key, value)  # frozen ones, too
+            # Frozen dataclasses, too.
+            object.__setattr__(changed, key, value)
         return changed
     if not isinstance(mapping, MutableMapping):
         return values

@@ -288,7 +288,8 @@ class Watch:
         end_s = time.monotonic() + duration_s
         while time.monotonic() < end_s and not self._over.wait(min(_SAMPLE_S, duration_s)):
             if self._step > 1 and not self._paused:
-                if self._samples == 2 * _SAMPLES:  # older ones fade
+                # Halve the count, so that older samples fade.
+                if self._samples == 2 * _SAMPLES:
                     self._samples, self._waits = _SAMPLES, self._waits // 2
                 self._samples += 1
                 self._waits += bool(place_of(self._watched).operation)
