@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from meshwright.cost import Constants, Efficiency, make_cluster
-from meshwright.cost.traffic import Group, Network, collective_s, group_of
+from meshwright.cost.device_time import Group, Network, collective_s, group_of
 
 FREE = Constants(call_s=0.0, hop=0.0)
 PLAIN = Efficiency(intra=1.0, inter=1.0)

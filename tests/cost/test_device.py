@@ -1,7 +1,7 @@
 import pytest
 
 from meshwright.cost import DEVICES, find_device
-from meshwright.cost.device_specs import half_peak_flops_per_s
+from meshwright.cost.cluster import half_peak_flops_per_s
 from meshwright.errors import ConfigError
 
 GIB = 2**30

@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 
 from meshwright.cost import Block, Op, Step, Traffic, fitted, make_cluster, pass_flops, simulate
-from meshwright.cost.device_time import Machine, backward_s, forward_s
-from meshwright.cost.traffic import Network, ring_s
+from meshwright.cost.device_time import Machine, Network, backward_s, forward_s, ring_s
 
 CLUSTER = make_cluster("A100", 4)
 KNOWN = fitted()

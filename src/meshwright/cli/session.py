@@ -26,7 +26,7 @@ from meshwright.cli.run_files import (
 )
 from meshwright.cli.train_data import Loaded
 from meshwright.cli.train_options import Options, Prepared, prepare, unless_given
-from meshwright.cost.device_specs import half_peak_flops_per_s
+from meshwright.cost.cluster import half_peak_flops_per_s
 from meshwright.data import GlobalOrder, RepeatedStream
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, StrategyError
 from meshwright.lr_scheduler import warmup_decay

@@ -46,7 +46,7 @@ def all_reduce(
         x: Tensor of one shape and dtype on all ranks, on the CPU or the CUDA device.
         op: ``"sum"``, ``"avg"`` (floating point only), ``"max"``, ``"min"`` or ``"prod"``.
         group: Process group or DeviceMesh of one axis; None means the world.
-        grad: What the ranks do with the result; see the module.
+        grad: What the ranks do with the result; see :mod:`meshwright.comm`.
         comm: BMTrain's name for ``group``.
 
     Returns:
@@ -71,7 +71,7 @@ def all_gather(x: torch.Tensor, group: Group = None, grad: Gradient = "partial",
     Args:
         x: Tensor of one shape and dtype on all ranks.
         group: Process group or DeviceMesh of one axis; None means the world.
-        grad: What the ranks do with the result; see the module.
+        grad: What the ranks do with the result; see :mod:`meshwright.comm`.
         comm: BMTrain's name for ``group``.
 
     Returns:
@@ -129,7 +129,7 @@ def broadcast(x: torch.Tensor, root: int = 0, group: Group = None, *, comm: Grou
 
     The result has a gradient on every rank when the root's ``x`` requires one: in backward all of them send theirs to
     the root, so all must call it. On the other ranks the values of ``x`` are not used, and its gradient is zero. Hosts
-    tell each other of this before the tensor is sent, on CUDA too.
+    exchange this before the tensor is sent, on CUDA too.
 
     Args:
         x: Tensor of one shape and dtype on all ranks.
@@ -199,7 +199,7 @@ class _AllReduce(Function):
 
 
 def _product(x: torch.Tensor, members: Members) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the product over ranks, and that of the other ranks: not product / x, which is 0 / 0 where x is 0."""
+    """Return the product over ranks, and that of the other ranks: product / x would be 0 / 0 where x is 0."""
     rows = gathered(x, members)
     rows = rows.float() if x.dtype in HALF else rows
     others = torch.cat([rows[: members.rank], rows[members.rank + 1 :]])
@@ -207,7 +207,7 @@ def _product(x: torch.Tensor, members: Members) -> tuple[torch.Tensor, torch.Ten
 
 
 def _share_of_extreme(x: torch.Tensor, extreme: torch.Tensor, members: Members) -> torch.Tensor:
-    """1 / the number of holders where this rank holds the extreme, else 0."""
+    """Return 1 / the number of holders where this rank holds the extreme, else 0."""
     holds = (x == extreme).float()
     return (holds / reduced(holds, "sum", members)).to(x.dtype)
 

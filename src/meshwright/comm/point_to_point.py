@@ -66,7 +66,8 @@ def recv_activations(peer: int, group: Group = None, *, comm: Group = None) -> t
     header = Header.receive(peer, members)
     # An input that requires a gradient makes the output require one.
     root = torch.empty(0, requires_grad=header.wants_gradient)
-    received = _Receive.apply(root, header, peer, members)  # before any error: the sender waits for it to be taken
+    # Receive before any error: the sender waits until its message is taken.
+    received = _Receive.apply(root, header, peer, members)
     if header.wants_gradient and not torch.is_grad_enabled():
         raise LaunchError(
             "The sender expects a gradient for what is received here under no_grad",
@@ -129,11 +130,11 @@ class _Receive(Function):
         return None, None, None, None
 
 
-# --- Many activations between many ranks at once, and their gradients back the same ways.
+# --- Many activations between many ranks at once, and their gradients back.
 
 
 class Arrival(NamedTuple):
-    """What a rank of the group sends to this one."""
+    """A tensor that a rank of the group sends to this one."""
 
     peer: int
     shape: Sequence[int]
@@ -141,7 +142,7 @@ class Arrival(NamedTuple):
 
 
 def new_chain(device: torch.device) -> torch.Tensor:
-    """Return what ties exchanges into one chain: backward goes through all of them, in reverse order, on every rank."""
+    """Return the start of a chain of exchanges; backward runs them in reverse order on every rank."""
     return torch.zeros(1, device=device, requires_grad=torch.is_grad_enabled())
 
 
@@ -155,7 +156,7 @@ def exchange_activations(
     rank something that was made of the last call's chain goes backward.
 
     Args:
-        chain: Of :func:`new_chain`, or what the call before returned.
+        chain: From :func:`new_chain`, or from the call before.
         departures: Rank of the group (not this one) and tensor on the device.
         arrivals: What comes, in the order of the result.
         members: The group.
@@ -172,7 +173,7 @@ def exchange_activations(
 def scale_gradients(
     chain: torch.Tensor, factor: float, tensors: Iterable[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copies of tensors; their gradients pass back times ``factor``, together, when the chain's backward is here."""
+    """Copy tensors whose gradients pass back times ``factor``, all at once in the chain's backward."""
     chain, *copies = _Scale.apply(chain, factor, *tensors)
     return chain, copies
 

@@ -1,4 +1,4 @@
-"""Memory that the processes of one host have in common: what one writes there, the others need not be sent."""
+"""Host memory that the ranks of one machine share: what one writes there need not be sent to the others."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import torch
 import torch.distributed as dist
 
 ALIGNMENT = 64
-"""Bytes of a line of the processor's cache: parts of the memory begin at a multiple of it."""
+"""Bytes of a cache line; parts of the memory begin at a multiple of it."""
 
 _FOLDER = Path("/dev/shm")
 _NAME_BYTES = 16
 _MIB = 2**20
-_SHARE = 2  # of what is free at most one part in so many is taken: workers of data loaders need the folder, too
+_SHARE = 2  # of free memory at most 1 / _SHARE is taken: workers of data loaders need the folder, too
 
 
 class SharedMemory:
-    """Zeros that every rank of a group sees and may write.
+    """Memory that every rank of a group sees and may write; zeros at first.
 
     Args:
-        memory: What the operating system gave.
-        num_ranks: That have it together.
+        memory: The mapped file.
+        num_ranks: Ranks that share it.
     """
 
     def __init__(self, memory: mmap.mmap, num_ranks: int) -> None:
@@ -37,12 +37,12 @@ class SharedMemory:
         _held.add(self)
 
     def part(self, start: int, num_bytes: int) -> memoryview:
-        """So many bytes from ``start``; a tensor made of it (``torch.frombuffer``) keeps it alive."""
+        """Return ``num_bytes`` from ``start``; a tensor made of them (``torch.frombuffer``) keeps the memory alive."""
         return self._memory[start : start + num_bytes]
 
     @property
     def own_bytes(self) -> int:
-        """Return a rank's share of it."""
+        """This rank's share of the memory."""
         return len(self._memory) // self.num_ranks
 
 
@@ -50,17 +50,17 @@ _held: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
 
 
 def held_bytes() -> int:
-    """This rank's share of all memory that it has with others, which no count of tensors sees."""
+    """Return this rank's share of all shared memory, which no count of tensors sees."""
     return sum(memory.own_bytes for memory in _held)
 
 
 def shared_memory(group: dist.ProcessGroup, num_bytes: int) -> SharedMemory | None:
-    """Memory that the ranks of a group share. Collective.
+    """Allocate memory that the ranks of a group share. Collective.
 
-    The file behind it has no name any more when this returns: nothing is left behind when ranks die.
+    The file behind it has lost its name when this returns, so nothing is left behind when ranks die.
 
     Args:
-        group: One whose CPU tensors travel.
+        group: One that carries CPU tensors.
         num_bytes: The same on all ranks, above 0.
 
     Returns:
@@ -76,13 +76,14 @@ def shared_memory(group: dist.ProcessGroup, num_bytes: int) -> SharedMemory | No
         seen = torch.tensor(memory is not None)
         dist.all_reduce(seen, op=dist.ReduceOp.MIN, group=group)
     if memory is None and dist.get_rank(group) == 0:
-        _warn_if_full(num_bytes)  # now that nobody waits: warnings may be errors
+        # Only now that no rank waits: warnings may be errors.
+        _warn_if_full(num_bytes)
     return SharedMemory(memory, group.size()) if memory is not None and seen else None
 
 
 @contextlib.contextmanager
 def _file(num_bytes: int) -> Iterator[torch.Tensor]:
-    """A file in memory while ranks open it; its name, zeros where there can be none."""
+    """Create a file in memory for ranks to open; yield its name, or zeros where there can be none."""
     name = secrets.token_bytes(_NAME_BYTES)
     path = _path(name.hex())
     try:
@@ -96,7 +97,7 @@ def _file(num_bytes: int) -> Iterator[torch.Tensor]:
 
 
 def _fill(path: Path, num_bytes: int) -> None:
-    """Take all pages at once: a process that writes where there are none left is ended (SIGBUS), without an error."""
+    """Allocate all pages at once: a process that writes where none are left is ended (SIGBUS), without an error."""
     if num_bytes * _SHARE > _free_bytes():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -112,7 +113,7 @@ def _free_bytes() -> int:
 
 
 def _warn_if_full(num_bytes: int) -> None:
-    """Other reasons are the rule, as of ranks on several hosts; this one somebody can change."""
+    """Warn that memory was too short; other reasons, such as several hosts, are the rule and not worth a warning."""
     with contextlib.suppress(OSError, AttributeError):
         needed, free = num_bytes * _SHARE, _free_bytes()
         if needed > free:

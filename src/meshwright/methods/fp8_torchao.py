@@ -16,7 +16,7 @@ from meshwright.errors import StrategyError
 from meshwright.nn import wrap_method
 from meshwright.nn.fp8 import Fp8Linear, Fp8Options, to_fp8, to_plain
 from meshwright.runtime.torch_internals.dtensor import LOCAL_SHARD
-from meshwright.runtime.torch_internals.float8 import PRECOMPUTED_SCALE
+from meshwright.runtime.torch_internals.fsdp import PRECOMPUTED_SCALE
 
 if TYPE_CHECKING:
     from meshwright.cost import Scaling

@@ -23,9 +23,10 @@ from meshwright.optim.dtensors import by_kind
 from meshwright.runtime import tensor_mesh
 from meshwright.runtime.torch_internals.autograd import current_graph_task_id, queue_callback
 from meshwright.runtime.torch_internals.fsdp import (
+    GROUP,
+    GROUPS,
     UNSHARDED,
     abandon_step,
-    groups_of,
     is_root,
     lazy_init,
     shared_context_of,
@@ -37,6 +38,12 @@ from meshwright.runtime.torch_internals.modules import parameters_of
 def parameter_groups(unit: FSDPModule) -> list[Any]:
     """FSDP2's groups of the parameters that it communicates together; none where the unit has none of its own."""
     return groups_of(fully_shard.state(unit))  # type: ignore[attr-defined]
+
+
+def groups_of(state: Any) -> list[Any]:
+    """Return FSDP2's groups of parameters, by a unit's ``FSDPState``."""
+    groups = getattr(state, GROUPS, None) or [getattr(state, GROUP)]
+    return [group for group in groups if group is not None]
 
 
 # --- Gathered weights do not outlive an update of their shards, whoever gathered them and whoever updates.
@@ -141,7 +148,7 @@ def _abandon(context: Any) -> None:
     # Those of earlier passes, which loops by hand add to; torch 2.15 takes them, too.
     reduced = [(each.sharded_param, each.sharded_param.grad) for each in parameters]
     for root in roots:
-        abandon_step(root)
+        abandon_step(root, groups_of)
     for parameter, gradient in reduced:
         parameter.grad = gradient
     for each in parameters:

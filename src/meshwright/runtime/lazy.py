@@ -136,18 +136,19 @@ class _AliasLoader(Loader):
 
 @contextlib.contextmanager
 def paused_collection(to_stay: bool = False) -> Iterator[None]:
-    """Nothing is collected for a while; what is not in cycles is freed as ever. A caller's own setting stays.
+    """Pause the collection of garbage cycles; a caller's own setting stays.
 
     Args:
-        to_stay: What is made meanwhile is there to stay, as modules are: it counts as old at once. Else all of it would
-            be looked at as soon as collection goes on.
+        to_stay: Whether new objects are permanent, as modules are. They then count as old at once; else the collector
+            would visit all of them as soon as it goes on.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if to_stay and not gc.get_freeze_count():  # what a caller has frozen would thaw
+        # Unfreezing would thaw what a caller has frozen.
+        if to_stay and not gc.get_freeze_count():
             gc.freeze()
             gc.unfreeze()
         if collects:

@@ -1,4 +1,4 @@
-"""The topology of `init_distributed`: pipeline, ZeRO and tensor groups of each rank, and `config` (BMTrain)."""
+"""The topology of ``init_distributed``: pipeline, ZeRO and tensor groups of each rank, and ``config`` (BMTrain)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from meshwright.runtime.processes import rank, require_distributed, settings, wo
 
 @dataclass(frozen=True)
 class ShardAxes:
-    """Over which ranks parameters are spread; a slice made anew would be another object at every call."""
+    """Meshes over which parameters are sharded.
+
+    Made once, since slicing a mesh gives another object at every call.
+    """
 
     parameters: DeviceMesh
     """What distributed parameters live on: ``("zero",)``, or ``("zero", "tensor")`` with tensor parallelism."""
@@ -55,13 +58,14 @@ def shard_axes() -> ShardAxes:
     Raises:
         LaunchError: Before ``init_distributed``.
     """
-    if tensor_size() == 1:  # needs no grid
+    # No grid is needed.
+    if tensor_size() == 1:
         return ShardAxes(world_mesh(), world_mesh(), None)
     return _grid().everywhere
 
 
 def stage_axes() -> ShardAxes:
-    """Return the axes of parameters that only this rank's stage of a pipeline holds.
+    """Return the axes of parameters that only this rank's pipeline stage holds.
 
     Raises:
         LaunchError: Before ``init_distributed``.
@@ -77,7 +81,7 @@ def parameter_mesh() -> DeviceMesh:
 def zero_mesh() -> DeviceMesh:
     """Return the axis over which parameters are sharded.
 
-    All ranks, or those with this rank's place in their tensor group.
+    It has all ranks, or those with this rank's place in their tensor group.
     """
     return shard_axes().zero
 
@@ -88,7 +92,7 @@ def pipeline_mesh() -> DeviceMesh:
 
 
 def pipe_size() -> int:
-    """Pipeline stages: ``init_distributed``'s ``pipe_size``; 1 before it."""
+    """Return the number of pipeline stages; 1 before ``init_distributed``."""
     return settings().pipe_size if dist.is_initialized() else 1
 
 
@@ -103,19 +107,19 @@ def tensor_mesh() -> DeviceMesh:
 
 
 def tensor_size() -> int:
-    """Ranks of a tensor group: ``init_distributed``'s ``tp_size``; 1 before it."""
+    """Return the number of ranks in a tensor group; 1 before ``init_distributed``."""
     return settings().tp_size if dist.is_initialized() else 1
 
 
 def tensor_rank() -> int:
-    """This rank's place in its tensor group."""
+    """Return this rank's place in its tensor group."""
     return dist.get_rank() % tensor_size() if dist.is_initialized() else 0
 
 
 def replica_index() -> int:
-    """Return which of the ``world / tp_size`` tensor groups this rank belongs to.
+    """Return the number of this rank's tensor group, of ``world / tp_size``.
 
-    Ranks of one work on the same samples.
+    Ranks of one group work on the same samples.
     """
     return dist.get_rank() // tensor_size() if dist.is_initialized() else 0
 
@@ -139,7 +143,7 @@ def _axes(mesh: DeviceMesh, tensor: int) -> ShardAxes:
     return ShardAxes(mesh["zero", "tensor"], zero, mesh["tensor"]) if tensor > 1 else ShardAxes(zero, zero, None)
 
 
-# --- ``config``: what ``init_distributed`` set up, under the names that BMTrain's model code asks for.
+# --- ``config``: the state of ``init_distributed`` under the names that BMTrain's model code asks for.
 
 _PLACES: dict[str, tuple[Callable[[], int], Callable[[], int]]] = {
     "pipe": (lambda: rank() % (world_size() // pipe_size()), stage_index),
@@ -147,16 +151,16 @@ _PLACES: dict[str, tuple[Callable[[], int], Callable[[], int]]] = {
     "tp": (replica_index, tensor_rank),
     "tp_zero": (tensor_rank, replica_index),
 }
-"""By kind of group: the number of the one that this rank is in, and its place there."""
+"""Number of this rank's group, and its place there, by kind of group."""
 
 
 class Topology:
-    """Which groups this rank is in, and where. Seed: BMTrain."""
+    """The groups this rank is in, and its place in each. Seed: BMTrain."""
 
     def get_group_id(self, group_name: str) -> int:
-        """Return the number of this rank's group among those of its kind.
+        """Return the number of this rank's group among those of a kind.
 
-        ``"pipe"``, ``"zero"``, ``"tp"`` or ``"tp_zero"``.
+        Kinds are ``"pipe"``, ``"zero"``, ``"tp"`` and ``"tp_zero"``.
 
         Raises:
             ConfigError: For another kind.
@@ -164,7 +168,7 @@ class Topology:
         return _place(group_name)[0]()
 
     def get_group_rank(self, group_name: str) -> int:
-        """This rank's place in its group of that kind; in ``"pipe"`` its stage.
+        """Return this rank's place in its group of a kind; in ``"pipe"`` its stage.
 
         Raises:
             ConfigError: For another kind.
@@ -210,13 +214,13 @@ _VALUES: dict[str, Callable[[], Any]] = {
 
 
 class UnknownKeyError(ConfigError, KeyError):
-    """What ``in`` and ``get`` of a mapping catch."""
+    """An unknown key of ``config``, which ``in`` and ``get`` of a mapping catch."""
 
     __str__ = Exception.__str__  # that of KeyError quotes the text
 
 
 class _Config(Mapping[str, Any]):
-    """Reads the present state; the ``…_comm`` are mesh axes, which :mod:`meshwright.comm` takes as groups."""
+    """A view of the present state. Its ``…_comm`` are mesh axes, which :mod:`meshwright.comm` takes as groups."""
 
     def __getitem__(self, key: str) -> Any:
         if key not in _VALUES:

@@ -1,4 +1,4 @@
-"""Nested containers as batches come in: torch's own, and mappings and dataclasses that torch takes for one piece."""
+"""Nested containers as batches come in: torch's own, and mappings and dataclasses that torch treats as leaves."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from meshwright.runtime.torch_internals.pytree import SUPPORTED_NODES, tree_leav
 
 
 def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Torch's ``tree_map``, which also goes into other mappings, such as transformers' ``BatchEncoding``, and into
-    dataclasses; one in which nothing changes stays the same object.
+    """Map a function over all leaves of nested containers.
+
+    Unlike torch's ``tree_map`` it also goes into other mappings, such as transformers' ``BatchEncoding``, and into
+    dataclasses. A container in which nothing changes stays the same object.
 
     Args:
         function: Called with every leaf.
-        tree: Nested containers; they stay as they are, and their classes are kept.
-        is_leaf: What is not gone into, containers included.
+        tree: Nested containers; they are not changed, and their classes are kept.
+        is_leaf: Whether a container counts as a leaf.
     """
 
     def enter(leaf: Any) -> Any:
@@ -31,7 +33,7 @@ def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any],
 
 
 def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Torch's ``tree_leaves``, which also goes into mappings of other classes and dataclasses."""
+    """Return all leaves, as torch's ``tree_leaves`` does, including those of other mappings and dataclasses."""
     found = []
     for leaf in tree_leaves(tree, is_leaf=is_leaf):
         is_open = _is_closed(leaf) and not (is_leaf is not None and is_leaf(leaf))
@@ -40,7 +42,7 @@ def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[A
 
 
 def _is_closed(leaf: Any) -> bool:
-    """Return whether torch takes this mapping, or this instance of a dataclass, for one piece."""
+    """Return whether torch treats this mapping or instance of a dataclass as a leaf."""
     return (isinstance(leaf, Mapping) or _is_dataclass(leaf)) and type(leaf) not in SUPPORTED_NODES
 
 
@@ -56,11 +58,13 @@ def _values_of(leaf: Any) -> dict[Any, Any]:
 
 def _with_values(mapping: Any, values: dict[Any, Any], is_same: bool) -> Any:
     if _is_dataclass(mapping):
-        if is_same:  # it may be a state that is changed where it is, or settings
+        # It may be a state that is changed in place, or settings.
+        if is_same:
             return mapping
         changed = copy.copy(mapping)
         for key, value in values.items():
-            object.__setattr__(changed, key, value)  # frozen ones, too
+            # Frozen dataclasses, too.
+            object.__setattr__(changed, key, value)
         return changed
     if not isinstance(mapping, MutableMapping):
         return values

@@ -6,9 +6,9 @@ import pytest
 
 from meshwright.cost import Calibration, Cluster, Device, Op, Step, Traffic, simulate
 from meshwright.cost.calibration import Constants, Efficiency
+from meshwright.cost.device_time import Group, Network, collective_s
 from meshwright.cost.step import Block, Parameter, Stages
 from meshwright.cost.step_time import one_s
-from meshwright.cost.traffic import Group, Network, collective_s
 from meshwright.planner.measure import step_overheads as in_step
 from meshwright.planner.measure.step_overheads import (
     Reference,

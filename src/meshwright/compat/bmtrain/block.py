@@ -18,6 +18,7 @@ from meshwright.compat.bmtrain.distributed_module import has_run, prepare_root, 
 from meshwright.compat.bmtrain.parameter import keeping_records
 from meshwright.errors import ModelError
 from meshwright.inspect import Record, captured, hand_over, recording_active
+from meshwright.nn.fsdp_units import parameter_groups
 from meshwright.nn.module_structure import subclass_like
 from meshwright.nn.recompute_buffers import recompute_contexts
 from meshwright.runtime import ShardAxes, note_gather, require_distributed, settings
@@ -278,5 +279,5 @@ def released(block: Block) -> tuple[nn.Module, BlockState]:
     """
     state = block._state
     for unit in [module for module in state.unit.modules() if isinstance(module, FSDPModule)]:
-        undo_fully_shard(unit)
+        undo_fully_shard(unit, parameter_groups(unit))
     return unwrapped(block), state

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.cost import Calibration, Cluster, Link, Step, Traffic, fitted, moments, seconds_of
-from meshwright.cost.traffic import group_of
+from meshwright.cost.device_time import group_of
 from meshwright.planner.plans import Plan, short_strategy, time_parts
 
 MOMENTS = {

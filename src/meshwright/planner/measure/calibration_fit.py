@@ -8,8 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 
 from meshwright.cost import Cluster, Constants, Device, Efficiency, Link
-from meshwright.cost.device_time import Machine
-from meshwright.cost.traffic import Group, Network, collective_s
+from meshwright.cost.device_time import Group, Machine, Network, collective_s
 from meshwright.planner.measure.timing import Clock, LinkSample, Residual, Sample, fitted_factor, residual
 
 _NEVER_BINDS = 1e30  # a rate at which nothing takes time

@@ -6,6 +6,7 @@ way to abandon a step, to list a unit's groups, and to undo ``fully_shard``.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -15,17 +16,11 @@ ATTRIBUTES_OF = (
     "torch.distributed.fsdp._fully_shard._fsdp_param",
     "torch.distributed.fsdp._fully_shard._fully_shard",
     "transformers.integrations.fsdp",
+    "torchao.float8.fsdp_utils",
 )
 
-# A unit's groups: torch 2.11 knows one, later versions list them.
-_GROUP, _GROUPS = "_fsdp_param_group", "_fsdp_param_groups"
-
-
-def groups_of(state: Any) -> list[Any]:
-    """Return the groups of parameters that FSDP2 communicates together, by a unit's ``FSDPState``."""
-    groups = getattr(state, _GROUPS, None) or [getattr(state, _GROUP)]
-    return [group for group in groups if group is not None]
-
+# A unit's groups of parameters: torch 2.11 knows one, later versions list them.
+GROUP, GROUPS = "_fsdp_param_group", "_fsdp_param_groups"
 
 # The state that all units of a root share, which tells whether a backward pass is under way.
 shared_context_of = attrgetter("_state_ctx")
@@ -56,6 +51,10 @@ whole_size_of = attrgetter("_orig_size")
 UNSHARDED = "_unsharded_param"
 unsharded_of = attrgetter(UNSHARDED)
 
+# torchao's scale of a weight that is gathered in 8 bits, computed ahead after every step. Loading other weights has to
+# forget it, which torchao does not notice.
+PRECOMPUTED_SCALE = "_precomputed_scale"
+
 _RESET = "_reset_iter_state"
 _comm_context_of = attrgetter("_comm_ctx")
 _training_state_of = attrgetter("_training_state")
@@ -66,10 +65,14 @@ _post_forward_order_of = attrgetter("_post_forward_indices")
 _device_handle_of = attrgetter("_device_handle")
 
 
-def abandon_step(root: Any) -> None:
+def abandon_step(root: Any, groups_of: Callable[[Any], Iterable[Any]]) -> None:
     """Wait for what a root and its units have under way, and forget it; they are sharded and idle then.
 
     ``FSDPState._reset_iter_state`` does it since torch 2.13, and the lines below for those before.
+
+    Args:
+        root: ``FSDPState`` of the root.
+        groups_of: Returns the groups of a state.
     """
     if hasattr(root, _RESET):
         getattr(root, _RESET)()
@@ -102,7 +105,7 @@ def _wait_for(root: Any, event: Any) -> None:
         _device_handle_of(root).current_stream().wait_event(event)
 
 
-def undo_fully_shard(unit: Any) -> None:
+def undo_fully_shard(unit: Any, groups: Iterable[Any]) -> None:
     """Undo ``fully_shard`` of one module, whose parameters stay the DTensors that they are."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed._composable_state import _module_state_mapping
@@ -111,7 +114,7 @@ def undo_fully_shard(unit: Any) -> None:
     state = fully_shard.state(unit)  # type: ignore[attr-defined]
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
-    for group in groups_of(state):
+    for group in groups:
         for parameter in group.fsdp_params:
             parameter._post_load_hook_handle.remove()
     del _module_state_mapping[unit]
