@@ -18,7 +18,7 @@ from meshwright.comm.compression import Packing, Route, gathered_messages, reduc
 from meshwright.comm.transport import all_gather_flat
 from meshwright.cost import AVERAGING, Compression, Encoding, Step
 from meshwright.errors import StrategyError
-from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase, averaging_axis
+from meshwright.methods.base import SHARDING, Conflict, Job, Method, Need, Phase
 from meshwright.nn import Comm as FsdpComm, is_mean, parameter_groups
 from meshwright.runtime import settings
 
@@ -359,11 +359,11 @@ class Comm(Method):
 
     def apply(self, job: Job) -> None:
         """Tell the method that shards, or replicates, how to communicate."""
-        job.compression = self._compression
+        job.sharding.compression = self._compression
         axis = _axis(job)
-        if job.num_averaged == 1:
+        if job.mesh_axes.num_averaged == 1:
             job.notices.append("comm changes nothing: one rank has nobody to communicate with")
-        elif self.hierarchical is not None and job.compression.neighbours(job.axes, axis) is None:
+        elif self.hierarchical is not None and job.sharding.compression.neighbours(job.axes, axis) is None:
             job.notices.append(
                 f"comm: hierarchical changes nothing; ranks along {axis} are all on one node, or each on its own"
             )
@@ -380,4 +380,4 @@ class Comm(Method):
 
 def _axis(job: Job) -> str:
     """Return the axis whose collectives change: the one that is sharded over, else that of data parallelism."""
-    return job.shard_axis or averaging_axis(job)
+    return job.shard_axis or job.mesh_axes.averaging_axis

@@ -339,7 +339,7 @@ class Fp8(Method):
             choice.layers.values(), self.recipe, rows=self._multiple, emulate=self.emulate, all_gather=self.all_gather
         )
         if self.all_gather:
-            job.after_update.append(scales_ahead(job.model))
+            job.optimizer.after_update.append(scales_ahead(job.model))
 
     def _delayed(self, job: Job, choice: Choice, options: Fp8Options) -> None:
         layers = [to_fp8(layer, options) for layer in choice.layers.values()]
@@ -348,8 +348,8 @@ class Fp8(Method):
         ignored = [*getattr(job.model, "_ddp_params_and_buffers_to_ignore", ()), *own]
         job.model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
         several = self.reduce_amax and any(job.size(axis) > 1 for axis in _AXES)
-        group = job.flat_mesh(*_AXES).get_group() if several else None
-        job.before_update.append(functools.partial(update_scales, layers, group))
+        group = job.mesh_axes.flat_mesh(*_AXES).get_group() if several else None
+        job.optimizer.before_update.append(functools.partial(update_scales, layers, group))
         if job.optim_func is None:
             job.notices.append(
                 "fp8: no optimizer is known, whose steps would update the scales: call "

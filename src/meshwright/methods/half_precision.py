@@ -16,11 +16,11 @@ from meshwright.methods.base import (
     Job,
     Method,
     Phase,
-    Precision,
     half_dtype,
     itemsize,
     torch_dtype,
 )
+from meshwright.methods.job import Precision
 from meshwright.nn import widen, wrap_method
 from meshwright.runtime.trees import map_tree
 from meshwright.strategy import Strategy
@@ -64,8 +64,8 @@ class HalfPrecisionMethod(Method):
 
     def scale_loss(self, job: Job) -> None:
         """Ask for loss scaling where gradients would underflow without: in fp16."""
-        job.loss_scaling = self.dtype == "fp16"
-        job.loss_scale = self.loss_scale.model_dump() if self.loss_scale is not None else {}
+        job.optimizer.loss_scaling = self.dtype == "fp16"
+        job.optimizer.loss_scale = self.loss_scale.model_dump() if self.loss_scale is not None else {}
 
     def scale_cost(self, step: Step) -> Step:
         """Twin of :meth:`scale_loss`: the host reads from the device whether gradients have overflowed."""
@@ -146,9 +146,9 @@ class AmpNative(HalfPrecisionMethod):
             wrap_method(job.model, "generate", in_autocast)
         loss_func = job.loss_func
         job.loss_func = lambda inputs, outputs: in_autocast(loss_func, inputs, outputs)
-        job.precision = Precision(compute=self.dtype, reduce="fp32")
+        job.sharding.precision = Precision(compute=self.dtype, reduce="fp32")
         self.scale_loss(job)
-        job.skip_nonfinite = self.skip_if_nonfinite
+        job.optimizer.skip_nonfinite = self.skip_if_nonfinite
 
     def cost(self, step: Step) -> Step:
         """Gather in half and reduce in fp32 where parameters are sharded; weights and gradients stay as they are."""
@@ -189,11 +189,11 @@ class Half(HalfPrecisionMethod):
         self.widen(job)
         self.scale_loss(job)
         if job.shard_axis is not None and self.master_weights:
-            job.precision = Precision(compute=self.dtype, reduce=self.dtype, casts_whole=True)
+            job.sharding.precision = Precision(compute=self.dtype, reduce=self.dtype, casts_whole=True)
             _cast_buffers(job.model, dtype)
         else:
             job.model.to(dtype)
-            job.master_weights = self.master_weights
+            job.optimizer.master_weights = self.master_weights
 
     def cost(self, step: Step) -> Step:
         """Half the bytes of weights and gradients, plus a master; or gathers and reductions in half."""

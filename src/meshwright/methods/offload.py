@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.cost import Activations, Offloaded, Step, pick_largest
 from meshwright.errors import StrategyError
-from meshwright.methods.base import AVERAGED, Conflict, Job, Method, Phase
+from meshwright.methods.base import Conflict, Method, Phase
+from meshwright.methods.job import AVERAGED, Job
 from meshwright.methods.offload_activations import ActivationOffload
 from meshwright.methods.zero_config import ZeroMethod, unit_of, units_of
 from meshwright.nn import find_blocks, require_blocks
@@ -64,7 +65,7 @@ def choose(job: Job, offloaded: Offloaded) -> Chosen:
     resident: set[torch.Tensor] = {
         parameter
         for name, parameter in trainable.items()
-        if isinstance(parameter, DTensor) and unit_of(name, blocks) in job.offloaded_units
+        if isinstance(parameter, DTensor) and unit_of(name, blocks) in job.sharding.offloaded_units
     }
     total = sum(parameter.numel() for parameter in trainable.values())
     taken = sum(parameter.numel() for parameter in resident)
@@ -284,7 +285,7 @@ class Offload(Method):
             offload = ActivationOffload(blocks, copies, pin_memory=pin, prefetch=self.prefetch)
             job.model.register_forward_pre_hook(offload.forget)
             job.activations = offload
-        job.offloaded_units, job.pin_memory = offloaded_units(job, offloaded.parameters), pin
+        job.sharding.offloaded_units, job.sharding.pin_memory = offloaded_units(job, offloaded.parameters), pin
         if not offloaded.optimizer:
             return
 
@@ -295,14 +296,14 @@ class Offload(Method):
                 offloaded=chosen.offloaded,
                 in_backward=chosen.in_backward,
                 resident=chosen.resident,
-                fp32=job.master_weights,
+                fp32=job.optimizer.master_weights,
                 copies=copies,
                 pin_memory=pin,
                 disk=Disk(Path(self.disk), keep=self.keep_files) if self.disk is not None else None,
                 bucket_bytes=self.bucket_bytes,
             )
 
-        job.make_host_weights = host_weights
+        job.optimizer.make_host_weights = host_weights
 
     def cost(self, step: Step) -> Step:
         """Move bytes from the device to the host or to disk."""

@@ -101,17 +101,17 @@ class GradClip(Method):
 
     def check(self, job: Job) -> None:
         """Refuse two largest norms."""
-        if job.max_grad_norm not in (None, self.max_norm):
+        if job.optimizer.max_grad_norm not in (None, self.max_norm):
             raise StrategyError(
                 "grad_clip and max_grad_norm name different norms",
                 expected="one of the two, or the same number",
-                got=f"{self} and max_grad_norm={job.max_grad_norm}",
+                got=f"{self} and max_grad_norm={job.optimizer.max_grad_norm}",
                 fix="leave max_grad_norm out: the strategy clips",
             )
 
     def apply(self, job: Job) -> None:
         """``Accelerated`` clips in every step."""
-        job.max_grad_norm, job.grad_norm_type = self.max_norm, float(self.norm_type)
+        job.optimizer.max_grad_norm, job.optimizer.grad_norm_type = self.max_norm, float(self.norm_type)
 
     def cost(self, step: Step) -> Step:
         """Nothing more: every step measures the norm."""
@@ -171,7 +171,7 @@ class SkipNonfinite(Method):
 
     def apply(self, job: Job) -> None:
         """The optimizer is built with a guard that does it."""
-        job.skip_nonfinite, job.stop_nonfinite = True, self.action == "stop"
+        job.optimizer.skip_nonfinite, job.optimizer.stop_nonfinite = True, self.action == "stop"
         others = [method for method in job.strategy.methods if isinstance(method, HalfPrecisionMethod)]
         if any(method.dtype == "fp16" for method in others):
             job.notices.append("skip_nonfinite changes nothing beside fp16, whose loss scale skips such steps already")
@@ -237,15 +237,13 @@ class LossSpike(Method):
 
     def apply(self, job: Job) -> None:
         """``Accelerated.step`` asks a watch, which the optimizer hands to checkpoints."""
-        job.spikes = watch = SpikeWatch(SpikePolicy(self.action, self.window, self.threshold, self.patience))
-        finish = job.finish_optimizer
+        job.optimizer.spikes = watch = SpikeWatch(SpikePolicy(self.action, self.window, self.threshold, self.patience))
 
         def watched(optimizer: Optimizer) -> Optimizer:
-            finished = finish(optimizer)
-            watch_spikes(finished, watch)
-            return finished
+            watch_spikes(optimizer, watch)
+            return optimizer
 
-        job.finish_optimizer = watched
+        job.optimizer.wrappers.append(watched)
 
     def cost(self, step: Step) -> Step:
         """Nothing more: every step averages its loss."""
@@ -309,14 +307,13 @@ class Ema(Method):
 
     def apply(self, job: Job) -> None:
         """Follow the optimizer, when it is built."""
-        finish, policy = job.finish_optimizer, EmaPolicy(self.decay, self.warmup, self.every, self.dtype)
+        policy = EmaPolicy(self.decay, self.warmup, self.every, self.dtype)
 
         def with_average(optimizer: Optimizer) -> Optimizer:
-            finished = finish(optimizer)
-            WeightAverage(finished, policy, job.model)  # from now on the optimizer's
-            return finished
+            WeightAverage(optimizer, policy, job.model)  # the optimizer keeps it from now on
+            return optimizer
 
-        job.finish_optimizer = with_average
+        job.optimizer.wrappers.append(with_average)
 
     def cost(self, step: Step) -> Step:
         """Return an average beside all that trains."""

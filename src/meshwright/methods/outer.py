@@ -131,8 +131,7 @@ class Outer(Method):
         """The optimizer will be built as before, and then taken for the inner one."""
         if self._policy.offload and job.device.type == "cpu":
             job.notices.append("outer: offload changes nothing, the model is in host memory already")
-        finish = job.finish_optimizer
-        job.finish_optimizer = lambda inner: self._built(finish(inner), job)
+        job.optimizer.wrappers.append(lambda inner: self._built(inner, job))
 
     def _built(self, inner: Optimizer, job: Job) -> OuterOptimizer:
         return _RULES[self.rule].build(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
@@ -17,13 +18,14 @@ from torch.optim import Optimizer
 
 from meshwright.cost import AVERAGING, Step, Traffic, element_bytes, mean_traffic
 from meshwright.errors import ModelError, StrategyError
-from meshwright.methods.base import Job, Method, MicroBatchContext, Phase, averaging_axis
+from meshwright.methods.base import Method, Phase
 from meshwright.methods.gradient_averaging import (
     GradientAverager,
     average_every_backward,
     broadcast_states,
     refuse_frozen,
 )
+from meshwright.methods.job import Job, MicroBatchContext
 from meshwright.optim import guard_of
 from meshwright.optim.guarded_step import call_around
 from meshwright.runtime import AXES, agreed, build_mesh, check_axes
@@ -147,7 +149,8 @@ class ParallelMode(Method):
 
     def apply(self, job: Job) -> None:
         """Create the mesh and its process groups."""
-        job.mesh = build_mesh(self.axes, self.rank_order, job.device.type)
+        mesh = build_mesh(self.axes, self.rank_order, job.device.type)
+        job.mesh_axes = dataclasses.replace(job.mesh_axes, mesh=mesh)
 
     def cost(self, step: Step) -> Step:
         """Name the axes."""
@@ -161,9 +164,9 @@ def replicate(job: Job) -> None:
     averaged over ``data`` alone.
     """
     trainable = any(parameter.requires_grad for parameter in job.model.parameters())
-    if job.shard_axis is not None or job.num_averaged == 1:
+    if job.shard_axis is not None or job.mesh_axes.num_averaged == 1:
         return
-    group = job.flat_mesh("context", "sequence", "expert", "data").get_group()
+    group = job.mesh_axes.flat_mesh("context", "sequence", "expert", "data").get_group()
     if job.experts is not None:
         job.micro_batch = _with_experts(job, job.experts.parameters(), group)
         return
@@ -182,15 +185,14 @@ def replicate(job: Job) -> None:
         gradient_as_bucket_view=True,  # else every gradient exists twice
         **options,
     )
-    if job.compression is not None:
+    if job.sharding.compression is not None:
         from meshwright.comm.compression import route
         from meshwright.methods.comm import quantise_averages
 
-        way = route(group, job.compression.neighbours(job.axes, averaging_axis(job)))
-        quantise_averages(replicas, job.compression, way, job.device)
+        way = route(group, job.sharding.compression.neighbours(job.axes, job.mesh_axes.averaging_axis))
+        quantise_averages(replicas, job.sharding.compression, way, job.device)
     average_every_backward(replicas)
-    averaged, finish = AveragedGradients(replicas, group), job.finish_optimizer
-    job.finish_optimizer = lambda optimizer: averaged.follow(finish(optimizer))
+    job.optimizer.wrappers.append(AveragedGradients(replicas, group).follow)
     job.model = replicas
     job.micro_batch = functools.partial(_accumulating, replicas, late)
 

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from meshwright.cost import Step, Traffic
 from meshwright.errors import ReplicaError, StrategyError
-from meshwright.methods.base import Job, Method, Phase
+from meshwright.methods.base import Method, Phase
+from meshwright.methods.job import Job
 from meshwright.optim import GuardedOptimizer, OuterOptimizer, average_of, inner_optimizer, local_tensor
 from meshwright.optim.guarded_step import call_around
 from meshwright.optim.weight_average import InnerWeights
@@ -361,20 +362,18 @@ class WeightVote(Method):
 
     def apply(self, job: Job) -> None:
         """Follow the optimizer's steps."""
-        finish = job.finish_optimizer
 
         def voting(optimizer: Optimizer) -> Optimizer:
-            finished = finish(optimizer)
-            job.voter = Voter(job.model, finished, VotePolicy(self.every, self.action), job.device)
-            if not job.voter.num_compared:
+            job.voter = voter = Voter(job.model, optimizer, VotePolicy(self.every, self.action), job.device)
+            if not voter.num_compared:
                 job.notices.append("weight_vote has nothing to compare: every part of the weights is on one rank alone")
-                return finished
+                return optimizer
             # Inside the guards, which others may put anew; a skipped step changes nothing that could be voted on.
-            stepped = finished.inner if isinstance(finished, GuardedOptimizer) else finished
-            call_around(stepped, after=[job.voter.count_step])
-            return finished
+            stepped = optimizer.inner if isinstance(optimizer, GuardedOptimizer) else optimizer
+            call_around(stepped, after=[voter.count_step])
+            return optimizer
 
-        job.finish_optimizer = voting
+        job.optimizer.wrappers.append(voting)
 
     def cost(self, step: Step) -> Step:
         """One all-gather of a number for each weight."""

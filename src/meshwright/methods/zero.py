@@ -21,9 +21,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from meshwright.comm.compression import route
 from meshwright.cost import Compression, Step
 from meshwright.errors import ModelError, StrategyError
-from meshwright.methods.base import STEP_AXES, Conflict, Job, Phase, mean_over, torch_dtype
+from meshwright.methods.base import Conflict, Phase, torch_dtype
 from meshwright.methods.comm import quantise_units
 from meshwright.methods.gradient_averaging import broadcast_states
+from meshwright.methods.job import STEP_AXES, Job, MeshAxes, mean_over
 from meshwright.methods.zero_config import Gathers, Units, ZeroMethod, not_beside, shard_cost, unit_of, units_of
 from meshwright.nn import (
     CollectiveLog,
@@ -61,9 +62,9 @@ class GatherOrderCheck:
         exchanges: What they gather and reduce.
     """
 
-    def __init__(self, job: Job, exchanges: CollectiveLog) -> None:
-        self._job, self._exchanges = job, exchanges
-        self._num_ranks = math.prod(job.size(axis) for axis in STEP_AXES)
+    def __init__(self, ranks: MeshAxes, exchanges: CollectiveLog) -> None:
+        self._ranks, self._exchanges = ranks, exchanges
+        self._num_ranks = math.prod(map(ranks.size, STEP_AXES))
         self._order = b""
         self._met: _Met | None = None  # on a GPU: of the last time
 
@@ -93,8 +94,8 @@ class GatherOrderCheck:
     def before_update(self) -> None:
         """Compare in loops written by hand, by an exchange of its own: they take no mean of the losses."""
         if self._exchanges.is_any():
-            numbers = torch.tensor(self.numbers(), dtype=torch.float32, device=self._job.device)
-            self.check(mean_over(self._job, numbers, STEP_AXES))
+            numbers = torch.tensor(self.numbers(), dtype=torch.float32, device=self._ranks.require_mesh().device_type)
+            self.check(mean_over(self._ranks, numbers, STEP_AXES))
 
     def _numbers_of(self, order: bytes) -> list[int]:
         digest = hashlib.blake2b(order, digest_size=4 * _HOW_MANY).digest()
@@ -116,9 +117,9 @@ class GatherOrderCheck:
         """Return the first exchange in which ranks had different things; collective."""
         every = {dist.get_rank(): order}
         for axis in STEP_AXES:
-            if self._job.size(axis) > 1:
-                given: list[dict[int, bytes]] = [{}] * self._job.size(axis)
-                dist.all_gather_object(given, every, group=self._job.require_mesh().get_group(axis))
+            if self._ranks.size(axis) > 1:
+                given: list[dict[int, bytes]] = [{}] * self._ranks.size(axis)
+                dist.all_gather_object(given, every, group=self._ranks.require_mesh().get_group(axis))
                 every = {rank: each for part in given for rank, each in part.items()}
         names = {rank: self._exchanges.names(each) for rank, each in sorted(every.items())}
         at = 0
@@ -178,8 +179,8 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
     share_hooks(job.model)
     if job.device.type == "cpu":
         exchange_on_host(job.model)
-    if job.compression is not None and job.size(job.shard_axis) > 1:
-        _quantise(job, job.compression)
+    if job.sharding.compression is not None and job.size(job.shard_axis) > 1:
+        _quantise(job, job.sharding.compression)
     elif job.device.type == "cpu":
         # A stream would carry the gathers that are started ahead; without one they run in gloo's threads, or are
         # waited for where they start.
@@ -188,10 +189,14 @@ def shard(config: ZeroMethod, job: Job, *, reshard_after_forward: bool | int, re
         _prefetch_forward(units)
     _keep_whole(units.ignored, job)
     # FSDP2 leaves them different on every rank.
-    average_gradients(units.ignored, job.num_averaged, job.averaging_group if units.ignored else None)
+    average_gradients(
+        units.ignored, job.mesh_axes.num_averaged, job.mesh_axes.averaging_group if units.ignored else None
+    )
     sharded = [module for module in job.model.modules() if isinstance(module, FSDPModule)]
     reshard_at_updates(sharded)
-    job.before_update.append(functools.partial(reshard_units, sharded))  # of any optimizer, over master weights too
+    job.optimizer.before_update.append(
+        functools.partial(reshard_units, sharded)
+    )  # of any optimizer, over master weights too
     if job.pipeline is None:  # which clears away after itself
         recover_in_forward(job.model)
     for module in job.model.modules():
@@ -234,7 +239,7 @@ def _mesh(job: Job) -> DeviceMesh:
     others = ("context", "sequence", "expert", "data")
     replicated = [axis for axis in others if axis != job.shard_axis and job.size(axis) > 1]
     if len(replicated) > 1:
-        name = job.flat_mesh(*replicated).mesh_dim_names[0]  # type: ignore[index]
+        name = job.mesh_axes.flat_mesh(*replicated).mesh_dim_names[0]  # type: ignore[index]
         return mesh[name, job.shard_axis]
     if replicated:
         return mesh[replicated[0], job.shard_axis]  # HSDP: replicated over one axis, sharded over the other
@@ -249,9 +254,15 @@ def _quantise(job: Job, compression: Compression) -> None:
 
 def _precision(config: ZeroMethod, job: Job) -> MixedPrecisionPolicy:
     asked = config.mixed_precision
-    param = (asked.param_dtype if asked else None) or (job.precision.compute if job.precision else None)
+    param = (asked.param_dtype if asked else None) or (
+        job.sharding.precision.compute if job.sharding.precision else None
+    )
     # Left to torch, gradients are reduced in the type of computing until torch 2.13, and later in that of the weights.
-    reduce = (asked.reduce_dtype if asked else None) or (job.precision.reduce if job.precision else None) or param
+    reduce = (
+        (asked.reduce_dtype if asked else None)
+        or (job.sharding.precision.reduce if job.sharding.precision else None)
+        or param
+    )
     return MixedPrecisionPolicy(
         param_dtype=torch_dtype(param) if param else None, reduce_dtype=torch_dtype(reduce) if reduce else None
     )
@@ -259,7 +270,11 @@ def _precision(config: ZeroMethod, job: Job) -> MixedPrecisionPolicy:
 
 def _offload(job: Job, unit: str) -> OffloadPolicy:
     """For the parameters of a block, or for those outside of blocks (``""``)."""
-    return CPUOffloadPolicy(pin_memory=job.pin_memory) if unit in job.offloaded_units else OffloadPolicy()
+    return (
+        CPUOffloadPolicy(pin_memory=job.sharding.pin_memory)
+        if unit in job.sharding.offloaded_units
+        else OffloadPolicy()
+    )
 
 
 def _prefetch_forward(units: Units) -> None:
@@ -273,21 +288,23 @@ def _keep_whole(ignored: set[nn.Parameter], job: Job) -> None:
 
     Under ``amp_native`` autocast brings the two together; here inputs come in half, and CUDA's kernels mix no types.
     """
-    precision = job.precision
+    precision = job.sharding.precision
     dtype = torch_dtype(precision.compute) if precision is not None and precision.casts_whole else None
     for parameter in ignored:
         parameter.data = parameter.data.to(job.device, dtype if parameter.is_floating_point() else None)
     if ignored and dtype is not None:
-        job.master_weights = True
+        job.optimizer.master_weights = True
 
 
 def _compare_layers(job: Job, ignored: set[nn.Parameter], blocks: list[str]) -> None:
     if any(job.size(axis) > 1 for axis in STEP_AXES):
-        offloaded = {p for name, p in job.model.named_parameters() if unit_of(name, blocks) in job.offloaded_units}
+        offloaded = {
+            p for name, p in job.model.named_parameters() if unit_of(name, blocks) in job.sharding.offloaded_units
+        }
         experts = job.experts.parameters() if job.experts is not None else set()  # other ranks have others of them
         exchanges = CollectiveLog(job.model, ignored | experts, offloaded, gathers=job.size(job.shard_axis) > 1)
-        job.gather_order_check = GatherOrderCheck(job, exchanges)
-        job.before_update.append(job.gather_order_check.before_update)
+        job.gather_order_check = GatherOrderCheck(job.mesh_axes, exchanges)
+        job.optimizer.before_update.append(job.gather_order_check.before_update)
 
 
 def _dropped_layers(method: str, model: nn.Module) -> list[str]:

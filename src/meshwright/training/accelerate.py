@@ -171,7 +171,7 @@ def accelerate(
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)
-    seed_replica(world.seed, job.replica)
+    seed_replica(world.seed, job.mesh_axes.replica)
     if accelerated.optim is not None:
         _OPTIMIZERS[accelerated.model] = (weakref.ref(accelerated.optim), job.stages)
         follow_loads(accelerated.model, accelerated.optim)
@@ -234,7 +234,7 @@ def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelera
     """Build optimizer and scheduler over the model as applied."""
     with same_on_every_rank():
         optim = job.build_optimizer()
-    optim = None if optim is None else job.finish_optimizer(optim)
+    optim = None if optim is None else job.optimizer.finish(optim)
     with same_on_every_rank():
         make_scheduler = request.lr_scheduler_cls
         if make_scheduler is not None:
@@ -249,7 +249,7 @@ def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelera
         lr_scheduler=scheduler,
         has_loss_func=request.loss_func is not None,
         model_input_format=request.model_input_format,
-        max_grad_norm=job.max_grad_norm,
+        max_grad_norm=job.optimizer.max_grad_norm,
         num_micro_batches=job.num_micro_batches,
         loss_weight=request.loss_weight,
     )
