@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -126,6 +127,20 @@ def mean_over(ranks: MeshAxes, value: torch.Tensor, axes: tuple[str, ...]) -> to
             dist.all_reduce(mean, group=ranks.require_mesh().get_group(axis))
             mean /= ranks.size(axis)
     return mean
+
+
+# --- [Note: cross-rank guards]
+#
+# Three guards compare the ranks in every step, so that a training loop that lets them go apart ends in an error and not
+# in wrong weights: the gather-order check (methods/zero.py), the check that gradients were averaged
+# (methods/parallel_mode.py), and the comparison of epochs (``MeanLoss`` in training/accelerated.py). They ride on
+# collectives that a step has anyway, or on hooks that cost microseconds. One switch leaves out all of them: the
+# environment variable MESHWRIGHT_GUARDS=0, on every rank. ``accelerate`` refuses ranks that differ in it.
+
+
+def guards_are_on() -> bool:
+    """Return whether steps compare the ranks; see [Note: cross-rank guards]."""
+    return os.environ.get("MESHWRIGHT_GUARDS", "1") != "0"
 
 
 # --- Requests: what methods ask of the method that shards, and of the optimizer

@@ -25,7 +25,7 @@ from meshwright.methods.gradient_averaging import (
     broadcast_states,
     refuse_frozen,
 )
-from meshwright.methods.job import Job, MicroBatchContext
+from meshwright.methods.job import Job, MicroBatchContext, guards_are_on
 from meshwright.optim import guard_of
 from meshwright.optim.guarded_step import call_around
 from meshwright.runtime import AXES, agreed, build_mesh, check_axes
@@ -192,7 +192,8 @@ def replicate(job: Job) -> None:
         way = route(group, job.sharding.compression.neighbours(job.axes, job.mesh_axes.averaging_axis))
         quantise_averages(replicas, job.sharding.compression, way, job.device)
     average_every_backward(replicas)
-    job.optimizer.wrappers.append(AveragedGradients(replicas, group).follow)
+    if guards_are_on():
+        job.optimizer.wrappers.append(AveragedGradients(replicas, group).follow)
     job.model = replicas
     job.micro_batch = functools.partial(_accumulating, replicas, late)
 

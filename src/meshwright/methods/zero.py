@@ -29,7 +29,7 @@ from meshwright.errors import ModelError, StrategyError
 from meshwright.methods.base import Conflict, torch_dtype
 from meshwright.methods.comm import quantise_units
 from meshwright.methods.gradient_averaging import broadcast_states
-from meshwright.methods.job import STEP_AXES, Job, MeshAxes, MicroBatchContext, mean_over
+from meshwright.methods.job import STEP_AXES, Job, MeshAxes, MicroBatchContext, guards_are_on, mean_over
 from meshwright.methods.zero_config import Gathers, Units, ZeroMethod, not_beside, shard_cost, unit_of, units_of
 from meshwright.nn import (
     CollectiveLog,
@@ -375,7 +375,7 @@ _NUM_HASHES = 3  # with many ranks each must be small, and one alone would now a
 
 
 def _check_gather_order(job: Job, ignored: set[nn.Parameter], blocks: list[str]) -> None:
-    if not any(job.size(axis) > 1 for axis in STEP_AXES):
+    if not guards_are_on() or not any(job.size(axis) > 1 for axis in STEP_AXES):
         return
     asked = job.sharding.offloaded_units
     offloaded = {p for name, p in job.model.named_parameters() if unit_of(name, blocks) in asked}

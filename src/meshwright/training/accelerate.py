@@ -21,6 +21,7 @@ from meshwright.cost import Cluster
 from meshwright.data import GlobalBatchLoader
 from meshwright.errors import LaunchError, ModelError
 from meshwright.methods import Job, apply_strategy, check_strategy
+from meshwright.methods.job import guards_are_on
 from meshwright.nn import check_no_renorm
 from meshwright.optim import Stages, clip_gradients
 from meshwright.optim.guarded_step import follow_loads
@@ -315,6 +316,7 @@ def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> No
     check_all_equal(
         ("The installed code", _own_versions(), "install the same Meshwright and torch on every machine"),
         ("The strategy", strategy, "pass the same strategy on every rank"),
+        ("The switch of cross-rank guards", f"{guards_are_on()}", "set MESHWRIGHT_GUARDS alike on every rank"),
     )
     models = gather_objects(model)
     other = next((rank for rank, each in enumerate(models) if each != models[0]), None)
