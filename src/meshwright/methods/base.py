@@ -97,7 +97,7 @@ class Method(MethodConfig):
     needs: ClassVar[tuple[Need, ...]] = ()
     conflicts: ClassVar[tuple[Conflict, ...]] = ()  # each conflict is declared by one of its two methods
 
-    def at_work(self, sizes: Mapping[str, int]) -> bool:
+    def is_active(self, sizes: Mapping[str, int]) -> bool:
         """Return whether the method changes anything on a mesh: one with an axis needs several ranks along it."""
         return self.axis is None or sizes.get(self.axis, 1) > 1
 
@@ -181,7 +181,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def half_dtype(device: torch.device) -> str:
     """Return the half precision to use on a device: ``bf16``, or ``fp16`` on CUDA devices before Ampere."""
-    # Older CUDA devices only emulate bf16. CPUs without bf16 instructions multiply it in fp32, and fp16 not at all fast.
+    # Older CUDA devices only emulate bf16. CPUs without bf16 instructions multiply it in fp32; they have no fast fp16.
     has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if has_bf16 else "fp16"
 

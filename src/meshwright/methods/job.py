@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from meshwright.cost import AVERAGING
-from meshwright.errors import ConfigError, ModelError
+from meshwright.errors import ConfigError, ModelError, StrategyError
 from meshwright.nn import abandon_units, rank_orders
 from meshwright.optim import (
     GuardedOptimizer,
@@ -283,6 +283,20 @@ class Job:
         """Return the mesh, for methods that are applied after the mesh phase."""
         return self.mesh_axes.require_mesh()
 
+    def require_optimizer(self, method: str, purpose: str, fix: str = "") -> None:
+        """Refuse a job without ``optim_func`` for a method that needs the optimizer's steps or states.
+
+        Raises:
+            StrategyError: Naming the method and what it needs the optimizer for.
+        """
+        if self.optim_func is None:
+            raise StrategyError(
+                f"{method} has no optimizer {purpose}",
+                expected="optim_func",
+                got="None",
+                fix=fix or f"pass the class of the optimizer, or leave {method} out",
+            )
+
     def build_optimizer(self) -> Optimizer | None:
         """Build the optimizer over the model as it is now, with its guards; ``optimizer.finish`` comes after it."""
         return None if self.optim_func is None else self._guarded_optimizer(self.optim_func)
@@ -322,7 +336,7 @@ class Job:
 
 
 def _check_fused(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse groups that are to treat the parts of fused projections apart: these lie in the order of ranks."""
+    """Refuse ``split`` for fused projections that are split over ranks: their parts lie in the order of ranks."""
     fused = rank_orders(model)
     for group in optimizer.param_groups:
         if group.get("split", 1) not in (1, None) and any(id(parameter) in fused for parameter in group["params"]):
@@ -335,7 +349,7 @@ def _check_fused(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _check_fused_kernel(optimizer: Optimizer) -> None:
-    """Refuse torch's fused SGD over shards, which would be an error of torch in the first step."""
+    """Refuse torch's fused SGD over shards, on which torch would fail in the first step."""
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
         if group["fused"] and any(isinstance(parameter, DTensor) for parameter in group["params"]):
             raise ConfigError(
@@ -346,16 +360,16 @@ def _check_fused_kernel(optimizer: Optimizer) -> None:
             )
 
 
-# --- A step whose forward or backward failed: nothing of it may reach the next one.
+# --- Failed steps: nothing of a failed forward or backward may reach the next step
 
-_SETTLING = "_meshwright_settling"  # in the __dict__ of a DDP: the hook that will
+_SETTLING = "_meshwright_settling"  # attribute of a DDP module: the handle of the hook ``_settle``
 
 
 @contextlib.contextmanager
 def abandoned_if_it_fails(job: Job, optim: Optimizer | None) -> Iterator[None]:
-    """Around forward and backward of a step: an error leaves the job as a loop may go on with it.
+    """Leave the job ready for another step if forward or backward inside the context fails.
 
-    Nothing waits for another rank here: where only this one has failed, its error is to be seen at once.
+    It waits for no other rank: where only this one has failed, its error must be seen at once.
     """
     if job.gather_order_check is not None:
         job.gather_order_check.forget()
@@ -367,7 +381,7 @@ def abandoned_if_it_fails(job: Job, optim: Optimizer | None) -> Iterator[None]:
 
 
 def abandon(job: Job, optim: Optimizer | None) -> None:
-    """Free what a failed forward or backward has gathered and its gradients; all engines are ready for the next one.
+    """Free the gathered weights and the gradients of a failed forward or backward, and reset all engines.
 
     Every rank that goes on calls it, having failed at the same place.
     """
@@ -385,14 +399,14 @@ def abandon(job: Job, optim: Optimizer | None) -> None:
 
 
 def _reset(replicas: DistributedDataParallel) -> None:
-    """DDP believes until then that the failed pass still reduces, and refuses the next."""
+    # DDP takes the failed pass for one that still reduces, and would refuse the next.
     replicas.reducer._reset_state()
     if _SETTLING not in replicas.__dict__:
         replicas.__dict__[_SETTLING] = replicas.register_forward_pre_hook(_settle)
 
 
 def _settle(replicas: nn.Module, args: Any) -> None:
-    """Wait until no average of the failed pass is under way: the next pass writes where these read and write."""
+    """Wait until all averages of the failed pass have ended: the next pass writes to the buffers that they use."""
     assert isinstance(replicas, DistributedDataParallel)
     if torch.is_grad_enabled():  # all ranks are here
         replicas.__dict__.pop(_SETTLING).remove()

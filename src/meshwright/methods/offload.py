@@ -265,13 +265,9 @@ class Offload(Method):
         check_parameter_units(offloaded.parameters, job.strategy)
         if self.activations:
             require_blocks(job.model, method="offload", option="activations")
-        if offloaded.optimizer and job.optim_func is None:
-            raise StrategyError(
-                "offload has no optimizer whose states it could keep",
-                expected="optim_func",
-                got="None",
-                fix='pass the class of the optimizer, or offload activations only: ("offload", "activation")',
-            )
+        if offloaded.optimizer:
+            fix = 'pass the class of the optimizer, or offload activations only: ("offload", "activation")'
+            job.require_optimizer(self.method_name, "whose states it could keep", fix)
         check_disk(self.disk)
 
     def apply(self, job: Job) -> None:

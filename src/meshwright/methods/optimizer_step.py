@@ -227,13 +227,7 @@ class LossSpike(Method):
 
     def check(self, job: Job) -> None:
         """Refuse a job without an update that could be skipped."""
-        if job.optim_func is None:
-            raise StrategyError(
-                "loss_spike has no optimizer whose steps it could skip",
-                expected="optim_func",
-                got="None",
-                fix="pass the class of the optimizer, or leave loss_spike out",
-            )
+        job.require_optimizer(self.method_name, "whose steps it could skip")
 
     def apply(self, job: Job) -> None:
         """``Accelerated.step`` asks a watch, which the optimizer hands to checkpoints."""
@@ -297,13 +291,7 @@ class Ema(Method):
 
     def check(self, job: Job) -> None:
         """Refuse a job in which nothing moves the weights."""
-        if job.optim_func is None:
-            raise StrategyError(
-                "ema has no optimizer whose weights it could average",
-                expected="optim_func",
-                got="None",
-                fix="pass the class of the optimizer, or leave ema out",
-            )
+        job.require_optimizer(self.method_name, "whose weights it could average")
 
     def apply(self, job: Job) -> None:
         """Follow the optimizer, when it is built."""

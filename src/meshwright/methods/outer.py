@@ -112,20 +112,15 @@ class Outer(Method):
             )
         return keys
 
-    def at_work(self, sizes: Mapping[str, int]) -> bool:
+    def is_active(self, sizes: Mapping[str, int]) -> bool:
         """Always: one replica takes outer steps, too."""
         return True
 
     def check(self, job: Job) -> None:
         """Refuse numbers that do not fit together, and a job without an optimizer."""
         assert self._policy is not None  # made here, with its own checks
-        if job.optim_func is None:
-            raise StrategyError(
-                "outer has no optimizer to work with",
-                expected="optim_func",
-                got="None",
-                fix="pass the class of the inner optimizer, such as torch.optim.AdamW",
-            )
+        fix = "pass the class of the inner optimizer, such as torch.optim.AdamW"
+        job.require_optimizer(self.method_name, "to work with", fix)
 
     def apply(self, job: Job) -> None:
         """The optimizer will be built as before, and then taken for the inner one."""

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshwright.cost import Step, Traffic
-from meshwright.errors import ReplicaError, StrategyError
+from meshwright.errors import ReplicaError
 from meshwright.methods.base import Method, Phase
 from meshwright.methods.job import Job
 from meshwright.optim import GuardedOptimizer, OuterOptimizer, average_of, inner_optimizer, local_tensor
@@ -352,13 +352,7 @@ class WeightVote(Method):
 
     def check(self, job: Job) -> None:
         """Refuse a job in which nothing moves the weights."""
-        if job.optim_func is None:
-            raise StrategyError(
-                "weight_vote has no optimizer whose steps it could count",
-                expected="optim_func",
-                got="None",
-                fix="pass the class of the optimizer, or leave weight_vote out",
-            )
+        job.require_optimizer(self.method_name, "whose steps it could count")
 
     def apply(self, job: Job) -> None:
         """Follow the optimizer's steps."""

@@ -289,7 +289,7 @@ def _prefetch_forward(units: Units) -> None:
 def _average_unsharded(ignored: set[nn.Parameter], job: Job) -> None:
     """Move unsharded parameters to the device, cast under ``half``, and average their gradients, as FSDP2 does not.
 
-    Under ``amp_native`` autocast reconciles the dtypes; under ``half`` inputs come in half precision, and CUDA's kernels
+    Under ``amp_native`` autocast reconciles the dtypes; under ``half`` inputs are in half precision, and CUDA's kernels
     mix no dtypes.
     """
     precision = job.sharding.precision
@@ -366,9 +366,10 @@ def _micro_batch_context(model: nn.Module, *, reduce_once: bool, keep: bool) -> 
 #
 # Ranks pair their gathers and reductions by order alone. Ranks that run different layers get each other's weights and
 # gradients, silently where the counts are equal; where they are not, ranks wait for each other or collectives fail. A
-# ``CollectiveLog`` (nn/fsdp_units.py) notes what each rank exchanges in a step. ``GatherOrderCheck`` hashes the log into
-# three small numbers, which travel with the mean of the losses (``MeanLoss`` in training/accelerated.py): if the mean of
-# a number is not the rank's own, the ranks differ. Only then do they exchange the logs to name the layer.
+# ``CollectiveLog`` (nn/fsdp_units.py) notes what each rank exchanges in a step. ``GatherOrderCheck`` hashes the log
+# into three small numbers, which travel with the mean of the losses (``MeanLoss`` in training/accelerated.py): if the
+# mean of a number is not the rank's own, the ranks differ. Only then do they exchange the logs to name the layer. The
+# check is a guard, with the switch of all: [Note: cross-rank guards] in methods/job.py.
 
 _EXACT = 2**24  # fp32, in which the numbers travel, represents every integer up to here
 _NUM_HASHES = 3  # with many ranks each must be small, and one alone would now and then be equal by chance

@@ -285,7 +285,7 @@ def _is_partial(module: nn.Module) -> bool:
 
 
 def _is_rotation(rotate: Callable[..., Any]) -> bool:
-    """Return whether a function rotates the halves of queries and keys (batch, heads, tokens, features), as RoFormer does."""
+    """Return whether a function rotates halves of queries and keys (batch, heads, tokens, features) as RoFormer does."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (4, 2))
     angles = torch.rand(1, 3, 4, generator=generator).repeat(1, 1, 2)
