@@ -6,12 +6,7 @@ from meshwright.runtime.lazy import lazy_exports
 from meshwright.strategy import METHOD_CONFIGS
 
 if TYPE_CHECKING:
-    from meshwright.methods.base import (
-        Conflict as Conflict,
-        Method as Method,
-        Need as Need,
-        Phase as Phase,
-    )
+    from meshwright.methods.base import Conflict as Conflict, Method as Method, Need as Need, Phase as Phase
     from meshwright.methods.checkpoint import Checkpoint as Checkpoint
     from meshwright.methods.comm import Comm as Comm
     from meshwright.methods.compile import Compile as Compile

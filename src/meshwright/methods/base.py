@@ -96,6 +96,15 @@ class Method(MethodConfig):
     axis: ClassVar[str | None] = None  # the mesh axis that only this method uses
     needs: ClassVar[tuple[Need, ...]] = ()
     conflicts: ClassVar[tuple[Conflict, ...]] = ()  # each conflict is declared by one of its two methods
+    short_forms: ClassVar[Mapping[type, str]] = {}  # the key that a bare config of a type stands for: ("half", "bf16")
+
+    @classmethod
+    def from_short(cls, raw: Any) -> Mapping[str, Any]:
+        """Read a bare config by ``short_forms``."""
+        for kind, key in cls.short_forms.items():
+            if isinstance(raw, kind) and not isinstance(raw, bool):
+                return {key: raw}
+        return super().from_short(raw)
 
     def is_active(self, sizes: Mapping[str, int]) -> bool:
         """Return whether the method changes anything on a mesh: one with an axis needs several ranks along it."""

@@ -96,11 +96,7 @@ class _AllGather(FsdpComm):
 
     @torch.no_grad()
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Fill ``output_tensor`` (ranks · elements) with every rank's ``input_tensor`` as all ranks decode it."""
         way = self._unit.way
@@ -241,6 +237,7 @@ class Comm(Method):
     """
 
     method_name: ClassVar[str] = "comm"
+    short_forms: ClassVar[Mapping[type, str]] = {str: "reduce"}
     phase: ClassVar[Phase] = Phase.PRECISION
     summary: ClassVar[str] = "weights and gradients travel in 8 or 4 bits; collectives in two levels over nodes"
     effect: ClassVar[str] = (
@@ -289,11 +286,6 @@ class Comm(Method):
     hierarchical: Literal["auto"] | Annotated[int, Field(ge=1)] | None = None
     """Ranks per node: weights cross nodes once and are passed on inside; gradients are added up within nodes first.
     ``auto`` takes the launcher's ``LOCAL_WORLD_SIZE``. None: one collective over all ranks."""
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the encoding of gradients."""
-        return {"reduce": raw} if isinstance(raw, str) else super().from_short(raw)
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:

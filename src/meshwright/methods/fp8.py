@@ -192,6 +192,7 @@ class Fp8(Method):
     """
 
     method_name: ClassVar[str] = "fp8"
+    short_forms: ClassVar[Mapping[type, str]] = {str: "recipe"}
     phase: ClassVar[Phase] = Phase.FP8
     summary: ClassVar[str] = "linear layers multiply in 8 bits: about twice the arithmetic of bf16 on sm 8.9 and above"
     effect: ClassVar[str] = (
@@ -250,11 +251,6 @@ class Fp8(Method):
     """Under zero1, zero2 and fsdp: gather weights in 8 bits. Only ``tensorwise``."""
     emulate: bool = False
     """Run without 8-bit hardware: the same 8-bit values, multiplied in a wider type. Slow, for tests."""
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the name of a recipe."""
-        return {"recipe": raw} if isinstance(raw, str) else super().from_short(raw)
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:

@@ -10,16 +10,7 @@ from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, model_va
 
 from meshwright.cost import Placement, Step
 from meshwright.errors import StrategyError
-from meshwright.methods.base import (
-    Conflict,
-    HalfDType,
-    Job,
-    Method,
-    Phase,
-    half_dtype,
-    itemsize,
-    torch_dtype,
-)
+from meshwright.methods.base import Conflict, HalfDType, Job, Method, Phase, half_dtype, itemsize, torch_dtype
 from meshwright.methods.job import Precision
 from meshwright.nn import widen, wrap_method
 from meshwright.runtime.trees import map_tree
@@ -52,15 +43,11 @@ class HalfPrecisionMethod(Method):
     """A method that computes in fp16 or bf16."""
 
     phase: ClassVar[Phase] = Phase.PRECISION
+    short_forms: ClassVar[Mapping[type, str]] = {str: "dtype", torch.dtype: "dtype"}
 
     dtype: HalfDType = "fp16"
     loss_scale: LossScaleConfig | None = None
     """Policy of the fp16 loss scale; None: the defaults of torch's GradScaler."""
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read a bare dtype."""
-        return {"dtype": raw} if isinstance(raw, str | torch.dtype) else super().from_short(raw)
 
     def scale_loss(self, job: Job) -> None:
         """Ask for loss scaling where gradients would underflow without: in fp16."""

@@ -81,12 +81,8 @@ def _largest(parameters: list[torch.Tensor], budget: float) -> list[torch.Tensor
 # --- Checks
 
 
-def check_gradients(fraction: float, sizes: Mapping[str, int], shard_axis: str | None) -> None:
-    """Refuse gradients that would leave before they are final.
-
-    Raises:
-        StrategyError: Where gradients are averaged after backward has accumulated them.
-    """
+def _check_gradients(fraction: float, sizes: Mapping[str, int], shard_axis: str | None) -> None:
+    """Refuse gradients that would leave before they are final."""
     if fraction and not completed_in_backward(sizes, shard_axis):
         raise StrategyError(
             "offload: gradients cannot leave the device in backward here, they are averaged or reduced after it",
@@ -96,12 +92,8 @@ def check_gradients(fraction: float, sizes: Mapping[str, int], shard_axis: str |
         )
 
 
-def check_parameters(fraction: float, sizes: Mapping[str, int], shard_axis: str | None) -> None:
-    """Refuse parameters on the host where FSDP2 does not bring them to the device.
-
-    Raises:
-        StrategyError: Where FSDP2 does not shard.
-    """
+def _check_parameters(fraction: float, sizes: Mapping[str, int], shard_axis: str | None) -> None:
+    """Refuse parameters on the host where FSDP2 does not bring them to the device."""
     if fraction and (shard_axis is None or sizes.get("pipeline", 1) > 1):
         raise StrategyError(
             "offload: parameters come to the device block by block as FSDP2 gathers them, which it does not do here",
@@ -111,12 +103,8 @@ def check_parameters(fraction: float, sizes: Mapping[str, int], shard_axis: str 
         )
 
 
-def check_parameter_units(fraction: float, strategy: Strategy) -> None:
-    """Refuse a fraction of the parameters where FSDP2 gathers other units than blocks.
-
-    Raises:
-        StrategyError: Naming the keys.
-    """
+def _check_parameter_units(fraction: float, strategy: Strategy) -> None:
+    """Refuse a fraction of the parameters where FSDP2 gathers other units than blocks."""
     if not fraction:
         return
     config = next(method for method in strategy.methods if isinstance(method, ZeroMethod))
@@ -130,12 +118,8 @@ def check_parameter_units(fraction: float, strategy: Strategy) -> None:
         )
 
 
-def check_activations(fraction: float, sizes: Mapping[str, int]) -> None:
-    """Refuse activations under a pipeline, whose schedule decides when they are needed.
-
-    Raises:
-        StrategyError: Naming the axis.
-    """
+def _check_activations(fraction: float, sizes: Mapping[str, int]) -> None:
+    """Refuse activations under a pipeline, whose schedule decides when they are needed."""
     if fraction and sizes.get("pipeline", 1) > 1:
         raise StrategyError(
             "offload: activations stay on the device under a pipeline in this version",
@@ -143,16 +127,6 @@ def check_activations(fraction: float, sizes: Mapping[str, int]) -> None:
             got=f"activations={fraction} and pipeline={sizes['pipeline']}",
             fix="use checkpoint, or a schedule that holds fewer micro-batches such as 1f1b",
         )
-
-
-def check_disk(folder: str | None) -> None:
-    """Create the folder, and try a file in it.
-
-    Raises:
-        ConfigError: When that fails.
-    """
-    if folder is not None:
-        Disk(Path(folder))
 
 
 # --- The method
@@ -251,21 +225,22 @@ class Offload(Method):
 
     def check_mesh(self, sizes: Mapping[str, int], shard_axis: str | None) -> None:
         """Refuse fractions of what cannot leave the device on such a mesh."""
-        check_gradients(self.gradients or 0.0, sizes, shard_axis)
-        check_parameters(self._offloaded(sizes, shard_axis).parameters, sizes, shard_axis)
-        check_activations(self.activations, sizes)
+        _check_gradients(self.gradients or 0.0, sizes, shard_axis)
+        _check_parameters(self._offloaded(sizes, shard_axis).parameters, sizes, shard_axis)
+        _check_activations(self.activations, sizes)
 
     def check(self, job: Job) -> None:
         """Refuse fractions of what cannot leave the device in this job, and a disk that cannot be written to."""
         self.check_mesh(dict(job.axes), job.shard_axis)
         offloaded = self._offloaded(dict(job.axes), job.shard_axis)
-        check_parameter_units(offloaded.parameters, job.strategy)
+        _check_parameter_units(offloaded.parameters, job.strategy)
         if self.activations:
             require_blocks(job.model, method="offload", option="activations")
         if offloaded.optimizer:
             fix = 'pass the class of the optimizer, or offload activations only: ("offload", "activation")'
             job.require_optimizer(self.method_name, "whose states it could keep", fix)
-        check_disk(self.disk)
+        if self.disk is not None:
+            Disk(Path(self.disk))  # tries to write a file in the folder
 
     def apply(self, job: Job) -> None:
         """Hook the blocks, choose the sharded units that live on the host, and have master weights built there."""

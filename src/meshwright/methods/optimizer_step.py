@@ -29,6 +29,7 @@ class GradientAccumulation(Method):
     """
 
     method_name: ClassVar[str] = "gradient_accumulation"
+    short_forms: ClassVar[Mapping[type, str]] = {int: "num_micro_batches"}
     phase: ClassVar[Phase] = Phase.OPTIMIZER
     summary: ClassVar[str] = "a step's batch runs in several micro-batches"
     effect: ClassVar[str] = (
@@ -46,12 +47,6 @@ class GradientAccumulation(Method):
     )
 
     num_micro_batches: PositiveInt
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the number."""
-        is_count = isinstance(raw, int) and not isinstance(raw, bool)
-        return {"num_micro_batches": raw} if is_count else super().from_short(raw)
 
     def notices(self) -> list[str]:
         """Return a notice when it changes nothing."""
@@ -80,6 +75,7 @@ class GradClip(Method):
     """
 
     method_name: ClassVar[str] = "grad_clip"
+    short_forms: ClassVar[Mapping[type, str]] = {int: "max_norm", float: "max_norm"}
     phase: ClassVar[Phase] = Phase.OPTIMIZER
     summary: ClassVar[str] = "gradients are scaled down to a largest norm"
     effect: ClassVar[str] = "time: gradients are read, and written where they are clipped. Communication: one number"
@@ -88,12 +84,6 @@ class GradClip(Method):
     """Largest norm, in the gradients' units, without the loss scale of fp16."""
     norm_type: Literal["inf"] | _Positive = 2.0
     """p of the p-norm; ``inf``: the largest magnitude."""
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the largest norm."""
-        is_number = isinstance(raw, int | float) and not isinstance(raw, bool)
-        return {"max_norm": raw} if is_number else super().from_short(raw)
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:
@@ -134,6 +124,7 @@ class SkipNonfinite(Method):
     """
 
     method_name: ClassVar[str] = "skip_nonfinite"
+    short_forms: ClassVar[Mapping[type, str]] = {str: "action"}
     phase: ClassVar[Phase] = Phase.OPTIMIZER  # after the precision, which may ask for the same
     summary: ClassVar[str] = "steps whose gradients hold inf or nan are skipped, or end training"
     effect: ClassVar[str] = "time: the host waits for the norm in every step"
@@ -159,11 +150,6 @@ class SkipNonfinite(Method):
     )
 
     action: Literal["skip", "stop"] = "skip"
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the action."""
-        return {"action": raw} if isinstance(raw, str) else super().from_short(raw)
 
     def apply(self, job: Job) -> None:
         """Have the optimizer built with a guard that skips or stops."""
@@ -193,6 +179,7 @@ class LossSpike(Method):
     """
 
     method_name: ClassVar[str] = "loss_spike"
+    short_forms: ClassVar[Mapping[type, str]] = {str: "action"}
     phase: ClassVar[Phase] = Phase.WATCH
     summary: ClassVar[str] = "steps whose loss jumps are skipped, told, rolled back, or end training"
     effect: ClassVar[str] = "time: the host waits for the loss before every update"
@@ -213,11 +200,6 @@ class LossSpike(Method):
     """Height of a spike, in standard deviations."""
     patience: PositiveInt = SpikePolicy.patience
     """Number of spikes in a row at which ``skip`` ends training, for then the loss has not jumped but risen."""
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the action."""
-        return {"action": raw} if isinstance(raw, str) else super().from_short(raw)
 
     def check(self, job: Job) -> None:
         """Refuse a job without an optimizer."""
@@ -248,6 +230,7 @@ class Ema(Method):
     """
 
     method_name: ClassVar[str] = "ema"
+    short_forms: ClassVar[Mapping[type, str]] = {float: "decay"}
     phase: ClassVar[Phase] = Phase.OPTIMIZER
     summary: ClassVar[str] = "an exponential moving average of the weights, to evaluate and export"
     effect: ClassVar[str] = "memory: the average, sharded as the weights. Time: weights and average are read once more"
@@ -274,11 +257,6 @@ class Ema(Method):
     """Number of steps from one update to the next."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of the average; bf16 is rounded stochastically."""
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the decay."""
-        return {"decay": raw} if isinstance(raw, float) else super().from_short(raw)
 
     def check(self, job: Job) -> None:
         """Refuse a job without an optimizer."""

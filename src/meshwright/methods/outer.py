@@ -50,6 +50,7 @@ class Outer(Method):
     """
 
     method_name: ClassVar[str] = "outer"
+    short_forms: ClassVar[Mapping[type, str]] = {str: "rule"}
     phase: ClassVar[Phase] = Phase.OPTIMIZER
     summary: ClassVar[str] = "replicas synchronise every H steps: BMUF, local SGD, SlowMo, DiLoCo"
     effect: ClassVar[str] = (
@@ -85,11 +86,6 @@ class Outer(Method):
     anomaly_threshold: float | None = None
     offload: bool | None = None
     split: bool | None = None
-
-    @classmethod
-    def from_short(cls, raw: Any) -> dict[str, Any]:
-        """Read the name of a rule."""
-        return {"rule": raw} if isinstance(raw, str) else dict(super().from_short(raw))
 
     @classmethod
     def normalised(cls, keys: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,13 +166,10 @@ def recompute(modules: Sequence[nn.Module], kept: frozenset[str], *, no_reentran
         kept: Operators whose results are kept; only without reentrant autograd.
         no_reentrant: False uses torch's reentrant implementation.
     """
-    if not no_reentrant:
-        wrap_methods(modules, "forward", _reentrant)
-    elif kept:
+    run = functools.partial(_selective, kept) if kept else _whole
+    if kept and no_reentrant:
         _KEEPING.update(modules)
-        wrap_methods(modules, "forward", functools.partial(_selective, kept))
-    else:
-        wrap_methods(modules, "forward", _whole)
+    wrap_methods(modules, "forward", functools.partial(_recomputed, run if no_reentrant else _reentrant))
 
 
 def keeps_results(model: nn.Module) -> bool:
@@ -186,8 +183,11 @@ def _owner(forward: Callable[..., Any]) -> nn.Module:
     return module
 
 
-def _refuse_caches(args: Iterable[Any]) -> None:
-    cache = next((value for value in args if is_cache(value)), None)
+def _recomputed(run: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``run`` where a backward may follow, and the plain forward elsewhere."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    cache = next((value for value in (*args, *kwargs.values()) if is_cache(value)), None)
     if cache is not None:
         raise ModelError(
             "checkpoint: a block is called with a cache of keys and values, which recomputing would fill a second time",
@@ -195,30 +195,22 @@ def _refuse_caches(args: Iterable[Any]) -> None:
             got=type(cache).__name__,
             fix="leave checkpoint out; prefix tuning cannot do without its cache, LoRA and prompt tuning need none",
         )
+    return run(forward, *args, **kwargs)
 
 
 def _whole(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    _refuse_caches((*args, *kwargs.values()))
     return torch_checkpoint(
         carried(forward), *args, use_reentrant=False, **recompute_contexts([_owner(forward)]), **kwargs
     )
 
 
 def _selective(kept: frozenset[str], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    _refuse_caches((*args, *kwargs.values()))
     contexts = recompute_contexts([_owner(forward)], functools.partial(selective_contexts, kept))
     with keeping(kept):
         return torch_checkpoint(carried(forward), *args, use_reentrant=False, **_AS_EVER, **contexts, **kwargs)
 
 
 def _reentrant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    _refuse_caches((*args, *kwargs.values()))
     # Reentrant checkpoint takes only positional arguments, and only those get gradients.
     names, count, same, forward = list(kwargs), len(args), SameBuffers([_owner(forward)]), carried(forward)
 

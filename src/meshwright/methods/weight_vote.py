@@ -331,6 +331,7 @@ class WeightVote(Method):
     """
 
     method_name: ClassVar[str] = "weight_vote"
+    short_forms: ClassVar[Mapping[type, str]] = {int: "every", str: "action"}
     phase: ClassVar[Phase] = Phase.WATCH
     summary: ClassVar[str] = "ranks that hold the same weights compare their bits, and name who differs"
     effect: ClassVar[str] = (
@@ -340,13 +341,6 @@ class WeightVote(Method):
     every: PositiveInt = VotePolicy.every
     """Number of optimizer steps from one vote to the next; under ``outer``, at least as many."""
     action: VoteAction = VotePolicy.action
-
-    @classmethod
-    def from_short(cls, raw: Any) -> Mapping[str, Any]:
-        """Read the number of steps, or the action."""
-        if isinstance(raw, int) and not isinstance(raw, bool):
-            return {"every": raw}
-        return {"action": raw} if isinstance(raw, str) else super().from_short(raw)
 
     def check(self, job: Job) -> None:
         """Refuse a job without an optimizer."""

@@ -165,37 +165,12 @@ def liger_functions(device: torch.device) -> Any:
     return importlib.import_module("liger_kernel.transformers.functional")
 
 
-def replace_layer_norms(model: nn.Module, device: torch.device, into: Replacement) -> None:
-    """Add Liger's LayerNorm: torch's is one kernel already, Liger's reads and writes less in backward."""
-    _replace("layer_norm", _layer_norms(model), device, into)
-
-
-def replace_swiglus(model: nn.Module, device: torch.device, into: Replacement) -> None:
-    """Add Liger's SwiGLU for MLPs that compute down(silu(gate(x)) · up(x))."""
-    _replace("swiglu", _swiglus(model), device, into)
-
-
-def replace_rotaries(model: nn.Module, device: torch.device, into: Replacement) -> None:
-    """Add Liger's rotary embedding where a forward calls a function ``apply_rotary_pos_emb`` of its file."""
-    _replace("rotary", _rotaries(model), device, into)
-
-
 _Found = Iterator[tuple[nn.Module, Callable[[Any], Callable[..., Any]]]]
 """Modules, each with a function that makes its new forward from Liger's functions."""
 
 
-def _replace(name: str, found: _Found, device: torch.device, into: Replacement) -> None:
-    functions = liger_functions(device)
-    if functions is None:
-        count = sum(1 for _ in found)
-        if count:
-            into.left.append(f"{name}: {count} modules stay torch's, without liger-kernel on CUDA")
-        return
-    changes = [NewForward(module, make(functions)) for module, make in found]
-    into.add(f"{name}: {len(changes)} modules use liger-kernel", changes)
-
-
 def _layer_norms(model: nn.Module) -> _Found:
+    # torch's LayerNorm is one kernel already; Liger's reads and writes less in backward.
     for module in model.modules():
         if type(module) is nn.LayerNorm and len(module.normalized_shape) == 1 and module.bias is not None:
             yield module, _layer_norm_forward
@@ -213,6 +188,7 @@ def _layer_norm_forward(functions: Any) -> Callable[..., Tensor]:
 
 
 def _swiglus(model: nn.Module) -> _Found:
+    """Yield MLPs that compute down(silu(gate(x)) · up(x))."""
     known: dict[Any, bool] = {}
     for module in model.modules():
         for names in _SWIGLU_NAMES:
@@ -252,6 +228,7 @@ def _is_swiglu(module: nn.Module, names: tuple[str, str, str]) -> bool:
 
 
 def _rotaries(model: nn.Module) -> _Found:
+    """Yield modules whose forward calls a function ``apply_rotary_pos_emb`` of its file."""
     known: dict[Callable[..., Any], bool] = {}
     for module in model.modules():
         forward = type(module).forward
@@ -299,3 +276,19 @@ def _is_rotation(rotate: Callable[..., Any]) -> bool:
     except Exception:  # not a rotation, in spite of its name
         return False
     return all(torch.allclose(a, rotated(b), atol=1e-6) for a, b in zip(got, (q, k), strict=True))
+
+
+LIGER: dict[str, Callable[[nn.Module], _Found]] = {"layer_norm": _layer_norms, "swiglu": _swiglus, "rotary": _rotaries}
+"""The modules of a model that each of Liger's kernels can take, by the name of the replacement."""
+
+
+def replace_by_liger(name: str, model: nn.Module, device: torch.device, into: Replacement) -> None:
+    """Add Liger's kernel of a name in ``LIGER`` for every module that computes its formula."""
+    functions, found = liger_functions(device), LIGER[name](model)
+    if functions is None:
+        count = sum(1 for _ in found)
+        if count:
+            into.left.append(f"{name}: {count} modules stay torch's, without liger-kernel on CUDA")
+        return
+    changes = [NewForward(module, make(functions)) for module, make in found]
+    into.add(f"{name}: {len(changes)} modules use liger-kernel", changes)

@@ -13,19 +13,11 @@ from meshwright.cost import Step
 from meshwright.errors import StrategyError, did_you_mean, join_names
 from meshwright.methods.base import Conflict, Job, Method, Phase
 from meshwright.methods.replace.attention_backends import replace_attention
-from meshwright.methods.replace.fused_layers import (
-    replace_head,
-    replace_layer_norms,
-    replace_rms_norms,
-    replace_rotaries,
-    replace_swiglus,
-)
+from meshwright.methods.replace.fused_layers import LIGER, replace_by_liger, replace_head, replace_rms_norms
 from meshwright.methods.replace.model_changes import Replacement
 from meshwright.methods.replace.user_pairs import ATORCH_NAMES, BUILT_IN, registered_pairs, replace_pairs
 from meshwright.runtime import check_equal
 from meshwright.strategy import Strategy
-
-_WITH_LIGER = {"layer_norm": replace_layer_norms, "swiglu": replace_swiglus, "rotary": replace_rotaries}
 
 
 class ModuleReplace(Method):
@@ -127,9 +119,8 @@ class ModuleReplace(Method):
             replace_attention(model, self.attention, dtype, device, found, only_sdpa=only_sdpa)
         if self.wants("rms_norm"):
             replace_rms_norms(model, found)
-        for name, replace in _WITH_LIGER.items():
-            if self.wants(name):
-                replace(model, device, found)
+        for name in filter(self.wants, LIGER):
+            replace_by_liger(name, model, device, found)
         if self.fuses_loss:
             replace_head(model, self.loss if isinstance(self.loss, str) else None, found)
         replace_pairs(model, [pair for name, pair in registered_pairs().items() if self.wants(name)], dtype, found)
