@@ -112,7 +112,7 @@ class Method(MethodConfig):
 
     @property
     def of_state(self) -> bool:
-        """Whether the method changes only parameters and their states, not what blocks compute and save."""
+        """Return whether the method changes only parameters and their states, not what blocks compute and save."""
         return False
 
     def check(self, job: Job) -> None:

@@ -108,12 +108,12 @@ class Checkpoint(Method):
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all modules are treated alike."""
+        """Return whether all modules are treated alike."""
         return self.every in (None, 1) and self.layers is None and self.each is None
 
     @property
     def keeps_results(self) -> bool:
-        """Whether some module keeps results of operators, or may be chosen to."""
+        """Return whether some module keeps results of operators, or may be chosen to."""
         if self.each is not None:
             return "selective" in self.each
         return self.policy != "full" and (self.policy is not None or self.memory_budget is not None)

@@ -157,7 +157,7 @@ class Precision:
 
 @dataclass
 class ShardingRequests:
-    """What precision, compression and offload methods ask of the method that shards, which is applied after them."""
+    """Requests of precision, compression and offload methods to the method that shards, which is applied later."""
 
     precision: Precision | None = None
     compression: Compression | None = None  # of comm; data parallelism follows it too
@@ -167,7 +167,7 @@ class ShardingRequests:
 
 @dataclass
 class OptimizerRequests:
-    """What methods ask of the optimizer and of its steps; read once, when it is built over the final model."""
+    """Requests of methods to the optimizer and its steps; read once, when it is built over the final model."""
 
     loss_scaling: bool = False  # fp16: gradients would underflow
     loss_scale: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of LossScaler

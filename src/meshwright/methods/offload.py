@@ -220,7 +220,7 @@ class Offload(Method):
 
     @property
     def of_state(self) -> bool:
-        """Whether only states leave, and no activations."""
+        """Return whether only states leave, and no activations."""
         return not self.activations
 
     def check_mesh(self, sizes: Mapping[str, int], shard_axis: str | None) -> None:

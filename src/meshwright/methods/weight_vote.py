@@ -192,7 +192,7 @@ VoteAction = Literal["warn", "stop", "heal"]
 
 @dataclass(frozen=True)
 class VotePolicy:
-    """How often ranks vote, and what happens to those that are outvoted."""
+    """The interval of votes, and the action when one is not unanimous."""
 
     every: int = 100
     action: VoteAction = "stop"
@@ -251,7 +251,7 @@ class Voter:
 
     @property
     def _syncs_to_equal(self) -> bool:
-        """Whether all replicas are equal at some moments."""
+        """Return whether all replicas are equal at some moments."""
         assert self._outer is not None
         policy = self._outer.policy
         return policy.fragments == 1 and policy.delay == 0 and policy.merge_alpha == 0

@@ -128,7 +128,7 @@ class ModuleReplace(Method):
 
     @property
     def fuses_loss(self) -> bool:
-        """Whether cross entropies are computed without logits."""
+        """Return whether cross entropies are computed without logits."""
         asked = bool(self.loss) or (self.include is not None and "fused_loss" in self.include)
         return asked and "fused_loss" not in self.exclude
 
