@@ -184,9 +184,9 @@ def set_parameter_placements(job: Job) -> None:
     part, orders = part_of_whole(model), rank_orders(model)
     named = {stored_name(name): parameter for name, parameter in model.named_parameters()}
     places = {stored_name(name): place for place, name in enumerate(part.names if part is not None else named)}
-    homes = {stored_name(name): ranks for name, ranks in part.homes.items()} if part is not None else {}
+    ranks_of = {stored_name(name): ranks for name, ranks in part.homes.items()} if part is not None else {}
     for name, parameter in named.items():
-        on, of = (len(homes[name]), part.size) if part is not None else (1, 1)
+        on, of = (len(ranks_of[name]), part.size) if part is not None else (1, 1)
         set_placement(parameter, ParameterPlacement(places[name], on, of, orders.get(id(parameter))))
 
 

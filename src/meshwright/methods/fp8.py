@@ -246,7 +246,7 @@ class Fp8(Method):
     amax_history_len: PositiveInt = 1024
     amax_compute_algo: Literal["max", "most_recent"] = "max"
     reduce_amax: bool = True
-    """Make scales equal on all ranks that hold a layer, by one all-reduce per step."""
+    """Make scales equal on all ranks that have a layer, by one all-reduce per step."""
     all_gather: bool = False
     """Under zero1, zero2 and fsdp: gather weights in 8 bits. Only ``tensorwise``."""
     emulate: bool = False

@@ -235,7 +235,7 @@ class Job:
 
     # What ``check`` finds out on the whole model, for ``apply``.
     replacement: Replacement | None = None  # of module_replace
-    split: tuple[Split, str] | None = None  # of tensor_parallel, and what is said of it
+    split: tuple[Split, str] | None = None  # of tensor_parallel, with its description
     expert_layers: list[tuple[ExpertLayer, int | None]] = field(default_factory=list)  # of expert_parallel
     recomputed: Mapping[str, frozenset[str]] | None = None  # of checkpoint: operators kept, by paths
 
@@ -254,7 +254,7 @@ class Job:
     gather_order_check: StepCheck | None = None  # of the method that shards
     activations: OffloadedBytes | None = None  # offload: what forward copies to the host
     voter: object | None = None  # weight_vote: counts the steps of the built optimizer
-    notices: list[str] = field(default_factory=list)  # what the user is told once, on rank 0
+    notices: list[str] = field(default_factory=list)  # messages to the user, printed once, on rank 0
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

@@ -151,7 +151,7 @@ def _unknown(value: Any) -> StrategyError:
 
 # --- Running a module's forward under torch's checkpoint, which runs it again in backward
 
-# Activation offloading moves what autograd saves, and kept results are not part of it; torch 2.15 wants that said.
+# Activation offloading moves what autograd saves; kept results stay out of it, which torch 2.15 makes a choice.
 _RESPECT = "respect_saved_tensors_hooks"
 _AS_EVER: dict[str, Any] = {_RESPECT: False} if _RESPECT in inspect.signature(torch_checkpoint).parameters else {}
 

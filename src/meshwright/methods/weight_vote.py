@@ -283,12 +283,12 @@ class Voter:
         divided = [each for each in found if not each.majority]
         if self.policy.action == "stop" or (self.policy.action == "heal" and divided):
             raise agreed(self._error(found, divided))
-        said = "; ".join(map(str, found[:4])) + (f"; … ({len(found)} in all)" if len(found) > 4 else "")
+        text = "; ".join(map(str, found[:4])) + (f"; … ({len(found)} in all)" if len(found) > 4 else "")
         if self.policy.action == "heal":
             self._heal(outcomes, names)
-            said += "; the majority's are taken over"
+            text += "; the majority's are taken over"
         where = f"after step {self.num_steps} weights differ between ranks that are to hold the same"
-        print_rank(f"meshwright: {where}: {said}", file=sys.stderr, flush=True)
+        print_rank(f"meshwright: {where}: {text}", file=sys.stderr, flush=True)
 
     def _error(self, found: list[Difference], divided: list[Difference]) -> ReplicaError:
         first = (divided if self.policy.action == "heal" else found)[0]
