@@ -20,6 +20,7 @@ from meshwright.cost import Cluster
 from meshwright.data import GlobalBatchLoader
 from meshwright.errors import LaunchError, ModelError
 from meshwright.methods import Job, apply_strategy, check_strategy
+from meshwright.methods.job import guards_are_on
 from meshwright.nn import check_no_renorm
 from meshwright.optim import Stages, clip_gradients
 from meshwright.optim.guarded_step import follow_loads
@@ -173,7 +174,7 @@ def accelerate(
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)
-    seed_replica(world.seed, job.replica)
+    seed_replica(world.seed, job.mesh_axes.replica)
     if accelerated.optim is not None:
         _OPTIMIZERS[accelerated.model] = (weakref.ref(accelerated.optim), job.stages)
         follow_loads(accelerated.model, accelerated.optim)
@@ -236,7 +237,7 @@ def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelera
     """Build optimizer and scheduler over the model as applied."""
     with same_on_every_rank():
         optim = job.build_optimizer()
-    optim = None if optim is None else job.finish_optimizer(optim)
+    optim = None if optim is None else job.optimizer.finish(optim)
     with same_on_every_rank():
         make_scheduler = request.lr_scheduler_cls
         if make_scheduler is not None:
@@ -251,7 +252,7 @@ def _finish(request: Request, job: Job, plan: Plan, dataloader: Any) -> Accelera
         lr_scheduler=scheduler,
         has_loss_func=request.loss_func is not None,
         model_input_format=request.model_input_format,
-        max_grad_norm=job.max_grad_norm,
+        max_grad_norm=job.optimizer.max_grad_norm,
         num_micro_batches=job.num_micro_batches,
         loss_weight=request.loss_weight,
     )
@@ -317,6 +318,7 @@ def check_alike(strategy: str, model: str, parameters: Sequence[str] = ()) -> No
     check_all_equal(
         ("The installed code", _own_versions(), "install the same Meshwright and torch on every machine"),
         ("The strategy", strategy, "pass the same strategy on every rank"),
+        ("The switch of cross-rank guards", f"{guards_are_on()}", "set MESHWRIGHT_GUARDS alike on every rank"),
     )
     models = gather_objects(model)
     other = next((rank for rank, each in enumerate(models) if each != models[0]), None)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from meshwright.errors import ConfigError, DataError, LossSpikeError, UnsoundStepError
 from meshwright.methods import Job, abandon, abandoned_if_it_fails
-from meshwright.methods.base import ALL_AXES, STEP_AXES, mean_over
+from meshwright.methods.job import SAMPLED, STEP_AXES, guards_are_on, mean_over
 from meshwright.nn import reshard
 from meshwright.nn.batches import call_loss, call_model, first_loss, micro_batches
 from meshwright.optim import average_of, clip_gradient_values, clip_gradients, clipped_step, guard_of
@@ -100,12 +100,13 @@ class Accelerated:
         self.args = {"use_optim_backward": False, "requires_set_gradient_accumulation_boundary": False}
         self.strategy: Strategy = job.strategy
         self.plan = plan
-        self.device, self.mesh = job.device, job.mesh
-        self.replica, self.num_replicas = job.replica, job.num_replicas
+        self.device, self.mesh = job.device, job.mesh_axes.mesh
+        self.replica, self.num_replicas = job.mesh_axes.replica, job.mesh_axes.num_replicas
         self.num_micro_batches = num_micro_batches
-        self.max_grad_norm, self.grad_norm_type = max_grad_norm, job.grad_norm_type
+        self.max_grad_norm, self.grad_norm_type = max_grad_norm, job.optimizer.grad_norm_type
         self._model_input_format, self._loss_weight = model_input_format, loss_weight
         self._mean_loss = MeanLoss(job, dataloader)
+        self._may_skip = job.optimizer.skip_nonfinite or job.optimizer.spikes is not None
         self._hosted_bytes = 0  # of activations that a measured forward copied to the host
         self._saved_bytes = 0  # what measured_step found; _MEASURE_NEXT asks the next forward to measure
 
@@ -130,10 +131,10 @@ class Accelerated:
         """
         optim = required(self.optim)
         optim.zero_grad()
-        with restored_buffers(self.model, self._job.skip_nonfinite or self._job.spikes is not None) as restore_buffers:
+        with restored_buffers(self.model, self._may_skip) as restore_buffers:
             loss = self._mean_loss(self._forward_backward(micro_batches(batch, self.num_micro_batches)))
             grad_norm, update = clipped_step(self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages)
-            spike = judge_loss(loss, self._guard, self._job.spikes)
+            spike = judge_loss(loss, self._guard, self._job.optimizer.spikes)
             update()
             skipped = self._guard is not None and self._guard.step_was_skipped
             if skipped:
@@ -254,9 +255,11 @@ class Accelerated:
     def evaluate(self, batch: Any) -> torch.Tensor:
         """Return the mean loss over the global batch, without gradients; 0-dim, equal on every rank."""
         inputs, weigh = self.prepare_input(batch, self.device), self._loss_weight
-        (divisor,) = loss_divisors(self._job, weigh, [inputs], ALL_AXES) if weigh is not None else [1.0]
+        (divisor,) = loss_divisors(self._job, weigh, [inputs], SAMPLED) if weigh is not None else [1.0]
         output = call_model(self.model, inputs, self._model_input_format)
-        loss = mean_over(self._job, divided(first_loss(self._job.loss_func(inputs, output)), divisor), ALL_AXES)
+        loss = mean_over(
+            self._job.mesh_axes, divided(first_loss(self._job.loss_func(inputs, output)), divisor), SAMPLED
+        )
         reshard(self.model)  # else weights gathered here would outlive a change of the shards
         return loss
 
@@ -317,7 +320,7 @@ class MeanLoss:
     """
 
     def __init__(self, job: Job, dataloader: Any) -> None:
-        self._job, self._dataloader = job, dataloader
+        self._job, self._dataloader = job, dataloader if guards_are_on() else None
         self._agreed: int | None = None  # the epoch in which all were: read by the host once in each
 
     def __call__(self, loss: torch.Tensor) -> torch.Tensor:
@@ -331,10 +334,10 @@ class MeanLoss:
         ran = layers.numbers() if layers is not None else []
         beside = [*([epoch] if isinstance(epoch, int) else []), *ran]
         if not beside:
-            return mean_over(self._job, loss, STEP_AXES)
+            return mean_over(self._job.mesh_axes, loss, STEP_AXES)
         own = loss.detach().to(torch.promote_types(loss.dtype, torch.float32))
         numbers = torch.stack([own, *(torch.full_like(own, each) for each in beside)])
-        means = mean_over(self._job, numbers, STEP_AXES)
+        means = mean_over(self._job.mesh_axes, numbers, STEP_AXES)
         if isinstance(epoch, int):
             self._check_epoch(epoch, means[1])
         if layers is not None:
@@ -375,7 +378,7 @@ def loss_divisors(job: Job, weight_of: LossWeight, inputs: Sequence[Any], axes: 
     given = [weight_of(each) for each in inputs]
     weights = torch.stack([_as_number(each, job.device) for each in given])
     wrong = ~(weights.isfinite() & (weights >= 0))
-    means = mean_over(job, torch.stack([weights.sum(), wrong.sum()]), axes)
+    means = mean_over(job.mesh_axes, torch.stack([weights.sum(), wrong.sum()]), axes)
     *own, total, any_wrong = torch.cat([weights, means]).tolist()
     if any_wrong:
         raise _weight_error([value for value, is_wrong in zip(given, wrong.tolist(), strict=True) if is_wrong])

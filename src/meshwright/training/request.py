@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from meshwright.cost import Cluster
 from meshwright.errors import ConfigError, ModelError, did_you_mean
 from meshwright.methods import Job, SampleRun
+from meshwright.methods.job import MeshAxes, OptimizerRequests
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import (
     batch_size_of,
@@ -254,16 +255,18 @@ class Request:
             device=device,
             loss_func=self.loss,
             prepare_input=self.prepare,
-            axes=plan.step.axes,
-            coordinate=coordinate_of(rank(), plan.step.axes, mode.rank_order),  # type: ignore[union-attr]
-            shard_axis=plan.step.shard_axis,
+            mesh_axes=MeshAxes(
+                plan.step.axes,
+                coordinate_of(rank(), plan.step.axes, mode.rank_order),  # type: ignore[union-attr]
+                plan.step.shard_axis,
+            ),
             num_micro_batches=plan.step.num_micro_batches,
             cut=plan.cut,
             find_unused_parameters=self.find_unused_parameters,
             ddp_options=self.ddp_options or {},
             optim_func=self.build_optimizer,
             optim_param_func=self.optim_param_func if self._built is None else self._built.groups,
-            max_grad_norm=self.max_grad_norm,
+            optimizer=OptimizerRequests(max_grad_norm=self.max_grad_norm),
             sample=SampleRun(lambda samples: self._sample_inputs(device, samples), self._forward),
         )
 
@@ -276,8 +279,8 @@ class Request:
         return global_batch_loader(
             self.dataset,
             loader_args=self.dataloader_args,
-            replica=job.replica,
-            num_replicas=job.num_replicas,
+            replica=job.mesh_axes.replica,
+            num_replicas=job.mesh_axes.num_replicas,
             sampler_cls=self.distributed_sampler_cls,
             sampler_seed=self.sampler_seed,
         )

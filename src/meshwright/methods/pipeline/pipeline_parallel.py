@@ -168,14 +168,15 @@ def finish_pipeline(job: Job, engine: PipelineEngine) -> None:
 
 def _averager(job: Job) -> GradientAverager | None:
     trains = any(parameter.requires_grad for parameter in job.model.parameters())
-    if job.shard_axis is not None or job.num_averaged == 1 or not trains:
+    if job.shard_axis is not None or job.mesh_axes.num_averaged == 1 or not trains:
         return None
-    group = job.flat_mesh("context", "sequence", "data").get_group()
+    group = job.mesh_axes.flat_mesh("context", "sequence", "data").get_group()
     return GradientAverager(job.model, group, allow_unused=job.find_unused_parameters, in_backward=False)
 
 
 def _compute_dtype(job: Job) -> torch.dtype | None:
-    return torch_dtype(job.precision.compute) if job.precision is not None and job.shard_axis is not None else None
+    precision = job.sharding.precision if job.shard_axis is not None else None
+    return torch_dtype(precision.compute) if precision is not None else None
 
 
 # --- ``pipeline_parallel``: a model's blocks are cut into stages over the mesh axis ``pipeline``. Seed: ATorch.

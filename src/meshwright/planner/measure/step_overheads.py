@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from meshwright.cost import Cluster, Constants, Step, simulate
 from meshwright.methods import Job, SampleRun, apply_strategy, check_strategy
 from meshwright.methods.base import half_dtype, torch_dtype
+from meshwright.methods.job import MeshAxes
 from meshwright.nn import widen
 from meshwright.optim import local_tensor
 from meshwright.planner.measure.timing import Clock, calls_of, slowest, together
@@ -81,8 +82,8 @@ def reference(strategy: Strategy | None, size: Size, now: Settings, *, in_half: 
     if strategy is None:
         return Reference(_alone(model, ids, dtype), plan.step, _optimizer_like(model))
     job = Job(
-        model, plan.strategy, now.device, _loss, lambda inputs, device: inputs, axes=plan.step.axes,
-        coordinate=coordinate_of(rank(), plan.step.axes), shard_axis=plan.step.shard_axis,
+        model, plan.strategy, now.device, _loss, lambda inputs, device: inputs,
+        mesh_axes=MeshAxes(plan.step.axes, coordinate_of(rank(), plan.step.axes), plan.step.shard_axis),
         sample=SampleRun(workload.inputs_of, _loss_of),
     )  # fmt: skip
     check_strategy(job)
