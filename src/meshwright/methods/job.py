@@ -31,6 +31,8 @@ from meshwright.optim import (
     step_on_local_tensors,
 )
 from meshwright.optim.guarded_step import call_around
+from meshwright.runtime.torch_internals.ddp import reset_reducer
+from meshwright.runtime.torch_internals.dtensor import flattened
 from meshwright.store.entries import unwrapped
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ class MeshAxes:
         """Return those of these axes that have several ranks, as a mesh of one dim; at least one has. Collective."""
         axes = tuple(axis for axis in names if self.size(axis) > 1)
         mesh = self.require_mesh()
-        return mesh[axes]._flatten() if len(axes) > 1 else mesh[axes]
+        return flattened(mesh[axes]) if len(axes) > 1 else mesh[axes]
 
     @property
     def num_replicas(self) -> int:
@@ -400,7 +402,7 @@ def abandon(job: Job, optim: Optimizer | None) -> None:
 
 def _reset(replicas: DistributedDataParallel) -> None:
     # DDP takes the failed pass for one that still reduces, and would refuse the next.
-    replicas.reducer._reset_state()
+    reset_reducer(replicas)
     if _SETTLING not in replicas.__dict__:
         replicas.__dict__[_SETTLING] = replicas.register_forward_pre_hook(_settle)
 

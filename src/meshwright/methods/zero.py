@@ -256,16 +256,16 @@ def share_hooks(model: nn.Module) -> None:
     for module in model.modules():
         for group in parameter_groups(module) if isinstance(module, FSDPModule) else ():
             for each in group.fsdp_params:
-                if each.sharded_param._backward_hooks is None:
-                    each.sharded_param._backward_hooks = OrderedDict()  # to which later ones are added
+                if backward_hooks_of(each.sharded_param) is None:
+                    setattr(each.sharded_param, BACKWARD_HOOKS, OrderedDict())  # to which later ones are added
                 each.init_unsharded_param = functools.partial(_gathered, each, each.init_unsharded_param)
 
 
 def _gathered(parameter: Any, gather: Callable[[], None]) -> None:
     gather()
-    hooks = parameter.sharded_param._backward_hooks
-    if parameter._unsharded_param._backward_hooks is not hooks:
-        parameter._unsharded_param._backward_hooks = hooks
+    hooks = backward_hooks_of(parameter.sharded_param)
+    if backward_hooks_of(unsharded_of(parameter)) is not hooks:
+        setattr(unsharded_of(parameter), BACKWARD_HOOKS, hooks)
 
 
 def _choose_collectives(job: Job) -> None:
@@ -279,7 +279,7 @@ def _choose_collectives(job: Job) -> None:
     elif job.device.type == "cpu":
         # A stream would carry the gathers that are started ahead; without one they run in gloo's threads, or are
         # waited for where they start.
-        job.model._set_unshard_async_op(True)  # type: ignore[operator]
+        set_async_unshard(job.model)
 
 
 def _prefetch_forward(units: Units) -> None:
@@ -321,7 +321,7 @@ def _adapt_to_transformers(method: str, job: Job) -> None:
     model = job.model
     for module in model.modules():
         # transformers reads this flag: ranks then generate equally long and drop no layers of their own.
-        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        setattr(module, MANAGED, True)
     if hasattr(type(model), "generate"):
         wrap_method(model, "generate", functools.partial(_generate_gathered, model))
     config = getattr(model, "config", None)
