@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from meshwright.training.built_optimizer import BuiltOptimizer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
-    """The arguments of ``accelerate``; see there."""
+    """The arguments of :func:`meshwright.accelerate`, which documents them."""
 
     model: nn.Module
     optim_func: Callable[..., Optimizer] | Optimizer | None
@@ -64,16 +64,16 @@ class Request:
     included: Sequence[Any]
     max_grad_norm: float | None
     num_micro_batches: int | None
+    loss_weight: LossWeight | None
     find_unused_parameters: bool
     ddp_options: Mapping[str, Any] | None
     sample_batch: Any
     batch_size: int | None
     sampler_seed: int
+    time_limit: float | None
+    cluster: str | os.PathLike[str] | Cluster | None
+    finetune_strategy: bool
     dry_run: bool
-    time_limit: float | None = None
-    finetune: bool = False
-    loss_weight: LossWeight | None = None
-    cluster: str | os.PathLike[str] | Cluster | None = None
 
     def check(self, device: torch.device) -> None:
         """Refuse arguments that cannot work together.
@@ -109,7 +109,7 @@ class Request:
     @property
     def chooses(self) -> bool:
         """Return whether the planner chooses the strategy, or the configs of its methods."""
-        return self.strategy is None or self.finetune
+        return self.strategy is None or self.finetune_strategy
 
     def _check_dry_runs(self) -> None:
         if self.time_limit is None:
@@ -197,8 +197,8 @@ class Request:
         return described_cluster(self.cluster, device, world_size(), local_world)
 
     def _constraints(self, workload: Workload) -> dict[str, Sequence[Any]]:
-        """Of the choice; ``finetune`` keeps the methods of the strategy, and only their configs are chosen."""
-        if self.strategy is None or not self.finetune:
+        """Of the choice; ``finetune_strategy`` keeps the methods of the strategy, and only their configs are chosen."""
+        if self.strategy is None or not self.finetune_strategy:
             return {"excluded": self.excluded, "included": self.included}
         return only_configs(workload, Strategy(self.strategy))
 
@@ -286,7 +286,7 @@ class Request:
         """Return the strategy asked for, as text."""
         if self.strategy is None:
             return f"chosen automatically (excluded={list(self.excluded)}, included={list(self.included)})"
-        if self.finetune:
+        if self.finetune_strategy:
             return f"the methods of {Strategy(self.strategy)} with configs chosen automatically"
         return str(Strategy(self.strategy))
 
