@@ -361,11 +361,7 @@ def adapter_names(model: nn.Module, named: dict[str, torch.Tensor]) -> dict[str,
 
 
 def peft_library() -> ModuleType:
-    """Import peft.
-
-    Raises:
-        ConfigError: When it is not installed.
-    """
+    """Import peft; raise a ConfigError where it is not installed."""
     try:
         import peft
     except ImportError:

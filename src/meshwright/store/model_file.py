@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Container, Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,14 +30,9 @@ from meshwright.store.tensor_files import (
 )
 from meshwright.store.transfer import (
     OwnedTensor,
-    PartEntries,
-    collect,
-    collect_owned,
-    other_names,
+    WholeEntries,
+    collect_named,
     refuse_stages,
-    spread,
-    spread_owned,
-    spread_to_stage,
     whole_entries,
 )
 
@@ -73,8 +68,8 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
     with same_on_every_rank():
         if rank() == 0:
             make_folder(path.parent)
-    parts = PartEntries.of(entries)
-    state_dict = _gathered(entries, on_stages) if parts is None else _gathered_parts(entries, parts)
+    whole = _whole(entries, on_stages, "save")
+    state_dict = _gathered(entries, whole)
     with same_on_every_rank():
         if rank() == 0 and non_blocking:
             write_later(path, state_dict)
@@ -112,54 +107,35 @@ def save_folder(
         check_tensors(Path(folder), entries.raw)
         if rank() == 0:
             write_config(entries.module, Path(folder))
-    parts = PartEntries.of(entries)
-    gather: Callable[[str], torch.Tensor | None] | None = None
-    if parts is None:
-        refuse_parts(entries.raw, "save_folder")
-        tensors = in_model_order(entries, {stored_name(name): value for name, value in entries.raw.items()})
-    else:
-        own, held, tied = in_model_order(entries, entries.tensors), parts.held, parts.tied
-        tensors = {name: held[tied.get(name, name)].empty("meta") for name in parts.names}
-
-        def gather(name: str) -> torch.Tensor | None:
-            first = tied.get(name, name)
-            return collect_owned(own.get(first), held[first])
-
+    whole = _whole(entries, {}, "save_folder")
+    own, owners = in_model_order(entries, entries.tensors), whole.owners
+    outlines = {name: owner.empty("meta") for name, owner in owners.items()} or own
     stem = f"{prefix}.model" if prefix else "model"
     write_folder(
-        tensors,
+        {name: outlines[whole.first[name]] for name in whole.names},
         Path(folder),
         stem,
         shard_bytes=shard_bytes,
         metadata={"format": "pt"},
         non_blocking=non_blocking,
-        gather=gather,
+        gather=lambda name: collect_named(whole.first[name], own, owners),
     )
 
 
-def _gathered(entries: ModelEntries, on_stages: Mapping[str, OwnedTensor]) -> dict[str, Any]:
+def _whole(entries: ModelEntries, on_stages: Mapping[str, OwnedTensor], what: str) -> WholeEntries:
+    """Collect the entries of all ranks, and refuse parts that are not of a pipeline; collective."""
+    whole = WholeEntries.of(entries, on_stages)
+    if not whole.in_parts:
+        refuse_parts(entries.raw, what)
+    return whole
+
+
+def _gathered(entries: ModelEntries, whole: WholeEntries) -> dict[str, Any]:
     """Copy all entries to the host of rank 0; return an empty dict elsewhere, where one tensor at a time is whole."""
-    refuse_parts(entries.raw, "save")
-    state_dict: dict[str, Any] = {}
-    copies: dict[int, torch.Tensor | None] = {}  # tied names share one copy
-    tensors = {name: value for name, value in entries.raw.items() if isinstance(value, torch.Tensor)}
-    for name, value in (entries.raw | in_model_order(entries, tensors)).items():
-        if not isinstance(value, torch.Tensor):
-            state_dict[stored_name(name)] = value
-            continue
-        if id(value) not in copies:
-            held = on_stages.get(name)
-            copies[id(value)] = collect(value) if held is None else collect_owned(value, held)
-        state_dict[stored_name(name)] = copies[id(value)]
-    return state_dict if rank() == 0 else {}
-
-
-def _gathered_parts(entries: ModelEntries, parts: PartEntries) -> dict[str, Any]:
-    """Do the same where ranks hold parts of the model: each tensor comes from a rank that trains it."""
     own = in_model_order(entries, entries.tensors)
-    copies = {name: collect_owned(own.get(name), held) for name, held in parts.held.items()}
-    found = copies | {name: copies[first] for name, first in parts.tied.items()} | parts.values
-    return {name: found[name] for name in parts.names} if rank() == 0 else {}
+    copies = {name: collect_named(name, own, whole.owners) for name in whole.tensors()}
+    found = {name: copies[first] for name, first in whole.first.items()} | whole.values
+    return {name: found[name] for name in whole.names} if rank() == 0 else {}
 
 
 def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) -> LoadedKeys:
@@ -198,21 +174,13 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
     masters = masters_of(model)
     if masters is not None:
         entries = _finest(entries, masters, wide)
-    parts = PartEntries.of(entries)
-    if parts is None:
-        wanted = {stored_name(name): _shape_of(value) for name, value in entries.raw.items()}
-        tensors = ((id(value), stored_name(n)) for n, value in entries.raw.items() if isinstance(value, torch.Tensor))
-        tied = other_names(tensors)
-    else:
-        wanted, tied = parts.shapes(), parts.tied_names()
+    whole = _whole(entries, on_stages, "load")
+    tied = whole.tied()
     if strict:
         with same_on_every_rank():
             _check_tied(path, found, tied)
-    keys = _compare(path, wanted, stored, tied, strict)
-    if parts is None:
-        _fill(entries, on_stages, found, stored)
-    else:
-        _fill_parts(entries, parts, found, stored)
+    keys = _compare(path, whole.shapes, stored, tied, strict)
+    _fill(entries, whole, found, stored)
     if masters is not None:
         masters.write_back()
     weights_were_loaded(model)
@@ -265,46 +233,22 @@ def _compare(
 
 
 @torch.no_grad()
-def _fill(
-    entries: ModelEntries, on_stages: Mapping[str, OwnedTensor], found: Mapping[str, Any], stored: Container[str]
-) -> None:
-    """Send every tensor from rank 0 into its place; tied ones once."""
-    refuse_parts(entries.raw, "load")
-    done: set[int] = set()
-    extra: dict[str, Any] = {}
-    for name, target in entries.raw.items():
-        plain = stored_name(name)
-        if plain not in stored or id(target) in done:
-            continue
-        if not isinstance(target, torch.Tensor):
-            extra[name] = gather_objects(found.get(plain))[0]
-            continue
-        done.add(id(target))
-        if name in on_stages:
-            spread_to_stage(found.get(plain), target, on_stages[name])
-            continue
-        spread(found.get(plain), target)
-        to_rank_order_(entries, {plain: target})
-    if extra:
-        entries.module.load_state_dict(entries.raw | extra)
-
-
-@torch.no_grad()
-def _fill_parts(entries: ModelEntries, parts: PartEntries, found: Mapping[str, Any], stored: Container[str]) -> None:
-    """Do the same where ranks hold parts of the model: each gets its own tensors only."""
-    tied = parts.tied_names()
-    for name, held in parts.held.items():
-        given = next((each for each in (name, *tied.get(name, ())) if each in stored), None)
+def _fill(entries: ModelEntries, whole: WholeEntries, found: Mapping[str, Any], stored: Container[str]) -> None:
+    """Send every tensor from rank 0 into its place, tied ones once, and then everything else."""
+    tied = whole.tied()
+    for name in whole.tensors():
+        given = next((each for each in (name, *tied[name]) if each in stored), None)
         if given is None:
             continue
         target = entries.tensors.get(name)
-        spread_owned(found.get(given), target, held)
+        whole.spread(name, found.get(given), target)
         if target is not None:
             to_rank_order_(entries, {name: target})
-    values = gather_objects({name: found[name] for name in parts.values if name in found})[0]
-    own = {name: values[stored_name(name)] for name in entries.raw if stored_name(name) in values}
-    if own:
-        entries.module.load_state_dict(entries.raw | own)
+    if whole.values:
+        values = gather_objects({name: found[name] for name in whole.values if name in found})[0]
+        own = {name: values[stored_name(name)] for name in entries.raw if stored_name(name) in values}
+        if own:
+            entries.module.load_state_dict(entries.raw | own)
 
 
 def _check_tied(path: Path, found: Mapping[str, Any], tied: Mapping[str, Sequence[str]]) -> None:

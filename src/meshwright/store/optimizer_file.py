@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from meshwright.store.optimizer_state import (
     updatable,
 )
 from meshwright.store.tensor_files import failed_before, make_folder, read_file, wait_for_saves, write_file, write_later
-from meshwright.store.transfer import collect, collect_owned, owned_by_ranks, spread, spread_owned
+from meshwright.store.transfer import OwnedTensor, collect_named, owned_by_ranks, spread, spread_owned
 
 
 def save_optimizer(
@@ -72,27 +72,27 @@ def save_optimizer(
     with same_on_every_rank():
         tensors, contents = _capture(optimizer, model)
     part = part_of_whole(unwrapped(model))
-    gather: Callable[[str], torch.Tensor | None] | None = None
+    owners: dict[str, OwnedTensor] = {}
     if part is None:
         refuse_parts(tensors, "save_optimizer")
     else:
-        own, held = tensors, owned_by_ranks(tensors)
+        owners = owned_by_ranks(tensors)
         contents = _united_contents(contents, part.names)
-        tensors = {name: each.empty("meta") for name, each in held.items()}
 
-        def gather(name: str) -> torch.Tensor | None:
-            return collect_owned(own.get(name), held[name])
+    def gather(name: str) -> torch.Tensor | None:
+        return collect_named(name, tensors, owners)
 
+    outlines = {name: owner.empty("meta") for name, owner in owners.items()} or tensors
     if folder:
         stem = f"{prefix}.{INDEX_KEY}" if prefix else INDEX_KEY
         metadata = {INDEX_KEY: dataclasses.asdict(contents)}
         options: dict[str, Any] = {"shard_bytes": shard_bytes, "non_blocking": non_blocking, "gather": gather}
-        write_folder(tensors, target, stem, metadata=metadata, **options)
+        write_folder(outlines, target, stem, metadata=metadata, **options)
         return
     with same_on_every_rank():
         if rank() == 0:
             make_folder(target.parent)
-    whole = {name: gather(name) if gather is not None else collect(tensor) for name, tensor in tensors.items()}
+    whole = {name: gather(name) for name in outlines}
     with same_on_every_rank():
         if rank() == 0:
             (write_later if non_blocking else write_file)(target, to_torch_format(whole, contents))

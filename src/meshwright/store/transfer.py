@@ -135,15 +135,15 @@ def owned_by_ranks(
 
 
 @torch.no_grad()
-def collect_owned(tensor: torch.Tensor | None, held: OwnedTensor) -> torch.Tensor | None:
+def collect_owned(tensor: torch.Tensor | None, owner: OwnedTensor) -> torch.Tensor | None:
     """Copy the whole tensor to the host of rank 0; return None elsewhere. Every rank calls it.
 
     Args:
-        tensor: This rank's; not read where ``held`` says that others hold it.
-        held: Who holds it.
+        tensor: This rank's; not read where others hold it.
+        owner: Who holds it.
     """
-    first, whole = held.homes[0], None
-    if tensor is not None and rank() in held.homes:
+    first, whole = owner.homes[0], None
+    if tensor is not None and rank() in owner.homes:
         whole = whole_tensor(tensor)
     if rank() == first != 0:
         assert whole is not None
@@ -151,32 +151,32 @@ def collect_owned(tensor: torch.Tensor | None, held: OwnedTensor) -> torch.Tenso
     if rank() > 0:
         return None
     if first > 0:
-        whole = held.empty(settings().device)
+        whole = owner.empty(settings().device)
         dist.recv(whole, src=first)
     assert whole is not None
     return whole.to("cpu", copy=True)
 
 
 @torch.no_grad()
-def spread_owned(source: torch.Tensor | None, target: torch.Tensor | None, held: OwnedTensor) -> None:
+def spread_owned(source: torch.Tensor | None, target: torch.Tensor | None, owner: OwnedTensor) -> None:
     """Copy a whole tensor, which rank 0 has, to the ranks that hold it or shards of it; the others get nothing.
 
     Args:
         source: On rank 0 a tensor of the whole shape, of any dtype; elsewhere None.
         target: This rank's, filled in place; None where it holds none.
-        held: Who holds it.
+        owner: Who holds it.
     """
     device = settings().device
     whole = None
     if source is not None:
-        whole = source.to(device, dtype_named(held.record.dtype)).contiguous()
-        for holder in held.holders:
+        whole = source.to(device, dtype_named(owner.record.dtype)).contiguous()
+        for holder in owner.holders:
             if holder != 0:
                 dist.send(whole, dst=holder)
     if target is None:
         return
     if whole is None:
-        whole = held.empty(device)
+        whole = owner.empty(device)
         dist.recv(whole, src=0)
     target = target.detach()
     if isinstance(target, DTensor):
@@ -184,62 +184,6 @@ def spread_owned(source: torch.Tensor | None, target: torch.Tensor | None, held:
         target.to_local().copy_(part.to_local())
     else:
         target.copy_(whole)
-
-
-@dataclass(frozen=True)
-class PartEntries:
-    """The entries of a model that ranks hold in parts, as in a state dict of the whole; equal on every rank."""
-
-    held: dict[str, OwnedTensor]
-    """By stored name, of tied tensors the first."""
-    tied: dict[str, str]
-    """Further names of tied tensors, and the first."""
-    values: dict[str, object]
-    """Entries that are not tensors."""
-    names: list[str]
-    """All names, in the order of the whole model."""
-
-    @classmethod
-    def of(cls, entries: ModelEntries) -> PartEntries | None:
-        """Gather the entries of a model that a pipeline has cut, collective; None for one that every rank holds."""
-        part = part_of_whole(entries.module)
-        if part is None:
-            return None
-        held = owned_by_ranks(entries.tensors, part.names, {n for n in entries.tensors if not part.is_home(n)})
-        first = {id(tensor): name for name, tensor in entries.tensors.items()}
-        raw = {stored_name(name): value for name, value in entries.raw.items()}
-        tied = {name: first[id(value)] for name, value in raw.items() if id(value) in first and name not in held}
-        values = {name: value for name, value in raw.items() if not isinstance(value, torch.Tensor)}
-        others: dict[str, str] = {}
-        every: dict[str, object] = {}
-        own_values = {name: each for name, each in values.items() if part.is_home(name)}
-        for its_tied, its_values in gather_objects((tied, own_values)):
-            others |= its_tied
-            every |= its_values
-        known = {*held, *others, *every}
-        names = list(dict.fromkeys(name for name in (*part.names, *known) if name in known))
-        return cls(held, others, every, names)
-
-    def tied_names(self) -> dict[str, list[str]]:
-        """Return the other names of every tied tensor, by each of its names."""
-        return other_names((self.tied.get(name, name), name) for name in (*self.tied.values(), *self.tied))
-
-    def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Return the shape of every entry; None for what is not a tensor."""
-        shapes = {name: each.record.shape for name, each in self.held.items()}
-        return {name: shapes.get(self.tied.get(name, name)) for name in self.names}
-
-
-def other_names(pairs: Iterable[tuple[object, str]]) -> dict[str, list[str]]:
-    """Return the other names of every tensor, by each of its names.
-
-    Args:
-        pairs: What identifies a tensor, and one of its names.
-    """
-    groups: dict[object, dict[str, None]] = {}
-    for tensor, name in pairs:
-        groups.setdefault(tensor, {})[name] = None
-    return {name: [each for each in group if each != name] for group in groups.values() for name in group}
 
 
 # --- Tensors that one stage of a PipelineTransformerBlockList holds
@@ -282,7 +226,7 @@ def refuse_stages(model: torch.nn.Module, what: str) -> None:
         )
 
 
-def spread_to_stage(source: torch.Tensor | None, target: torch.Tensor, held: OwnedTensor) -> None:
+def spread_to_stage(source: torch.Tensor | None, target: torch.Tensor, owner: OwnedTensor) -> None:
     """Copy a whole tensor, which rank 0 has, into the parts of it on one stage. Every rank of the world calls it."""
     target = target.detach()
     if source is not None:
@@ -291,9 +235,103 @@ def spread_to_stage(source: torch.Tensor | None, target: torch.Tensor, held: Own
         whole = torch.empty(target.shape, dtype=target.dtype, device=settings().device)
     # Broadcast to all: a stage may have many ranks, and rank 0 would send to one after the other.
     dist.broadcast(whole, src=0)
-    if rank() not in held.holders:
+    if rank() not in owner.holders:
         return
     if isinstance(target, DTensor):
         target.to_local().copy_(laid_out_like(target, whole).to_local())
     else:
         target.copy_(whole)
+
+
+# --- Entries of a model, wherever they are
+
+
+def collect_named(
+    name: str, tensors: Mapping[str, torch.Tensor], owners: Mapping[str, OwnedTensor]
+) -> torch.Tensor | None:
+    """Copy a whole tensor to the host of rank 0; return None elsewhere. Every rank calls it.
+
+    Args:
+        name: Name of the tensor.
+        tensors: This rank's tensors.
+        owners: Who holds the tensors that are not on every rank.
+    """
+    owner = owners.get(name)
+    return collect(tensors[name]) if owner is None else collect_owned(tensors.get(name), owner)
+
+
+@dataclass(frozen=True)
+class WholeEntries:
+    """The entries of a model as in a state dict of the whole, whichever ranks hold them; equal on every rank."""
+
+    names: list[str]
+    """All names, in the order of the whole model."""
+    first: dict[str, str]
+    """For every name of a tensor, the first name of the same tensor."""
+    shapes: dict[str, tuple[int, ...] | None]
+    """By name; None for entries that are not tensors."""
+    values: dict[str, object]
+    """Entries that are not tensors."""
+    owners: dict[str, OwnedTensor]
+    """By first name, who holds the tensors that are not on every rank."""
+    in_parts: bool
+    """Whether ``pipeline_parallel`` has cut the model."""
+
+    @classmethod
+    def of(cls, entries: ModelEntries, on_stages: Mapping[str, OwnedTensor] | None = None) -> WholeEntries:
+        """Collect the entries of all ranks; collective for a model that a pipeline has cut.
+
+        Args:
+            entries: This rank's.
+            on_stages: See :func:`whole_entries`.
+        """
+        raw = {stored_name(name): value for name, value in entries.raw.items()}
+        first_of = {id(tensor): name for name, tensor in entries.tensors.items()}
+        first = {name: first_of[id(value)] for name, value in raw.items() if id(value) in first_of}
+        values = {name: value for name, value in raw.items() if not isinstance(value, torch.Tensor)}
+        part = part_of_whole(entries.module)
+        if part is None:
+            shapes = {name: tuple(raw[name].shape) if name in first else None for name in raw}
+            owners = {stored_name(name): owner for name, owner in (on_stages or {}).items()}
+            return cls(list(raw), first, shapes, values, owners, False)
+        owners = owned_by_ranks(entries.tensors, part.names, {n for n in entries.tensors if not part.is_home(n)})
+        tied = {name: other for name, other in first.items() if name not in owners}
+        first = {name: name for name in owners}
+        every: dict[str, object] = {}
+        own_values = {name: value for name, value in values.items() if part.is_home(name)}
+        for its_tied, its_values in gather_objects((tied, own_values)):
+            first |= its_tied
+            every |= its_values
+        names = [name for name in dict.fromkeys((*part.names, *first, *every)) if name in first or name in every]
+        shapes = {name: owners[first[name]].record.shape if name in first else None for name in names}
+        return cls(names, first, shapes, every, owners, True)
+
+    def tensors(self) -> list[str]:
+        """Return the first name of every tensor."""
+        return list(dict.fromkeys(self.first.values()))
+
+    def tied(self) -> dict[str, list[str]]:
+        """Return the other names of every tensor, by each of its names."""
+        groups: dict[str, list[str]] = {name: [name] for name in self.tensors()}
+        for name, first in self.first.items():
+            if name != first:
+                groups[first].append(name)
+        return {name: [each for each in groups[first] if each != name] for name, first in self.first.items()}
+
+    def spread(self, name: str, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+        """Copy a whole tensor, which rank 0 has, into place. Every rank calls it.
+
+        Args:
+            name: First name of the tensor.
+            source: On rank 0 a tensor of the whole shape; elsewhere None.
+            target: This rank's tensor; None where it holds none.
+        """
+        owner = self.owners.get(name)
+        if self.in_parts:
+            spread_owned(source, target, self.owners[name])
+            return
+        assert target is not None, "every rank has it, or one on meta"
+        if owner is None:
+            spread(source, target)
+        else:
+            spread_to_stage(source, target, owner)
