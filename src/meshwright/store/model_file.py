@@ -32,8 +32,8 @@ from meshwright.store.transfer import (
     OwnedTensor,
     WholeEntries,
     collect_named,
+    entries_with_stages,
     refuse_stages,
-    whole_entries,
 )
 
 
@@ -64,7 +64,7 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
     path = Path(file)
     non_blocking = not failed_before() and non_blocking
     with same_on_every_rank():
-        entries, on_stages = whole_entries(model)
+        entries, on_stages = entries_with_stages(model)
     with same_on_every_rank():
         if rank() == 0:
             make_folder(path.parent)
@@ -166,7 +166,7 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
     found: dict[str, Any] = {}
     with same_on_every_rank():
         wait_for_saves()
-        entries, on_stages = whole_entries(model)
+        entries, on_stages = entries_with_stages(model)
         if rank() == 0:
             found = read_folder(path)[0] if is_folder(path) else read_file(path)
     own = {name: _shape_of(value) for name, value in found.items()}, {n for n in found if _is_wide(found[n])}

@@ -172,8 +172,8 @@ def plan_optimizer(
             name = names[id(parameter)]
             state = {key: from_plain(value) for key, value in record.values[name].items()}
             if keys := record.tensor_keys[name]:  # without states, the weight itself may not be stored: it is frozen
-                buffers = _StateBuffers(optimizer, group, parameter, tensors[f"model.{name}"])
-                state |= {key: buffers.to_fill(key, tensors[state_name(name, key)]) for key in keys}
+                stored_states = {key: tensors[state_name(name, key)] for key in keys}
+                state |= _state_buffers(optimizer, group, parameter, tensors[f"model.{name}"], stored_states)
                 plan.targets.update({state_name(name, key): state[key] for key in keys})
             plan.states.append((parameter, state))
     return plan
@@ -227,46 +227,45 @@ def _common_values(names: list[str], stored: Mapping[str, dict[str, Any]]) -> di
     return {key: from_plain(value) for key, value in stored[names[0]].items()} if names else {}
 
 
-class _StateBuffers:
-    """Tensors to read one parameter's states into: the present ones that fit, else new ones.
+def _state_buffers(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    weight: TensorRecord,
+    stored: Mapping[str, TensorRecord],
+) -> dict[str, torch.Tensor]:
+    """Return tensors to read one parameter's states into: the present ones that fit, else new ones.
 
     Args:
         optimizer: The parameter's optimizer.
         group: The parameter's group, with the hyperparameters that are loaded.
         parameter: As it is laid out now.
         weight: The stored shape and type of the parameter.
+        stored: The stored shapes and types of its states.
     """
-
-    def __init__(
-        self, optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor, weight: TensorRecord
-    ) -> None:
-        self._optimizer, self._group, self._parameter, self._weight = optimizer, group, parameter, weight
-        self._present = optimizer.state.get(parameter, {})
-
-    @functools.cached_property
-    def _fresh(self) -> dict[str, Any]:
-        # Only the optimizer knows the shards of states that are neither like the parameter nor whole on every rank.
-        return template_of(self._optimizer, self._parameter, self._group)
-
-    def to_fill(self, key: str, stored: TensorRecord) -> torch.Tensor:
-        """Return a tensor for one stored state; a new one is laid out as torch would where the optimizer has no say."""
-        parameter = self._parameter
-        like_parameter = stored.shape == tuple(parameter.shape) and key != "step"
+    present = optimizer.state.get(parameter, {})
+    # Only the optimizer knows the shards of states that are neither like the parameter nor whole on every rank.
+    template = functools.cache(lambda: template_of(optimizer, parameter, group))
+    buffers: dict[str, torch.Tensor] = {}
+    for key, record in stored.items():
+        like_parameter = record.shape == tuple(parameter.shape) and key != "step"
         # A state in its parameter's type follows it from half to fp32 and back; one in a type of its own keeps that.
-        follows = like_parameter and stored.dtype == self._weight.dtype
-        dtype = parameter.dtype if follows else dtype_named(stored.dtype)
-        present = self._present.get(key)
-        if _has_form(present, stored, dtype):
-            return present
-        fresh = self._fresh.get(key)
-        if _has_form(fresh, stored, dtype):
-            return fresh
-        if like_parameter:
-            make = getattr(self._optimizer, "state_like", None)  # an offloaded optimizer may put it on disk
-            return torch.empty_like(parameter.detach(), dtype=dtype) if make is None else make(parameter, key, dtype)
-        # torch keeps step counts on the host, unless its kernel reads them on the device.
-        on_device = key != "step" or self._group.get("fused") or self._group.get("capturable")
-        return torch.zeros(stored.shape, dtype=dtype, device=parameter.device if on_device else "cpu")
+        follows = like_parameter and record.dtype == weight.dtype
+        dtype = parameter.dtype if follows else dtype_named(record.dtype)
+        if _has_form(found := present.get(key), record, dtype) or _has_form(
+            found := template().get(key), record, dtype
+        ):
+            buffers[key] = found
+        elif like_parameter:
+            make = getattr(optimizer, "state_like", None)  # an offloaded optimizer may put it on disk
+            like = torch.empty_like(parameter.detach(), dtype=dtype) if make is None else make(parameter, key, dtype)
+            buffers[key] = like
+        else:
+            # torch keeps step counts on the host, unless its kernel reads them on the device.
+            on_device = key != "step" or group.get("fused") or group.get("capturable")
+            device = parameter.device if on_device else "cpu"
+            buffers[key] = torch.zeros(record.shape, dtype=dtype, device=device)
+    return buffers
 
 
 def _has_form(value: Any, stored: TensorRecord, dtype: torch.dtype) -> TypeGuard[torch.Tensor]:

@@ -189,7 +189,7 @@ def spread_owned(source: torch.Tensor | None, target: torch.Tensor | None, owner
 # --- Tensors that one stage of a PipelineTransformerBlockList holds
 
 
-def whole_entries(model: torch.nn.Module) -> tuple[ModelEntries, dict[str, OwnedTensor]]:
+def entries_with_stages(model: torch.nn.Module) -> tuple[ModelEntries, dict[str, OwnedTensor]]:
     """Return the entries of a model, those of other stages on ``meta``, and who holds those that are on one stage.
 
     Raises:
@@ -217,7 +217,7 @@ def refuse_stages(model: torch.nn.Module, what: str) -> None:
     Raises:
         CheckpointError: Saying that ``what`` does not join them.
     """
-    if whole_entries(model)[1]:
+    if entries_with_stages(model)[1]:
         raise CheckpointError(
             f"{what} does not join pipeline stages yet",
             expected="a model without PipelineTransformerBlockList, or pipe_size=1",
@@ -283,7 +283,7 @@ class WholeEntries:
 
         Args:
             entries: This rank's.
-            on_stages: See :func:`whole_entries`.
+            on_stages: See :func:`entries_with_stages`.
         """
         raw = {stored_name(name): value for name, value in entries.raw.items()}
         first_of = {id(tensor): name for name, tensor in entries.tensors.items()}

@@ -365,8 +365,6 @@ def _build_optimizer(request: Request, job: Job, plan: Plan, dataloader: DataLoa
         lr_scheduler=scheduler,
         has_loss_func=request.loss_func is not None,
         model_input_format=request.model_input_format,
-        max_grad_norm=job.max_grad_norm,
-        num_micro_batches=job.num_micro_batches,
         loss_weight=request.loss_weight,
     )
 

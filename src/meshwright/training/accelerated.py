@@ -87,8 +87,6 @@ class Accelerated:
         lr_scheduler: LRScheduler | None,
         has_loss_func: bool,
         model_input_format: str | None,
-        max_grad_norm: float | None,
-        num_micro_batches: int,
         loss_weight: LossWeight | None = None,
     ) -> None:
         self._job = job
@@ -104,8 +102,8 @@ class Accelerated:
         self.plan = plan
         self.device, self.mesh = job.device, job.mesh
         self.replica, self.num_replicas = job.replica, job.num_replicas
-        self.num_micro_batches = num_micro_batches
-        self.max_grad_norm, self.grad_norm_type = max_grad_norm, job.grad_norm_type
+        self.num_micro_batches = job.num_micro_batches
+        self.max_grad_norm, self.grad_norm_type = job.max_grad_norm, job.grad_norm_type
         self._model_input_format, self._loss_weight = model_input_format, loss_weight
         self._mean_loss = MeanLoss(job, dataloader)
         # Set by measured_step; the next forward, of one micro-batch, then measures the activations that it saves.
@@ -132,7 +130,14 @@ class Accelerated:
             ConfigError: When there is no optimizer or no loss.
             DataError: When the batch does not divide into micro-batches, or ranks are at different places in the data.
         """
-        optim = required(self.optim)
+        optim = self.optim
+        if optim is None:
+            raise ConfigError(
+                "There is no optimizer to step",
+                got="optim_func=None",
+                fix="pass optim_func, such as torch.optim.AdamW",
+                expected="an optimizer built by optim_func",
+            )
         optim.zero_grad()
         with restored_buffers(self.model, self._job.skip_nonfinite or self._job.spikes is not None) as restore_buffers:
             loss = self._mean_loss(self._forward_backward(micro_batches(batch, self.num_micro_batches)))
@@ -418,22 +423,6 @@ def _weight_error(wrong: list[Any]) -> ConfigError:
 
 
 # --- Between backward and update: steps that must not reach the weights
-
-
-def required(optim: Optimizer | None) -> Optimizer:
-    """Return the optimizer that a step needs.
-
-    Raises:
-        ConfigError: When there is none.
-    """
-    if optim is None:
-        raise ConfigError(
-            "There is no optimizer to step",
-            got="optim_func=None",
-            fix="pass optim_func, such as torch.optim.AdamW",
-            expected="an optimizer built by optim_func",
-        )
-    return optim
 
 
 @contextlib.contextmanager

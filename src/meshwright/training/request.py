@@ -86,7 +86,6 @@ class Request:
         check_kinds({"batch_size": (self.dataloader_args or {}).get("batch_size")})
         self.strategy_digest()  # reads the strategy
         check_model(self.model, device)
-        check_amounts(self.num_micro_batches, self.max_grad_norm)
         if self.dry_run and self.dataset is None and self.sample_batch is None:
             raise ConfigError(
                 "A dry run needs data", expected="dataset or sample_batch", got="neither", fix="pass one of them"
@@ -446,30 +445,8 @@ def check_rates(optimizer: Any) -> None:
         )
 
 
-def check_amounts(num_micro_batches: int | None, max_grad_norm: float | None) -> None:
-    """Refuse a number of micro-batches below 1, and a norm that is not above 0.
-
-    Raises:
-        ConfigError: Naming the argument.
-    """
-    if num_micro_batches is not None and num_micro_batches < 1:
-        raise ConfigError(
-            "num_micro_batches is not a count",
-            expected="1 or more",
-            got=repr(num_micro_batches),
-            fix="use 1 to train on whole batches",
-        )
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ConfigError(
-            "max_grad_norm is not a norm",
-            expected="a number above 0, or None",
-            got=repr(max_grad_norm),
-            fix="use None to measure the norm without clipping",
-        )
-
-
 def check_kinds(given: Mapping[str, Any]) -> None:
-    """Refuse values of a wrong kind before anything is predicted or changed.
+    """Refuse values that cannot be used before anything is predicted or changed.
 
     Args:
         given: Arguments of ``accelerate`` by name; those that ``_KINDS`` lacks are checked elsewhere.
@@ -485,16 +462,24 @@ def check_kinds(given: Mapping[str, Any]) -> None:
             )
 
 
-def _is_count(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_count(value: Any) -> bool:
+    return _is_integer(value) and value >= 1
 
 
-_Kind = tuple[Callable[[Any], bool], str, str]
-_KINDS: dict[str, _Kind] = {
+def _is_norm(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _is_list(value: Any) -> bool:
+    return not isinstance(value, str)
+
+
+# By argument: whether a value can be used, what is expected, and what to do.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "optim_func": (
         lambda value: callable(value) or isinstance(value, Optimizer),
         "an optimizer's class, a function that builds one, or an optimizer",
@@ -518,14 +503,14 @@ _KINDS: dict[str, _Kind] = {
         "a dataset: every rank gets a loader of its own part",
         "pass loader.dataset, and the loader's arguments as dataloader_args",
     ),
-    "max_grad_norm": (_is_number, "a number above 0, or None", "use None to measure the norm without clipping"),
+    "max_grad_norm": (_is_norm, "a number above 0, or None", "use None to measure the norm without clipping"),
     "num_micro_batches": (_is_count, "a whole number, 1 or more", "use 1 to train on whole batches"),
-    "excluded": (lambda value: not isinstance(value, str), "a list of names of methods", "put the name into a list"),
-    "included": (lambda value: not isinstance(value, str), "a list of names of methods", "put the name into a list"),
+    "excluded": (_is_list, "a list of names of methods", "put the name into a list"),
+    "included": (_is_list, "a list of names of methods", "put the name into a list"),
     "cluster": (
         lambda value: isinstance(value, str | os.PathLike | Cluster),
         "a cluster file, the name of a preset, or a Cluster",
         "name the file that meshwright calibrate has written, or leave it out",
     ),
-    "batch_size": (_is_count, "a whole number of samples over all ranks", "correct it"),
+    "batch_size": (_is_integer, "a whole number of samples over all ranks", "correct it"),
 }
