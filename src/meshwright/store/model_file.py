@@ -28,13 +28,7 @@ from meshwright.store.tensor_files import (
     write_file,
     write_later,
 )
-from meshwright.store.transfer import (
-    OwnedTensor,
-    WholeEntries,
-    collect_named,
-    entries_with_stages,
-    refuse_stages,
-)
+from meshwright.store.transfer import OwnedTensor, WholeEntries, collect_named, entries_with_stages, refuse_stages
 
 
 class LoadedKeys(NamedTuple):
