@@ -182,20 +182,23 @@ def accelerate(
     plan, reason = _decide(request, world, memory_bytes)
     notices = describe_difference(difference, plan)
 
-    # Apply the methods to the model in place, and build the optimizer over the parameters that they leave.
+    # Apply: the methods change the model in place, in the order of their phases.
     job, dataloader = _apply(request, plan, world.device)
-    accelerated = _build_optimizer(request, job, plan, dataloader)
+
+    # Build the optimizer over the parameters that the methods leave, and the scheduler over the optimizer.
+    optim, lr_scheduler = _build_optimizer(request, job)
 
     # Hand over.
-    job.notices += [*notices, *describe_remainder(dataloader, accelerated.num_micro_batches)]
+    accelerated = _hand_over(request, plan, job, dataloader, optim, lr_scheduler)
+    job.notices += [*notices, *describe_remainder(dataloader, job.num_micro_batches)]
     _announce(job, plan, reason, verbose)
     if dry_run:
         _dry_run(request, accelerated)
-    # Last: dry runs and candidates draw from the generators, too.
+    # Dropout is to differ where samples differ; all above drew from generators that are equal on every rank.
     seed_replica(world.seed, job.replica)
-    if accelerated.optim is not None:
-        _OPTIMIZERS[accelerated.model] = (weakref.ref(accelerated.optim), job.stages)
-        follow_loads(accelerated.model, accelerated.optim)
+    if optim is not None:
+        _OPTIMIZERS[job.model] = (weakref.ref(optim), job.stages)
+        follow_loads(job.model, optim)
     return accelerated
 
 
@@ -309,7 +312,7 @@ def _decide(request: Request, world: Settings, memory_bytes: int) -> tuple[Plan,
 
     def build(trial: Request, plan: Plan) -> Accelerated:
         job, dataloader = _apply(trial, plan, world.device)
-        return _build_optimizer(trial, job, plan, dataloader)
+        return _hand_over(trial, plan, job, dataloader, *_build_optimizer(trial, job))
 
     run = run_live(request, build, world.device)
     plan, reason, results = measured_best(gather_objects(ranked)[0], run, request.time_limit)
@@ -326,7 +329,7 @@ def _note_runs(request: Request, results: Sequence[Measured], world: Settings) -
     return note_runs(Path(request.cluster), results, world)
 
 
-# --- Apply, and build the optimizer
+# --- Apply
 
 
 def _apply(request: Request, plan: Plan, device: torch.device) -> tuple[Job, DataLoader[Any] | None]:
@@ -345,31 +348,45 @@ def _apply(request: Request, plan: Plan, device: torch.device) -> tuple[Job, Dat
     return job, dataloader
 
 
-def _build_optimizer(request: Request, job: Job, plan: Plan, dataloader: DataLoader[Any] | None) -> Accelerated:
+# --- Build the optimizer
+
+
+def _build_optimizer(request: Request, job: Job) -> tuple[Optimizer | None, LRScheduler | None]:
     """Build optimizer and scheduler over the model as the methods have left it. Collective."""
     with same_on_every_rank():
         optim = job.build_optimizer()
     if optim is not None:
         optim = job.finish_optimizer(optim)
-    scheduler: LRScheduler | None = None
     with same_on_every_rank():
-        if request.lr_scheduler_cls is not None:
-            check_rates(optim)
-            scheduler = request.lr_scheduler_cls(optim, **(request.lr_scheduler_args or {}))
-        check_lr_scheduler(scheduler)
+        if request.lr_scheduler_cls is None:
+            return optim, None
+        check_rates(optim)
+        lr_scheduler = request.lr_scheduler_cls(optim, **(request.lr_scheduler_args or {}))
+        check_lr_scheduler(lr_scheduler)
+    return optim, lr_scheduler
+
+
+# --- Hand over
+
+
+def _hand_over(
+    request: Request,
+    plan: Plan,
+    job: Job,
+    dataloader: DataLoader[Any] | None,
+    optim: Optimizer | None,
+    lr_scheduler: LRScheduler | None,
+) -> Accelerated:
     return Accelerated(
         job,
         plan,
         optim=optim,
         dataloader=dataloader,
-        lr_scheduler=scheduler,
+        lr_scheduler=lr_scheduler,
         has_loss_func=request.loss_func is not None,
         model_input_format=request.model_input_format,
         loss_weight=request.loss_weight,
     )
-
-
-# --- Hand over
 
 
 def describe_remainder(dataloader: DataLoader[Any] | None, num_micro_batches: int) -> list[str]:
