@@ -129,6 +129,7 @@ class CheckpointStore:
 
     def _save(self, state: TrainingState, *, non_blocking: bool) -> Path:
         final = self.directory / step_name(state.step)
+        # Everything that can be found wrong is, before a save goes to the background, where nobody can catch its error.
         try:
             with runtime.same_on_every_rank(), storage_errors(f"{self.directory} cannot take a checkpoint", _DISK):
                 if runtime.rank() == 0:
@@ -149,7 +150,7 @@ class CheckpointStore:
         return final
 
     def _give_up(self, final: Path) -> None:
-        """Remove an unfinished checkpoint, of rank 0 where it has the claim, and let others save."""
+        """Remove what was written of a checkpoint, on the rank with the claim, and let others save."""
         if self._claim is not None:
             shutil.rmtree(temporary_of(final), ignore_errors=True)
         self._release()
@@ -242,6 +243,7 @@ class CheckpointStore:
     def _load(self, state: TrainingState, checkpoint: Path | None) -> CheckpointInfo:
         path, damaged = self._chosen(checkpoint)
         begin(state, to_load=True)
+        # Check: nothing changes before every rank has found that all of it fits.
         with runtime.same_on_every_rank():
             record = read_record(path)
             own = names_on_rank(model_entries(state.model), state.optim)
@@ -249,9 +251,11 @@ class CheckpointStore:
         with runtime.same_on_every_rank(), consistent(path):
             restoration = plan_restore(state, record, others)
             generators = _read_generators(path, record)
+        # Fill the tensors in place, each rank its own parts of them.
         load_shards(restoration.targets, path / TENSORS)
         if record.outer is not None and any(runtime.gather_objects(bool(restoration.averaged))):
             load_means(restoration.averaged, len(record.outer.replicas), path / TENSORS)
+        # Commit everything that is not a tensor. Generators come last: what precedes may draw from them.
         with runtime.same_on_every_rank(), consistent(path):
             restoration.commit()
             rng_restored = generators is not None and set_generators(generators)
@@ -292,6 +296,7 @@ def _write_files(ready: Staged, directory: Path) -> None:
             names.append(RECORD)
         # Each rank hashes what it wrote, while that is still in its machine's memory.
         entries = {name: describe(directory / name) for name in names}
+    # The manifest comes last: a directory that has one has everything that it names.
     every: dict[str, FileEntry] = {}
     for part in runtime.gather_objects(entries):
         every |= part
@@ -333,6 +338,7 @@ def staged(state: TrainingState) -> Staged:
     begin(state, to_load=False)
     with runtime.same_on_every_rank():
         snapshot = capture(state, runtime.world_size())
+    # Ranks may hold different parts of a model, or replicas of their own: the record is of all of them.
     record = united(snapshot.record) if snapshot.replica is None else completed(snapshot.record, snapshot.replica)
     return Staged(writable(snapshot.tensors), record, generator_tensors())
 

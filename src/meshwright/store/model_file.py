@@ -165,6 +165,7 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
             found = read_folder(path)[0] if is_folder(path) else read_file(path)
     own = {name: _shape_of(value) for name, value in found.items()}, {n for n in found if _is_wide(found[n])}
     stored, wide = gather_objects(own if rank() == 0 else None)[0]
+    # Values that half precision cannot hold go into the masters; the weights are rounded from these afterwards.
     masters = masters_of(model)
     if masters is not None:
         entries = _finest(entries, masters, wide)

@@ -171,7 +171,8 @@ def plan_optimizer(
         for parameter in group["params"]:
             name = names[id(parameter)]
             state = {key: from_plain(value) for key, value in record.values[name].items()}
-            if keys := record.tensor_keys[name]:  # without states, the weight itself may not be stored: it is frozen
+            # A frozen parameter has no states, and its weight may not be stored either.
+            if keys := record.tensor_keys[name]:
                 stored_states = {key: tensors[state_name(name, key)] for key in keys}
                 state |= _state_buffers(optimizer, group, parameter, tensors[f"model.{name}"], stored_states)
                 plan.targets.update({state_name(name, key): state[key] for key in keys})

@@ -76,6 +76,7 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
         CheckpointError: When something in it cannot be stored.
     """
     entries = model_entries(state.model)
+    # Where there are fp32 masters, they are stored in place of the weights that are rounded from them.
     weights = updatable(entries, state.optim)
     left_out = _left_out(state, entries)
     tensors = {f"model.{name}": tensor for name, tensor in weights.items() if name not in left_out}
@@ -138,6 +139,7 @@ class Restoration:
         """Restore everything else, after the targets were filled."""
         state, record = self.state, self.record
         to_rank_order_(self.entries, self.targets | self.averaged)
+        # The masters were filled; the weights are rounded from them.
         guard = guard_of(state.optim)
         if guard is not None and guard.master is not None:
             guard.master.write_back()
@@ -149,6 +151,7 @@ class Restoration:
         self.average.commit()
         if self.outer is not None:
             self.outer.commit()
+        # After the optimizer, whose groups hold the rates.
         if state.lr_scheduler is not None:
             restore_scheduler(state.lr_scheduler, from_plain(record.lr_scheduler["state"]))
         scaler = _scaler(state)
@@ -265,7 +268,7 @@ def _check_parts(state: TrainingState, record: Record) -> None:
 #
 # ``model.NAME``                       global weights (in warm-up: replica 0's), which any strategy loads
 # ``outer.state.NAME.KEY``             the outer optimizer
-# ``outer.landed.NAME``                averaged pseudo-gradients that have arrived and are not applied yet
+# ``outer.landed.NAME``                averaged pseudo-gradients that were sent and are not applied yet
 # ``replica.R.model.NAME``             weights, unless all replicas hold the global ones; buffers
 # ``replica.R.optim.state.NAME.KEY``   the inner optimizer
 
@@ -478,7 +481,7 @@ class OuterPlan:
             load_flags(self.optimizer.synchronizer, record.flags, self.view.own.flags, self.landed)
 
     def finish(self) -> None:
-        """Make weights and global weights fit each other; collective."""
+        """Take the global weights from the weights, or the other way round, where only one was stored; collective."""
         shared = self.optimizer.synchronizer
         if self.states is None:
             shared.copy.fill()  # the checkpoint is of one model: the first block begins here

@@ -142,6 +142,7 @@ class Accelerated:
         with restored_buffers(self.model, self._job.skip_nonfinite or self._job.spikes is not None) as restore_buffers:
             loss = self._mean_loss(self._forward_backward(micro_batches(batch, self.num_micro_batches)))
             grad_norm, update = clipped_step(self.model, optim, self.max_grad_norm, self.grad_norm_type, self.stages)
+            # The verdict comes before the update, which the guard then skips.
             spike = judge_loss(loss, self._guard, self._job.spikes)
             update()
             skipped = self._guard is not None and self._guard.step_was_skipped
@@ -317,7 +318,7 @@ class Accelerated:
 # --- The mean over a global batch, of which every rank and micro-batch has a part
 
 LossWeight = Callable[[Any], float | torch.Tensor]
-"""Returns the number of items that the loss of a model input is the mean over."""
+"""Called with a model input; returns the number of items that its loss is the mean over."""
 
 
 class MeanLoss:
