@@ -129,7 +129,7 @@ class CheckpointStore:
 
     def _save(self, state: TrainingState, *, non_blocking: bool) -> Path:
         final = self.directory / step_name(state.step)
-        # Everything that can be found wrong is, before a save goes to the background, where nobody can catch its error.
+        # All that can fail early does so here: the error of a save in the background shows only at the next call.
         try:
             with runtime.same_on_every_rank(), storage_errors(f"{self.directory} cannot take a checkpoint", _DISK):
                 if runtime.rank() == 0:

@@ -334,7 +334,10 @@ def read_record(directory: Path) -> Record:
                 got=repr(schema),
                 fix="load it with the version of Meshwright that wrote it",
             )
-        return _parsed_record(found)
+        record = _RECORD.validate_python(found)
+        for value in (record.extra, record.model_values, record.lr_scheduler, record.scaler):
+            from_plain(value)  # finds values that cannot be decoded before anything is loaded
+        return record
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} cannot be read",
@@ -342,13 +345,6 @@ def read_record(directory: Path) -> Record:
             got=f"{type(error).__name__}: {error}",
             fix=_RESTORE,
         ) from error
-
-
-def _parsed_record(found: dict[str, Any]) -> Record:
-    record = _RECORD.validate_python(found)
-    for value in (record.extra, record.model_values, record.lr_scheduler, record.scaler):
-        from_plain(value)  # finds values that cannot be decoded before anything is loaded
-    return record
 
 
 @contextlib.contextmanager

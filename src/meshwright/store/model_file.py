@@ -163,8 +163,10 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
         entries, on_stages = entries_with_stages(model)
         if rank() == 0:
             found = read_folder(path)[0] if is_folder(path) else read_file(path)
-    own = {name: _shape_of(value) for name, value in found.items()}, {n for n in found if _is_wide(found[n])}
-    stored, wide = gather_objects(own if rank() == 0 else None)[0]
+    own = {name: tuple(value.shape) if isinstance(value, torch.Tensor) else None for name, value in found.items()}
+    floats = [n for n, value in found.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    wide = {name for name in floats if found[name].dtype.itemsize > 2}
+    stored, wide = gather_objects((own, wide) if rank() == 0 else None)[0]
     # Values that half precision cannot hold go into the masters; the weights are rounded from these afterwards.
     masters = masters_of(model)
     if masters is not None:
@@ -182,20 +184,12 @@ def load(model: nn.Module, file: str | os.PathLike[str], strict: bool = True) ->
     return keys
 
 
-def _is_wide(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 2
-
-
 def _finest(entries: ModelEntries, masters: MasterWeights, wide: Set[str]) -> ModelEntries:
     """Replace weights by their fp32 masters, where the file holds more than half precision."""
     finer = {id(v): masters.of[v] for n, v in entries.tensors.items() if n in wide and v in masters.of}
     raw = {name: finer.get(id(value), value) for name, value in entries.raw.items()}
     tensors = {name: finer.get(id(value), value) for name, value in entries.tensors.items()}
     return dataclasses.replace(entries, raw=raw, tensors=tensors)
-
-
-def _shape_of(value: Any) -> tuple[int, ...] | None:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
 def _compare(

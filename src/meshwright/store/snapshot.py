@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from meshwright import runtime
 from meshwright.errors import CheckpointError, join_names
@@ -87,6 +86,10 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
     average = average_of(state.optim)
     tensors |= average_tensors(average, weights)
     scheduler, scaler, spikes = state.lr_scheduler, _scaler(state), spike_watch_of(state.optim)
+    schedule: Any = None
+    if scheduler is not None:  # any scheduler takes any state dict without an error: the kind tells them apart
+        state_dict = to_plain(scheduler.state_dict(), "The lr_scheduler's state")
+        schedule = {"kind": type(scheduler).__name__, "state": state_dict}
     record = Record(
         step=state.step,
         samples_seen=state.samples_seen,
@@ -96,7 +99,7 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
         tensors=tensor_records(tensors),
         model_values=entries.values,
         optimizer=optimizer,
-        lr_scheduler=_scheduler_record(scheduler) if scheduler is not None else None,
+        lr_scheduler=schedule,
         scaler=to_plain(scaler.state_dict(), "The loss scaler's state") if scaler is not None else None,
         average=average_counts(average),
         spikes=SpikeRecord(**spikes.state_dict()) if spikes is not None else None,
@@ -106,11 +109,6 @@ def capture(state: TrainingState, world_size: int) -> Snapshot:
     assert optimizer is not None, "there is an optimizer"
     tensors, parts = capture_replicas(state.optim, weights, tensors, optimizer, record.scaler)
     return Snapshot(in_model_order(entries, tensors), record, parts)
-
-
-def _scheduler_record(scheduler: LRScheduler) -> dict[str, Any]:
-    # Any scheduler takes any state dict without an error: the kind tells them apart.
-    return {"kind": type(scheduler).__name__, "state": to_plain(scheduler.state_dict(), "The lr_scheduler's state")}
 
 
 def _scaler(state: TrainingState) -> torch.amp.GradScaler | None:

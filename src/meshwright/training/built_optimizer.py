@@ -131,7 +131,9 @@ def _check_known(optimizer: Optimizer, names: Mapping[int, str]) -> None:
 
 
 def _check_fresh(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    stepped = [names.get(id(p), "?") for p, state in optimizer.state.items() if _has_stepped(state)]
+    # Constructors may make states, with a step of 0.
+    steps = [(p, state.get("step")) for p, state in optimizer.state.items() if state]
+    stepped = [names.get(id(p), "?") for p, step in steps if step is None or float(step) > 0]
     if stepped:
         raise ConfigError(
             "The optimizer has stepped: its states belong to the plain parameters",
@@ -139,11 +141,6 @@ def _check_fresh(optimizer: Optimizer, names: Mapping[int, str]) -> None:
             got=f"states of {join_names(stepped)}",
             fix="build it anew; load its states after the model was distributed",
         )
-
-
-def _has_stepped(state: Mapping[str, Any]) -> bool:
-    step = state.get("step")
-    return bool(state) and (step is None or float(step) > 0)
 
 
 def _check_no_references(optimizer: Optimizer, names: Mapping[int, str]) -> None:

@@ -137,7 +137,7 @@ def restored_modules(modules: Iterable[nn.Module], model: nn.Module) -> Iterator
         attributes.note(module)
     parameters = {each: each.grad for module in every for each in module.parameters(recurse=False)}
     tensors = [each for each in (*parameters, *(b for m in modules for b in m.buffers())) if each not in own]
-    values = [(tensor, _host_copy(tensor)) for tensor in tensors]
+    values = [(tensor, local_tensor(tensor.detach()).to("cpu", copy=True)) for tensor in tensors]
     for parameter in parameters:
         parameter.grad = None
     try:
@@ -149,10 +149,6 @@ def restored_modules(modules: Iterable[nn.Module], model: nn.Module) -> Iterator
                 local_tensor(tensor).copy_(value)
         for parameter, gradient in parameters.items():
             parameter.grad = gradient
-
-
-def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return local_tensor(tensor.detach()).to("cpu", copy=True)
 
 
 def modules_used_by(functions: Iterable[Any]) -> list[nn.Module]:
