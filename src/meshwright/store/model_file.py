@@ -59,7 +59,6 @@ def save(model: nn.Module, file: str | os.PathLike[str], non_blocking: bool = Fa
     non_blocking = not failed_before() and non_blocking
     with same_on_every_rank():
         entries, on_stages = entries_with_stages(model)
-    with same_on_every_rank():
         if rank() == 0:
             make_folder(path.parent)
     whole = _whole(entries, on_stages, "save")

@@ -327,11 +327,11 @@ class WholeEntries:
             target: This rank's tensor; None where it holds none.
         """
         owner = self.owners.get(name)
-        if self.in_parts:
-            spread_owned(source, target, self.owners[name])
+        if owner is not None and self.in_parts:
+            spread_owned(source, target, owner)
             return
         assert target is not None, "every rank has it, or one on meta"
-        if owner is None:
-            spread(source, target)
-        else:
+        if owner is not None:
             spread_to_stage(source, target, owner)
+        else:
+            spread(source, target)
