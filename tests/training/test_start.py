@@ -14,6 +14,7 @@ LATE = (
     "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.elastic.agent.server.api",
     "rich.table",
+    "meshwright.compat.bmtrain",
     "meshwright.compat.colossalai",
     "meshwright.planner.plan_request",
     "meshwright.planner.measure",
