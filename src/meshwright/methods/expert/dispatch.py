@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.methods.expert.expert_layers import StackedExperts
-from meshwright.methods.tensor.split_layers import lent, local
+from meshwright.methods.tensor.split_layers import local, swapped_parameters
 from meshwright.runtime import preserved_rng
 from meshwright.runtime.autograd_function import Function
 
@@ -164,7 +164,7 @@ class StackedDispatch:
         order, sent, received, experts = self._routes(call.index)
         top_k = call.index.shape[1]
         arrived = axis.send(call.hidden[order // top_k], sent, received, grad=grad)
-        with lent(self._module, dict(weights)):
+        with swapped_parameters(self._module, dict(weights)):
             computed = _run(forward, arrived, experts)
         back = axis.send_back(computed.to(call.hidden.dtype), received, sent, grad=grad)
         # In the order of tokens; zeros where none was sent. No sums at random places: they would not be repeatable.
@@ -285,7 +285,7 @@ class DividedExperts(nn.Module):
         with contextlib.ExitStack() as stack:
             for module in expert.modules() if self.compute_dtype is not None else ():
                 own = module.named_parameters(recurse=False)
-                stack.enter_context(lent(module, {name: p.to(self.compute_dtype) for name, p in own}))
+                stack.enter_context(swapped_parameters(module, {name: p.to(self.compute_dtype) for name, p in own}))
             answers: torch.Tensor = expert(rows)
         return answers
 

@@ -28,7 +28,7 @@ from meshwright.methods.expert.dispatch import (
 )
 from meshwright.methods.expert.expert_layers import ExpertLayer, ListedExperts, StackedExperts
 from meshwright.methods.gradient_averaging import broadcast_states
-from meshwright.methods.tensor.split_layers import lent
+from meshwright.methods.tensor.split_layers import swapped_parameters
 from meshwright.nn import wrap_method
 from meshwright.optim import Stages
 from meshwright.runtime import preserved_rng
@@ -192,7 +192,7 @@ def _sum_of_parts(
     for rank in (index // per_rank).unique().tolist():
         token, place = (index // per_rank == rank).nonzero(as_tuple=True)
         part = {name: weight.narrow(0, rank * per_rank, per_rank) for name, weight in weights.items()}
-        with lent(layer.module, dict(part)), _counting(layer, per_rank):
+        with swapped_parameters(layer.module, dict(part)), _counting(layer, per_rank):
             rows = run_rows(layer.module.forward, hidden[token], index[token, place] - rank * per_rank)
         total.index_add_(0, token, (rows * factors[token, place, None]).to(total.dtype))
     return total
