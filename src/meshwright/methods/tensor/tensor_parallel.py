@@ -240,7 +240,7 @@ class TensorParallel(Method):
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(
             other="pipeline_parallel",
-            reason="stages pass on all tokens",
+            reason="stages hand all tokens on",
             fix="leave sequence out, or use the axes tensor, data and zero",
             when=lambda own, other: own.sequence,
             own_keys="sequence=True",

@@ -119,7 +119,7 @@ def _check_groups(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *
 def _check_kernels(dropout_p: float, mask: torch.Tensor | None, *, is_causal: bool) -> None:
     if dropout_p > 0:
         raise ModelError(
-            "context_parallel: attention has dropout, which a ring does not compute",
+            "context_parallel: a ring does not compute dropout in attention",
             expected="dropout_p=0 in scaled_dot_product_attention",
             got=str(dropout_p),
             fix="switch the dropout of attention weights off (transformers: attention_dropout=0, attn_pdrop=0, "
@@ -134,7 +134,7 @@ def _check_kernels(dropout_p: float, mask: torch.Tensor | None, *, is_causal: bo
         )
     if mask is not None and mask.requires_grad:
         raise ModelError(
-            "context_parallel: the attention mask is trained, and a ring computes no gradient for it",
+            "context_parallel: a ring computes no gradient for an attention mask that is trained",
             expected="a mask without gradients",
             got="one that requires them",
             fix="use sequence_parallel",
