@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
 from meshwright.errors import ModelError, join_names
-from meshwright.methods.pipeline.splice import Form, Handed, Splice
+from meshwright.methods.pipeline.splice import Form, HiddenState, Splice
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,20 @@ class Boundary:
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def of(cls, handed: Handed) -> Boundary:
+    def of(cls, hidden: HiddenState) -> Boundary:
         """Describe a hidden state."""
-        return cls(handed.form, tuple(tuple(t.shape) for t in handed.tensors), tuple(t.dtype for t in handed.tensors))
+        return cls(hidden.form, tuple(tuple(t.shape) for t in hidden.tensors), tuple(t.dtype for t in hidden.tensors))
 
-    def check(self, handed: Handed) -> None:
+    def check(self, hidden: HiddenState) -> None:
         """Refuse tensors that differ from the description: the next stage has allocated buffers for it.
 
         Raises:
             ModelError: With the shapes and dtypes found.
         """
-        now = Boundary.of(handed)
+        now = Boundary.of(hidden)
         if (now.shapes, now.dtypes) != (self.shapes, self.dtypes):
             raise ModelError(
-                "pipeline_parallel: a stage hands on other tensors than for the batch's first micro-batch",
+                "pipeline_parallel: a stage sends other tensors than for the batch's first micro-batch",
                 expected=f"{join_names(map(str, zip(self.shapes, self.dtypes, strict=True)))}",
                 got=f"{join_names(map(str, zip(now.shapes, now.dtypes, strict=True)))}",
                 fix="let hidden states have shapes that follow from those of the input",
@@ -122,7 +122,7 @@ def run_chain(
     """
     token = torch.zeros((), device=rank.device, requires_grad=torch.is_grad_enabled())
     boundaries: dict[int, Boundary] = {}
-    handed: Any = None
+    result: Any = None
     failure: Exception | None = None
     for stage in rank.stages:
         if stage > 0 and not rank.holds(stage - 1):
@@ -132,17 +132,17 @@ def run_chain(
                 failure = failure or _Elsewhere()
             else:
                 boundaries[stage - 1] = boundary
-                handed = _receive(rank, stage, token, boundary)
+                result = _receive(rank, stage, token, boundary)
         if failure is None:
             try:
-                handed = splice.run(stage, handed if stage else None, forward, seed)
-                boundaries |= {stage: Boundary.of(handed)} if stage != rank.last_stage else {}
+                result = splice.run(stage, result if stage else None, forward, seed)
+                boundaries |= {stage: Boundary.of(result)} if stage != rank.last_stage else {}
             except Exception as error:
                 failure = error
         if stage != rank.last_stage and not rank.holds(stage + 1):
-            token = _send(rank, stage, token, handed, boundaries.get(stage) if failure is None else None)
+            token = _send(rank, stage, token, result, boundaries.get(stage) if failure is None else None)
     _raise_together(rank, failure)
-    return (handed if rank.holds(rank.last_stage) else StageOutput(token)), boundaries
+    return (result if rank.holds(rank.last_stage) else StageOutput(token)), boundaries
 
 
 def shared_output(rank: PipelineRank, output: Any) -> Any:
@@ -202,23 +202,23 @@ def flag_device(rank: PipelineRank) -> torch.device:
     return torch.device("cpu") if "cpu" in dist.get_backend_config(rank.group) else rank.device
 
 
-def _receive(rank: PipelineRank, stage: int, token: torch.Tensor, boundary: Boundary) -> Handed:
+def _receive(rank: PipelineRank, stage: int, token: torch.Tensor, boundary: Boundary) -> HiddenState:
     tensors = boundary.empty(rank.device)
     for tensor in tensors:
         dist.recv(tensor, src=rank.peer(stage - 1), group=rank.group)
-    return Handed(list(_Received.apply(token, rank, stage, *tensors)), boundary.form)
+    return HiddenState(list(_Received.apply(token, rank, stage, *tensors)), boundary.form)
 
 
 def _send(
-    rank: PipelineRank, stage: int, token: torch.Tensor, handed: Handed, boundary: Boundary | None
+    rank: PipelineRank, stage: int, token: torch.Tensor, hidden: HiddenState, boundary: Boundary | None
 ) -> torch.Tensor:
     """Send a hidden state: its description, then its tensors. Without a description the peer learns of a failure."""
     dist.send_object_list([boundary], dst=rank.peer(stage + 1), group=rank.group, device=rank.device)
     if boundary is None:
         return token
-    for tensor in handed.tensors:
+    for tensor in hidden.tensors:
         dist.send(tensor.detach().contiguous(), dst=rank.peer(stage + 1), group=rank.group)
-    sent: torch.Tensor = _Sent.apply(token, rank, stage, *handed.tensors)
+    sent: torch.Tensor = _Sent.apply(token, rank, stage, *hidden.tensors)
     return sent
 
 

@@ -31,7 +31,7 @@ from meshwright.methods.pipeline.chain import (
     shared_output,
 )
 from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
-from meshwright.methods.pipeline.splice import Handed, Splice, draw_seeds, drawing
+from meshwright.methods.pipeline.splice import HiddenState, Splice, draw_seeds, drawing
 from meshwright.nn import abandon_units, reshard
 from meshwright.optim import local_tensor
 from meshwright.runtime import preserved_rng, same_on_every_rank
@@ -211,7 +211,7 @@ class PipelineEngine:
         """Replace the model's forward: run one stage under a schedule, else all stages as a chain."""
 
         def call() -> Any:
-            return self._splice.until_handed(lambda: forward(*args, **kwargs))
+            return self._splice.until_stage_end(lambda: forward(*args, **kwargs))
 
         if self._splice.is_running:
             return call()
@@ -309,7 +309,7 @@ class PipelineEngine:
 
         def run(given: Any) -> Any:
             output = call(given)
-            return output if isinstance(output, Handed) else loss(given, output)
+            return output if isinstance(output, HiddenState) else loss(given, output)
 
         schedule, modules = self._prepared(inputs, run)
         seeds = draw_seeds(len(inputs))

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar
 
-import torch
 from pydantic import BeforeValidator, PositiveInt
 from torch import nn
 
@@ -154,7 +153,9 @@ def finish_pipeline(job: Job, engine: PipelineEngine) -> None:
         for item in job.cut.outside
         if len(item.trained_on) > 1 and rank.index in item.trained_on
     ]
-    engine.finish(job.model, StageGradients(rank, shared, _averager(job)), _compute_dtype(job))
+    casts = job.precision if job.shard_axis is not None else None
+    compute = torch_dtype(casts.compute) if casts is not None else None
+    engine.finish(job.model, StageGradients(rank, shared, _averager(job)), compute)
     repeated = frozenset(parameter for parameter, ranks in shared if rank.index != ranks[0])
     job.stages = NormStages(rank.group, job.device, repeated)
     inner = job.micro_batch
@@ -173,10 +174,6 @@ def _averager(job: Job) -> GradientAverager | None:
         return None
     group = job.flat_mesh("context", "sequence", "data").get_group()
     return GradientAverager(job.model, group, allow_unused=job.find_unused_parameters, in_backward=False)
-
-
-def _compute_dtype(job: Job) -> torch.dtype | None:
-    return torch_dtype(job.precision.compute) if job.precision is not None and job.shard_axis is not None else None
 
 
 # --- The method
@@ -277,7 +274,7 @@ class PipelineParallel(Method):
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the schedule computes the gradients of inputs first, and those of weights later."""
+        """True if the schedule computes the gradients of inputs first, and those of weights later."""
         return SCHEDULES[self.schedule].splits_backward
 
     @property

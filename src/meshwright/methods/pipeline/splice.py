@@ -12,7 +12,7 @@ without parameters for a block of another rank. While stage s runs with blocks f
 - The stage's blocks compute. Only the last block's output may reach later blocks, which is checked, so it is all that
   must be sent.
 - The call of block ``end`` raises :class:`_Stop`, which leaves ``forward`` with the stage's output
-  (:class:`Handed`). In the last stage nothing stops: code behind the list (norm, head) runs there only.
+  (:class:`HiddenState`). In the last stage nothing stops: code behind the list (norm, head) runs there only.
 
 Random draws: every run of a micro-batch starts from one seed on all ranks, so that code before the list draws alike
 everywhere; a stage's blocks draw from a seed of their own (:class:`BlockDraws`).
@@ -100,7 +100,7 @@ class Form:
         return tree_map(leaves.__getitem__, self.outline)
 
 
-class Handed(NamedTuple):
+class HiddenState(NamedTuple):
     """The hidden state that a stage other than the last computes."""
 
     tensors: list[torch.Tensor]
@@ -110,9 +110,9 @@ class Handed(NamedTuple):
 class _Stop(Exception):
     """Leaves the model's forward at the end of a stage."""
 
-    def __init__(self, handed: Handed) -> None:
+    def __init__(self, hidden: HiddenState) -> None:
         super().__init__()
-        self.handed = handed
+        self.hidden = hidden
 
 
 @dataclass
@@ -121,7 +121,7 @@ class _Running:
 
     first: int  # its blocks: first … end - 1
     end: int
-    inbox: Handed | None  # hidden state received; None: the first stage
+    inbox: HiddenState | None  # hidden state received; None: the first stage
     draws: BlockDraws
     output: Any = None  # output of the block that ran last
     inputs: list[Any] = field(default_factory=list)  # inputs of that block, flattened
@@ -144,20 +144,20 @@ class Splice:
 
     @property
     def is_running(self) -> bool:
-        """Whether a stage runs now."""
+        """True while a stage runs."""
         return self._running is not None
 
-    def run(self, stage: int, inbox: Handed | None, forward: Callable[[], Any], seed: int) -> Any:
+    def run(self, stage: int, inbox: HiddenState | None, forward: Callable[[], Any], seed: int) -> Any:
         """Run a stage.
 
         Args:
             stage: Number of the stage.
             inbox: The hidden state of the stage before; None for the first.
-            forward: Calls the model, whose forward runs inside :meth:`until_handed`.
+            forward: Calls the model, whose forward runs inside :meth:`until_stage_end`.
             seed: Random seed of this micro-batch, the same for all stages.
 
         Returns:
-            A :class:`Handed`, or what ``forward`` returns where the stage is the last.
+            A :class:`HiddenState`, or what ``forward`` returns where the stage is the last.
         """
         with self._stage(stage, inbox, BlockDraws(stage, seed)), drawing(seed):
             return forward()
@@ -168,7 +168,7 @@ class Splice:
         return taken
 
     @contextlib.contextmanager
-    def _stage(self, stage: int, inbox: Handed | None, draws: BlockDraws) -> Iterator[None]:
+    def _stage(self, stage: int, inbox: HiddenState | None, draws: BlockDraws) -> Iterator[None]:
         first, end = self.cut.bounds[stage : stage + 2]
         with captured() as records:
             self._running = _Running(first, end, inbox, draws, records=records)
@@ -179,12 +179,12 @@ class Splice:
         self._recorded.setdefault(stage, []).append([Watched.of(record) for record in records])
 
     @staticmethod
-    def until_handed(forward: Callable[[], Any]) -> Any:
+    def until_stage_end(forward: Callable[[], Any]) -> Any:
         """Call the model's forward; return early with the hidden state once the stage's last block has run."""
         try:
             return forward()
         except _Stop as stop:
-            return stop.handed
+            return stop.hidden
 
     def around_block(self, index: int) -> Callable[..., Any]:
         """Return the wrapper of block ``index``; it is called with the block's own call, None on other ranks."""
@@ -199,7 +199,7 @@ class Splice:
                     fix="call the model that accelerate returned",
                 )
             if index >= running.end:
-                raise _Stop(_handed(running, args, kwargs))
+                raise _Stop(_hidden_state(running, args, kwargs))
             if index < running.first:
                 assert running.inbox is not None
                 return running.inbox.form.filled(running.inbox.tensors)
@@ -225,14 +225,14 @@ class Splice:
         running.inputs = leaves
 
 
-def _handed(running: _Running, args: Any, kwargs: Any) -> Handed:
+def _hidden_state(running: _Running, args: Any, kwargs: Any) -> HiddenState:
     leaves = tree_leaves((args, kwargs))
     _check_nothing_else(running, leaves)
     outputs, spec = tree_flatten(running.output)
     places = tuple(carried_positions(outputs, leaves))
     values = tuple(leaf if isinstance(leaf, int | float | str) else None for leaf in outputs)
     outline = tree_unflatten(list(range(len(outputs))), spec)
-    return Handed([outputs[place] for place in places], Form(outline, values, places))
+    return HiddenState([outputs[place] for place in places], Form(outline, values, places))
 
 
 def _check_nothing_else(running: _Running, leaves: list[Any]) -> None:

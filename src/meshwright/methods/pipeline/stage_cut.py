@@ -126,7 +126,7 @@ def block_list(model: nn.Module, named: str | None) -> tuple[str, nn.ModuleList]
     if len(seen) != 1:
         lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         raise ModelError(
-            "pipeline_parallel: it cannot be told which blocks of the model to cut",
+            "pipeline_parallel: it is unclear which blocks of the model to cut",
             expected="one nn.ModuleList that the model's forward loops over",
             got=f"{len(seen)} that hold parameters ({join_names(seen)}); all lists: {join_names(lists)}",
             fix=f"name it: ('pipeline_parallel', {{'blocks': {list(seen)[-1]!r}}})"
@@ -162,7 +162,9 @@ def check_not_compiled(model: nn.Module, named: str | None) -> None:
         ModelError: Naming one.
     """
     path, blocks = block_list(model, named)
-    around = {f"{path}.{index}" for index in range(len(blocks))} | set(itertools.accumulate(path.split("."), _joined))
+    around = {f"{path}.{index}" for index in range(len(blocks))} | set(
+        itertools.accumulate(path.split("."), "{}.{}".format)
+    )
     compiled = [each for each in ("", *sorted(around)) if model.get_submodule(each)._compiled_call_impl is not None]
     if compiled:
         raise ModelError(
@@ -171,10 +173,6 @@ def check_not_compiled(model: nn.Module, named: str | None) -> None:
             got=f"compile() was called on {compiled[0] or 'the model'}",
             fix="leave that out, and add the method compile to the strategy",
         )
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}"
 
 
 def given_bounds(split: Sequence[int], blocks: int, stages: int) -> tuple[int, ...]:

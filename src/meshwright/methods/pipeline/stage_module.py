@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.torch_version import TorchVersion
 
 from meshwright.methods.pipeline.chain import Boundary, PipelineRank
-from meshwright.methods.pipeline.splice import Handed, Splice
+from meshwright.methods.pipeline.splice import HiddenState, Splice
 
 
 class EarlierStage(PipelineStage):
@@ -131,7 +131,7 @@ class StageModule(nn.Module):
     def _computed(self, tensors: list[torch.Tensor], number: int) -> Any:
         assert self._run is not None
         run, inputs = self._run, self._inputs[number]
-        inbox = Handed(tensors, self.before.form) if self.before is not None else None
+        inbox = HiddenState(tensors, self.before.form) if self.before is not None else None
         with self._measure() if self._measure is not None and number == 0 else contextlib.nullcontext() as saved:
             result = self._splice.run(self.stage, inbox, lambda: run(inputs), self._seeds[number])
         self.saved_bytes = saved.bytes if saved is not None else self.saved_bytes

@@ -162,7 +162,7 @@ class Exchanged:
     gradients: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)  # of inputs of column layers
 
 
-class _Meet(torch.autograd.Function):
+class _ReplacedGradient(torch.autograd.Function):
     """Identity; backward passes the gradient to ``note`` and continues with its result, as after an all-reduce."""
 
     @staticmethod
@@ -248,7 +248,7 @@ def _taking(path: str, own: Exchanged, whole: Exchanged | None) -> Callable[...,
             own.gradients[key] = gradient.detach()
             return gradient if whole is None else whole.gradients[key]
 
-        return (_Meet.apply(args[0], note), *args[1:])
+        return (_ReplacedGradient.apply(args[0], note), *args[1:])
 
     return take
 
@@ -266,6 +266,21 @@ class RecordedBlock:
     module: nn.Module
     call: BlockCall | None = None  # None: the block did not run
     given: dict[int, tuple[int, int]] = field(default_factory=dict)  # input leaf -> (earlier block, its output leaf)
+
+    def with_split_inputs(
+        self, dims: list[tuple[int | None, ...]], split: dict[int, int] | None = None
+    ) -> RecordedBlock:
+        """Return the block with its split inputs marked.
+
+        Args:
+            dims: The dims in which earlier blocks return their outputs split (None: whole), such as T5's bias of the
+                attention scores.
+            split: Dims of further leaves that are split.
+        """
+        assert self.call is not None
+        given = {leaf: dims[giver][place] for leaf, (giver, place) in self.given.items()}
+        every = (split or {}) | {leaf: dim for leaf, dim in given.items() if dim is not None}
+        return replace(self, call=replace(self.call, split=tuple(every.items())))
 
 
 def record_calls(model: nn.Module, sample: SampleRun | None, ranks: int) -> list[RecordedBlock]:

@@ -112,12 +112,7 @@ def _with_parts(block: RecordedBlock, dims: list[tuple[int | None, ...]], ranks:
     if hidden is None:
         raise _cannot(block.path, "it takes no tensor (batch, tokens, features)")
     check_tokens(tree_leaves((block.call.args, block.call.kwargs))[hidden], ranks)
-    split = {hidden: TOKENS_DIM}
-    for leaf, (giver, place) in block.given.items():
-        dim = dims[giver][place]
-        if dim is not None:
-            split[leaf] = dim
-    return dataclasses.replace(block, call=dataclasses.replace(block.call, split=tuple(split.items())))
+    return block.with_split_inputs(dims, {hidden: TOKENS_DIM})
 
 
 def _within(path: str, layers: list[PlannedLayer]) -> list[PlannedLayer]:

@@ -229,7 +229,11 @@ def planned_layers(model: nn.Module, given: Mapping[str, str], *, is_part: bool 
     _check_bare_parameters(model, entries)
     chosen, places = _chosen(model, entries, is_part)
     _with_tied(model, chosen)
-    layers = [_layer(model, path, *chosen[path], places.get(path, "")) for path in chosen]
+    layers = []
+    for path, (module, style) in chosen.items():
+        place = places.get(path, "")
+        parent = model.get_submodule((place or path).rpartition(".")[0])
+        layers.append(PlannedLayer(path, module, style, parent, place=place))
     if not is_part and not any(layer.style.dims for layer in layers):
         raise ModelError(
             "tensor_parallel: the plan splits no layer of this model",
@@ -259,11 +263,6 @@ def _chosen(
         else:
             chosen[path] = (module, style_of(path, module, style))
     return chosen, places
-
-
-def _layer(model: nn.Module, path: str, module: nn.Module, style: Style, place: str) -> PlannedLayer:
-    parent = model.get_submodule((place or path).rpartition(".")[0])
-    return PlannedLayer(path, module, style, parent, place=place)
 
 
 def matches(entries: Mapping[str, str], path: str) -> bool:

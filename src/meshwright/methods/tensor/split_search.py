@@ -262,7 +262,7 @@ def find_plan(model: nn.Module, sample: SampleRun | None, ranks: int) -> FoundPl
     adjustments: list[Adjustment] = []
     whole: dict[str, None] = {}
     for block in blocks:
-        block = _with_split_inputs(block, dims)
+        block = block.with_split_inputs(dims)
         key = signature(block)
         if key not in known:
             known[key] = _find_in_block(block, ranks)
@@ -281,17 +281,6 @@ def find_plan(model: nn.Module, sample: SampleRun | None, ranks: int) -> FoundPl
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if name else path
-
-
-def _with_split_inputs(block: RecordedBlock, dims: list[tuple[int | None, ...]]) -> RecordedBlock:
-    """Mark the inputs that earlier blocks return split, such as T5's bias of the attention scores."""
-    split = []
-    for leaf, (giver, place) in block.given.items():
-        dim = dims[giver][place]
-        if dim is not None:
-            split.append((leaf, dim))
-    assert block.call is not None
-    return dataclasses.replace(block, call=dataclasses.replace(block.call, split=tuple(split)))
 
 
 def _find_in_block(block: RecordedBlock, ranks: int) -> _FoundBlock:
