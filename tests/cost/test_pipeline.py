@@ -1,11 +1,12 @@
 import dataclasses
 
 import pytest
+from benchmarks.schedule_bubble import bubble_fraction
 
 from meshwright.cost import Stages, Step, fitted
 from meshwright.cost.scheduling import StageTimes, order, pipeline_s, play
 from meshwright.cost.step_time import played_s
-from meshwright.methods.pipeline.schedules import actions, bubble_fraction
+from meshwright.methods.pipeline.schedules import actions
 
 EQUAL = StageTimes(1.0, 2.0)
 

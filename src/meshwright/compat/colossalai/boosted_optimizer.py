@@ -206,7 +206,7 @@ def check_parts(accelerated: Accelerated, count: int) -> None:
     method = accelerated.strategy.get("pipeline_parallel")
     assert isinstance(method, PipelineParallel)
     assert accelerated.pipeline is not None
-    ranks = accelerated.pipeline.line.group.size()
+    ranks = accelerated.pipeline.rank.group.size()
     method.check_numbers(ranks * method.stages_per_rank, ranks, count)
 
 

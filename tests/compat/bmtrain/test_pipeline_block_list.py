@@ -121,7 +121,7 @@ def assert_refused(model):
         layers(x, y[:2], gate, bias=bias)
     with pytest.raises(bmt.errors.LaunchError, match="same pipeline alike"):
         layers(*(each[: 4 - 2 * runtime.rank()] for each in (x, y, gate)), bias=bias)
-    with pytest.raises(bmt.errors.ModelError, match="cannot be cut"):
+    with pytest.raises(bmt.errors.ModelError, match="cannot be divided"):
         layers(x[:1], y[:1], gate[:1], bias=bias)
     with pytest.raises(RuntimeError, match="must match"):  # in a block
         layers(x, y, gate, bias=torch.zeros(3))

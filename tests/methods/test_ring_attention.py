@@ -161,8 +161,8 @@ def test_tokens_come_back_in_order():
         ({"attn_mask": torch.ones(4, 12, requires_grad=True)}, {}, "mask that is trained"),
         ({"attn_mask": torch.ones(4, 4, dtype=torch.bool)}, {}, "does not cover all tokens"),
         ({"attn_mask": torch.ones(12, dtype=torch.bool), "is_causal": True}, {}, "both causal and masked"),
-        ({}, {"heads": 2}, "do not go with the heads"),
-        ({"enable_gqa": True}, {"heads": 3}, "do not go with the heads"),
+        ({}, {"heads": 2}, "do not fit the heads"),
+        ({"enable_gqa": True}, {"heads": 3}, "do not fit the heads"),
         ({}, {"tokens": 5}, "not among the tokens"),
     ],
 )

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from benchmarks.schedule_bubble import bubble_fraction
 
 from meshwright import ModelError, Strategy, StrategyError
 from meshwright.cost import memory
@@ -16,7 +17,6 @@ from meshwright.methods.pipeline.outer_parameters import trace_blocks
 from meshwright.methods.pipeline.schedules import (
     SCHEDULES,
     actions,
-    bubble_fraction,
     check_micro_batches,
     live_peaks,
     most_in_flight,
