@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.comm.shared_memory import held_bytes
+from meshwright.nn.host_exchange import held_bytes
 
 
 class LiveBytes(TorchDispatchMode):

@@ -42,6 +42,9 @@ MODULES = {
 
 # Package -> module -> names; ``old=new`` where the name has changed, too.
 NAMES = {
+    "meshwright.comm": {
+        f"{_BMTRAIN}.utils": "gather_result",
+    },
     "meshwright.cost": {
         "meshwright.cost.step": "Wire=Compression",
     },
@@ -54,6 +57,7 @@ NAMES = {
         f"{_BMTRAIN}.distributed_module": "DistributedModule",
         f"{_BMTRAIN}.layers": "ColumnParallelLinear Linear RowParallelLinear VPEmbedding",
         f"{_BMTRAIN}.model_setup": "BMTrainModelWrapper grouped_parameters init_parameters",
+        f"{_BMTRAIN}.parallel_linear": "OpParallelLinear ReduceType",
         f"{_BMTRAIN}.parameter": "DistributedParameter ParameterInitializer",
         f"{_BMTRAIN}.pipeline_block_list": "PipelineTransformerBlockList",
     },

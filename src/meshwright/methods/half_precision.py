@@ -22,7 +22,7 @@ from meshwright.methods.base import (
     torch_dtype,
 )
 from meshwright.nn import widen, wrap_method
-from meshwright.runtime.trees import map_tree
+from meshwright.nn.batches import map_tree
 from meshwright.strategy import Strategy
 
 

@@ -52,7 +52,6 @@ if TYPE_CHECKING:
         wrap_method as wrap_method,
         wrap_methods as wrap_methods,
     )
-    from meshwright.nn.parallel_linear import OpParallelLinear as OpParallelLinear, ReduceType as ReduceType
     from meshwright.nn.recompute_buffers import SameBuffers as SameBuffers, recompute_contexts as recompute_contexts
     from meshwright.nn.swapped_parameters import (
         SavedAttributes as SavedAttributes,

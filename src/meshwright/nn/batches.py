@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.loss import _Loss
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 
 from meshwright.errors import NOTE, ConfigError, DataError, MeshwrightError, ModelError, join_names
-from meshwright.runtime.trees import leaves_of, map_tree
 
 INPUT_FORMATS = (None, "unpack_sequence", "unpack_dict")
 _MISUNDERSTOOD: tuple[type[Exception], ...] = (TypeError, AttributeError)
@@ -293,3 +295,66 @@ def _is_torchs_loss(value: Any) -> bool:
 def is_distance(value: Any) -> bool:
     """Return whether it is one of torch's losses to which it is all one which argument is the target."""
     return isinstance(value, _DISTANCES) or value in _DISTANCE_FUNCTIONS
+
+
+# --- Nested containers as batches come in: torch's own, and mappings and dataclasses that torch takes for one piece.
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Torch's ``tree_map``, which also goes into other mappings, such as transformers' ``BatchEncoding``, and into
+    dataclasses; one in which nothing changes stays the same object.
+
+    Args:
+        function: Called with every leaf.
+        tree: Nested containers; they stay as they are, and their classes are kept.
+        is_leaf: What is not gone into, containers included.
+    """
+
+    def enter(leaf: Any) -> Any:
+        if not _is_closed(leaf) or (is_leaf is not None and is_leaf(leaf)):
+            return function(leaf)
+        before = _values_of(leaf)
+        values = {key: map_tree(function, value, is_leaf) for key, value in before.items()}
+        return _with_values(leaf, values, is_same=all(values[key] is before[key] for key in before))
+
+    return tree_map(enter, tree, is_leaf=is_leaf)
+
+
+def leaves_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """Torch's ``tree_leaves``, which also goes into mappings of other classes and dataclasses."""
+    found = []
+    for leaf in tree_leaves(tree, is_leaf=is_leaf):
+        is_open = _is_closed(leaf) and not (is_leaf is not None and is_leaf(leaf))
+        found += leaves_of(_values_of(leaf), is_leaf) if is_open else [leaf]
+    return found
+
+
+def _is_closed(leaf: Any) -> bool:
+    """Return whether torch takes this mapping, or this instance of a dataclass, for one piece."""
+    return (isinstance(leaf, Mapping) or _is_dataclass(leaf)) and type(leaf) not in SUPPORTED_NODES
+
+
+def _is_dataclass(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type | Mapping)
+
+
+def _values_of(leaf: Any) -> dict[Any, Any]:
+    if not _is_dataclass(leaf):
+        return dict(leaf)
+    return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if hasattr(leaf, field.name)}
+
+
+def _with_values(mapping: Any, values: dict[Any, Any], is_same: bool) -> Any:
+    if _is_dataclass(mapping):
+        if is_same:  # it may be a state that is changed where it is, or settings
+            return mapping
+        changed = copy.copy(mapping)
+        for key, value in values.items():
+            object.__setattr__(changed, key, value)  # frozen ones, too
+        return changed
+    if not isinstance(mapping, MutableMapping):
+        return values
+    changed = copy.copy(mapping)
+    for key, value in values.items():
+        changed[key] = value
+    return changed

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
+import mmap
+import os
+import secrets
+import warnings
 import weakref
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.comm.shared_memory import SharedMemory, aligned, shared_memory
 from meshwright.comm.transport import all_gather_flat
 from meshwright.errors import StrategyError
 from meshwright.nn.fsdp_units import parameter_groups
@@ -363,3 +369,136 @@ class _Reduce(Comm):
             torch.sum(arrived.view(group.size(), -1), 0, out=output_tensor)
         if mean:
             output_tensor.div_(group.size())
+
+
+# --- Memory that the processes of one host have in common.
+
+ALIGNMENT = 64
+"""Bytes of a line of the processor's cache: parts of the memory begin at a multiple of it."""
+
+_FOLDER = Path("/dev/shm")
+_NAME_BYTES = 16
+_MIB = 2**20
+_SHARE = 2  # of what is free at most one part in so many is taken: workers of data loaders need the folder, too
+
+
+class SharedMemory:
+    """Zeros that every rank of a group sees and may write.
+
+    Args:
+        memory: What the operating system gave.
+        num_ranks: That have it together.
+    """
+
+    def __init__(self, memory: mmap.mmap, num_ranks: int) -> None:
+        self._memory, self.num_ranks = memoryview(memory), num_ranks
+        _held.add(self)
+
+    def part(self, start: int, num_bytes: int) -> memoryview:
+        """So many bytes from ``start``; a tensor made of it (``torch.frombuffer``) keeps it alive."""
+        return self._memory[start : start + num_bytes]
+
+    @property
+    def own_bytes(self) -> int:
+        """Return a rank's share of it."""
+        return len(self._memory) // self.num_ranks
+
+
+_held: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+def held_bytes() -> int:
+    """This rank's share of all memory that it has with others, which no count of tensors sees."""
+    return sum(memory.own_bytes for memory in _held)
+
+
+def shared_memory(group: dist.ProcessGroup, num_bytes: int) -> SharedMemory | None:
+    """Memory that the ranks of a group share. Collective.
+
+    The file behind it has no name any more when this returns: nothing is left behind when ranks die.
+
+    Args:
+        group: One whose CPU tensors travel.
+        num_bytes: The same on all ranks, above 0.
+
+    Returns:
+        The memory; None, on all ranks, where these are not on one host (or in containers that share no memory), or
+        where it has no room, which a warning says.
+    """
+    name = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
+    with contextlib.ExitStack() as made:
+        if dist.get_rank(group) == 0:
+            name = made.enter_context(_file(num_bytes))
+        dist.broadcast(name, group=group, group_src=0)
+        memory = _opened(bytes(name.tolist()).hex(), num_bytes) if name.any() else None
+        seen = torch.tensor(memory is not None)
+        dist.all_reduce(seen, op=dist.ReduceOp.MIN, group=group)
+    if memory is None and dist.get_rank(group) == 0:
+        _warn_if_full(num_bytes)  # now that nobody waits: warnings may be errors
+    return SharedMemory(memory, group.size()) if memory is not None and seen else None
+
+
+@contextlib.contextmanager
+def _file(num_bytes: int) -> Iterator[torch.Tensor]:
+    """A file in memory while ranks open it; its name, zeros where there can be none."""
+    name = secrets.token_bytes(_NAME_BYTES)
+    path = _path(name.hex())
+    try:
+        try:
+            _fill(path, num_bytes)
+        except (OSError, AttributeError):  # a system may have no such folder, or no such call
+            name = bytes(_NAME_BYTES)
+        yield torch.tensor(list(name), dtype=torch.uint8)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _fill(path: Path, num_bytes: int) -> None:
+    """Take all pages at once: a process that writes where there are none left is ended (SIGBUS), without an error."""
+    if num_bytes * _SHARE > _free_bytes():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _free_bytes() -> int:
+    room = os.statvfs(_FOLDER)
+    return room.f_bavail * room.f_frsize
+
+
+def _warn_if_full(num_bytes: int) -> None:
+    """Other reasons are the rule, as of ranks on several hosts; this one somebody can change."""
+    with contextlib.suppress(OSError, AttributeError):
+        needed, free = num_bytes * _SHARE, _free_bytes()
+        if needed > free:
+            warnings.warn(
+                f"{_FOLDER} has {free / _MIB:.1f} MiB free; with {needed / _MIB:.1f} (half of which is taken) ranks of "
+                "this host would exchange through it. They go on by gloo, whose steps take longer. What to do: give it "
+                "more room (docker run --shm-size=4g; in Kubernetes an emptyDir of medium Memory)",
+                stacklevel=4,
+            )
+
+
+def _opened(name: str, num_bytes: int) -> mmap.mmap | None:
+    try:
+        descriptor = os.open(_path(name), os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        return mmap.mmap(descriptor, num_bytes)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _path(name: str) -> Path:
+    return _FOLDER / f"meshwright-{name}"
+
+
+def aligned(num_bytes: int) -> int:
+    """Return the next multiple of ``ALIGNMENT``."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

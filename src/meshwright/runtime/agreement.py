@@ -344,24 +344,3 @@ def code_versions(sources: Path = _SOURCES) -> str:
         digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
     python = platform.python_version()
     return f"meshwright {__version__} ({digest.hexdigest()[:12]}), torch {torch.__version__}, Python {python}"
-
-
-# --- What this rank has gathered since its last step: on ranks that gather other things, weights come out mixed.
-
-_MODULUS = 2**20  # exact in fp32, in which the number travels
-
-_order = 0
-
-
-def note_gather(place: int) -> None:
-    """Count something that all ranks gather together, by a number that it has on all of them."""
-    global _order
-    if not torch.compiler.is_compiling():
-        _order = (_order * 31 + place + 1) % _MODULUS
-
-
-def take_gather_order() -> int:
-    """A number for what was gathered since the last call, and in which order; equal on ranks that gathered the same."""
-    global _order
-    taken, _order = _order, 0
-    return taken

@@ -23,7 +23,7 @@ from meshwright.inspect import Record, captured, hand_over, recording_active
 from meshwright.nn.fsdp_units import parameter_groups
 from meshwright.nn.module_structure import subclass_like
 from meshwright.nn.recompute_buffers import recompute_contexts
-from meshwright.runtime import ShardAxes, note_gather, require_distributed, settings
+from meshwright.runtime import ShardAxes, require_distributed, settings
 
 BlockMode = Literal["BLOCK", "PIPE"]
 _STATE = "_meshwright_block"
@@ -296,3 +296,24 @@ def _unshard_unit(unit: Any) -> None:
     unit.__dict__[STATE_KEY] = {key: kept for key, kept in unit.__dict__[STATE_KEY].items() if kept is not state}
     unit.__dict__[REGISTRY_KEY].pop("fully_shard", None)
     unit.__class__ = type(unit).__bases__[1]  # behind FSDPModule
+
+
+# --- What this rank has gathered since its last step: on ranks that gather other things, weights come out mixed.
+
+_MODULUS = 2**20  # exact in fp32, in which the number travels
+
+_order = 0
+
+
+def note_gather(place: int) -> None:
+    """Count something that all ranks gather together, by a number that it has on all of them."""
+    global _order
+    if not torch.compiler.is_compiling():
+        _order = (_order * 31 + place + 1) % _MODULUS
+
+
+def take_gather_order() -> int:
+    """A number for what was gathered since the last call, and in which order; equal on ranks that gathered the same."""
+    global _order
+    taken, _order = _order, 0
+    return taken

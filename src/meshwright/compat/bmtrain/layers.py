@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from meshwright.comm import all_reduce, reduce_scatter
 from meshwright.comm.transport import gathered, members_of
 from meshwright.compat.bmtrain.distributed_module import DistributedModule
+from meshwright.compat.bmtrain.parallel_linear import OpParallelLinear, ReduceType
 from meshwright.compat.bmtrain.parameter import DistributedParameter, InitMethod, ParameterInitializer
 from meshwright.errors import ModelError
-from meshwright.nn.parallel_linear import OpParallelLinear, ReduceType
 from meshwright.runtime import tensor_mesh, tensor_rank, tensor_size
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from meshwright.errors import ModelError
 from meshwright.nn import run_with
-from meshwright.runtime.trees import map_tree
+from meshwright.nn.batches import map_tree
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from meshwright.errors import ModelError
 from meshwright.methods.tensor.split_plan import LINEAR, PlannedLayer
 from meshwright.nn import find_blocks, run_with
-from meshwright.runtime.trees import map_tree
+from meshwright.nn.batches import map_tree
 
 
 @dataclass(frozen=True)

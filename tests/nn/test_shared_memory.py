@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import shared_memory as module
-from meshwright.comm.shared_memory import aligned, held_bytes, shared_memory
+from meshwright.nn import host_exchange as module
+from meshwright.nn.host_exchange import aligned, held_bytes, shared_memory
 
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 
