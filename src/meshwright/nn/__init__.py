@@ -1,8 +1,7 @@
-"""Models for many ranks: wrappers that shard, and what methods need to know of modules.
+"""What methods, planner and other rooms need of modules: batches, layouts, FSDP2 units, and changes in place.
 
-A model is written with :class:`DistributedModule`, :class:`DistributedParameter` and :class:`Block` (BMTrain's way), or
-wrapped whole with :func:`BMTrainModelWrapper`. Of layers made for tensor parallelism (``init_distributed(tp_size=)``)
-every rank of a tensor group computes a part.
+BMTrain's :class:`DistributedModule`, :class:`DistributedParameter`, :class:`Block` and :func:`BMTrainModelWrapper` can
+be imported from here as well; they live in :mod:`meshwright.compat.bmtrain`.
 """
 
 from typing import TYPE_CHECKING

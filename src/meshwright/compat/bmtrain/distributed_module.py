@@ -22,7 +22,12 @@ from meshwright.compat.bmtrain.parameter import (
     was_moved,
 )
 from meshwright.errors import ModelError, join_names
-from meshwright.nn.fsdp_units import average_gradients, is_alike_on_tensor_ranks, recover_in_forward, reshard_at_updates
+from meshwright.nn.fsdp_units import (
+    average_gradients,
+    is_replicated_over_tensor_group,
+    recover_in_forward,
+    reshard_at_updates,
+)
 from meshwright.nn.host_exchange import exchange_on_host
 from meshwright.nn.model_layout import (
     gather_parameter,
@@ -286,7 +291,7 @@ def prepare_root(module: nn.Module) -> None:
 def _reduced_by_unit_only(parameter: nn.Parameter) -> bool:
     """In a unit: outside, gathering reduces over all ranks."""
     record = record_of(parameter)
-    return is_alike_on_tensor_ranks(parameter) and not (record is not None and record.gather_on_use)
+    return is_replicated_over_tensor_group(parameter) and not (record is not None and record.gather_on_use)
 
 
 _seeded: object = None  # the world in which this rank has seeds of its own
