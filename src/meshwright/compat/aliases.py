@@ -1,4 +1,4 @@
-"""Names and modules that users know from other places of the package than where they live.
+"""Documented names and modules that live elsewhere in the package.
 
 See [Note: documented names that moved] in :mod:`meshwright.runtime.lazy`.
 """
@@ -10,7 +10,7 @@ from meshwright.runtime.lazy import alias_modules, alias_name
 _BMTRAIN = "meshwright.compat.bmtrain"
 _COLOSSALAI = "meshwright.compat.colossalai"
 
-# Modules and all that lies below them.
+# Documented module -> where it lives; modules below it go along.
 MODULES = {
     "meshwright.accelerated": "meshwright.training.accelerated",
     "meshwright.atorch": "meshwright.compat.atorch",
@@ -40,7 +40,7 @@ MODULES = {
     "meshwright.utils": f"{_BMTRAIN}.utils",
 }
 
-# Package -> module -> names; ``old=new`` where the name has changed, too.
+# Documented package -> where names live -> names; ``old=new`` if a name has changed, too.
 NAMES = {
     "meshwright.comm": {
         f"{_BMTRAIN}.utils": "gather_result",
@@ -69,7 +69,7 @@ NAMES = {
 
 
 def install() -> None:
-    """Make every documented name importable; nothing is imported before somebody asks for it."""
+    """Register all aliases; a module is imported only when one of its names is used."""
     alias_modules(MODULES)
     for package, homes in NAMES.items():
         for module, names in homes.items():

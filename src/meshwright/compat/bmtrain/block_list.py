@@ -1,4 +1,4 @@
-"""`TransformerBlockList`: a stack of Blocks called as a whole, and how such stacks are spread over pipeline stages."""
+"""`TransformerBlockList`: a stack of Blocks that is called as a whole, and its division over pipeline stages."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from meshwright.runtime import pipe_size, stage_axes, stage_index
 
 
 class TransformerBlockList(nn.ModuleList):
-    """Runs its Blocks one after another, each gathered while the one before it computes.
+    """A stack of Blocks that run one after another, each gathered while the one before it computes.
 
     ``layers(x, *constants)`` is ``for layer in layers: x = layer(x, *constants)``. Iterating works as well.
 
     Args:
-        modules: Blocks, or modules that are then wrapped; the same module in several places shares its weights.
-        num_hidden: How many leading arguments are hidden states: they flow from block to block, and a block returns as
-            many. The other arguments are the same for every block.
-        sqrt: Recompute in two levels, segments of about √L blocks and blocks in them: √L + √L saved inputs in place of
-            L, for one more forward (Chen et al. 2016, §4).
+        modules: Blocks, or modules to wrap; the same module in several places shares its weights.
+        num_hidden: Number of leading arguments that are hidden states: every block takes and returns so many. The other
+            arguments are the same for every block.
+        sqrt: Recompute in two levels, segments of about √L blocks and blocks in them: 2·√L saved inputs instead of L,
+            for one more forward (Chen et al. 2016, §4).
 
     Raises:
-        ModelError: For a Block that stands in two places, and an impossible ``num_hidden``.
+        ModelError: When a Block is listed twice, or ``num_hidden`` is below 1.
     """
 
     def __init__(self, modules: Iterable[nn.Module], num_hidden: int = 1, sqrt: bool = False) -> None:
@@ -55,9 +55,9 @@ class TransformerBlockList(nn.ModuleList):
         """Run all blocks.
 
         Args:
-            args: ``num_hidden`` hidden states, then what every block gets.
+            args: ``num_hidden`` hidden states, then the arguments of every block.
             return_hidden_states: Return the inputs of all blocks, too.
-            kwargs: What every block gets.
+            kwargs: Keyword arguments of every block.
 
         Returns:
             The last block's hidden states: one tensor, or a tuple of ``num_hidden``. With ``return_hidden_states`` a
@@ -78,7 +78,6 @@ class TransformerBlockList(nn.ModuleList):
         return (*hidden, *(torch.stack(states) for states in zip(*inputs, strict=True)))
 
     def _divided(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the hidden states, and what every block gets."""
         if len(args) < self.num_hidden:
             raise ModelError(
                 "A TransformerBlockList got too few hidden states",
@@ -96,7 +95,7 @@ class TransformerBlockList(nn.ModuleList):
     def _run(
         self, blocks: Sequence[Block], hidden: tuple[Any, ...], constants: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
-        """Run some blocks; return the hidden states after them, and those before each of them."""
+        """Run some blocks; return the last hidden states, and the inputs of each block."""
         inputs = []
         for block in blocks:
             inputs.append(hidden)
@@ -110,12 +109,12 @@ class TransformerBlockList(nn.ModuleList):
                     fix="let the block return what flows on, and nothing else",
                 )
             if len(blocks) > 1 and torch._C._current_graph_task_id() != -1:
-                # Recomputing a segment: its backward gathers the block again, and so holds one block at a time.
+                # Recomputing a segment: its backward gathers blocks again, so that only one is whole at a time.
                 block.free()
         return hidden, inputs
 
     def link_prefetch(self) -> None:
-        """Let every block gather the next one ahead, in forward and in backward; called when the root is known."""
+        """Let every block prefetch the next one, in forward and in backward; called when the FSDP2 root is set up."""
         units = [block.unit for block in self if isinstance(block, Block)]
         for first, second in itertools.pairwise(units):
             if first is not second:
@@ -124,10 +123,10 @@ class TransformerBlockList(nn.ModuleList):
 
 
 def check_listed(modules: Sequence[nn.Module], num_hidden: int) -> None:
-    """Refuse what no list of Blocks can be made of.
+    """Check the arguments of a list of Blocks.
 
     Raises:
-        ModelError: For a Block that stands in two places, and an impossible ``num_hidden``.
+        ModelError: When a Block is listed twice, or ``num_hidden`` is below 1.
     """
     blocks = [id(module) for module in modules if isinstance(module, Block)]
     if len(set(blocks)) < len(blocks):
@@ -144,11 +143,11 @@ def check_listed(modules: Sequence[nn.Module], num_hidden: int) -> None:
         )
 
 
-# --- Which blocks a pipeline stage holds, and what stands in the place of those that others hold.
+# --- Division over pipeline stages: Blocks of this stage, placeholders for those of others.
 
 
 def stage_bounds(num_blocks: int, num_stages: int) -> list[int]:
-    """Return where stages begin and the last one ends: ``num_stages + 1`` numbers; the first stages get one block more.
+    """Return ``num_stages + 1`` bounds of even stages; where blocks do not divide, the first stages have one more.
 
     Raises:
         ModelError: When a stage would have no block.
@@ -165,35 +164,34 @@ def stage_bounds(num_blocks: int, num_stages: int) -> list[int]:
 
 
 def staged(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """This stage's modules as Blocks sharded over its ranks, and stand-ins for the others.
+    """Return this stage's modules as Blocks over its ranks, and placeholders for the others.
 
-    Collective over the world where modules hold distributed parameters, as in Blocks: these are gathered one block at a
+    Collective over the world if modules have distributed parameters, as Blocks do: these are gathered one block at a
     time.
 
     Raises:
-        ModelError: For a Block that has run; for too few modules; and for one that two stages would share.
+        ModelError: When a Block has run, there are too few modules, or two stages would share one.
     """
     bounds = stage_bounds(len(modules), pipe_size())
     owners = [stage for stage, (start, end) in enumerate(pairwise(bounds)) for _ in range(start, end)]
     _check(modules, owners)
-    axes = stage_axes()  # collective where it is the first call: not on one stage alone
+    axes = stage_axes()  # its first call is collective, so all stages make it
     result: list[nn.Module] = []
     known: dict[int, tuple[nn.Module, BlockState | None]] = {}
     for listed, owner in zip(modules, owners, strict=True):
         here = owner == stage_index()
         if _identity(listed) not in known:
             block = block_of(listed)
-            module, asked = released(block) if block is not None else (listed, None)
-            known[_identity(listed)] = module, asked
-            _replace_tensors(module, here)
-        module, asked = known[_identity(listed)]
-        options = (asked.use_checkpoint, asked.zero_level) if asked is not None else ()
+            known[_identity(listed)] = released(block) if block is not None else (listed, None)
+            _replace_tensors(known[_identity(listed)][0], here)
+        module, state = known[_identity(listed)]
+        options = (state.use_checkpoint, state.zero_level) if state is not None else ()
         result.append(Block(module, *options, axes=axes) if here else Elsewhere(module, owner))
     return result
 
 
 def _identity(module: nn.Module) -> int:
-    """Return the same for all Blocks of one module, which share their attributes."""
+    # All Blocks of one module share its ``__dict__``.
     return id(module.__dict__)
 
 
@@ -214,7 +212,7 @@ def _check(modules: Sequence[nn.Module], owners: Sequence[int]) -> None:
 
 @torch.no_grad()
 def _replace_tensors(module: nn.Module, here: bool) -> None:
-    """Make parameters whole where they are needed, and take away the memory of all tensors elsewhere."""
+    """Lay a module's parameters out over this stage's ranks, or move all its tensors to ``meta`` on other stages."""
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -222,17 +220,18 @@ def _replace_tensors(module: nn.Module, here: bool) -> None:
                 continue
             if id(parameter) not in made:
                 made[id(parameter)] = _replacement(parameter, here)
-            setattr(owner, name, made[id(parameter)])  # not into _parameters: recurrent modules keep a second list
+            # Not into _parameters directly: recurrent modules have a second list.
+            setattr(owner, name, made[id(parameter)])
         if not here:
             owner._buffers.update({name: each.to("meta") for name, each in owner._buffers.items() if each is not None})
 
 
 def _replacement(parameter: nn.Parameter, here: bool) -> nn.Parameter:
-    """On the ranks of its stage, or without memory; what is not distributed is equal on all ranks, and stays."""
     record = record_of(parameter)
+    # A plain parameter is equal on all ranks already.
     if here and not isinstance(parameter, DTensor):
         return parameter
-    # All ranks gather, whoever needs it.
+    # All ranks take part in the gather, also those that do not need it.
     whole = parameter.full_tensor().detach() if isinstance(parameter, DTensor) else parameter.detach()
     mark_moved(parameter)
     dim = tensor_dim(parameter)
@@ -247,7 +246,7 @@ def _replacement(parameter: nn.Parameter, here: bool) -> nn.Parameter:
 
 
 def all_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
-    """Every parameter of the whole model once, in its order, and whether this rank holds it; alike on all ranks."""
+    """Yield every parameter of the whole model once, and whether this rank has it; in one order on all ranks."""
     seen: set[int] = set()
     for module in model.modules():
         parameters = module.outline.parameters() if isinstance(module, Elsewhere) else module.parameters(recurse=False)

@@ -1,4 +1,4 @@
-"""BMTrain's ``config``: what ``init_distributed`` set up, under the names that BMTrain's model code asks for."""
+"""BMTrain's ``config``: the world that ``init_distributed`` has set up, under the keys that model code reads."""
 
 from __future__ import annotations
 
@@ -29,16 +29,14 @@ _PLACES: dict[str, tuple[Callable[[], int], Callable[[], int]]] = {
     "tp": (replica_index, tensor_rank),
     "tp_zero": (tensor_rank, replica_index),
 }
-"""By kind of group: the number of the one that this rank is in, and its place there."""
+"""By kind of group: the number of this rank's group, and its place in the group."""
 
 
 class Topology:
-    """Which groups this rank is in, and where. Seed: BMTrain."""
+    """This rank's groups and its places in them. Seed: BMTrain."""
 
     def get_group_id(self, group_name: str) -> int:
-        """Return the number of this rank's group among those of its kind.
-
-        ``"pipe"``, ``"zero"``, ``"tp"`` or ``"tp_zero"``.
+        """Return the number of this rank's group of a kind: ``"pipe"``, ``"zero"``, ``"tp"`` or ``"tp_zero"``.
 
         Raises:
             ConfigError: For another kind.
@@ -46,7 +44,7 @@ class Topology:
         return _place(group_name)[0]()
 
     def get_group_rank(self, group_name: str) -> int:
-        """This rank's place in its group of that kind; in ``"pipe"`` its stage.
+        """Return this rank's place in its group of a kind; in ``"pipe"``, its stage.
 
         Raises:
             ConfigError: For another kind.
@@ -92,13 +90,13 @@ _VALUES: dict[str, Callable[[], Any]] = {
 
 
 class UnknownKeyError(ConfigError, KeyError):
-    """What ``in`` and ``get`` of a mapping catch."""
+    """ConfigError that ``in`` and ``get`` of a mapping catch."""
 
-    __str__ = Exception.__str__  # that of KeyError quotes the text
+    __str__ = Exception.__str__  # KeyError's own would quote the text
 
 
 class _Config(Mapping[str, Any]):
-    """Reads the present state; the ``…_comm`` are mesh axes, which :mod:`meshwright.comm` takes as groups."""
+    """View of the current state. ``…_comm`` are mesh axes, which :mod:`meshwright.comm` takes as groups."""
 
     def __getitem__(self, key: str) -> Any:
         if key not in _VALUES:
@@ -118,4 +116,4 @@ class _Config(Mapping[str, Any]):
 
 
 config = _Config()
-"""Read-only, as in ``config["tp_size"]``. Seed: BMTrain, whose streams and NCCL communicators have no counterpart."""
+"""Read-only mapping, as in ``config["tp_size"]``. BMTrain's streams and NCCL communicators have no counterpart."""
