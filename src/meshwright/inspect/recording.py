@@ -264,14 +264,10 @@ def place_records(entries: Sequence[Record | StagePass]) -> tuple[Recorded, list
         stages = {0: [entry]} if isinstance(entry, Record) else dict(sorted(entry.stages.items()))
         found.events.append(None if isinstance(entry, Record) else tuple(stages))
         for stage, of_stage in stages.items():
-            found.labels.extend(_label(record) for record in of_stage)
+            found.labels.extend((f"{each.group}." if each.group is not None else "", each.name) for each in of_stage)
             found.places.extend([(event, stage)] * len(of_stage))
             records.extend(of_stage)
     return found, records
-
-
-def _label(record: Record) -> Label:
-    return (f"{record.group}." if record.group is not None else ""), record.name
 
 
 def number_names(labels: Sequence[Label]) -> list[str]:

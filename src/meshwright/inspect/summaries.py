@@ -259,18 +259,11 @@ def format_summary(summary: Sequence[dict[str, Any]]) -> str:
     Returns:
         A header and one line per tensor; columns as BMTrain's, none of them cut off.
     """
-    lines = [_COLUMNS, *(tuple(_cell(line[column]) for column in _COLUMNS) for line in summary)]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(_COLUMNS))]
-    return "\n".join(_aligned(line, widths) for line in lines)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
-    cells = [
-        cell.ljust(width) if index < _LEFT_ALIGNED else cell.rjust(width)
-        for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-    ]
-    return "  ".join(cells).rstrip()
+    rows = [[line[column] for column in _COLUMNS] for line in summary]
+    cells = [_COLUMNS, *([f"{each:.4f}" if isinstance(each, float) else str(each) for each in row] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligns = [str.ljust if index < _LEFT_ALIGNED else str.rjust for index in range(len(_COLUMNS))]
+    lines = (
+        "  ".join(align(cell, width) for align, cell, width in zip(aligns, row, widths, strict=True)) for row in cells
+    )
+    return "\n".join(line.rstrip() for line in lines)

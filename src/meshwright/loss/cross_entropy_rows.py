@@ -195,7 +195,9 @@ def row_losses(logits_nC: Tensor, rows: Rows, *, overwrite: bool = False) -> tup
     max_n1 = logits_nC.amax(1, keepdim=True).to(wide(logits_nC.dtype))
     shifted_nC = logits_nC.sub_(max_n1) if overwrite and logits_nC.dtype == max_n1.dtype else logits_nC - max_n1
     at_target_n = shifted_nC.gather(1, rows.target_n1).squeeze(1)
-    smooth_n = _weighted_sum(shifted_nC, rows) if rows.label_smoothing > 0 else None
+    smooth_n = None
+    if rows.label_smoothing > 0:
+        smooth_n = shifted_nC.sum(1) if rows.class_weight_C is None else shifted_nC.mv(rows.class_weight_C)
     exps_nC = shifted_nC.exp_()
     sum_n1 = exps_nC.sum(1, keepdim=True)
     log_n = sum_n1.squeeze(1).log()
@@ -227,10 +229,6 @@ def row_gradients_(softmax: Softmax, rows: Rows, upstream_n: Tensor, out_nC: Ten
         out_nC.copy_(exps_nC.mul_(scale_n1).addcmul_(soft_n1, rows.class_weight_C, value=-1.0))
         at_target_n1 -= soft_n1 * rows.class_weight_C[rows.target_n1]
     return out_nC.scatter_(1, rows.target_n1, at_target_n1.to(out_nC.dtype))
-
-
-def _weighted_sum(values_nC: Tensor, rows: Rows) -> Tensor:
-    return values_nC.sum(1) if rows.class_weight_C is None else values_nC.mv(rows.class_weight_C)
 
 
 def sum_of_weights(rows: Rows, num_classes: int) -> Tensor | float:

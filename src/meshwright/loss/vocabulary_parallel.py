@@ -25,6 +25,7 @@ from meshwright.loss.cross_entropy_rows import (
     once,
     rows_at_a_time,
     slices,
+    sum_of_weights,
     without_autocast,
 )
 from meshwright.runtime import tensor_mesh
@@ -117,15 +118,11 @@ def parallel_row_losses(
         sums_upstream: Whether every rank's loss counts, so that backward sums their upstream gradients as BMTrain's
             layers do. Else one loss counts, which all ranks compute alike.
     """
-    _check_targets(rows, vocabulary.size)
+    # No rank would notice an index that is no class: each would take it for another rank's.
+    inside = (rows.target_n1 >= 0) & (rows.target_n1 < vocabulary.size)
+    torch._assert_async(inside.all(), f"targets are not in 0..{vocabulary.size - 1}")  # type: ignore[call-arg]
     loss_N: Tensor = _ParallelRowLosses.apply(logits_Nc, vocabulary, sums_upstream, *rows)
     return loss_N
-
-
-def _check_targets(rows: Rows, num_classes: int) -> None:
-    # No rank would notice an index that is no class: each would take it for another rank's.
-    inside = (rows.target_n1 >= 0) & (rows.target_n1 < num_classes)
-    torch._assert_async(inside.all(), f"targets are not in 0..{num_classes - 1}")  # type: ignore[call-arg]
 
 
 class _ParallelRowLosses(Function):
@@ -141,7 +138,7 @@ class _ParallelRowLosses(Function):
         log_N, at_target_N = sums_KN1[0].squeeze(1).log(), sums_KN1[1].squeeze(1)
         loss_N = (1.0 - every.label_smoothing) * every.weight_n * (log_N - at_target_N)
         if every.label_smoothing > 0:
-            total = vocabulary.size if every.class_weight_C is None else every.class_weight_C.sum()
+            total = sum_of_weights(every, vocabulary.size)
             loss_N += every.label_smoothing / vocabulary.size * (total * log_N - sums_KN1[2].squeeze(1))
         ctx.vocabulary, ctx.sums_upstream, ctx.label_smoothing = vocabulary, sums_upstream, every.label_smoothing
         row_tensors = every.target_n1, every.valid_n, every.weight_n, every.class_weight_C
@@ -161,8 +158,7 @@ class _ParallelRowLosses(Function):
         upstream_N1 = torch.where(every.valid_n, upstream_N, 0.0).unsqueeze(1)
         hard_N1 = upstream_N1 * (1.0 - every.label_smoothing) * every.weight_n.unsqueeze(1)
         soft_N1 = upstream_N1 * (every.label_smoothing / ctx.vocabulary.size)
-        total = ctx.vocabulary.size if every.class_weight_C is None else every.class_weight_C.sum()
-        scale_N1 = (hard_N1 + soft_N1 * total) / sum_N1
+        scale_N1 = (hard_N1 + soft_N1 * sum_of_weights(every, ctx.vocabulary.size)) / sum_N1
         gradient_Nc = torch.empty_like(logits_Nc, memory_format=torch.contiguous_format)
         with without_autocast(logits_Nc.device):
             for some in slices(logits_Nc.shape[0], rows_at_a_time(logits_Nc)):

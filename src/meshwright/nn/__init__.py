@@ -1,4 +1,4 @@
-"""What methods, planner and other rooms need of modules: batches, layouts, FSDP2 units, and changes in place.
+"""Modules and batches: layouts, FSDP2 units, changes in place, recomputation, 8-bit layers, collectives on hosts.
 
 BMTrain's :class:`DistributedModule`, :class:`DistributedParameter`, :class:`Block` and :func:`BMTrainModelWrapper` can
 be imported from here as well; they live in :mod:`meshwright.compat.bmtrain`.

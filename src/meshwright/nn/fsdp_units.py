@@ -78,7 +78,8 @@ def reshard_at_updates(units: Iterable[nn.Module]) -> None:
 
 
 def _reshard_updated(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    gathered = [unit for unit in list(_units) if isinstance(unit, FSDPModule) and _is_gathered(unit)]
+    units = [unit for unit in list(_units) if isinstance(unit, FSDPModule)]
+    gathered = [unit for unit in units if any(not group.is_sharded for group in parameter_groups(unit))]
     if not gathered:
         return
     # Only those that this optimizer updates: it may step on a few ranks only, and gathering again takes all of them.
@@ -86,10 +87,6 @@ def _reshard_updated(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for unit in gathered:
         if any(id(each.sharded_param) in updated for group in parameter_groups(unit) for each in group.fsdp_params):
             unit.reshard()
-
-
-def _is_gathered(unit: FSDPModule) -> bool:
-    return any(not group.is_sharded for group in parameter_groups(unit))
 
 
 @contextlib.contextmanager

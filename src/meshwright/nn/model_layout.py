@@ -53,7 +53,7 @@ def sharded_piece(piece: torch.Tensor, dim: int, axes: ShardAxes | None = None) 
     Returns:
         A DTensor of the whole's shape.
     """
-    shape = _widened(piece.shape, dim)
+    shape = torch.Size(size * tensor_size() if index == dim else size for index, size in enumerate(piece.shape))
     over_zero = _StridedShard(0, split_factor=tensor_size()) if dim == 0 else Shard(0)
     axes = axes or shard_axes()
     return _placed(_rows(piece, axes.zero), shape, axes.parameters, (over_zero, Shard(dim)))
@@ -166,10 +166,6 @@ def _dtensor(local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, placement
 
 def _strides(shape: Any) -> tuple[int, ...]:
     return torch.empty(tuple(shape), device="meta").stride()
-
-
-def _widened(shape: torch.Size, dim: int) -> torch.Size:
-    return torch.Size(size * tensor_size() if index == dim else size for index, size in enumerate(shape))
 
 
 # --- [Note: rank order] Fused projections that a tensor axis splits.

@@ -145,7 +145,7 @@ def shard_as_unit(module: nn.Module, *, reshard_after_forward: bool, axes: Shard
     for _, _, _, parameter in places:
         mark_moved(parameter)
     for owner in {owner for _, owner, _, _ in places}:
-        owner.register_load_state_dict_pre_hook(_load_hook)
+        owner.register_load_state_dict_pre_hook(accept_full_tensors)
 
 
 def _assign(places: list[_Place], make: Callable[[nn.Parameter], nn.Parameter]) -> None:
@@ -257,11 +257,7 @@ def _mixed(module: nn.Module) -> ModelError:
     )
 
 
-def _load_hook(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    accept_full_tensors(module, state_dict, prefix)
-
-
-def accept_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+def accept_full_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Shard the full tensors of a state dict that is being loaded, as the module's parameters are sharded.
 
     Tensors of another shape stay as they are; torch reports them.

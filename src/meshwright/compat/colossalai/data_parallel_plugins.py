@@ -224,7 +224,7 @@ class TorchDDPPlugin(Plugin):
 
     @property
     def controls_precision(self) -> bool:
-        """Whether the plugin decides the precision: the Booster does."""
+        """Return False: the Booster decides the precision."""
         return False
 
     @property

@@ -249,7 +249,10 @@ class HybridParallelPlugin(LossScaleArguments, AxisArguments):
                 got="zero_stage=0, in which gradients are averaged in their own precision",
                 fix="leave communication_dtype out, or choose a stage",
             )
-        self._check_micro_batches()
+        for name in ("num_microbatches", "microbatch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is not a count", expected="1 or more", got=repr(value), fix="leave it out")
         if self.pp_size > 1:
             self._refuse_fp8_communication("stages reduce gradients", "pp_size=1")
         elif self.tp_size > 1 and self.zero_stage == 0:
@@ -263,12 +266,6 @@ class HybridParallelPlugin(LossScaleArguments, AxisArguments):
                 got=repr(self),
                 fix="leave fp8_communication out",
             )
-
-    def _check_micro_batches(self) -> None:
-        for name in ("num_microbatches", "microbatch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is not a count", expected="1 or more", got=repr(value), fix="leave it out")
 
     def strategy(self, world: int) -> Strategy:
         """Return parallel_mode with the axes tensor, sequence, context, pipeline and data, and their methods."""

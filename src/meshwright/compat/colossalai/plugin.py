@@ -86,7 +86,7 @@ class Plugin(ABC):
 
     @property
     def controls_precision(self) -> bool:
-        """Whether the plugin decides the precision, and not ``Booster(mixed_precision=)``."""
+        """Return whether the plugin decides the precision, and not ``Booster(mixed_precision=)``."""
         return True
 
     @property
@@ -101,7 +101,7 @@ class Plugin(ABC):
 
     @property
     def outputs_in_fp32(self) -> bool:
-        """Whether the model's outputs are cast to fp32."""
+        """Return whether the model's outputs are cast to fp32."""
         return False
 
     def notices(self) -> list[str]:
