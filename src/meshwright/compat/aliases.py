@@ -1,4 +1,4 @@
-"""Names and modules that users know from other places of the package than where they live.
+"""Documented names and modules that live elsewhere in the package.
 
 See [Note: documented names that moved] in :mod:`meshwright.runtime.lazy`.
 """
@@ -10,7 +10,7 @@ from meshwright.runtime.lazy import alias_modules, alias_name
 _BMTRAIN = "meshwright.compat.bmtrain"
 _COLOSSALAI = "meshwright.compat.colossalai"
 
-# Modules and all that lies below them; after a colon, the only names that a module shows.
+# Documented module -> where it lives; modules below it go along; after a colon, the only names that a module shows.
 MODULES = {
     "meshwright.accelerated": "meshwright.training.accelerated",
     "meshwright.atorch": "meshwright.compat.atorch",
@@ -37,8 +37,11 @@ MODULES = {
     "meshwright.utils": f"{_BMTRAIN}.utils",
 }
 
-# Package -> module -> names; ``old=new`` where the name has changed, too.
+# Documented package -> where names live -> names; ``old=new`` if a name has changed, too.
 NAMES = {
+    "meshwright.comm": {
+        f"{_BMTRAIN}.utils": "gather_result",
+    },
     "meshwright.cost": {
         "meshwright.cost.step": "Wire=Compression",
     },
@@ -51,6 +54,7 @@ NAMES = {
         f"{_BMTRAIN}.distributed_module": "DistributedModule",
         f"{_BMTRAIN}.layers": "ColumnParallelLinear Linear RowParallelLinear VPEmbedding",
         f"{_BMTRAIN}.model_setup": "BMTrainModelWrapper grouped_parameters init_parameters",
+        f"{_BMTRAIN}.parallel_linear": "OpParallelLinear ReduceType",
         f"{_BMTRAIN}.parameter": "DistributedParameter ParameterInitializer",
         f"{_BMTRAIN}.pipeline_block_list": "PipelineTransformerBlockList",
     },
@@ -62,7 +66,7 @@ NAMES = {
 
 
 def install() -> None:
-    """Make every documented name importable; nothing is imported before somebody asks for it."""
+    """Register all aliases; a module is imported only when one of its names is used."""
     alias_modules(MODULES)
     for package, homes in NAMES.items():
         for module, names in homes.items():

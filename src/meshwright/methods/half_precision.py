@@ -13,7 +13,7 @@ from meshwright.errors import StrategyError
 from meshwright.methods.base import Conflict, HalfDType, Job, Method, Phase, half_dtype, itemsize, torch_dtype
 from meshwright.methods.job import Precision
 from meshwright.nn import widen, wrap_method
-from meshwright.runtime.trees import map_tree
+from meshwright.nn.batches import map_tree
 from meshwright.strategy import Strategy
 
 

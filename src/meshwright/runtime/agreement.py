@@ -344,25 +344,3 @@ def code_versions(sources: Path = _SOURCES) -> str:
         digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
     python = platform.python_version()
     return f"meshwright {__version__} ({digest.hexdigest()[:12]}), torch {torch.__version__}, Python {python}"
-
-
-# [Note: gather-order check] Ranks pair their gathers by order alone. If they gather different things, weights come out
-# mixed without any error. So each rank counts what it gathers, and steps compare the counts.
-
-_MODULUS = 2**20  # exact in fp32, in which the number travels
-
-_order = 0
-
-
-def note_gather(place: int) -> None:
-    """Count a gather that all ranks make together, by a number that it has on all of them."""
-    global _order
-    if not torch.compiler.is_compiling():
-        _order = (_order * 31 + place + 1) % _MODULUS
-
-
-def take_gather_order() -> int:
-    """Return a number for the gathers since the last call and their order; equal on ranks that gathered the same."""
-    global _order
-    taken, _order = _order, 0
-    return taken

@@ -1,18 +1,14 @@
-"""The topology of ``init_distributed``: pipeline, ZeRO and tensor groups of each rank, and ``config`` (BMTrain)."""
+"""The topology of `init_distributed`: pipeline, ZeRO and tensor groups of each rank."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.errors import ConfigError, did_you_mean
 from meshwright.runtime.mesh import build_mesh, world_mesh
-from meshwright.runtime.processes import rank, require_distributed, settings, world_size
+from meshwright.runtime.processes import require_distributed, settings
 
 
 @dataclass(frozen=True)
@@ -141,103 +137,3 @@ def _grid() -> _Grid:
 def _axes(mesh: DeviceMesh, tensor: int) -> ShardAxes:
     zero = mesh["zero"]
     return ShardAxes(mesh["zero", "tensor"], zero, mesh["tensor"]) if tensor > 1 else ShardAxes(zero, zero, None)
-
-
-# --- ``config``: the state of ``init_distributed`` under the names that BMTrain's model code asks for.
-
-_PLACES: dict[str, tuple[Callable[[], int], Callable[[], int]]] = {
-    "pipe": (lambda: rank() % (world_size() // pipe_size()), stage_index),
-    "zero": (lambda: 0, rank),
-    "tp": (replica_index, tensor_rank),
-    "tp_zero": (tensor_rank, replica_index),
-}
-"""Number of this rank's group, and its place there, by kind of group."""
-
-
-class Topology:
-    """The groups this rank is in, and its place in each. Seed: BMTrain."""
-
-    def get_group_id(self, group_name: str) -> int:
-        """Return the number of this rank's group among those of a kind.
-
-        Kinds are ``"pipe"``, ``"zero"``, ``"tp"`` and ``"tp_zero"``.
-
-        Raises:
-            ConfigError: For another kind.
-        """
-        return _place(group_name)[0]()
-
-    def get_group_rank(self, group_name: str) -> int:
-        """Return this rank's place in its group of a kind; in ``"pipe"`` its stage.
-
-        Raises:
-            ConfigError: For another kind.
-        """
-        return _place(group_name)[1]()
-
-
-def _place(kind: str) -> tuple[Callable[[], int], Callable[[], int]]:
-    if kind not in _PLACES:
-        raise ConfigError(
-            f"There is no such kind of group{did_you_mean(kind, _PLACES)}",
-            expected=f"one of {', '.join(_PLACES)}",
-            got=repr(kind),
-            fix="see process_grid() for the whole mesh",
-        )
-    return _PLACES[kind]
-
-
-_TOPOLOGY = Topology()
-_VALUES: dict[str, Callable[[], Any]] = {
-    "initialized": dist.is_initialized,
-    "rank": rank,
-    "world_size": world_size,
-    "local_rank": lambda: int(os.environ.get("LOCAL_RANK", "0")),
-    "local_size": lambda: settings().local_world_size,
-    "zero_level": lambda: settings().zero_level,
-    "comm": world_mesh,
-    "topology": lambda: _TOPOLOGY,
-    "zero_size": world_size,
-    "zero_rank": rank,
-    "zero_comm": world_mesh,
-    "pipe_size": pipe_size,
-    "pipe_rank": stage_index,
-    "pipe_comm": lambda: process_grid()["pipeline"],
-    "micros": lambda: settings().num_micro_batches or pipe_size(),
-    "tp_size": tensor_size,
-    "tp_rank": tensor_rank,
-    "tp_comm": lambda: process_grid()["tensor"],
-    "tp_zero_size": lambda: world_size() // tensor_size(),
-    "tp_zero_rank": replica_index,
-    "tp_zero_comm": zero_mesh,
-}
-
-
-class UnknownKeyError(ConfigError, KeyError):
-    """An unknown key of ``config``, which ``in`` and ``get`` of a mapping catch."""
-
-    __str__ = Exception.__str__  # that of KeyError quotes the text
-
-
-class _Config(Mapping[str, Any]):
-    """A view of the present state. Its ``…_comm`` are mesh axes, which :mod:`meshwright.comm` takes as groups."""
-
-    def __getitem__(self, key: str) -> Any:
-        if key not in _VALUES:
-            raise UnknownKeyError(
-                "config has no such key",
-                expected=f"one of {', '.join(_VALUES)}",
-                got=repr(key),
-                fix="leave it out: streams, events and switches of BMTrain's engine have no counterpart",
-            )
-        return _VALUES[key]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_VALUES)
-
-    def __len__(self) -> int:
-        return len(_VALUES)
-
-
-config = _Config()
-"""Read-only, as in ``config["tp_size"]``. Seed: BMTrain, whose streams and NCCL communicators have no counterpart."""

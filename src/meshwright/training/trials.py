@@ -134,7 +134,7 @@ def restored_modules(modules: Iterable[nn.Module], model: nn.Module) -> Iterator
     attributes, own = SavedAttributes(), set(model.parameters())
     every = {each: None for module in (*modules, model) for each in module.modules()}
     for module in every:
-        attributes.note(module)
+        attributes.save(module)
     parameters = {each: each.grad for module in every for each in module.parameters(recurse=False)}
     tensors = [each for each in (*parameters, *(b for m in modules for b in m.buffers())) if each not in own]
     values = [(tensor, local_tensor(tensor.detach()).to("cpu", copy=True)) for tensor in tensors]
@@ -143,7 +143,7 @@ def restored_modules(modules: Iterable[nn.Module], model: nn.Module) -> Iterator
     try:
         yield
     finally:
-        attributes.put_back()
+        attributes.restore()
         with torch.no_grad():
             for tensor, value in values:
                 local_tensor(tensor).copy_(value)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from meshwright.compat.bmtrain.block import take_gather_order
 from meshwright.errors import ConfigError, ModelError
 from meshwright.optim.dtensors import (
     Peers,
@@ -21,7 +22,6 @@ from meshwright.optim.dtensors import (
     reduced,
 )
 from meshwright.optim.outer import OuterOptimizer
-from meshwright.runtime import take_gather_order
 from meshwright.runtime.torch_internals.optim import foreach_norm, non_finite_check_and_unscale_
 from meshwright.runtime.torch_internals.tensors import version_of
 

@@ -1,4 +1,4 @@
-"""ColossalAI's names of the optimizers, which are :mod:`meshwright.optim`'s."""
+"""ColossalAI's names for the optimizers of :mod:`meshwright.optim`."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ __all__ = [
 ]
 
 
-# ColossalAI has a module for each (``nn.optimizer.lamb``): they are imported as if this were their package.
+# ColossalAI has a module for each (``nn.optimizer.lamb``), which are aliases of this one: it must look like a package.
 __path__: list[str] = []
 
 
 def cast_to_distributed(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer itself: ours are right on any layout, and ColossalAI changes no other either.
+    """Return the optimizer itself, so that code which calls ColossalAI's function runs.
 
-    There it rebuilds a ``Lamb``, ``CAME``, ``Adafactor`` or ``GaLoreAdamW8bit`` as the ``Distributed…`` class. Accepted
-    so that code which calls it runs.
+    There it rebuilds a ``Lamb``, ``CAME``, ``Adafactor`` or ``GaLoreAdamW8bit`` as the ``Distributed…`` class. Here
+    these are right on any layout.
 
     Args:
         optimizer: Any torch optimizer.

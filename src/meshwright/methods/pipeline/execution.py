@@ -32,10 +32,10 @@ from meshwright.methods.pipeline.chain import (
 from meshwright.methods.pipeline.schedules import SCHEDULES, live_peaks
 from meshwright.methods.pipeline.splice import HiddenState, Splice, draw_seeds, drawing
 from meshwright.nn import abandon_units, reshard
+from meshwright.nn.batches import leaves_of
 from meshwright.optim import local_tensor
 from meshwright.runtime import preserved_rng, same_on_every_rank
 from meshwright.runtime.torch_internals.autograd import queue_callback
-from meshwright.runtime.trees import leaves_of
 
 if TYPE_CHECKING:
     from meshwright.methods.pipeline.stage_module import StageModule

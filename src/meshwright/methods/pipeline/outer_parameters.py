@@ -17,9 +17,9 @@ from torch import nn
 
 from meshwright.errors import ModelError
 from meshwright.nn import run_with
+from meshwright.nn.batches import map_tree
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensorMode
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_unflatten
-from meshwright.runtime.trees import map_tree
 
 
 @dataclass

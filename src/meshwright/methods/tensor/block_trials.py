@@ -19,9 +19,9 @@ from torch import nn
 from meshwright.errors import ModelError
 from meshwright.methods.tensor.split_plan import LINEAR, PlannedLayer
 from meshwright.nn import find_blocks, run_with
+from meshwright.nn.batches import map_tree
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensorMode
 from meshwright.runtime.torch_internals.pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from meshwright.runtime.trees import map_tree
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ from meshwright.methods.tokens.attention_calls import (
     grouped_keys,
 )
 from meshwright.nn import call_with, require_blocks, without_caches, wrap_method
+from meshwright.nn.batches import map_tree
 from meshwright.runtime.torch_internals.pytree import tree_leaves, tree_map
-from meshwright.runtime.trees import map_tree
 
 _OF_POSITIONS = ("position", "rotary", "rope", "freqs", "cos", "sin")  # in names of arguments that go with tokens
 

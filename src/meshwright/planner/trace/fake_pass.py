@@ -16,6 +16,7 @@ from torch import nn
 
 from meshwright.methods.replace.model_changes import one_sequence_per_sample, without_grouped_kernels
 from meshwright.nn import find_blocks, run_with
+from meshwright.nn.batches import map_tree
 from meshwright.planner.trace.aten_kernels import FlopCount, converted_to, device_of_pass, kernels_of_device
 from meshwright.planner.trace.live_tensors import LiveBytes, SavedTensors, record_saved
 from meshwright.planner.trace.op_recording import ModelOps, OpRecorder, Ops, model_ops, sort_kernels, summarise
@@ -29,7 +30,6 @@ from meshwright.planner.trace.repeated_blocks import (
 from meshwright.runtime.lazy import paused_collection
 from meshwright.runtime.torch_internals.fake_tensors import FakeTensor, FakeTensorMode
 from meshwright.runtime.torch_internals.pytree import tree_leaves
-from meshwright.runtime.trees import map_tree
 
 if TYPE_CHECKING:
     from meshwright.cost import Activations, Boundary, Placed, Transient

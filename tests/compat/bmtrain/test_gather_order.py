@@ -1,4 +1,4 @@
-from meshwright.runtime import note_gather, take_gather_order
+from meshwright.compat.bmtrain.block import note_gather, take_gather_order
 
 
 def order(*places):

@@ -11,7 +11,7 @@ from meshwright.errors import ModelError
 from meshwright.loss import FusedCrossEntropy, fused_cross_entropy
 from tests.compat.bmtrain.tensor_models import tensor_groups
 from tests.loss.helpers import EPSILON, distance, live_bytes
-from tests.loss.test_fused_cross_entropy import problem
+from tests.loss.test_fused import problem
 
 
 def part(logits):

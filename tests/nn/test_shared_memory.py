@@ -8,20 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.comm import shared_memory as module
-from meshwright.comm.shared_memory import aligned, held_bytes, shared_memory
+from meshwright.nn import host_exchange as module
+from meshwright.nn.host_exchange import aligned, shared_memory, shared_memory_bytes
 
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="this system has no /dev/shm")
 
 
 def written_and_read():
-    before, memory = held_bytes(), shared_memory(dist.group.WORLD, 3 * 4096)
+    before, memory = shared_memory_bytes(), shared_memory(dist.group.WORLD, 3 * 4096)
     memory.part(dist.get_rank() * 10, 1)[0] = dist.get_rank() + 1
     dist.barrier()
     seen = bytes(memory.part(0, 3 * 4096))
-    held = held_bytes() - before
+    held = shared_memory_bytes() - before
     del memory
-    return [seen[rank * 10] for rank in range(dist.get_world_size())], sum(seen), held, held_bytes() - before
+    return [seen[rank * 10] for rank in range(dist.get_world_size())], sum(seen), held, shared_memory_bytes() - before
 
 
 def files():

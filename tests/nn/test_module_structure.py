@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshwright import ModelError
-from meshwright.nn import class_name, find_blocks, modules_of, outermost, wrap_method
+from meshwright.nn import check_initialized, class_name, find_blocks, modules_of, outermost, wrap_method
 from tests import tiny
 
 
@@ -56,3 +56,11 @@ def test_a_wrapped_method_leaves_everything_else_as_it_was():
     assert list(layer.state_dict()) == ["weight", "bias"]
     assert inspect.signature(layer.forward) == inspect.signature(plain.forward)
     torch.testing.assert_close(nn.Linear(2, 2)(x).shape, x.shape)
+
+
+def test_lazy_modules_are_refused_until_they_have_run():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    with pytest.raises(ModelError, match=r"1\.weight.*2\.running_mean"):
+        check_initialized(model)
+    model(torch.randn(2, 3))
+    check_initialized(model)

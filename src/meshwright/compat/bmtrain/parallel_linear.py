@@ -1,11 +1,12 @@
-"""A linear layer that several ranks compute together, exchanging while they multiply. Seed: BMTrain.
+"""Tensor-parallel linear layer that communicates while it multiplies. Seed: BMTrain.
 
-Shapes: T tensor ranks · n rows of this rank (dim 0 of what it holds, flattened with all dims but the last) · N = T·n
-rows of all ranks, rank after rank · I input features · O output features.
+Shapes: T tensor ranks · n rows of this rank (all dims of its input but the last, flattened) · N = T·n rows of all
+ranks, in rank order · I input features · O output features.
 
-Rows travel along dim 0. Backward is the transpose of forward throughout: what was gathered is reduce-scattered, what
-was summed goes to all who added, so gradients are right whatever the ranks do with the result. As in Megatron-LM with
-sequence parallelism (Korthikanti et al. 2022) a gathered input is not kept for backward, but gathered again.
+Rows are gathered and scattered along dim 0. Backward is the exact transpose of forward: a gathered input's gradient is
+reduce-scattered, a summed output's gradient goes to all ranks that added to it. So gradients are right whatever ranks
+do with the result. As in Megatron-LM with sequence parallelism (Korthikanti et al. 2022), a gathered input is not saved
+for backward but gathered again.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from meshwright.comm.transport import (
     reduce_scatter_async,
 )
 from meshwright.errors import ConfigError
+from meshwright.loss.linear_head import in_autocast_type
 from meshwright.runtime import tensor_mesh, tensor_size
 from meshwright.runtime.torch_internals.autograd import Function
 
 
 class ReduceType(Enum):
-    """What becomes of outputs that are sums over tensor ranks; the numbers are BMTrain's."""
+    """Reduction of outputs that are sums over tensor ranks; the numbers are BMTrain's."""
 
     ALL_REDUCE = 1
     """Every rank gets all rows."""
@@ -44,7 +46,7 @@ class ReduceType(Enum):
 
 
 class OpParallelLinear:
-    """BMTrain's ``OpParallelLinear.apply``: ``input @ weight.T + bias`` over a tensor group."""
+    """BMTrain's ``OpParallelLinear``: ``input @ weight.T + bias`` over a tensor group."""
 
     @staticmethod
     def apply(
@@ -57,23 +59,23 @@ class OpParallelLinear:
         reduce_output_type: ReduceType | int | None = None,
         async_gather_chunks: int = 2,
     ) -> Tensor:
-        """Compute this rank's part, and exchanges what is asked for. In a world without tensor groups: ``F.linear``.
+        """Compute this rank's part and communicate as the options say; without tensor groups, ``F.linear``.
 
         Args:
             input: (rows…, features), floating point; of equal shape on all ranks of the group.
             weight: (O, I), this rank's piece.
-            bias: (O,); this rank's piece, or the whole when the output is reduced: it is added once, after the sum.
-            gather_input: Ranks hold different rows (parts of dim 0): compute with those of all.
-            gather_output: Give every rank the output features of all, in the order of the ranks.
+            bias: (O,); this rank's piece. If the output is reduced, the whole: it is added once, after the sum.
+            gather_input: Whether ranks hold different rows (parts of dim 0), to be gathered.
+            gather_output: Give every rank the output features of all, in rank order.
             split_input: Compute with this rank's part of the input's features.
-            reduce_output_type: Sum the outputs over the ranks: None, :class:`ReduceType`, or its number.
-            async_gather_chunks: Parts in which rows travel, one behind the product of the one before.
+            reduce_output_type: Sum the outputs over the ranks: a :class:`ReduceType` or its number; None does not.
+            async_gather_chunks: Parts in which rows are communicated, each during the product of the one before.
 
         Returns:
             (rows…, features). Dim 0 is T times as long after ``gather_input``, a T-th after ``REDUCE_SCATTER``.
 
         Raises:
-            ConfigError: When dim 0 cannot be scattered, features cannot be split, or ``async_gather_chunks`` is none.
+            ConfigError: When dim 0 cannot be scattered, or features be split, or ``async_gather_chunks`` is below 1.
             ValueError: When ``reduce_output_type`` is no :class:`ReduceType`.
         """
         kind = None if reduce_output_type is None else ReduceType(reduce_output_type)
@@ -88,27 +90,18 @@ class OpParallelLinear:
         if gather_input and kind is not None:
             input, gather_input = all_gather(input, members.group).flatten(0, 1), False
         if kind is not None:
-            output = _LinearReduce.apply(*_cast(input, weight), kind, async_gather_chunks, members)
+            output = _LinearReduce.apply(*in_autocast_type(input, weight), kind, async_gather_chunks, members)
             return output if bias is None else output + bias.to(output.dtype)
         if gather_input:
-            output = _GatherLinear.apply(*_cast(input, weight, bias), async_gather_chunks, members)
+            output = _GatherLinear.apply(*in_autocast_type(input, weight, bias), async_gather_chunks, members)
         else:
             output = F.linear(input, weight, bias)
         # (T, rows…, O) to (rows…, T·O)
         return all_gather(output, members.group).movedim(0, -2).flatten(-2) if gather_output else output
 
 
-def _cast(*tensors: Tensor | None) -> Any:
-    """Return what autocast would do for ``F.linear``: it does not reach into a Function."""
-    kind = next(tensor for tensor in tensors if tensor is not None).device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(None if tensor is None else tensor.to(dtype) for tensor in tensors)
-
-
 class _RowsForFeatures(Function):
-    """Parts of the rows with all features (n, I) to all rows with a part of the features (N, I / T)."""
+    """Exchange this rank's rows with all features (n, I) for all rows with its features (N, I / T)."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, members: Members) -> Tensor:
@@ -123,7 +116,7 @@ class _RowsForFeatures(Function):
 
 
 class _GatherLinear(Function):
-    """The rows of all ranks times this rank's weight: (n, I) to (N, O)."""
+    """Multiply the rows of all ranks by this rank's weight: (n, I) to (N, O)."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, members: Members) -> Tensor:
@@ -132,7 +125,7 @@ class _GatherLinear(Function):
         rows = input.flatten(0, -2)
         output = rows.new_empty(members.size * input.shape[0], *input.shape[1:-1], weight.shape[0])
         by_rank = output.view(members.size, rows.shape[0], weight.shape[0])
-        for some, gathered in _arriving(rows, chunks, members):
+        for some, gathered in _gathered_chunks(rows, chunks, members):
             by_rank[:, some] = F.linear(gathered, weight, bias)
         return output
 
@@ -151,7 +144,7 @@ class _GatherLinear(Function):
 
 
 class _LinearReduce(Function):
-    """The sum over ranks of each one's features times its weight: (N, I) to (N, O), or to this rank's (n, O) of it."""
+    """Sum each rank's features times its weight: (N, I) to (N, O), or to this rank's rows (n, O) of the sum."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, kind: ReduceType, chunks: int, members: Members) -> Tensor:
@@ -168,7 +161,8 @@ class _LinearReduce(Function):
         else:
             sent = [reduce_async(F.linear(rows[some], weight), members) for some in _parts(rows.shape[0], chunks)]
             lead = input.shape[:-1]
-        output = rows.new_empty(*lead, weight.shape[0])  # not a view of what it is made of: FSDP2 warns of views
+        # A tensor of its own, for FSDP2 warns of views.
+        output = rows.new_empty(*lead, weight.shape[0])
         torch.cat([part.wait() for part in sent], out=output.view(-1, weight.shape[0]))
         return output
 
@@ -177,10 +171,10 @@ class _LinearReduce(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         scattered = ctx.kind is ReduceType.REDUCE_SCATTER
-        # A leading dim of ranks, or of one: chunks are cut along the second.
+        # Chunks are cut along dim 1; dim 0 is the rank if the output was scattered, else of size 1.
         every = input.flatten(0, -2).view(ctx.members.size if scattered else 1, -1, input.shape[-1])
         slope = grads[0].flatten(0, -2)
-        arriving = _arriving if scattered else _summed
+        arriving = _gathered_chunks if scattered else _summed_chunks
         input_grad = torch.empty_like(every) if ctx.needs_input_grad[0] else None
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for some, part in arriving(slope, ctx.chunks, ctx.members):
@@ -191,24 +185,24 @@ class _LinearReduce(Function):
         return None if input_grad is None else input_grad.view(input.shape), weight_grad, None, None, None
 
 
-def _arriving(rows: Tensor, chunks: int, members: Members) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of all ranks' rows (T, chunk, features), each one under way while the caller works on the one before."""
-    yield from _ahead(rows, chunks, lambda part: gather_async(part, members))
+def _gathered_chunks(rows: Tensor, chunks: int, members: Members) -> Iterator[tuple[slice, Tensor]]:
+    """Yield chunks of all ranks' rows (T, chunk, features), each gathered while the caller uses the one before."""
+    yield from _prefetched(rows, chunks, lambda part: gather_async(part, members))
 
 
-def _summed(rows: Tensor, chunks: int, members: Members) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of the sum over ranks (1, chunk, features), likewise."""
-    for some, part in _ahead(rows, chunks, lambda part: reduce_async(part, members)):
+def _summed_chunks(rows: Tensor, chunks: int, members: Members) -> Iterator[tuple[slice, Tensor]]:
+    """Yield chunks of the sum over ranks (1, chunk, features), each summed while the caller uses the one before."""
+    for some, part in _prefetched(rows, chunks, lambda part: reduce_async(part, members)):
         yield some, part.unsqueeze(0)
 
 
-def _ahead(rows: Tensor, chunks: int, send: Any) -> Iterator[tuple[slice, Tensor]]:
+def _prefetched(rows: Tensor, chunks: int, send: Any) -> Iterator[tuple[slice, Tensor]]:
     slices = _parts(rows.shape[0], chunks)
-    coming: Pending = send(rows[slices[0]])
+    pending: Pending = send(rows[slices[0]])
     for index, some in enumerate(slices):
-        arrived = coming.wait()
+        arrived = pending.wait()
         if index + 1 < len(slices):
-            coming = send(rows[slices[index + 1]])
+            pending = send(rows[slices[index + 1]])
         yield some, arrived
 
 
@@ -219,7 +213,7 @@ def _parts(num_rows: int, chunks: int) -> list[slice]:
 
 def _check(input: Tensor, gather: bool, split: bool, kind: ReduceType | None, chunks: int, members: Members) -> None:
     if chunks < 1:
-        raise ConfigError("The number of chunks is none", expected="1 or more", got=repr(chunks), fix="use 2")
+        raise ConfigError("The number of chunks is below 1", expected="1 or more", got=repr(chunks), fix="use 2")
     if input.dim() < 2:
         raise ConfigError(
             "A parallel linear layer needs rows to exchange",
