@@ -22,19 +22,6 @@ MODULES = {
     "meshwright.booster.plugin": _COLOSSALAI,
     "meshwright.distributed": "meshwright.comm",
     "meshwright.nn.optimizer": f"{_COLOSSALAI}.optimizers",
-    **{
-        f"meshwright.nn.optimizer.{name}": f"{_COLOSSALAI}.optimizers"
-        for name in (
-            "adafactor",
-            "came",
-            "distributed_adafactor",
-            "distributed_came",
-            "distributed_galore",
-            "distributed_lamb",
-            "galore",
-            "lamb",
-        )
-    },
     "meshwright.optim.manager": f"{_BMTRAIN}.optim_manager",
     "meshwright.planning": "meshwright.planner",
     "meshwright.utils": f"{_BMTRAIN}.utils",
@@ -59,7 +46,10 @@ NAMES = {
     },
     "meshwright.optim": {
         f"{_BMTRAIN}.optim_manager": "OptimManager",
-        f"{_COLOSSALAI}.optimizers": "cast_to_distributed",
+        f"{_COLOSSALAI}.optimizers": (
+            "DistGaloreAdamW DistGaloreAwamW DistributedAdaFactor DistributedCAME DistributedLamb cast_to_distributed"
+        ),
+        "meshwright.compat.fairseq": "BMUF",
     },
 }
 

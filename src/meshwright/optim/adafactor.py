@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -154,25 +153,6 @@ class Adafactor(ShardedOptimizer):
         if not weight_squares:
             return rho
         return (weight_squares[0] / numels(chunk)).sqrt_().clamp_(min=float(chunk.group["eps"][1])).mul_(rho)
-
-
-class DistributedAdaFactor(Adafactor):
-    """:class:`Adafactor` under ColossalAI's name for its distributed form; RMS(p) counts here.
-
-    ColossalAI takes an ``lr`` and does not heed it, also with ``relative_step=True``: so does this class, and warns.
-    With ``relative_step=False`` the ``lr`` counts; there is no such form there.
-    """
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """As there, once the ``lr`` beside a relative step is taken out."""
-        if group["lr"] is not None and group["relative_step"]:
-            warnings.warn(
-                f"DistributedAdaFactor: lr={group['lr']!r} changes nothing, as in ColossalAI; relative_step=True "
-                "chooses the step size. Pass relative_step=False for steps by lr, or leave lr out",
-                stacklevel=6,  # whoever builds the optimizer
-            )
-            group["lr"] = None
-        super().check_group(group)
 
 
 def _check_step_size(group: dict[str, Any]) -> None:

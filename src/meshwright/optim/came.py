@@ -146,10 +146,6 @@ class CAME(ShardedOptimizer):
             torch._foreach_addcmul_(weights, means, factors, value=-1.0)
 
 
-class DistributedCAME(CAME):
-    """:class:`CAME` under ColossalAI's name for its distributed form."""
-
-
 def _average(chunk: Chunk, moment: FactoredMoment, instability: FactoredMoment, beta1: float) -> None:
     """Move the momentum towards u = g / √V̂, and counts (u − m)² with the m before that.
 

@@ -270,14 +270,6 @@ class GaLoreAdamW8bit(GaLoreMoments, AdamW8bit):
         )  # fmt: skip
 
 
-class DistGaloreAdamW(GaLoreAdamW8bit):
-    """:class:`GaLoreAdamW8bit` under ColossalAI's name for its distributed form; here both are the same optimizer."""
-
-
-class DistGaloreAwamW(DistGaloreAdamW):
-    """:class:`DistGaloreAdamW` in ColossalAI's spelling."""
-
-
 # --- Adafactor in the space of the gradients' leading singular vectors.
 
 

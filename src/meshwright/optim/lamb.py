@@ -114,26 +114,6 @@ class Lamb(ShardedOptimizer):
         weights.addcmul_(direction, ratios, value=-_learning_rate(group, chunk.step))
 
 
-class DistributedLamb(Lamb):
-    """:class:`Lamb` under the name and with the arguments of ColossalAI's distributed form.
-
-    By position ``bias_correction`` comes where :class:`Lamb` has ``adam``, which can be given by name here. True means
-    ``"paper"`` here, too; pass ``bias_correction="lr"`` for ColossalAI's numbers.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-        bias_correction: BiasCorrection = "paper",
-        **options: Any,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, bias_correction=bias_correction, **options)
-
-
 def _adam_direction(chunk: Chunk) -> TensorList:
     """U = m̂ / (√v̂ + eps) + weight_decay · p, by torch's fused Adam: it moves ``weight_decay · p`` by a step of −1."""
     group = chunk.group

@@ -1,23 +1,25 @@
-"""ColossalAI's names of the optimizers, which are :mod:`meshwright.optim`'s."""
+"""ColossalAI's names of the optimizers, which are those of :mod:`meshwright.optim`."""
 
 from __future__ import annotations
+
+import sys
+import warnings
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 from torch.optim import Optimizer
 
 from meshwright.optim import (
     CAME,
     Adafactor,
-    DistGaloreAdamW,
-    DistGaloreAwamW,
-    DistributedAdaFactor,
-    DistributedCAME,
-    DistributedLamb,
     GaLoreAdafactor,
     GaLoreAdamW,
     GaLoreAdamW8bit,
     Lamb,
     get_galore_param_groups,
 )
+from meshwright.optim.lamb import BiasCorrection
 
 __all__ = [
     "CAME",
@@ -36,8 +38,55 @@ __all__ = [
 ]
 
 
-# ColossalAI has a module for each (``nn.optimizer.lamb``): they are imported as if this were their package.
-__path__: list[str] = []
+class DistributedAdaFactor(Adafactor):
+    """:class:`~meshwright.optim.Adafactor` under ColossalAI's name for its distributed form; RMS(p) counts here.
+
+    ColossalAI takes an ``lr`` and ignores it, also with ``relative_step=True``: so does this class, with a warning.
+    With ``relative_step=False`` the ``lr`` counts, which ColossalAI's class does not offer.
+    """
+
+    def check_group(self, group: dict[str, Any]) -> None:
+        """Remove an ``lr`` beside a relative step, with a warning, and check the rest."""
+        if group["lr"] is not None and group["relative_step"]:
+            warnings.warn(
+                f"DistributedAdaFactor: lr={group['lr']!r} changes nothing, as in ColossalAI; relative_step=True "
+                "chooses the step size. Pass relative_step=False for steps by lr, or leave lr out",
+                stacklevel=6,  # whoever builds the optimizer
+            )
+            group["lr"] = None
+        super().check_group(group)
+
+
+class DistributedCAME(CAME):
+    """:class:`~meshwright.optim.CAME` under ColossalAI's name for its distributed form."""
+
+
+class DistributedLamb(Lamb):
+    """:class:`~meshwright.optim.Lamb` under the name and with the arguments of ColossalAI's distributed form.
+
+    ``bias_correction`` stands where :class:`~meshwright.optim.Lamb` has ``adam``, which can be given by name. True
+    means ``"paper"``, as there; pass ``bias_correction="lr"`` for ColossalAI's numbers.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        bias_correction: BiasCorrection = "paper",
+        **options: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, bias_correction=bias_correction, **options)
+
+
+class DistGaloreAdamW(GaLoreAdamW8bit):
+    """:class:`~meshwright.optim.GaLoreAdamW8bit` under ColossalAI's name for its distributed form."""
+
+
+class DistGaloreAwamW(DistGaloreAdamW):
+    """:class:`DistGaloreAdamW` in ColossalAI's spelling."""
 
 
 def cast_to_distributed(optimizer: Optimizer) -> Optimizer:
@@ -50,3 +99,28 @@ def cast_to_distributed(optimizer: Optimizer) -> Optimizer:
         optimizer: Any torch optimizer.
     """
     return optimizer
+
+
+# ColossalAI has a module for each kind (``nn.optimizer.lamb``). These stand for them; `compat.aliases` gives the names.
+_MODULES = {
+    "adafactor": ("Adafactor",),
+    "came": ("CAME",),
+    "distributed_adafactor": ("DistributedAdaFactor",),
+    "distributed_came": ("DistributedCAME",),
+    "distributed_galore": ("DistGaloreAwamW",),
+    "distributed_lamb": ("DistributedLamb",),
+    "galore": ("GaLoreAdamW8bit", "GaLoreAdamW", "GaLoreAdafactor", "get_galore_param_groups"),
+    "lamb": ("Lamb",),
+}
+__path__: list[str] = []
+
+
+def _make_module(name: str, exported: tuple[str, ...]) -> None:
+    module = ModuleType(f"{__name__}.{name}", f"ColossalAI's module ``nn.optimizer.{name}``.")
+    module.__spec__ = ModuleSpec(module.__name__, None)
+    vars(module).update({each: globals()[each] for each in exported}, __all__=list(exported))
+    sys.modules[module.__name__] = module
+
+
+for _name, _exported in _MODULES.items():
+    _make_module(_name, _exported)

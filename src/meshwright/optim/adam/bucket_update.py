@@ -82,7 +82,7 @@ class DeltaMoments:
         """Count the values of a piece of one parameter."""
         wide = values.double()
         count = torch.full((), float(values.numel()), dtype=torch.float64, device=values.device)
-        replicas = num_replicas(parameter, held=placement_of(parameter))
+        replicas = num_replicas(parameter, placement=placement_of(parameter))
         self._sums.append(torch.stack([wide.sum(), wide.square().sum(), count]) / replicas)
 
     def reduce(self) -> None:

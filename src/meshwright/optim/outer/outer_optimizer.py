@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, join_names
 from meshwright.optim.full_state_dict import load_laid_out
-from meshwright.optim.guarded_step import GuardedOptimizer, WrappedOptimizer
+from meshwright.optim.guarded_step import GuardedOptimizer, ReplicatedOptimizer
 from meshwright.optim.outer.global_weights import OuterFactory
 from meshwright.optim.outer.replica_group import Replicas
 from meshwright.optim.outer.sync_policy import OuterPolicy
@@ -22,7 +22,7 @@ from meshwright.optim.outer.synchronizer import Synchronizer, laid_out_state, lo
 from meshwright.optim.pipeline_state_dict import gathered_state_dict, laid_out_like
 
 
-class OuterOptimizer(WrappedOptimizer):
+class OuterOptimizer(ReplicatedOptimizer):
     """Replicas of a model that train on their own and synchronise every H steps: the engine of BMUF, SlowMo, DiLoCo.
 
     After H inner steps the outer optimizer moves the global weights by the pseudo-gradient, global - mean(local), and

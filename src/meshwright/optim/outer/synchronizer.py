@@ -121,7 +121,7 @@ class Synchronizer:
         """From now on an overflow concerns its own replica."""
         scaler = self._guard.scaler if self._guard is not None else None
         if isinstance(scaler, LossScaler):
-            scaler.meet_in(self.replicas.inside, self.replicas.num_inside)
+            scaler.agree_within(self.replicas.inside, self.replicas.num_inside)
 
     @torch.no_grad()
     def average_gradients(self) -> None:
