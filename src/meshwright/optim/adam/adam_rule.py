@@ -86,12 +86,13 @@ class AdamRule:
             "amsgrad": False,
             "maximize": self.maximize,
         }
-        tensors: tuple[list[torch.Tensor], ...] = weights, gradients, exp_avgs, exp_avg_sqs, []
+        tensors: Any = weights, gradients, exp_avgs, exp_avg_sqs, []
         if device.type not in _FUSED_DEVICES:
             if scale != 1.0:
                 torch._foreach_div_(gradients, scale)
             before = [torch.tensor(float(step - 1), dtype=torch.float32) for _ in weights]
-            adam(*tensors, before, foreach=True, decoupled_weight_decay=self.decoupled, **options)
+            unfused: Any = adam
+            unfused(*tensors, before, foreach=True, decoupled_weight_decay=self.decoupled, **options)
             return
         kernel: Any = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         # One tensor for all: the kernels read the step number and leave it as it is.

@@ -1,4 +1,4 @@
-"""Outer steps: replicas that train on their own and synchronise every H steps. Seed: fairseq's BMUF."""
+"""Outer steps: replicas that train on their own and synchronise every H steps (BMUF, local SGD, SlowMo, DiLoCo)."""
 
 from typing import TYPE_CHECKING
 

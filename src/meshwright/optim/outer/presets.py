@@ -1,4 +1,4 @@
-"""Local SGD, SlowMo, DiLoCo and BMUF as settings of one outer optimizer."""
+"""Local SGD, SlowMo, DiLoCo and BMUF as presets of one outer optimizer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def momentum_sgd(lr: float, momentum: float, nesterov: bool) -> OuterFactory:
 
 
 class LocalSGD(OuterOptimizer):
-    """Replicas average their weights every ``sync_every`` steps (Stich 2018, arXiv 1805.09767).
+    """Local SGD: replicas average their weights every ``sync_every`` steps (Stich 2018, arXiv 1805.09767).
 
     Args:
         optimizer: The inner optimizer.
@@ -86,11 +86,11 @@ class PostLocalSGD(LocalSGD):
 
 
 class SlowMo(OuterOptimizer):
-    """Slow momentum over the averages of local steps, in units of the inner rate (Wang et al. 2019, arXiv 1910.00643).
+    """SlowMo: slow momentum over averages of local steps, in units of the inner rate (Wang et al. 2019, 1910.00643).
 
     Args:
-        optimizer: The inner optimizer; its learning rate at the outer step is the γ of the rule.
-        slowmo_momentum: β; fairseq takes 0.2 for up to 32 GPUs, 0.5 up to 64 and 0.6 beyond.
+        optimizer: The inner optimizer; its learning rate at the outer step is the rule's γ.
+        slowmo_momentum: β; fairseq uses 0.2 for up to 32 GPUs, 0.5 up to 64 and 0.6 beyond.
         sync_every: Steps between outer steps (τ; 12 in the paper, 3 in fairseq).
         slowmo_lr: α.
         group: See OuterOptimizer.
@@ -130,7 +130,7 @@ class SlowMo(OuterOptimizer):
 
 
 class DiLoCo(OuterOptimizer):
-    """AdamW inside, Nesterov momentum outside, rare synchronisation (Douillard et al. 2023, arXiv 2311.08105).
+    """DiLoCo: AdamW inside, Nesterov momentum outside, rare synchronisation (Douillard et al. 2023, arXiv 2311.08105).
 
     Inner states stay with their replicas. With one replica it is Lookahead with momentum.
 
@@ -173,17 +173,17 @@ class DiLoCo(OuterOptimizer):
 class StreamingDiLoCo(DiLoCo):
     """:class:`DiLoCo` in fragments, overlapped and in few bits (Douillard et al. 2025, arXiv 2501.18512).
 
-    Fragments are synchronised in turn, one every ``sync_every / fragments`` steps, so a link carries a fraction of the
-    model at a time; the result arrives ``delay`` steps later, while training goes on, and is merged into the weights
-    that the replica has by then.
+    Fragments are synchronised in turn, one every ``sync_every / fragments`` steps, so that links carry a fraction of
+    the model at a time. The result arrives ``delay`` steps later, while training goes on, and is merged into the
+    weights that the replica has by then.
 
     Args:
         optimizer: The inner optimizer.
         sync_every: Inner steps between two outer steps of a fragment, H.
         fragments: Their number P, which divides H, or the parameters of each.
-        delay: Steps between sending and taking, τ; below H / P.
+        delay: Steps between sending and applying, τ; below H / P.
         merge_alpha: Share of the replica's own weights in the merge, α.
-        quantise: ``"int8"``, ``"int4"`` or None: the bits of pseudo-gradients on the wire.
+        quantise: ``"int8"``, ``"int4"`` or None: the precision in which pseudo-gradients travel.
         options: Further arguments of DiLoCo and fields of OuterPolicy.
     """
 
@@ -247,18 +247,15 @@ class BlockMomentum(OuterOptimizer):
         super().__init__(optimizer, make_outer, settings, group=group, model=model)
 
 
-# --- The outer update of SlowMo.
-
-
 class SlowMomentum(Optimizer):
-    """u ← β u + Δ / γ; w ← w - α γ u, with the inner learning rate γ (Wang et al. 2019, arXiv 1910.00643, algorithm 1).
+    """SlowMo's outer update (Wang et al. 2019, algorithm 1): u ← β u + Δ / γ; w ← w - α γ u, with the inner rate γ.
 
-    With a constant γ this is heavy-ball momentum; when γ changes, u stays in units of the gradient. Where γ is 0 the
-    weights move by Δ alone: what has no rate has no momentum.
+    With a constant γ this is heavy-ball momentum; when γ changes, u stays in units of the gradient. Where γ is 0 there
+    is no momentum, and the weights move by Δ.
 
     Args:
         params: Global weights; their gradients are pseudo-gradients Δ.
-        rates: Tells the inner learning rate γ of every weight, at every step.
+        rates: Returns the inner learning rate γ of every weight; called at every step.
         lr: α.
         momentum: β.
     """
