@@ -1,4 +1,4 @@
-"""Updates with statistics over whole parameters, computed on shards; the sums of all are reduced together."""
+"""Optimizers with statistics over whole parameters, computed on shards; see :mod:`.whole_tensors`."""
 
 from typing import TYPE_CHECKING
 
