@@ -164,7 +164,7 @@ def replicas_own_as_well():
 
 
 def exchange_by_hand():
-    """Owners are balanced, experts stay where they are, and half precision exchanges as such."""
+    """Owners are balanced, experts stay where they are, and half precision travels as such."""
     mesh = layouts_of_two()
     wholes = [torch.randn(shape) for shape in ((4, 6), (4, 6), (8, 6), (5, 2))]
     shards = [placed(whole, mesh, [Shard(0)]) for whole in wholes]

@@ -16,6 +16,8 @@ from meshwright.optim.dtensors import is_dense, local_tensor, wrapped_like
 WeightDecayRule = Literal["decoupled", "coupled", "bmtrain"]
 WEIGHT_DECAY_RULES: tuple[str, ...] = get_args(WeightDecayRule)
 
+UNCORRECTED = 10**9
+"""A step number so late that Adam's bias corrections are 1."""
 _FUSED_DEVICES = ("cpu", "cuda")
 
 
@@ -128,7 +130,7 @@ class Shards:
     exp_avg_sq: torch.Tensor
     master: torch.Tensor | None
     step: torch.Tensor
-    kept: tuple[Any, ...]
+    stored: tuple[Any, ...]
     """The values in ``optimizer.state`` from which these were taken."""
 
 
@@ -196,7 +198,7 @@ class AdamStates:
                 state[name] = _laid_out(state[name], parameter, home)
         exp_avg, exp_avg_sq = (local_tensor(state[name]) for name in _MOMENTS)
         master = local_tensor(state["master"]) if "master" in state else None
-        return Shards(weight, exp_avg, exp_avg_sq, master, state["step"], _kept(state))
+        return Shards(weight, exp_avg, exp_avg_sq, master, state["step"], _stored(state))
 
 
 def check_saved_states(state_dict: Mapping[str, Any]) -> None:
@@ -228,7 +230,7 @@ def _counts_on_host(step: torch.Tensor) -> bool:
     return step.device.type == "cpu" and step.dtype == torch.float32
 
 
-def _kept(state: dict[str, Any]) -> tuple[Any, ...]:
+def _stored(state: dict[str, Any]) -> tuple[Any, ...]:
     return state["exp_avg"], state["exp_avg_sq"], state.get("master"), state["step"]
 
 
@@ -236,7 +238,7 @@ def _is_current(shards: Shards, state: dict[str, Any], weight: torch.Tensor) -> 
     """Return whether states, weight and layout are the same objects as in the last step."""
     if not state or shards.weight is not weight:
         return False
-    if any(kept is not now for kept, now in zip(shards.kept, _kept(state), strict=True)):
+    if any(before is not now for before, now in zip(shards.stored, _stored(state), strict=True)):
         return False
     if shards.master is None:
         return weight.dtype == torch.float32 and weight.stride() == shards.exp_avg.stride()

@@ -142,11 +142,11 @@ class Place:
         return torch.device("cpu") if self.on_host and name != MASTER else self.weights
 
     def of(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        """A state's shard where it is kept: in page-locked memory, if it exchanges from there to a GPU."""
+        """Move a state's shard to its device; on the host beside a GPU, to page-locked memory."""
         device = self.device(name)
         shard = shard if shard.device == device else shard.to(device)
-        exchanges = self.weights.type == "cuda" and device.type == "cpu"
-        return shard.pin_memory() if exchanges and not shard.is_pinned() else shard
+        pinned = self.weights.type == "cuda" and device.type == "cpu"
+        return shard.pin_memory() if pinned and not shard.is_pinned() else shard
 
 
 @dataclass(slots=True)
