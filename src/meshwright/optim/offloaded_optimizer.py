@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
-from meshwright.errors import ConfigError, ModelError
+from meshwright.errors import ConfigError
+from meshwright.optim.checks import check_dense
 from meshwright.optim.dtensors import HALF_TYPES, local_tensor, wrapped_like
 from meshwright.optim.guarded_step import WrappedOptimizer
 from meshwright.optim.mixed_precision import MasterWeights
@@ -319,13 +320,7 @@ class HostWeights(MasterWeights):
     def _depart(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        if gradient.layout != torch.strided:
-            raise ModelError(
-                "offload does not take sparse gradients",
-                expected="dense gradients",
-                got=f"{gradient.layout} for a parameter of shape {tuple(parameter.shape)}",
-                fix="build the embedding with sparse=False",
-            )
+        check_dense(parameter)
         self._land(parameter)  # at most one gradient of each parameter is under way
         local = local_tensor(gradient)
         host = _empty(local, self._pin)

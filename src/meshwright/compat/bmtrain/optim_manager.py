@@ -20,7 +20,8 @@ from meshwright.compat.bmtrain.overflow import (
     peers_of,
     prepare_gradients,
 )
-from meshwright.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
+from meshwright.errors import CheckpointError, ConfigError, NonFiniteError
+from meshwright.optim.checks import check_dense
 from meshwright.optim.dtensors import local_tensor, multiply_
 from meshwright.optim.full_state_dict import load_laid_out
 from meshwright.optim.guarded_step import GuardedOptimizer
@@ -171,7 +172,8 @@ class OptimManager:
             )
         prepare_gradients(self.optimizers)
         parameters = parameters_in(param_groups)
-        check_gradients(parameters)
+        for parameter in parameters:
+            check_dense(parameter)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         scaled_norm, num_parameters = norm_and_count(parameters, power, len(parameters), peers_of(self.optimizers))
         if not parameters and not num_parameters.item():  # only a rank without parameters waits for the answer
@@ -199,7 +201,8 @@ class OptimManager:
         """
         prepare_gradients(self.optimizers)
         parameters = [[p for group in o.param_groups for p in group["params"]] for o in self.optimizers]
-        check_gradients([parameter for group in parameters for parameter in group])
+        for parameter in (each for group in parameters for each in group):
+            check_dense(parameter)
         self.step_was_skipped = False
         if self.on_nonfinite != "ignore" and self._found_nonfinite(parameters):
             self._skip_or_raise()
@@ -419,22 +422,6 @@ def required(function: Callable[..., Any], skip: Iterable[str] = ()) -> Iterable
         variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if parameter.default is parameter.empty and not variadic and parameter.name not in skip:
             yield parameter.name
-
-
-def check_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse sparse gradients, which can be neither measured nor checked with the others.
-
-    Raises:
-        ModelError: When there is one.
-    """
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise ModelError(
-                "A gradient is sparse",
-                expected="dense gradients",
-                got=f"{parameter.grad.layout} for a parameter of shape {tuple(parameter.shape)}",
-                fix="build the embedding with sparse=False, or step its optimizer by itself",
-            )
 
 
 def _check_parts(num_optimizers: int, here: list[bool], state: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from meshwright.optim.adam.bucket_update import (
     StagedLink,
     cut,
 )
+from meshwright.optim.checks import bad_value, check_at_least_zero, check_betas, check_dense, check_types
 from meshwright.optim.dtensors import HALF_TYPES, local_tensor
 from meshwright.optim.offload_storage import CudaCopies
 from meshwright.optim.pipeline_state_dict import ShardedStateDict
@@ -58,7 +59,7 @@ class AdamBase(ShardedStateDict):
         bucket_elements: int = _BUCKET_ELEMENTS,
     ) -> None:
         if bucket_elements < 1:
-            raise _bad_value("bucket_elements", bucket_elements, "1 or more elements")
+            raise bad_value("bucket_elements", bucket_elements, "1 or more elements")
         self.bucket_elements = bucket_elements
         self.record_delta = record_delta
         self._begin()
@@ -155,7 +156,7 @@ class AdamBase(ShardedStateDict):
 
     def _check_step(self, scale: float) -> None:
         if not 0 < scale < float("inf"):
-            raise _bad_value("scale", scale, "a finite number above 0")
+            raise bad_value("scale", scale, "a finite number above 0")
         for group in self.param_groups:
             if group.get("amsgrad"):
                 raise ConfigError(
@@ -165,13 +166,7 @@ class AdamBase(ShardedStateDict):
                     fix="train on with torch.optim.AdamW(amsgrad=True), or set the group's amsgrad to False",
                 )
             for parameter in group["params"]:
-                if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                    raise ModelError(
-                        f"{type(self).__name__} does not take sparse gradients",
-                        expected="dense gradients",
-                        got=f"{parameter.grad.layout} for a parameter of shape {tuple(parameter.shape)}",
-                        fix="build the embedding with sparse=False, or give it to torch.optim.SparseAdam",
-                    )
+                check_dense(parameter)
 
     @torch.no_grad()
     def empty_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -247,10 +242,6 @@ def fresh_links_after_error(links: dict[torch.device, Link]) -> Iterator[None]:
         raise
 
 
-def _bad_value(name: str, value: Any, expected: str) -> ConfigError:
-    return ConfigError(f"{name} is out of range", expected=expected, got=repr(value), fix=f"choose another {name}")
-
-
 def _check_group(group: dict[str, Any]) -> None:
     rule = group["weight_decay_rule"]
     if rule not in WEIGHT_DECAY_RULES:
@@ -260,21 +251,11 @@ def _check_group(group: dict[str, Any]) -> None:
             got=repr(rule),
             fix="use decoupled for AdamW's rule",
         )
-    for name in ("lr", "eps", "weight_decay"):
-        if not float(group[name]) >= 0:
-            raise _bad_value(name, group[name], "0 or more")
-    if len(group["betas"]) != 2 or not all(0 <= float(beta) < 1 for beta in group["betas"]):
-        raise _bad_value("betas", group["betas"], "two numbers from 0 to below 1")
+    check_at_least_zero(group, "lr", "eps", "weight_decay")
+    check_betas(group, 2)
     if not isinstance(group["hold_steps"], int) or group["hold_steps"] < 0:
-        raise _bad_value("hold_steps", group["hold_steps"], "a number of steps, 0 or more")
-    for parameter in group["params"]:
-        if parameter.dtype not in (torch.float32, *HALF_TYPES):
-            raise ModelError(
-                "A parameter has a type that this Adam does not update",
-                expected="torch.float32, torch.float16 or torch.bfloat16",
-                got=f"{parameter.dtype}, of shape {tuple(parameter.shape)}",
-                fix="convert the model, or use torch.optim.AdamW",
-            )
+        raise bad_value("hold_steps", group["hold_steps"], "a number of steps, 0 or more")
+    check_types(group)
 
 
 class AdamOptimizer(AdamBase):
@@ -380,15 +361,7 @@ class BackwardUpdate:
             parameter.grad = None  # an empty shard is in no bucket
 
     def _count(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout != torch.strided:
-            raise ModelError(
-                "A gradient is sparse",
-                expected="dense gradients",
-                got=f"{gradient.layout} for a parameter of shape {tuple(parameter.shape)}",
-                fix="build the embedding with sparse=False",
-            )
+        check_dense(parameter)
         self._done.add(id(parameter))
         self._owner[id(parameter)].advance(parameter)
 

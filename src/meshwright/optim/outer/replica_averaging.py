@@ -81,12 +81,9 @@ def average_in_place(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket
     """Replace plain tensors by their means over all replicas."""
     if replicas.size == 1 or not tensors:
         return
-    message = Message(tensors, bucket_bytes)
-    for view, tensor in zip(message.views, tensors, strict=True):
-        view.copy_(tensor)
+    message = Message.of(tensors, bucket_bytes)
     AllReduce(message, replicas).finish()
-    for view, tensor in zip(message.views, tensors, strict=True):
-        tensor.copy_(view)
+    message.copy_to(tensors)
 
 
 @torch.no_grad()

@@ -254,10 +254,18 @@ class Message:
             for index, part in zip(members, flat[: sum(sizes)].split(sizes), strict=True):
                 self.views[index] = part.view(like[index].shape)
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all buffers."""
-        return sum(bucket.flat.nbytes for bucket in self.buckets)
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Message:
+        """Make a message filled with copies of tensors."""
+        message = cls(tensors, bucket_bytes)
+        for view, tensor in zip(message.views, tensors, strict=True):
+            view.copy_(tensor)
+        return message
+
+    def copy_to(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the views into tensors."""
+        for view, tensor in zip(self.views, tensors, strict=True):
+            tensor.copy_(view)
 
 
 def _cut(like: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
@@ -297,13 +305,10 @@ def make_equal(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes
 @torch.no_grad()
 def take_first(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes: int) -> None:
     """Replace plain tensors by the first replica's."""
-    message = Message(tensors, bucket_bytes)
-    for view, tensor in zip(message.views, tensors, strict=True):
-        view.copy_(tensor)
+    message = Message.of(tensors, bucket_bytes)
     works = [replicas.broadcast(bucket.flat, 0) for bucket in message.buckets]
     with replicas.watched():
         for work in works:
             if work is not None:
                 work.wait()
-    for view, tensor in zip(message.views, tensors, strict=True):
-        tensor.copy_(view)
+    message.copy_to(tensors)

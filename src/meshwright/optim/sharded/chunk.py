@@ -5,9 +5,9 @@ See [Note: sharded statistics] in :mod:`meshwright.optim.sharded.whole_tensors`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,6 +17,7 @@ from meshwright.optim.dtensors import HALF_TYPES, local_tensor
 from meshwright.optim.mixed_precision import MASTER, round_stochastically_, shard_generator
 from meshwright.optim.sharded.tensor_layout import Kept, Layout
 
+_Item = TypeVar("_Item")
 Operand = Any
 """A number; a TensorList of the same length; or a vector with one number for each tensor."""
 
@@ -426,13 +427,18 @@ def made_chunk(group: Mapping[str, Any], step: int, members: Sequence[Member]) -
 def cut(members: Sequence[Member], host_elements: int) -> list[list[Member]]:
     """Cut members into runs of at most a chunk's elements (``host_elements`` on a CPU); a parameter is never cut."""
     limit = host_elements if members[0].slot.device.type == "cpu" else _DEVICE_ELEMENTS
-    parts: list[list[Member]] = [[]]
-    size = 0
-    for member in members:
-        elements = member.slot.weight.numel()
-        if parts[-1] and size + elements > limit:
-            parts.append([])
-            size = 0
-        parts[-1].append(member)
-        size += elements
-    return parts
+    return runs(members, lambda member: member.slot.weight.numel(), limit)
+
+
+def runs(items: Iterable[_Item], size_of: Callable[[_Item], int], limit: int) -> list[list[_Item]]:
+    """Cut items into consecutive runs whose sizes add up to at most ``limit``; a larger item is a run of its own."""
+    found: list[list[_Item]] = [[]]
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if found[-1] and total + size > limit:
+            found.append([])
+            total = 0
+        found[-1].append(item)
+        total += size
+    return found

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import ConfigError, ModelError
-from meshwright.optim.dtensors import HALF_TYPES, local_tensor
+from meshwright.errors import ModelError
+from meshwright.optim.checks import bad_value, check_dense, check_types
+from meshwright.optim.dtensors import local_tensor
 from meshwright.optim.pipeline_state_dict import ShardedStateDict
 from meshwright.optim.sharded.chunk import (
     Chunk,
@@ -242,13 +243,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = parameter.grad
     if gradient is None:
         return None
-    if gradient.layout is not torch.strided:
-        raise ModelError(
-            "A gradient is sparse",
-            expected="dense gradients: statistics are of all elements",
-            got=f"{gradient.layout} for a parameter of shape {tuple(parameter.shape)}",
-            fix="build the embedding with sparse=False, or give these parameters to torch.optim.SparseAdam",
-        )
+    check_dense(parameter)
     if not isinstance(parameter, DTensor):
         return gradient
     if not isinstance(gradient, DTensor):
@@ -277,14 +272,8 @@ def check_group(group: dict[str, Any]) -> None:
     """
     if group["half_update"] not in _HALF_UPDATES:
         raise bad_value("half_update", group["half_update"], "'master' or 'stochastic'")
+    check_types(group)
     for parameter in group["params"]:
-        if parameter.dtype not in (torch.float32, *HALF_TYPES):
-            raise ModelError(
-                "A parameter has a type that this optimizer does not update",
-                expected="torch.float32, torch.float16 or torch.bfloat16",
-                got=f"{parameter.dtype}, of shape {tuple(parameter.shape)}",
-                fix="convert the model",
-            )
         if parameter.dtype == torch.float16 and group["half_update"] == "stochastic":
             raise ModelError(
                 "A float16 parameter cannot be rounded at random: its range would clip what bfloat16 keeps",
@@ -292,30 +281,3 @@ def check_group(group: dict[str, Any]) -> None:
                 got=f"float16, of shape {tuple(parameter.shape)}",
                 fix="use half_update='master'",
             )
-
-
-def bad_value(name: str, value: Any, expected: str) -> ConfigError:
-    """Return the error for a hyperparameter out of range."""
-    return ConfigError(f"{name} is out of range", expected=expected, got=repr(value), fix=f"choose another {name}")
-
-
-def check_at_least_zero(group: dict[str, Any], *names: str) -> None:
-    """Refuse hyperparameters that are negative or not a number.
-
-    Raises:
-        ConfigError: Naming the first.
-    """
-    for name in names:
-        if not float(group[name]) >= 0:
-            raise bad_value(name, group[name], "0 or more")
-
-
-def check_betas(group: dict[str, Any], count: int) -> None:
-    """Refuse decay rates that are not ``count`` numbers from 0 to below 1.
-
-    Raises:
-        ConfigError: With the rates.
-    """
-    betas = group["betas"]
-    if len(betas) != count or not all(0 <= float(beta) < 1 for beta in betas):
-        raise bad_value("betas", betas, f"{count} numbers from 0 to below 1")

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import ModelError
-from meshwright.optim.sharded.chunk import Chunk, TensorList
+from meshwright.optim.sharded.chunk import Chunk, TensorList, runs
 from meshwright.optim.sharded.owner_exchange import OwnerExchange, OwnerWork
 from meshwright.optim.sharded.tensor_layout import Axis, Kept, Layout, Region, ShardGroup
 
@@ -244,21 +244,9 @@ def _planned(items: Sequence[_Item]) -> Iterable[tuple[list[int], OwnerExchange]
         is_replicas = isinstance(ranks, dist.ProcessGroup)
         group = ShardGroup.of_replicas(ranks) if is_replicas else ShardGroup.of_mesh(ranks)
         limit = _BUCKET_BYTES // dtype.itemsize * len(group.ranks)
-        for bucket in _buckets(indices, [item.layout.numel for item in items], limit):
+        for bucket in runs(indices, lambda index: items[index].layout.numel, limit):
             works = [items[index].request.owner_work(items[index].layout) for index in bucket]
             yield bucket, OwnerExchange(works, group, dtype)
-
-
-def _buckets(indices: Sequence[int], numels: Sequence[int], limit: int) -> list[list[int]]:
-    buckets: list[list[int]] = [[]]
-    size = 0
-    for index in indices:
-        if buckets[-1] and size + numels[index] > limit:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(index)
-        size += numels[index]
-    return buckets
 
 
 class _Bucket:
