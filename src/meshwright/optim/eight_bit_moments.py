@@ -32,7 +32,7 @@ def kept_moments(layout: Layout, form: Kept, group: Mapping[str, Any]) -> dict[s
     if not is_eight_bit(form, group):
         return dict.fromkeys(NAMES, form)
     codes, scales = replace(form, dtype=torch.uint8), blocks_of(layout, form, group["block_wise"]).scales
-    return {f"{name}{kind}": kept for name in NAMES for kind, kept in ((_CODES, codes), (_SCALES, scales))}
+    return {f"{name}{kind}": each for name in NAMES for kind, each in ((_CODES, codes), (_SCALES, scales))}
 
 
 def variant_of_moments(layout: Layout, form: Kept, group: Mapping[str, Any]) -> Hashable:

@@ -281,7 +281,7 @@ class GaLoreAdafactor(ProjectedGroups, Adafactor):
             return super().kept_states(layout, group)
         form = low_rank_form(layout, group)
         low = super().kept_states(layout.restricted(form), group)
-        states = {name: replace(kept, dims=_dims_of_parameter(kept.dims, form)) for name, kept in low.items()}
+        states = {name: replace(each, dims=_dims_of_parameter(each.dims, form)) for name, each in low.items()}
         return {**states, **self.projector_states(layout, group)}
 
     def update(self, chunk: Chunk) -> Update:

@@ -55,7 +55,7 @@ class WrappedOptimizer(Optimizer):
         return self.inner.state
 
     def __getattr__(self, name: str) -> Any:
-        # torch's lists of hooks: whoever registers one means the inner steps.
+        # torch's lists of hooks, which are meant for the inner steps.
         if name.startswith("_optimizer_"):
             return getattr(self.inner, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

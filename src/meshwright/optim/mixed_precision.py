@@ -87,8 +87,8 @@ class MasterWeights:
     def take_changes(self) -> None:
         """Copy parameters back that were written to since the copies were rounded into them.
 
-        The next step would overwrite what was clamped, tied or averaged in place. Version counters tell, not values:
-        writes through ``parameter.data`` are not seen.
+        The next step would overwrite what was clamped, tied or averaged in place. Changes are found by version
+        counters, not by values: writes through ``parameter.data`` are not seen.
         """
         for parameter, master in self.of.items():
             mark = _mark_of(parameter)

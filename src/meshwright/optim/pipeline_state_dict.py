@@ -226,7 +226,7 @@ def _local_groups(
         numbers = []
         for parameter in group["params"]:
             placement = placement_of(parameter)
-            assert placement is not None, "WholeGroups.of has looked"
+            assert placement is not None, "WholeGroups.of has checked"
             numbers.append(len(places))
             places[whole.keys[placement.position]] = numbers[-1]
         groups.append({**saved, "params": numbers})

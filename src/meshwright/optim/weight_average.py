@@ -84,7 +84,7 @@ class InnerWeights:
         local_tensor(parameter).copy_(value)
 
     def finish(self) -> None:
-        """Round the master weights that a guard keeps into the model."""
+        """Round the master weights of a guard into the model."""
         if self._guard is not None and self._guard.master is not None:
             self._guard.master.write_back()
 
@@ -197,16 +197,16 @@ class WeightAverage:
     def _update(self, parameters: list[torch.Tensor]) -> None:
         averages = [local_tensor(self._of[parameter]) for parameter in parameters]
         weights = [self._weights.read(parameter) for parameter in parameters]
-        keep = self.policy.weight_of_old(self.num_updates - 1)
+        share = self.policy.weight_of_old(self.num_updates - 1)
         if self.num_updates == 0:
             for average, weight in zip(averages, weights, strict=True):
                 average.copy_(weight)
         elif self.policy.dtype == "bf16":
             for parameter, average, weight in zip(parameters, averages, weights, strict=True):
-                self._round(parameter, average, torch.lerp(average.float(), weight.float(), 1 - keep))
+                self._round(parameter, average, torch.lerp(average.float(), weight.float(), 1 - share))
         else:
             wide = [weight.to(average.dtype) for average, weight in zip(averages, weights, strict=True)]
-            get_ema_multi_avg_fn(keep)(averages, wide, self.num_updates)  # type: ignore[no-untyped-call]
+            get_ema_multi_avg_fn(share)(averages, wide, self.num_updates)  # type: ignore[no-untyped-call]
 
     def _round(self, parameter: torch.Tensor, average: torch.Tensor, value: torch.Tensor) -> None:
         # Seeded by nothing that differs between ranks with the same shard, also where pipeline ranks share weights.

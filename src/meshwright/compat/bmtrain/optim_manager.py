@@ -355,7 +355,7 @@ def check_optimizer(optimizer: Optimizer, others: Sequence[Optimizer]) -> None:
     if isinstance(optimizer, GuardedOptimizer):
         raise ConfigError(
             "A GuardedOptimizer decides about its steps and its loss scale itself",
-            expected="an optimizer that steps when it is told to",
+            expected="an optimizer that steps whenever step() is called",
             got=repr(optimizer),
             fix="add AdamOptimizer, which has fp32 master weights too, or any torch optimizer",
         )
@@ -376,7 +376,7 @@ def check_optimizer(optimizer: Optimizer, others: Sequence[Optimizer]) -> None:
     if isinstance(optimizer, OuterOptimizer) and optimizer.guard is not None:
         raise ConfigError(
             "A GuardedOptimizer decides about its steps and its loss scale itself",
-            expected=f"a {name} around an optimizer that steps when it is told to",
+            expected=f"a {name} around an optimizer that steps whenever step() is called",
             got=repr(optimizer.guard),
             fix=f"wrap AdamOptimizer, which has fp32 master weights too, or any torch optimizer into {name}",
         )

@@ -49,8 +49,8 @@ class OwnerExchange:
     def __init__(self, works: Sequence[OwnerWork], group: ShardGroup, dtype: torch.dtype = torch.float32) -> None:
         self._group, self._dtype = group, dtype
         known: dict[Hashable, Overlaps] = {}
-        self._held = [_overlaps(work.source, group, known) for work in works]
-        self._wanted = [_overlaps(work.target, group, known) for work in works]
+        self._source_overlaps = [_overlaps(work.source, group, known) for work in works]
+        self._target_overlaps = [_overlaps(work.target, group, known) for work in works]
         self.member_of = [member for member, work in enumerate(works) for _ in work.parts]
         """The number of each part's tensor; parts are numbered through all works."""
         self._sources = [source for work in works for source, _ in work.parts]
@@ -82,7 +82,7 @@ class OwnerExchange:
         owned = [part for part, owner in enumerate(self.owners) if owner == group.rank]
         for part in owned:
             member, source = self.member_of[part], self._sources[part]
-            here = _cut(shards[member], source, self._held[member].held[group.rank])
+            here = _cut(shards[member], source, self._source_overlaps[member].by_rank[group.rank])
             if here is not None and here.shape == source.size:
                 wholes[part] = here.to(group.device, self._dtype)
                 views.add(part)
@@ -90,7 +90,9 @@ class OwnerExchange:
         def read(move: Move) -> torch.Tensor | None:
             member = self.member_of[move.part]
             return (
-                None if move.part in views else _cut(shards[member], move.region, self._held[member].held[group.rank])
+                None
+                if move.part in views
+                else _cut(shards[member], move.region, self._source_overlaps[member].by_rank[group.rank])
             )
 
         def take(move: Move, region: torch.Tensor | None) -> None:
@@ -116,7 +118,7 @@ class OwnerExchange:
             A function that waits for this rank's shards and returns one for every tensor, in the type and on the device
             of the exchange.
         """
-        wanted = [wanted.held[self._group.rank] for wanted in self._wanted]
+        wanted = [overlaps.by_rank[self._group.rank] for overlaps in self._target_overlaps]
         shards: dict[int, torch.Tensor] = {}
 
         def read(move: Move) -> torch.Tensor | None:
@@ -155,10 +157,10 @@ class OwnerExchange:
         return owners
 
     def _source(self, part: int) -> Overlap:
-        return self._held[self.member_of[part]].of(self._sources[part])
+        return self._source_overlaps[self.member_of[part]].of(self._sources[part])
 
     def _target(self, part: int) -> Overlap:
-        return self._wanted[self.member_of[part]].of(self._targets[part])
+        return self._target_overlaps[self.member_of[part]].of(self._targets[part])
 
     def _to_owner(self, part: int) -> Iterator[Move]:
         """Yield this rank's moves of a part to its owner: each distinct region once, from the nearest rank that has it.
@@ -189,9 +191,9 @@ def _overlaps(layout: Layout, group: ShardGroup, known: dict[Hashable, Overlaps]
     return known[key]
 
 
-def _cut(tensor: torch.Tensor | None, region: Region, held: Region) -> torch.Tensor | None:
-    """Return the part of a region that a tensor has, which covers ``held``."""
-    return None if tensor is None else tensor[region.common(held).inside(held)]
+def _cut(tensor: torch.Tensor | None, region: Region, covered: Region) -> torch.Tensor | None:
+    """Return the part of a region that a tensor has, which covers the region ``covered``."""
+    return None if tensor is None else tensor[region.common(covered).inside(covered)]
 
 
 def _fill(target: torch.Tensor, region: torch.Tensor | None) -> None:
@@ -325,13 +327,13 @@ class Overlap:
 class Overlaps:
     """The regions of one layout, by rank."""
 
-    held: Mapping[int, Region]
+    by_rank: Mapping[int, Region]
     _known: dict[Region, Overlap] = field(default_factory=dict)
 
     def of(self, region: Region) -> Overlap:
         """Return the parts of a region that ranks hold."""
         if region not in self._known:
-            common = {rank: held.common(region) for rank, held in self.held.items()}
+            common = {rank: shard.common(region) for rank, shard in self.by_rank.items()}
             regions = {rank: part for rank, part in common.items() if part.numel > 0}
             holders: dict[Region, list[int]] = defaultdict(list)
             for rank, part in regions.items():

@@ -112,30 +112,30 @@ class Layout:
         """Return whether this rank holds the given dims whole (all dims, when none is given)."""
         return not self.splitting(dims or None)
 
-    def new(self, kept: Kept, device: torch.device | str, fill: float = 0.0) -> torch.Tensor:
-        """Make a state of the form ``kept``: a DTensor with the placements that follow, or a plain tensor."""
-        return self.wrapped(torch.full(self._local_shape_of(kept), fill, dtype=kept.dtype, device=device), kept)
+    def new(self, form: Kept, device: torch.device | str, fill: float = 0.0) -> torch.Tensor:
+        """Make a state of the form ``form``: a DTensor with the placements that follow, or a plain tensor."""
+        return self.wrapped(torch.full(self._local_shape_of(form), fill, dtype=form.dtype, device=device), form)
 
-    def wrapped(self, local: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wrapped(self, local: torch.Tensor, form: Kept) -> torch.Tensor:
         """Wrap this rank's part of a state into a DTensor, on its own device; return it as it is for a plain one."""
         if self.mesh is None:
             return local
-        meta = TensorMeta(torch.Size(kept.shape), _contiguous_stride(kept.shape), local.dtype)
-        spec = DTensorSpec(self.mesh, self.placements_of(kept), tensor_meta=meta)
+        meta = TensorMeta(torch.Size(form.shape), _contiguous_stride(form.shape), local.dtype)
+        spec = DTensorSpec(self.mesh, self.placements_of(form), tensor_meta=meta)
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
 
-    def placements_of(self, kept: Kept) -> tuple[Placement, ...]:
+    def placements_of(self, form: Kept) -> tuple[Placement, ...]:
         """Return the placements of a state: split where it shares a split dim, replicated elsewhere."""
-        return tuple(_moved(placement, kept.dims) for placement in self.placements)
+        return tuple(_moved(placement, form.dims) for placement in self.placements)
 
-    def restricted(self, kept: Kept) -> Layout:
+    def restricted(self, form: Kept) -> Layout:
         """Return the layout of a state of this parameter."""
-        return Layout(kept.shape, self._local_shape_of(kept), self.mesh, self.placements_of(kept))
+        return Layout(form.shape, self._local_shape_of(form), self.mesh, self.placements_of(form))
 
-    def _local_shape_of(self, kept: Kept) -> list[int]:
+    def _local_shape_of(self, form: Kept) -> list[int]:
         return [
             size if dim is None else size * self.local_shape[dim] // max(self.shape[dim], 1)
-            for size, dim in zip(kept.shape, kept.dims, strict=True)
+            for size, dim in zip(form.shape, form.dims, strict=True)
         ]
 
 

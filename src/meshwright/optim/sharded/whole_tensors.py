@@ -9,11 +9,11 @@ sharded. It is a generator (:data:`Update`) over a chunk of parameters, which
 2. is sent the answers, and yields the next requests, or moves the weights and ends.
 
 :func:`run_updates` runs the updates of all parameters in lock-step, so that one round of requests costs one flat
-all-reduce per mesh axis for any number of parameters, whatever meshes and placements they have. Work on whole tensors
+all-reduce per mesh axis for any number of parameters, on any meshes and with any placements. Work on whole tensors
 is divided among the ranks that have shards of them: each tensor travels to one owner, and the result back, in one
 all-to-all each way (:mod:`meshwright.optim.sharded.owner_exchange`). The first round also checks that all ranks that
-share a parameter have its gradient (:class:`Presence`). Parameters that no axis splits need nobody and are updated at
-once.
+share a parameter have its gradient (:class:`Presence`). Parameters that no axis splits need no other rank and are
+updated at once.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ class Whole:
 
     def owner_work(self, layout: Layout) -> OwnerWork:
         """Return the work on one parameter."""
-        kept = None if self.form is None else self.form(layout)
-        target = layout if kept is None else layout.restricted(kept)
+        form = None if self.form is None else self.form(layout)
+        target = layout if form is None else layout.restricted(form)
         whole = ((Region.of(layout.shape), Region.of(target.shape)),)
         parts = whole if self.parts is None else self.parts(layout)
         return OwnerWork(layout, target, parts, tuple(self.cost(source.size) for source, _ in parts))
@@ -237,10 +237,10 @@ class WholeAnswers:
 
 def _planned(items: Sequence[_Item]) -> Iterable[tuple[list[int], OwnerExchange]]:
     """Yield buckets of items that the same ranks have shards of, in an order that is equal on all of these."""
-    together: dict[Any, list[int]] = defaultdict(list)
+    by_ranks: dict[Any, list[int]] = defaultdict(list)
     for index, item in enumerate(items):
-        together[item.ranks_key, item.request.dtype].append(index)
-    for (ranks, dtype), indices in together.items():
+        by_ranks[item.ranks_key, item.request.dtype].append(index)
+    for (ranks, dtype), indices in by_ranks.items():
         is_replicas = isinstance(ranks, dist.ProcessGroup)
         group = ShardGroup.of_replicas(ranks) if is_replicas else ShardGroup.of_mesh(ranks)
         limit = _BUCKET_BYTES // dtype.itemsize * len(group.ranks)
@@ -250,7 +250,7 @@ def _planned(items: Sequence[_Item]) -> Iterable[tuple[list[int], OwnerExchange]
 
 
 class _Bucket:
-    """Members whose tensors travel together."""
+    """Members whose tensors travel in one exchange."""
 
     def __init__(self, exchange: OwnerExchange, items: Sequence[_Item]) -> None:
         self._exchange, self._travellers = exchange, items
@@ -342,27 +342,27 @@ def run_updates(updates: Iterable[tuple[Chunk, Update]], whole_answers: WholeAns
         ModelError: When a parameter has a gradient on some of the ranks that share it and none on others. Weights are
             unchanged then.
     """
-    together: list[_Running] = []
+    waiting: list[_Running] = []
     for chunk, update in updates:
         asked = next(update, None)
         while asked is not None and not _needs_others(chunk, asked):
             _do_alone(chunk, asked)
             asked = _sent(update, asked)
         if asked is not None:
-            together.append(_Running(chunk, update, asked))
-    presences = presences_of([running.chunk for running in together if not running.chunk.is_local])
-    _answer_sums(together, presences)
+            waiting.append(_Running(chunk, update, asked))
+    presences = presences_of([running.chunk for running in waiting if not running.chunk.is_local])
+    _answer_sums(waiting, presences)
     for presence in presences:
         if presence.is_on_host:
             presence.check()
-    while together:
-        _answer_wholes(together, whole_answers)
-        together = [
+    while waiting:
+        _answer_wholes(waiting, whole_answers)
+        waiting = [
             _Running(running.chunk, running.update, asked)
-            for running in together
+            for running in waiting
             if (asked := _sent(running.update, running.asked)) is not None
         ]
-        _answer_sums(together, [])
+        _answer_sums(waiting, [])
     return [presence for presence in presences if not presence.is_on_host]
 
 
@@ -384,10 +384,10 @@ def _do_alone(chunk: Chunk, asked: Sequence[Request]) -> None:
             request.done_alone(chunk)
 
 
-def _answer_wholes(together: Sequence[_Running], answers: WholeAnswers) -> None:
+def _answer_wholes(waiting: Sequence[_Running], answers: WholeAnswers) -> None:
     """Have all work on whole tensors done, by this rank alone where it has them whole."""
     shared: list[tuple[Chunk, Whole]] = []
-    for running in together:
+    for running in waiting:
         for request in running.asked:
             if isinstance(request, Whole) and request.is_shared(running.chunk):
                 shared.append((running.chunk, request))
@@ -420,13 +420,13 @@ class _Values:
             self.request.partial = TensorList(self.tensors) if is_list else self.tensors[0]
 
 
-def _answer_sums(together: Sequence[_Running], presences: Sequence[Presence]) -> None:
+def _answer_sums(waiting: Sequence[_Running], presences: Sequence[Presence]) -> None:
     """Replace every partial sum by the sum over ranks."""
     counts = [_Values([presence.counts], presence.axes) for presence in presences]
     for largest in (False, True):
         asked = [
             _Values.of(running.chunk, request)
-            for running in together
+            for running in waiting
             for request in running.asked
             if isinstance(request, Sum) and request.largest == largest
         ]
