@@ -51,6 +51,9 @@ NAMES = {
         ),
         "meshwright.compat.fairseq": "BMUF",
     },
+    "meshwright.optim.outer": {
+        "meshwright.compat.fairseq": "BMUF",
+    },
 }
 
 

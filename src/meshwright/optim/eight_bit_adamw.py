@@ -121,10 +121,8 @@ class MomentAdamW(ShardedOptimizer):
         """Return the step without decay, with bias corrections in lr and eps: variants differ in where eps stands."""
         beta1, beta2 = map(float, group["betas"])
         root = math.sqrt(1.0 - beta2**step)
-        return AdamRule(
-            lr=float(group["lr"]) * root / (1.0 - beta1**step), beta1=beta1, beta2=beta2,
-            eps=float(group["eps"]) * root, weight_decay=0.0, decoupled=True, maximize=False, hold_steps=0,
-        )  # fmt: skip
+        lr = float(group["lr"]) * root / (1.0 - beta1**step)
+        return AdamRule(lr, beta1, beta2, eps=float(group["eps"]) * root)
 
 
 _READ_FROM_ARGS = {

@@ -115,10 +115,7 @@ def _adam_direction(chunk: Chunk) -> TensorList:
     """Return u = m̂ / (√v̂ + eps) + weight_decay · p: torch's fused Adam moves weight_decay · p by a step of −1."""
     group = chunk.group
     beta1, beta2 = group["betas"]
-    rule = AdamRule(
-        lr=-1.0, beta1=float(beta1), beta2=float(beta2), eps=group["eps"], weight_decay=0.0, decoupled=True,
-        maximize=False, hold_steps=0,
-    )  # fmt: skip
+    rule = AdamRule(lr=-1.0, beta1=float(beta1), beta2=float(beta2), eps=group["eps"])
     # The kernel goes through memory: all tensors must have one layout, that of the states.
     direction = (chunk.weights * group["weight_decay"]).contiguous()
     step = chunk.step if group["bias_correction"] in ("paper", True) else UNCORRECTED

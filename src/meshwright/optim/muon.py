@@ -226,10 +226,7 @@ def _ns_dtype(chunk: Chunk) -> torch.dtype:
 def _adamw_step(chunk: Chunk) -> None:
     group = chunk.group
     beta1, beta2 = group["betas"]
-    rule = AdamRule(
-        lr=float(group["lr"]), beta1=float(beta1), beta2=float(beta2), eps=group["adamw_eps"],
-        weight_decay=group["weight_decay"], decoupled=True, maximize=False, hold_steps=0,
-    )  # fmt: skip
+    rule = AdamRule(float(group["lr"]), float(beta1), float(beta2), group["adamw_eps"], group["weight_decay"])
     # The kernel goes through memory: all tensors must have one layout, that of the states.
     weights, gradients = chunk.weights.contiguous(), chunk.gradients.in_fp32().contiguous()
     moments = (chunk.states["exp_avg"].tensors, chunk.states["exp_avg_sq"].tensors)

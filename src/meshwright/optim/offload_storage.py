@@ -137,7 +137,8 @@ class DirectCopies:
         self, device: list[torch.Tensor], host: list[torch.Tensor], after: Any, *, held: bool = False
     ) -> Event:
         """Copy at once."""
-        return self.to_host(device, host, after)
+        torch._foreach_copy_(device, host)
+        return _Done()
 
     def join(self) -> None:
         """Return at once."""

@@ -38,10 +38,10 @@ class AdamRule:
     beta1: float
     beta2: float
     eps: float
-    weight_decay: float
-    decoupled: bool
-    maximize: bool
-    hold_steps: int
+    weight_decay: float = 0.0
+    decoupled: bool = True
+    maximize: bool = False
+    hold_steps: int = 0
 
     @classmethod
     def of(cls, group: Mapping[str, Any], dtype: torch.dtype) -> AdamRule:
