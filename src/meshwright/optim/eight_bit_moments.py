@@ -94,7 +94,6 @@ class _Packed:
         self._largest: list[torch.Tensor] = []
 
     def read(self) -> TensorList:
-        """Decode the values to fp32."""
         values: list[torch.Tensor] = []
         for batch in self._batches:
             cut = self._codec.decode(_joined([self._blocks[index].cut(self._codes.tensors[index]) for index in batch]))

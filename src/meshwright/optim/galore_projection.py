@@ -131,7 +131,6 @@ def _renewal(chunk: Chunk, name: str, form: ProjectorForm, replicas: dist.Proces
 
 
 def _contracted(chunk: Chunk, forms: Mapping[str, ProjectorForm]) -> TensorList:
-    """Return this rank's part of the projected gradients."""
     low = chunk.gradients
     for name, form in forms.items():
         if form.dim == RIGHT:

@@ -303,7 +303,6 @@ def _is_hidden(name: str, parameter: torch.Tensor) -> bool:
 
 
 def _outer_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters of embeddings and output heads."""
     embeddings = [module for module in model.modules() if "embedding" in type(module).__name__.lower()]
     shapes = set()
     for module in embeddings:

@@ -407,7 +407,6 @@ class HostWeights(MasterWeights):
 
 
 def _cut(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[torch.Tensor]]:
-    """Cut whole parameters, in their order, into buckets."""
     buckets: list[list[torch.Tensor]] = []
     size = bucket_bytes
     for parameter in parameters:

@@ -124,7 +124,6 @@ class SlowMo(OuterOptimizer):
         super().__init__(optimizer, make_outer, OuterPolicy(sync_every=sync_every, **policy), group=group, model=model)
 
     def _inner_rates(self) -> dict[torch.Tensor, float]:
-        """Return the inner learning rate of every global weight."""
         rates = {parameter: float(group["lr"]) for group in self.param_groups for parameter in group["params"]}
         return {copy: rates[parameter] for parameter, copy in self.synchronizer.copy.of.items()}
 

@@ -158,7 +158,6 @@ class Synchronizer:
         self._put(first)
 
     def _cloned(self) -> list[torch.Tensor]:
-        """Clone weights and buffers."""
         return [each.clone() for each in (*map(self.weights.read, self.weights.parameters), *self._float_buffers())]
 
     @torch.no_grad()

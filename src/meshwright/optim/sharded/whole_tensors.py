@@ -171,7 +171,6 @@ class Whole:
 
 
 def _joined(work: OwnerWork, results: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Join the results of a tensor's parts."""
     everything = Region.of(work.target.shape)
     if work.parts[0][1] == everything:
         return results[0]
