@@ -3,8 +3,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import ConfigError
-from meshwright.optim import factored as block
-from meshwright.optim.adafactor import Adafactor, DistributedAdaFactor
+from meshwright.optim import Adafactor, DistributedAdaFactor, factored as block
 from tests.optim.sharded.layouts import layouts_of, plain, relative_differences, start_values, trained
 
 OPTIONS = {

@@ -4,8 +4,7 @@ import torch.distributed as dist
 from came_pytorch import CAME as Reference
 
 from meshwright.errors import ConfigError
-from meshwright.optim import factored as block
-from meshwright.optim.came import CAME, DistributedCAME
+from meshwright.optim import CAME, DistributedCAME, factored as block
 from tests.optim.sharded.layouts import layouts_of, plain, relative_differences, start_values, trained
 
 OPTIONS = {

@@ -60,7 +60,13 @@ NAMES = {
     },
     "meshwright.optim": {
         f"{_BMTRAIN}.optim_manager": "OptimManager",
-        f"{_COLOSSALAI}.optimizers": "cast_to_distributed",
+        f"{_COLOSSALAI}.optimizers": (
+            "DistGaloreAdamW DistGaloreAwamW DistributedAdaFactor DistributedCAME DistributedLamb cast_to_distributed"
+        ),
+        "meshwright.compat.fairseq": "BMUF",
+    },
+    "meshwright.optim.outer": {
+        "meshwright.compat.fairseq": "BMUF",
     },
 }
 

@@ -30,7 +30,7 @@ from meshwright.loss.cross_entropy_rows import (
 )
 from meshwright.runtime import tensor_mesh
 from meshwright.runtime.torch_internals.autograd import Function
-from meshwright.runtime.torch_internals.operators import assert_async
+from meshwright.runtime.torch_internals.tensors import assert_async
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: BMTrain's and WSD, and the warm-up and decay of the command line; all are torch's kind."""
+"""Learning-rate schedules, all of torch's kind: the warm-up and decay of the command line, and BMTrain's by alias."""
 
 from typing import TYPE_CHECKING
 

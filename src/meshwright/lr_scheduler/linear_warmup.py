@@ -1,4 +1,4 @@
-"""A linear warm-up, then a decay over the rest of the run: a `LambdaLR` with one pure function of the step."""
+"""A linear warm-up and a decay over the rest of the run, as a `LambdaLR` with a pure function of the step."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from meshwright.errors import ConfigError, did_you_mean
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse what has no learning rates to set.
+    """Refuse objects without learning rates to set.
 
     Raises:
-        ConfigError: Saying what a schedule needs.
+        ConfigError: When there is nothing to schedule.
     """
     groups = getattr(optimizer, "param_groups", None)
     if not isinstance(groups, list) or not all(isinstance(group, dict) and "lr" in group for group in groups):
@@ -42,8 +42,6 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-# --- Linear warm-up, then a decay over the rest of the run: a ``LambdaLR`` with one pure function of the step.
-
 Decay = Literal["cosine", "linear", "constant"]
 DECAYS: tuple[str, ...] = get_args(Decay)
 
@@ -58,17 +56,18 @@ def warmup_decay(
 ) -> LambdaLR:
     """Raise the learning rate linearly over ``warmup_steps``, then lower it to ``min_lr_ratio`` of its peak.
 
-    The first step already moves: warm-up step k of w runs at k/w of the peak. The last step runs just above the lowest
-    rate, which is kept from then on. The cosine is that of Loshchilov and Hutter, "SGDR" (2016), without restarts.
+    Weights already move in the first step: warm-up step k of w runs at k/w of the peak. The last step runs just above
+    the lowest rate, which holds from then on. The cosine is that of Loshchilov and Hutter, "SGDR" (2016), without
+    restarts.
 
     The state dict holds the position only. A run that is resumed with another ``num_steps`` follows the new curve: from
-    its first step, where ``meshwright.store`` loads it; after ``load_state_dict`` alone, from its second.
+    its first step if ``meshwright.store`` loads it, from its second after ``load_state_dict`` alone.
 
     Args:
-        optimizer: Its groups' ``lr`` are the peaks.
+        optimizer: The ``lr`` of its groups are the peaks.
         num_steps: Optimizer steps of the whole run, warm-up included.
-        warmup_steps: Steps of warm-up; a run that is shorter ends while it still warms up.
-        decay: What follows: ``"cosine"``, ``"linear"``, or ``"constant"``, which stays at the peak.
+        warmup_steps: Steps of warm-up; a shorter run ends within it.
+        decay: ``"cosine"``, ``"linear"``, or ``"constant"``, which stays at the peak.
         min_lr_ratio: Lowest rate as a fraction of the peak.
 
     Raises:
@@ -80,8 +79,8 @@ def warmup_decay(
 
 
 def _factor(num_steps: int, warmup_steps: int, decay: Decay, min_lr_ratio: float) -> Callable[[int], float]:
-    # A closure and not a callable object: LambdaLR would store an object's numbers in its state dict, and a resumed
-    # run would then follow the old run's length.
+    # A closure and not a callable object: LambdaLR stores an object's attributes in its state dict, and a resumed run
+    # would then follow the old run's length.
     def factor(step: int) -> float:
         if step < warmup_steps:
             return (step + 1) / warmup_steps

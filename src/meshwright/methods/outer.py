@@ -14,7 +14,16 @@ from torch.optim import Optimizer
 from meshwright.cost import Encoding, OuterState, Step, Traffic, shape_on
 from meshwright.errors import StrategyError
 from meshwright.methods.base import Conflict, Job, Method, Phase
-from meshwright.optim import BMUF, DiLoCo, LocalSGD, OuterOptimizer, OuterPolicy, PostLocalSGD, SlowMo, StreamingDiLoCo
+from meshwright.optim import (
+    BlockMomentum,
+    DiLoCo,
+    LocalSGD,
+    OuterOptimizer,
+    OuterPolicy,
+    PostLocalSGD,
+    SlowMo,
+    StreamingDiLoCo,
+)
 from meshwright.optim.outer.replica_averaging import BLOCK
 from meshwright.optim.outer.sync_policy import Buffers, InnerState, Quantise, Warmup
 
@@ -26,12 +35,10 @@ class _Rule(NamedTuple):
     lr: str | None
     momentum: str | None
     nesterov: str | None = None
-    sync_every: str = "sync_every"
-    warmup_steps: str = "warmup_steps"
 
 
 _RULES = {
-    "bmuf": _Rule(BMUF, "block_lr", "block_momentum", "use_nbm", "global_sync_iter", "warmup_iterations"),
+    "bmuf": _Rule(BlockMomentum, "block_lr", "block_momentum", "nesterov"),
     "local_sgd": _Rule(LocalSGD, None, None),
     "post_local_sgd": _Rule(PostLocalSGD, None, None),
     "slowmo": _Rule(SlowMo, "slowmo_lr", "slowmo_momentum"),
@@ -39,7 +46,7 @@ _RULES = {
     "streaming_diloco": _Rule(StreamingDiLoCo, "outer_lr", "outer_momentum", "nesterov"),
 }
 _WIDE_BYTES = 4  # pseudo-gradients travel in fp32 at least
-_RENAMED = ("lr", "momentum", "nesterov", "sync_every", "warmup_steps")
+_RENAMED = ("lr", "momentum", "nesterov")
 
 
 class Outer(Method):

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 from meshwright.runtime.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from meshwright.optim.adafactor import Adafactor as Adafactor, DistributedAdaFactor as DistributedAdaFactor
+    from meshwright.optim.adafactor import Adafactor as Adafactor
     from meshwright.optim.adam.adam_optimizer import (
         AdamOffloadOptimizer as AdamOffloadOptimizer,
         AdamOptimizer as AdamOptimizer,
     )
-    from meshwright.optim.came import CAME as CAME, DistributedCAME as DistributedCAME
+    from meshwright.optim.came import CAME as CAME
     from meshwright.optim.dtensors import (
         ParameterPlacement as ParameterPlacement,
         Stages as Stages,
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     )
     from meshwright.optim.eight_bit_moments import variant_of_moments as variant_of_moments
     from meshwright.optim.galore import (
-        DistGaloreAdamW as DistGaloreAdamW,
-        DistGaloreAwamW as DistGaloreAwamW,
         GaLoreAdafactor as GaLoreAdafactor,
         GaLoreAdamW as GaLoreAdamW,
         GaLoreAdamW8bit as GaLoreAdamW8bit,
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
         guard_of as guard_of,
         inner_optimizer as inner_optimizer,
     )
-    from meshwright.optim.lamb import DistributedLamb as DistributedLamb, Lamb as Lamb
+    from meshwright.optim.lamb import Lamb as Lamb
     from meshwright.optim.loss_spikes import (
         SpikeAction as SpikeAction,
         SpikePolicy as SpikePolicy,
@@ -63,7 +61,7 @@ if TYPE_CHECKING:
     )
     from meshwright.optim.outer.outer_optimizer import OuterOptimizer as OuterOptimizer
     from meshwright.optim.outer.presets import (
-        BMUF as BMUF,
+        BlockMomentum as BlockMomentum,
         DiLoCo as DiLoCo,
         LocalSGD as LocalSGD,
         PostLocalSGD as PostLocalSGD,

@@ -1,9 +1,8 @@
-"""Adafactor: second moments in the memory of rows and columns, step sizes that follow the size of the weights."""
+"""Adafactor: second moments stored as rows and columns, and step sizes relative to the size of the weights."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Hashable, Mapping
 from typing import Any
 
@@ -41,8 +40,8 @@ from meshwright.runtime.torch_internals.optim import foreach_add_, foreach_addcm
 class Adafactor(ShardedOptimizer):
     """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235), right on any layout; two all-reduces a step.
 
-    The numbers are those of ``transformers.Adafactor``, RMS(p) included. With V = g² + eps[0], averaged with
-    β₂ = 1 − tᵞ (γ the ``decay_rate``), and V̂ the average, of two and more dims kept as rows and columns
+    The numbers are those of ``transformers.Adafactor``, RMS(p) included. V = g² + eps[0] is averaged with
+    β₂ = 1 − tᵞ (γ the ``decay_rate``); the average V̂ is stored as rows and columns for tensors of two and more dims
     (:mod:`meshwright.optim.factored`)::
 
         u = g / √V̂        u /= max(1, RMS(u) / clip_threshold)        α = max(eps[1], RMS(p)) · ρ
@@ -53,14 +52,14 @@ class Adafactor(ShardedOptimizer):
     Args:
         params: Parameters or groups of them.
         lr: ρ; None with ``relative_step``.
-        eps: Added to squared gradients; smallest RMS(p) that counts.
+        eps: Added to squared gradients; lower bound of RMS(p).
         clip_threshold: Largest RMS of u, d in the paper.
         decay_rate: γ, 0 or below.
         beta1: Decay rate of m; None for no momentum, and p -= α · u.
         weight_decay: Decoupled from the moments.
-        scale_parameter: False leaves RMS(p) out: α = ρ.
-        relative_step: ρ follows the number of the step.
-        warmup_init: ρ = min(1e-6 · t, 1/√t).
+        scale_parameter: Whether step sizes are relative to RMS(p); otherwise α = ρ.
+        relative_step: Whether ρ depends on the number of the step.
+        warmup_init: Whether ρ = min(1e-6 · t, 1/√t).
         half_update: See :class:`~meshwright.optim.sharded.ShardedOptimizer`.
 
     Raises:
@@ -103,7 +102,7 @@ class Adafactor(ShardedOptimizer):
         """Refuse numbers out of range, and two ways to choose a step size at once.
 
         Raises:
-            ConfigError: Naming the first.
+            ConfigError: Naming the hyperparameter.
         """
         _check_step_size(group)
         check_at_least_zero(group, "weight_decay")
@@ -115,17 +114,17 @@ class Adafactor(ShardedOptimizer):
             raise bad_value("beta1", group["beta1"], "a number from 0 to below 1, or None")
 
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
-        """Means of squares over rows and columns (all squares of a vector), and the momentum where there is one."""
+        """Return the means of squares over rows and columns (all squares of a vector), and perhaps the momentum."""
         whole = Kept(layout.shape, tuple(range(layout.ndim)))
         states = kept_means(layout, "exp_avg_sq") if is_factored(layout) else {"exp_avg_sq": whole}
         return states if group["beta1"] is None else {**states, "exp_avg": whole}
 
     def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
-        """Return the matrices of one shape are updated together, vectors of any."""
+        """Return the shape of matrices, and one key for all vectors."""
         return matrix_variant(layout)
 
     def update(self, chunk: Chunk) -> Update:
-        """Return two rounds: means of squares and RMS(p), then RMS(u). One for vectors, whose u needs no sums."""
+        """Update a chunk, asking for means of squares and RMS(p), then for RMS(u); of vectors for both at once."""
         decay = 1.0 - chunk.step ** float(chunk.group["decay_rate"])
         floor = float(chunk.group["eps"][0])
         weight_sums = self.size_requests(chunk)
@@ -146,34 +145,15 @@ class Adafactor(ShardedOptimizer):
         _move_matrices(chunk, moment, sizes, _clipped(chunk, sizes, squares))
 
     def size_requests(self, chunk: Chunk) -> list[Sum]:
-        """Return what the sizes of the steps need: Σp² where RMS(p) counts."""
+        """Return the sums that step sizes depend on: Σp², unless ``scale_parameter`` is off."""
         return [Sum(chunk.weights.squares())] if chunk.group["scale_parameter"] else []
 
     def sizes(self, chunk: Chunk, weight_squares: list[torch.Tensor]) -> torch.Tensor | float:
-        """α of every parameter, shape ``(n,)`` or a number, before u is clipped; from what was asked for."""
+        """Return α before clipping, of every parameter (shape ``(n,)``) or as one number, from the answered sums."""
         rho = _relative_step(chunk.group, chunk.step)
         if not weight_squares:
             return rho
         return (weight_squares[0] / numels(chunk)).sqrt_().clamp_(min=float(chunk.group["eps"][1])).mul_(rho)
-
-
-class DistributedAdaFactor(Adafactor):
-    """:class:`Adafactor` under ColossalAI's name for its distributed form; RMS(p) counts here.
-
-    ColossalAI takes an ``lr`` and does not heed it, also with ``relative_step=True``: so does this class, and warns.
-    With ``relative_step=False`` the ``lr`` counts; there is no such form there.
-    """
-
-    def check_group(self, group: dict[str, Any]) -> None:
-        """As there, once the ``lr`` beside a relative step is taken out."""
-        if group["lr"] is not None and group["relative_step"]:
-            warnings.warn(
-                f"DistributedAdaFactor: lr={group['lr']!r} changes nothing, as in ColossalAI; relative_step=True "
-                "chooses the step size. Pass relative_step=False for steps by lr, or leave lr out",
-                stacklevel=6,  # whoever builds the optimizer
-            )
-            group["lr"] = None
-        super().check_group(group)
 
 
 def _check_step_size(group: dict[str, Any]) -> None:
@@ -204,7 +184,6 @@ def _check_step_size(group: dict[str, Any]) -> None:
 
 
 def _relative_step(group: Mapping[str, Any], step: int) -> float:
-    """ρ."""
     if not group["relative_step"]:
         return float(group["lr"])
     return min(1e-6 * step if group["warmup_init"] else 1e-2, 1.0 / math.sqrt(step))
@@ -241,7 +220,7 @@ def _move_matrices(chunk: Chunk, moment: FactoredMoment, sizes: torch.Tensor | f
 
 
 def _decay(weights: list[torch.Tensor], sizes: torch.Tensor | float, group: Mapping[str, Any]) -> None:
-    """P −= weight_decay · α · p; not p times 1 − …, which is rounded the same way in every step."""
+    # Not p times 1 − weight_decay · α, which would be rounded the same way in every step.
     if group["weight_decay"] == 0:
         return
     if isinstance(sizes, float):

@@ -1,4 +1,4 @@
-"""CAME: Adafactor with momentum whose every element is trusted as far as it has agreed with its updates."""
+"""CAME: Adafactor with momentum, scaled element by element by how far updates have agreed with it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from meshwright.runtime.torch_internals.optim import foreach_add_, foreach_addcm
 class CAME(ShardedOptimizer):
     """CAME (Luo et al. 2023, arXiv 2307.02047, Algorithm 2), right on any layout; three all-reduces a step.
 
-    The numbers are those of ``came_pytorch.CAME``. With V̂ the average of g² + eps[0] and Û the average of the
-    instability, both kept as rows and columns (:mod:`meshwright.optim.factored`)::
+    The numbers are those of ``came_pytorch.CAME``. V̂, the average of g² + eps[0], and Û, the average of the
+    instability, are stored as rows and columns (:mod:`meshwright.optim.factored`)::
 
         u = g / √V̂        u /= max(1, RMS(u) / clip_threshold)        m = β₁ m + (1 − β₁) u
         Û averages (u − m)² + eps[1]        p -= lr · weight_decay · p        p -= lr · m / √Û
 
-    Vectors and scalars keep all of their squares and no instability: p -= lr · m. No average is corrected for its
-    start from zero, as in the paper.
+    Vectors and scalars have all of their squares and no instability: p -= lr · m. As in the paper, no average is
+    corrected for its start from zero.
 
     Args:
         params: Parameters or groups of them.
@@ -89,7 +89,7 @@ class CAME(ShardedOptimizer):
         """Refuse numbers out of range.
 
         Raises:
-            ConfigError: Naming the first.
+            ConfigError: Naming the hyperparameter.
         """
         if group["lr"] is None:
             raise ConfigError(
@@ -104,21 +104,18 @@ class CAME(ShardedOptimizer):
         check_clip_threshold(group)
 
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
-        """Return the momentum, and means of squares and of the instability over rows and columns.
-
-        Of a vector all squares.
-        """
+        """Return the momentum, and means of squares and instability over rows and columns (all squares of a vector)."""
         whole = Kept(layout.shape, tuple(range(layout.ndim)))
         if not is_factored(layout):
             return {"exp_avg": whole, "exp_avg_sq": whole}
         return {"exp_avg": whole, **kept_means(layout, "exp_avg_sq"), **kept_means(layout, "exp_avg_res")}
 
     def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
-        """Return the matrices of one shape are updated together, vectors of any."""
+        """Return the shape of matrices, and one key for all vectors."""
         return matrix_variant(layout)
 
     def update(self, chunk: Chunk) -> Update:
-        """Three rounds: means of squares, then RMS(u), then means of the instability. One, RMS(u), for vectors."""
+        """Update a chunk, asking for means of squares, RMS(u), and means of the instability; of vectors for RMS(u)."""
         group, momentum = chunk.group, chunk.states["exp_avg"]
         lr, (beta1, beta2, beta3), (floor, stability) = float(group["lr"]), group["betas"], group["eps"]
         if not is_factored(chunk.layout):
@@ -147,15 +144,11 @@ class CAME(ShardedOptimizer):
             foreach_addcmul_(weights, means, factors, value=-1.0)
 
 
-class DistributedCAME(CAME):
-    """:class:`CAME` under ColossalAI's name for its distributed form."""
-
-
 def _average(chunk: Chunk, moment: FactoredMoment, instability: FactoredMoment, beta1: float) -> None:
-    """Move the momentum towards u = g / √V̂, and counts (u − m)² with the m before that.
+    """Move the momentum towards u = g / √V̂, and add (u − m)², with the old m, to the instability.
 
-    The difference is made and squared: sums of u², u m and m² would cancel where m agrees with u, which is what the
-    instability has to tell.
+    The difference is computed and squared: sums of u², u m and m² would cancel where m agrees with u, which is exactly
+    what the instability measures.
     """
     blocks = Blocks(chunk)
     parts = zip(blocks.of(chunk.states["exp_avg"]), blocks.of(chunk.gradients), moment.factors(), strict=True)

@@ -1,4 +1,9 @@
-"""Optimizers over DTensors: layouts, placement, gradient norms, clipping, and steps on local tensors."""
+"""Optimizers over DTensors: gradient norms and clipping, parameter placement, layouts, and steps on local tensors.
+
+Parameters of one model may be plain tensors and DTensors of several meshes at once, in device and in host memory.
+torch's own functions refuse such mixtures, or run DTensor operations that cost more than the arithmetic; everything
+here works on local shards and communicates only what has to be summed.
+"""
 
 from __future__ import annotations
 
@@ -38,21 +43,23 @@ from meshwright.runtime.torch_internals.optim import (
     init_group_of,
 )
 
-# Which shards a gradient is made of: its mesh and the mesh dims that split it; None for a plain tensor.
 Layout = tuple[DeviceMesh, tuple[int, ...]] | None
+"""The mesh of a tensor and the mesh dims that split it; None for a plain tensor."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Ranks that hold parameters of their own, as those of a pipeline do, and some that others hold too."""
+    """Pipeline ranks: each holds parameters of its own, and some that others hold too."""
 
     group: dist.ProcessGroup
     device: torch.device
-    counted_elsewhere: frozenset[torch.Tensor]  # parameters that an earlier rank holds too: norms count them there
-    alike: frozenset[torch.Tensor] = frozenset()  # held by all of them together, equal or as shards of one tensor
+    counted_elsewhere: frozenset[torch.Tensor]
+    """Parameters that an earlier rank holds too: norms count them there."""
+    alike: frozenset[torch.Tensor] = frozenset()
+    """Parameters that all these ranks hold, equal or as shards of one tensor."""
 
     def with_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> Stages:
-        """Return the same, where the fp32 copies of parameters count in their place."""
+        """Return the same pipeline, where the fp32 copies of parameters count as the parameters do."""
 
         def with_copies(parameters: frozenset[torch.Tensor]) -> frozenset[torch.Tensor]:
             return parameters | {masters[parameter] for parameter in parameters if parameter in masters}
@@ -61,10 +68,10 @@ class Stages:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: the local shard of a DTensor, a plain tensor itself. Not for autograd.
+    """Return the local shard of a DTensor, or a plain tensor itself. Not for autograd.
 
-    The same object at every call, by which a replaced shard is noticed: ``to_local`` of a parameter makes a new view
-    each time since torch 2.13.
+    Every call returns the same object, so that a replaced shard can be recognised; ``to_local`` of a parameter makes a
+    new view each time since torch 2.13.
     """
     return local_shard(tensor) if isinstance(tensor, DTensor) else tensor
 
@@ -75,16 +82,16 @@ def total_norm(
     stages: Stages | None = None,
     alike: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Return the norm of many tensors as if they were one vector, in fp32 and without waiting for the device.
+    """Compute the norm of many tensors as if they were one vector, in fp32 and without waiting for the device.
 
-    Local shards are summed first, so a world of any size costs one all-reduce of one number per mesh axis that shards.
+    Local shards are summed first: a world of any size costs one all-reduce of one number per mesh axis that shards.
     torch's own ``clip_grad_norm_`` fails when parameters live on different meshes, and runs DTensor operations.
 
     Args:
         tensors: Plain tensors (equal on all ranks) and DTensors (sharded or replicated).
         norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
-        stages: Adds the tensors of the other ranks of a pipeline; none may be named twice.
-        alike: Further tensors, which the ranks of ``stages`` hold together.
+        stages: Adds the tensors of the other pipeline ranks; none may be named twice.
+        alike: Further tensors, which all ranks of ``stages`` hold.
 
     Returns:
         0-dim fp32 tensor (fp64 for fp64 tensors), equal on every rank.
@@ -104,7 +111,7 @@ def total_norm(
 
 
 def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
-    """Sum of |x|^p (maxima for the infinity norm), one for each layout and device."""
+    """Return the sum of |x|^p (the maximum for the infinity norm) for each layout and device."""
     by_layout: dict[tuple[Layout, torch.device], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         local = local_tensor(tensor)
@@ -116,7 +123,7 @@ def _norms(tensors: Iterable[torch.Tensor], norm_type: float) -> list[torch.Tens
 
 
 def _over_stages(stages: Stages, norms: list[torch.Tensor], infinite: bool) -> torch.Tensor:
-    own = torch.zeros((), dtype=torch.float32, device=stages.device)  # of a rank without gradients too
+    own = torch.zeros((), dtype=torch.float32, device=stages.device)  # a rank without gradients takes part, too
     if norms:
         own = _combined([norm.to(stages.device) for norm in norms], infinite)
     dist.all_reduce(own, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=stages.group)
@@ -131,10 +138,10 @@ def _combined(norms: list[torch.Tensor], infinite: bool) -> torch.Tensor:
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
-    """Return which shards a gradient is made of.
+    """Return the mesh of a tensor and the mesh dims that split it; None for a plain tensor.
 
     Raises:
-        ModelError: When it is an unreduced partial sum.
+        ModelError: When the tensor is an unreduced partial sum.
     """
     if not isinstance(tensor, DTensor):
         return None
@@ -151,14 +158,14 @@ def layout_of(tensor: torch.Tensor) -> Layout:
 
 @functools.lru_cache
 def _split_dims(placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
-    """Return the mesh dims that split a tensor; None where it is a partial sum."""
+    """Return the mesh dims that split a tensor; None for a partial sum."""
     if any(isinstance(placement, Partial) for placement in placements):
         return None
     return tuple(dim for dim, placement in enumerate(placements) if not isinstance(placement, Replicate))
 
 
 def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the sum of |x|^p over all parts on all ranks that hold one (the maximum for the infinity norm)."""
+    """Return the sum of |x|^p (or the maximum) over all parts on all ranks that share them."""
     parts = [numbers_of(part, norm_type) for part in parts]
     device, dtype = parts[0].device, _norm_type_of(parts)
     parts = [part for part in parts if part.numel() > 0]  # a shard can be empty; its maximum does not exist
@@ -178,10 +185,7 @@ def _reduced(layout: Layout, parts: list[torch.Tensor], norm_type: float) -> tor
 
 
 def numbers_of(part: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the real numbers of a plain tensor whose norm is the tensor's.
-
-    Of a sparse one its values, each row once.
-    """
+    """Return a dense real tensor with the norm of a plain tensor, which may be complex or sparse."""
     if part.is_sparse:
         part = part.coalesce().values()
     if part.is_complex():
@@ -190,7 +194,7 @@ def numbers_of(part: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 
 def local_norms(parts: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
-    """One norm per tensor, in fp32 (fp64 where there is an fp64 tensor); none of them may be empty."""
+    """Compute one norm per tensor, in fp32 (fp64 if any tensor is fp64). No tensor may be empty."""
     if all(part.dtype == torch.float32 for part in parts):
         return foreach_norm(parts, norm_type)  # a fifth faster than with a dtype
     return foreach_norm(parts, norm_type, dtype=_norm_type_of(parts))
@@ -206,10 +210,10 @@ def clip_grad_norm_(
     """Scale all gradients so that their norm is at most ``max_norm``; collective over the axes that shard them.
 
     Args:
-        parameters: Parameters, plain or DTensor; those without a gradient are passed over.
+        parameters: Parameters, plain or DTensor; those without a gradient are skipped.
         max_norm: Largest norm allowed, in the gradients' units; ``float("inf")`` only measures.
         norm_type: See :func:`total_norm`.
-        stages: Where the parameters are those of one rank of a pipeline: the norm is that of all of them.
+        stages: The pipeline, where the parameters are one rank's part: the norm is that of the whole model.
 
     Returns:
         The norm before clipping, 0-dim fp32, equal on every rank.
@@ -219,8 +223,7 @@ def clip_grad_norm_(
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm is the largest gradient norm allowed. Expected a number above 0. Got {max_norm!r}.")
-    each_once = {id(parameter): parameter for parameter in parameters}.values()  # tensors are slow to hash
-    found = [(parameter, gradient) for parameter in each_once if (gradient := parameter.grad) is not None]
+    found = _with_gradients(parameters)
     gradients = counted = [gradient for _, gradient in found]
     alike: list[torch.Tensor] = []
     if stages is not None:
@@ -234,126 +237,125 @@ def clip_grad_norm_(
 
 
 def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-    """Clamp every element of all gradients to ``[-clip_value, clip_value]``, each rank those it holds.
+    """Clamp every element of all gradients to ``[-clip_value, clip_value]``, without communication.
 
-    torch's own fails where only some parameters are DTensors.
+    torch's own function fails where only some parameters are DTensors.
 
     Raises:
         ValueError: When ``clip_value`` is not above zero.
     """
     if not clip_value > 0:
         raise ValueError(f"clip_value is the largest element allowed. Expected a number above 0. Got {clip_value!r}.")
-    each_once = {id(parameter): parameter for parameter in parameters}.values()
-    gradients = [gradient for parameter in each_once if (gradient := parameter.grad) is not None]
+    gradients = [gradient for _, gradient in _with_gradients(parameters)]
     for gradient in gradients:
-        layout_of(gradient)  # refuses what is not summed yet
+        layout_of(gradient)  # refuses unreduced partial sums
     gradients = [local_tensor(gradient) for gradient in gradients]
     if gradients:
         foreach_clamp_max_(gradients, clip_value)
         foreach_clamp_min_(gradients, -clip_value)
 
 
+def _with_gradients(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    # By identity: tensors are slow to hash.
+    each_once = {id(parameter): parameter for parameter in parameters}.values()
+    return [(parameter, gradient) for parameter in each_once if (gradient := parameter.grad) is not None]
+
+
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
-    """Itself, or the values of a sparse one, whose rows may come several times: what scales them scales their sums."""
+    # Rows of a sparse gradient may occur several times: scaling each of them scales their sum.
     return gradient._values() if gradient.is_sparse else gradient
 
 
 def clip_divisor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return what gradients of this norm are divided by, 0-dim.
+    """Return the number (0-dim) that gradients of this norm are divided by to clip them.
 
-    torch multiplies by its reciprocal. Fused kernels divide, and clipping beforehand gives the same bits.
+    torch multiplies by the reciprocal. Fused kernels divide: so clipping before the step gives the same bits.
     """
     return torch.clamp((norm + 1e-6) / max_norm, min=1.0)
 
 
 def divide_(tensors: list[torch.Tensor], divisor: torch.Tensor) -> None:
     """Divide plain tensors of any devices and types by a 0-dim one, in place."""
-    if divisor.device.type == "cpu" and divisor == 1.0:  # on the host it is known whether there is anything to do
+    # On the host one can look without waiting for a device.
+    if divisor.device.type == "cpu" and divisor == 1.0:
         return
-    for (device, _), group in _by_kind(tensors).items():
-        foreach_div_(group, divisor.to(device))
+    for group in by_kind(tensors):
+        foreach_div_(group, divisor.to(group[0].device))
 
 
 def multiply_(tensors: list[torch.Tensor], scale: torch.Tensor) -> None:
     """Multiply plain tensors of any devices and types by a 0-dim one, in place."""
-    for (device, _), group in _by_kind(tensors).items():
-        foreach_mul_(group, scale.to(device))
+    for group in by_kind(tensors):
+        foreach_mul_(group, scale.to(group[0].device))
 
 
-def _by_kind(tensors: list[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        by_kind[tensor.device, tensor.dtype].append(tensor)
-    return by_kind
+# --- Parameter placement: what methods know of a parameter and its mesh does not say (pipelines, reordered rows)
 
-
-# --- Where a parameter lies in the world, as methods tell optimizers that cannot see it from the parameter.
-
-_ATTRIBUTE = "_held"
+_ATTRIBUTE = "_placement"
 
 
 class Order(Protocol):
-    """How the rows of a parameter lie here, and in the model's own order; see ``meshwright.nn.RankOrder``."""
+    """An order of a parameter's rows on this rank other than the model's; see ``meshwright.nn.RankOrder``."""
 
     @property
     def dim(self) -> int:
-        """Return the dim in question."""
+        """Return the reordered dim."""
 
     def to_model(self, tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
         """Return a tensor in the model's own order."""
 
     def to_ranks(self, tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-        """Return the way back."""
+        """Return a tensor in the order of ranks."""
 
 
 @dataclass(frozen=True)
 class ParameterPlacement:
-    """What one parameter is in the whole model."""
+    """Position of a parameter in the whole model, and the pipeline ranks that train it."""
 
     position: int
-    """Among the parameters of the whole model, in its order."""
+    """Its index among the parameters of the whole model."""
     on: int
-    """Pipeline ranks that train it, of :attr:`of`; all other ranks along other axes hold it, or shards of it."""
+    """Number of pipeline ranks that train it. All ranks along other axes hold it, or shards of it."""
     of: int
-    """Ranks of the pipeline."""
+    """Number of pipeline ranks."""
     order: Order | None = None
-    """None: in the model's own."""
+    """The order of its rows here; None for the model's own."""
 
 
-def set_placement(parameter: torch.Tensor, held: ParameterPlacement) -> None:
-    """Note it on the parameter."""
-    setattr(parameter, _ATTRIBUTE, held)
+def set_placement(parameter: torch.Tensor, placement: ParameterPlacement) -> None:
+    """Attach a placement to a parameter."""
+    setattr(parameter, _ATTRIBUTE, placement)
 
 
 def placement_of(parameter: torch.Tensor) -> ParameterPlacement | None:
-    """Return what was told; None: the parameter's mesh says all there is to know."""
-    held: ParameterPlacement | None = getattr(parameter, _ATTRIBUTE, None)
-    return held
+    """Return the placement attached to a parameter; None where its mesh says everything."""
+    placement: ParameterPlacement | None = getattr(parameter, _ATTRIBUTE, None)
+    return placement
 
 
 def is_in_parts(optimizer: Optimizer) -> bool:
-    """Return whether this rank's parameters are a part of a whole model's, or lie in an order of their own."""
+    """Return whether this rank has only some of the model's parameters, or has them in another order."""
     every: Iterable[dict[str, Any]] = optimizer.param_groups
-    told = (placement_of(parameter) for group in every for parameter in group["params"])
-    return any(held is not None and (held.of > 1 or held.order is not None) for held in told)
+    placements = (placement_of(parameter) for group in every for parameter in group["params"])
+    return any(each is not None and (each.of > 1 or each.order is not None) for each in placements)
 
 
-# --- Tensors laid out like a parameter, and how often a shard exists in the world.
+# --- Layouts: tensors laid out like a parameter, and the number of ranks that hold the same shard
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-_LISTS = ("params", "param_names")  # of a parameter group: one item for each parameter
+_LISTS = ("params", "param_names")  # entries of a parameter group with one item per parameter
 
 
 def is_dense(local: torch.Tensor) -> bool:
-    """Return whether a tensor's elements fill one block of memory without gaps, in any order of its dims."""
+    """Return whether a tensor fills one block of memory without gaps, in any order of its dims."""
     return local.is_contiguous() or torch.empty_like(local, device="meta").stride() == local.stride()
 
 
 def wrapped_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``local`` as a shard of a tensor that is laid out like ``parameter``; itself when that is a plain tensor.
+    """Wrap a local shard into a DTensor that is laid out like ``parameter``; return it as it is for a plain parameter.
 
-    The shard may live on another device than the mesh does (host memory beside a CUDA mesh), as FSDP2's own offload
-    has it; ``DTensor.from_local`` would move it.
+    The shard may live on another device than the mesh (host memory beside a CUDA mesh), as under FSDP2's offload;
+    ``DTensor.from_local`` would move it.
     """
     if not isinstance(parameter, DTensor):
         return local
@@ -363,7 +365,7 @@ def wrapped_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 class Peers(NamedTuple):
-    """The ranks that train one model together: the world, or those of one replica."""
+    """The ranks that train one model together: the world, or the ranks of one replica."""
 
     group: dist.ProcessGroup | None
     """None for the world, and for one rank alone."""
@@ -371,34 +373,34 @@ class Peers(NamedTuple):
 
     @classmethod
     def of_world(cls) -> Peers:
-        """All ranks."""
+        """Return all ranks."""
         return cls(None, world_size())
 
 
-def num_replicas(tensor: torch.Tensor, peers: Peers | None = None, held: ParameterPlacement | None = None) -> int:
-    """Return how many ranks (of the world, or of some peers) hold the same shard.
+def num_replicas(tensor: torch.Tensor, peers: Peers | None = None, placement: ParameterPlacement | None = None) -> int:
+    """Return how many ranks hold the same shard of a tensor.
 
     Args:
         tensor: A parameter, or the gradient of one.
-        peers: None for the world.
-        held: What methods have told of the parameter; None: a plain tensor is on all ranks, others on their mesh's.
+        peers: The ranks to count among; None for the world.
+        placement: The parameter's placement. None: a plain tensor is on all ranks, a DTensor on those of its mesh.
 
     Raises:
         ModelError: When the tensor is an unreduced partial sum.
     """
     layout, every = layout_of(tensor), (peers or Peers.of_world()).size
-    replicas = every if held is None else every * held.on // held.of
+    replicas = every if placement is None else every * placement.on // placement.of
     if layout is None:
         return replicas
     mesh, split_dims = layout
-    replicas = mesh.size() if held is None else replicas
+    replicas = mesh.size() if placement is None else replicas
     for dim in split_dims:
         replicas //= mesh.size(dim)
     return replicas
 
 
 def by_kind(tensors: Iterable[torch.Tensor]) -> Sequence[list[torch.Tensor]]:
-    """Return the tensors grouped by device and type, without the empty ones: what one multi-tensor kernel takes."""
+    """Group non-empty tensors by device and type, as multi-tensor kernels need them."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.numel() > 0:
@@ -407,10 +409,10 @@ def by_kind(tensors: Iterable[torch.Tensor]) -> Sequence[list[torch.Tensor]]:
 
 
 def reduced(values: torch.Tensor, operation: dist.ReduceOp.RedOpType, peers: Peers | None = None) -> torch.Tensor:
-    """A small tensor reduced over the world (or over some peers), in one all-reduce; the tensor itself for one rank.
+    """Reduce a small tensor over the world (or over some peers) in one all-reduce; return it as it is for one rank.
 
-    It goes through the device on which the world's ranks meet: a rank that holds no part of a model has nothing else to
-    tell it where its peers' numbers are.
+    It travels on the device of the world's backend, not on its own: a rank that holds no part of a model cannot know on
+    which device its peers' numbers are.
     """
     peers = peers or Peers.of_world()
     if peers.size == 1:
@@ -422,11 +424,11 @@ def reduced(values: torch.Tensor, operation: dist.ReduceOp.RedOpType, peers: Pee
 
 
 def step_by_layouts(optimizer: Optimizer) -> None:
-    """Let every step take each parameter group in parts that hold plain tensors only, or DTensors of one mesh only.
+    """Let every step split parameter groups into parts that hold only plain tensors, or only DTensors of one mesh.
 
     torch's fused and foreach updates take a group's tensors in one operation, which refuses mixtures; groups that are
-    updated one tensor at a time stay whole. Between steps the groups are the caller's: learning rates and schedules
-    count them.
+    updated one tensor at a time stay whole. Between steps the groups are the caller's: learning-rate schedules count
+    them.
     """
     if all(len(_parts_of(group)) < 2 for group in optimizer.param_groups):
         return
@@ -448,18 +450,17 @@ def _in_parts(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         optimizer.param_groups = groups
-        for group, part in parts:  # some optimizers count steps in their groups
+        # Some optimizers count steps in their groups.
+        for group, part in parts:
             group.update({key: value for key, value in part.items() if key not in _LISTS})
 
 
 def _updates_lists(group: dict[str, Any]) -> bool:
-    """Return whether torch updates many tensors of a group in one operation.
-
-    Left the choice, it does so on accelerators.
-    """
+    """Return whether torch updates many tensors of a group in one operation."""
     chosen = [group[key] for key in ("fused", "foreach") if group.get(key) is not None]
     if chosen or "foreach" not in group:
         return any(chosen)
+    # Left to itself, torch does so on accelerators.
     return any(parameter.device.type != "cpu" for parameter in group["params"])
 
 
@@ -473,17 +474,17 @@ def _parts_of(group: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**group, **{key: [group[key][each] for each in own] for key in lists}} for own in by_mesh.values()]
 
 
-# --- torch's own optimizers over DTensors, whose kernels then take the local shards.
+# --- Steps of torch's optimizers on local shards: DTensor dispatch costs more than an element-wise update
 
-# Element by element, and with nothing kept but what they collect in lists. SGD's momentum is not collected but made.
+# They update element by element, and `_init_group` collects all their states. SGD's makes its momentum later.
 _ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop)
 
 
 def step_on_local_tensors(optimizer: Optimizer) -> None:
-    """Let an optimizer update the local shards of its DTensors, as DTensor operations would, without their dispatch.
+    """Let an optimizer update the local shards of its DTensors, without the dispatch of DTensor operations.
 
-    States stay DTensors. Nothing changes for optimizers other than torch's element-wise ones, for subclasses of
-    theirs, and in steps whose states do not lie as their parameters.
+    States stay DTensors. Nothing changes for optimizers other than torch's element-wise ones, for subclasses of these,
+    and in steps where states are laid out otherwise than their parameters.
     """
     if type(optimizer) not in _ELEMENTWISE:
         return
@@ -503,14 +504,15 @@ def _unwrap(parameters: list[Any], gradients: list[Any], states: tuple[list[Any]
     sharded = [index for index, each in enumerate(parameters) if isinstance(each, DTensor)]
     if not sharded:
         return
-    filled = [each for each in states if each]  # such as that of amsgrad stays empty
+    filled = [each for each in states if each]  # amsgrad's, for one, stays empty
     if any(len(each) != len(parameters) for each in filled):
         return
     for index in sharded:
         parameter = parameters[index]
         if any(isinstance(each[index], DTensor) and not _alike(each[index], parameter) for each in filled):
             return
-    increment_version([parameters[index] for index in sharded])  # the wrapper's own: it has one beside the shard's
+    # The wrapper has a version of its own beside the shard's.
+    increment_version([parameters[index] for index in sharded])
     for index in sharded:
         parameter, gradient = parameters[index], gradients[index]
         if not _alike(gradient, parameter):
@@ -523,23 +525,23 @@ def _unwrap(parameters: list[Any], gradients: list[Any], states: tuple[list[Any]
 
 def _alike(tensor: DTensor, parameter: DTensor) -> bool:
     own, other = spec_of(tensor), spec_of(parameter)
-    if own is other:  # as of gradients that FSDP2 has sharded
+    if own is other:  # as FSDP2's gradients have it
         return True
     return (own.mesh is other.mesh or own.mesh == other.mesh) and bool(own.placements == other.placements)
 
 
-# --- Optimizers that a step can drive: those that need nothing but gradients.
+# --- Optimizers that a training step can drive: those that need nothing but gradients
 
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_steps_alone(optimizer: Optimizer) -> Optimizer:
-    """Return an optimizer whose ``step()`` takes gradients as they are.
+    """Return the optimizer if its ``step()`` needs no closure.
 
     Raises:
-        ConfigError: For one that asks for a closure (torch's LBFGS), with which it computes the loss several times.
+        ConfigError: For an optimizer that computes the loss several times through a closure (torch's LBFGS).
     """
-    step = getattr(type(optimizer), "step", None)  # what is no optimizer has none, and is refused elsewhere
+    step = getattr(type(optimizer), "step", None)  # without one it is no optimizer, and is refused elsewhere
     parameters = inspect.signature(step).parameters if step is not None else {}
     needed = [name for name in list(parameters)[1:] if parameters[name].default is inspect.Parameter.empty]
     needed = [name for name in needed if parameters[name].kind not in _VARIABLE]

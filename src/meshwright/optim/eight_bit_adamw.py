@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.optim.adam.adam_rule import AdamRule
+from meshwright.optim.adam.adam_rule import UNCORRECTED, AdamRule
 from meshwright.optim.eight_bit_moments import Moments, blocks_of, is_eight_bit, kept_moments, variant_of_moments
 from meshwright.optim.sharded import (
     Chunk,
@@ -32,17 +32,13 @@ QUANTISATION = {
     "block_wise": True,
     "is_paged": False,
 }
-"""Moments as they are, and gradients too."""
-
-
-_LATE = 10**9
-"""A step number at which torch's kernels correct nothing."""
+"""Hyperparameters of moments in fp32, without clipping."""
 
 
 class MomentAdamW(ShardedOptimizer):
-    """Base of AdamW variants: what the moments are of, how they are kept, and how the weights follow can be changed.
+    """Base class of AdamW variants, which may change what is averaged, how it is stored, and how weights move.
 
-    Decay comes after the step and with the whole learning rate, as in Hugging Face's AdamW and bitsandbytes::
+    Decay follows the step and uses the whole learning rate, as in Hugging Face's AdamW and bitsandbytes::
 
         p -= lr · m̂ / (√v̂ + eps)        p -= lr · weight_decay · p
     """
@@ -51,7 +47,7 @@ class MomentAdamW(ShardedOptimizer):
         """Refuse numbers out of range.
 
         Raises:
-            ConfigError: Naming the first.
+            ConfigError: Naming the hyperparameter.
         """
         check_at_least_zero(group, "lr", "eps", "weight_decay", "min_8bit_size")
         check_betas(group, 2)
@@ -62,39 +58,39 @@ class MomentAdamW(ShardedOptimizer):
             raise bad_value("percentile_clipping", percentile, "a whole number from 1 to 100 (100 clips nothing)")
 
     def form(self, layout: Layout, group: dict[str, Any]) -> Kept:
-        """Return the form of the moments: the parameter's."""
+        """Return the form of the moments, by default the parameter's."""
         return Kept(layout.shape, tuple(range(layout.ndim)))
 
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
-        """Return the moments, and the last norms where gradients are clipped by them."""
-        norms = {NORMS: kept_norms()} if group["percentile_clipping"] < 100 else {}
+        """Return the moments, and the last norms if gradients are clipped by them."""
+        norms = {NORMS: norms_form()} if group["percentile_clipping"] < 100 else {}
         return {**kept_moments(layout, self.form(layout, group), group), **norms}
 
     def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
-        """Return the shape in kind, and how blocks are cut."""
+        """Return the number of dims, and a key of the blocks of 8-bit moments."""
         return layout.ndim, variant_of_moments(layout, self.form(layout, group), group)
 
     def asks(self, chunk: Chunk) -> bool:
-        """Return the norms or shared scales."""
+        """Return whether the update asks for norms or shared scales."""
         return chunk.group["percentile_clipping"] < 100 or self._shares_scales(chunk)
 
     def lives_on_host(self, group: dict[str, Any]) -> bool:
-        """Paged states wait in host memory between steps."""
+        """Return whether states are paged, that is, live in host memory between steps."""
         return bool(group["is_paged"])
 
     def update(self, chunk: Chunk) -> Update:
-        """Round: what :meth:`observed` asks; norms, where they clip; scales, where ranks share a block."""
+        """Update a chunk, asking for norms if they clip, and for scales where ranks share a block."""
         group: Any = chunk.group
         gradients = yield from self.observed(chunk)
         if group["percentile_clipping"] < 100:
             dims = tuple(dim for dim in self.form(chunk.layout, group).dims if dim is not None)
             gradients = yield from clipped(chunk, gradients, dims)
         moments = Moments(chunk, lambda layout: self.form(layout, group))
-        # Moments are contiguous, and torch's kernels take all their tensors to be laid out alike.
+        # Moments are contiguous, and torch's kernels expect all their tensors to have one layout.
         gradients = gradients.map(torch.Tensor.contiguous)
         direction = TensorList([torch.zeros_like(gradient) for gradient in gradients])
         self.rule(group, chunk.step).update(
-            direction.tensors, gradients.tensors, moments.first.tensors, moments.second.tensors, _LATE, scale=1.0
+            direction.tensors, gradients.tensors, moments.first.tensors, moments.second.tensors, UNCORRECTED, scale=1.0
         )  # fmt: skip
         yield from moments.keep()
         remaining = 1.0 - float(group["lr"]) * float(group["weight_decay"])
@@ -106,16 +102,16 @@ class MomentAdamW(ShardedOptimizer):
         return is_eight_bit(form, group) and blocks_of(chunk.layout, form, group["block_wise"]).over is not None
 
     def observed(self, chunk: Chunk) -> Generator[list[Request], list[Any], TensorList]:
-        """Return what the moments are of: the gradients."""
+        """Return the values that the moments average, by default the gradients."""
         yield from ()
         return chunk.gradients
 
     def move(self, chunk: Chunk, direction: TensorList, remaining: float) -> None:
-        """Take the step, and what decay leaves of the result.
+        """Apply the step, and then weight decay.
 
         Args:
-            chunk: With the weights.
-            direction: lr · m̂ / (√v̂ + eps), negative.
+            chunk: The chunk whose weights move.
+            direction: The step, −lr · m̂ / (√v̂ + eps).
             remaining: 1 − lr · weight_decay.
         """
         if remaining != 1.0:
@@ -123,19 +119,12 @@ class MomentAdamW(ShardedOptimizer):
         chunk.weights.add_(direction, alpha=remaining)
 
     def rule(self, group: dict[str, Any], step: int) -> AdamRule:
-        """Return the step without decay.
-
-        Its number's corrections are in lr and eps: variants differ in where eps stands.
-        """
+        """Return the step without decay, with bias corrections in lr and eps: variants differ in where eps stands."""
         beta1, beta2 = map(float, group["betas"])
         root = math.sqrt(1.0 - beta2**step)
-        return AdamRule(
-            lr=float(group["lr"]) * root / (1.0 - beta1**step), beta1=beta1, beta2=beta2,
-            eps=float(group["eps"]) * root, weight_decay=0.0, decoupled=True, maximize=False, hold_steps=0,
-        )  # fmt: skip
+        lr = float(group["lr"]) * root / (1.0 - beta1**step)
+        return AdamRule(lr, beta1, beta2, eps=float(group["eps"]) * root)
 
-
-# --- AdamW with moments in 8 bits.
 
 _READ_FROM_ARGS = {
     "nbits": ("optim_bits", "nbits"),
@@ -146,14 +135,14 @@ _READ_FROM_ARGS = {
 
 
 class AdamW8bit(MomentAdamW):
-    """AdamW whose moments are kept in 8 bits (Dettmers et al. 2022, arXiv 2110.02861), equal on any layout.
+    """AdamW with moments in 8 bits (Dettmers et al. 2022, arXiv 2110.02861), equal on any layout.
 
-    A byte stands for one of 256 numbers from −1 to 1 (0 to 1 for second moments), close together near 0; blocks of up
+    A byte stands for one of 256 numbers from −1 to 1 (0 to 1 for second moments), which are dense near 0. Blocks of up
     to 256 elements of a row share an fp32 scale, their largest absolute value. Moments take 2.03 bytes per element
-    instead of 8; rows shorter than 256 elements have a scale each and take more. Blocks never depend on the layout: a
-    model trains to the same weights on one process and on many, and its states move between them.
+    instead of 8; rows shorter than 256 elements have a scale each and take more. Blocks do not depend on the layout: a
+    model trains to the same weights on one process and on many, and states can move between them.
 
-    Unlike in bitsandbytes a second moment above 0 is never rounded to 0, which would divide the next step by eps.
+    Unlike in bitsandbytes, a second moment above 0 is never rounded to 0, which would divide the next step by eps.
 
     Args:
         params: Parameters or groups of them, plain or DTensors.
@@ -162,14 +151,13 @@ class AdamW8bit(MomentAdamW):
         eps: Added to √v̂.
         weight_decay: p -= lr · weight_decay · p, after the step.
         nbits: 8, or 32 for moments in fp32.
-        min_8bit_size: Moments of fewer elements, on all ranks together, stay in fp32.
-        percentile_clipping: Below 100: a gradient is scaled down to the norm below which so many percent of its own
-            last 100 norms were. 100 clips nothing.
+        min_8bit_size: Moments of fewer elements, counted over all ranks, stay in fp32.
+        percentile_clipping: Scale a gradient down to this percentile of its own last 100 norms; 100 clips nothing.
         block_wise: False for one scale per tensor.
-        is_paged: Moments are kept in host memory (pinned) and visit the device batch by batch; a step then ends by
-            waiting for the copies. On a CPU there is nothing to do.
+        is_paged: Whether moments live in page-locked host memory and are copied to the device chunk by chunk; a step
+            then ends by waiting for the copies. No effect on a CPU.
         args: An object or mapping with any of ``optim_bits`` (or ``nbits``), ``min_8bit_size``,
-            ``percentile_clipping`` and ``block_wise``: they override the arguments, as in bitsandbytes.
+            ``percentile_clipping`` and ``block_wise``, which override the arguments, as in bitsandbytes.
         half_update: See :class:`~meshwright.optim.sharded.ShardedOptimizer`.
 
     Raises:
@@ -177,7 +165,7 @@ class AdamW8bit(MomentAdamW):
         ModelError: For parameters that are not fp32, fp16 or bf16.
     """
 
-    states_can_be_averaged = False  # codes of different scales
+    states_can_be_averaged = False  # their codes have different scales
 
     def __init__(
         self,
@@ -211,19 +199,18 @@ class AdamW8bit(MomentAdamW):
 
 
 def _overrides(args: Any) -> dict[str, Any]:
-    """Return what bitsandbytes reads from ``args``."""
     values = args if isinstance(args, Mapping) else vars(args) if args is not None else {}
     return {key: values[name] for key, names in _READ_FROM_ARGS.items() for name in names if name in values}
 
 
-# --- Clipping each gradient by a percentile of its own last norms.
+# --- Percentile clipping: each gradient by its own last norms
 
 NORMS = "gnorm_vec"
 HISTORY = 100
-"""Norms that are remembered."""
+"""Number of norms that are stored."""
 
 
-def kept_norms() -> Kept:
+def norms_form() -> Kept:
     """Return the form of a parameter's last squared norms."""
     return Kept((HISTORY,), (None,))
 
@@ -231,15 +218,15 @@ def kept_norms() -> Kept:
 def clipped(
     chunk: Chunk, gradients: TensorList, over: tuple[int, ...] | None
 ) -> Generator[list[Sum], list[Any], TensorList]:
-    """Return the gradients scaled down to the norm below which ``percentile_clipping`` percent of the last 100 were.
+    """Scale gradients down to the ``percentile_clipping`` percentile of their last 100 norms.
 
-    Bitsandbytes' percentile clipping (until 0.49), with the norm of the whole gradient and with the norms that there
-    have been: its buffer begins with zeros, which low percentiles clip the first steps to.
+    This is the clipping of bitsandbytes (until 0.49), with the norm of the whole gradient, and over the norms that
+    there have been: bitsandbytes' buffer begins with zeros, to which low percentiles clip the first steps.
 
     Args:
-        chunk: With the norms among its states.
-        gradients: What the moments are of.
-        over: The parameter's dims that they share.
+        chunk: A chunk with the norms among its states.
+        gradients: The values that the moments average.
+        over: The parameter's dims that these share.
     """
     (squares,) = yield [Sum(gradients.squares(), over)]
     histories, known = chunk.states[NORMS].tensors, min(chunk.step, HISTORY)

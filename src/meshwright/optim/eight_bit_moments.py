@@ -1,4 +1,4 @@
-"""Quantise Adam moments to 8 bits in blocks whose scales do not depend on the layout."""
+"""Adam moments in 8 bits, in blocks that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -24,23 +24,20 @@ FormOf = Callable[[Layout], Kept]
 
 
 def is_eight_bit(form: Kept, group: Mapping[str, Any]) -> bool:
-    """Return whether a state is kept in 8 bits.
-
-    By its size on all ranks together, so that no layout changes the answer.
-    """
+    """Return whether a state is stored in 8 bits, by its whole size, so that the layout does not matter."""
     return bool(group["nbits"] == 8) and math.prod(form.shape) >= group["min_8bit_size"]
 
 
 def kept_moments(layout: Layout, form: Kept, group: Mapping[str, Any]) -> dict[str, Kept]:
-    """Return the states in which two moments of this form are kept: themselves, or codes and scales."""
+    """Return the states of two moments of this form: themselves, or codes and scales."""
     if not is_eight_bit(form, group):
         return dict.fromkeys(NAMES, form)
     codes, scales = replace(form, dtype=torch.uint8), blocks_of(layout, form, group["block_wise"]).scales
-    return {f"{name}{kind}": kept for name in NAMES for kind, kept in ((_CODES, codes), (_SCALES, scales))}
+    return {f"{name}{kind}": each for name in NAMES for kind, each in ((_CODES, codes), (_SCALES, scales))}
 
 
 def variant_of_moments(layout: Layout, form: Kept, group: Mapping[str, Any]) -> Hashable:
-    """Return what the moments of parameters must share to be worked on together."""
+    """Return a key that the moments of one chunk must share."""
     return blocks_of(layout, form, group["block_wise"]).variant if is_eight_bit(form, group) else None
 
 
@@ -48,8 +45,8 @@ class Moments:
     """Both moments of a chunk's parameters, for one step.
 
     Args:
-        chunk: With the states of :func:`kept_moments`.
-        form_of: Their form by layout.
+        chunk: A chunk with the states of :func:`kept_moments`.
+        form_of: Returns the moments' form by layout.
     """
 
     def __init__(self, chunk: Chunk, form_of: FormOf) -> None:
@@ -63,16 +60,16 @@ class Moments:
 
     @property
     def first(self) -> TensorList:
-        """Means of the gradients, fp32, to be changed in place."""
+        """Return means of the gradients, fp32, to be changed in place."""
         return self._values[0]
 
     @property
     def second(self) -> TensorList:
-        """Means of their squares, fp32, to be changed in place."""
+        """Return means of their squares, fp32, to be changed in place."""
         return self._values[1]
 
     def keep(self) -> Generator[list[Sum], list[Any], None]:
-        """Write the changed moments into the states; ask where ranks share a scale."""
+        """Write the changed moments into the states, after asking for scales that ranks share."""
         for packed, values in zip(self._packed, self._values, strict=bool(self._packed)):
             packed.take(values)
         over = self._packed[0].over if self._packed else None
@@ -92,13 +89,12 @@ class _Packed:
         self._blocks = blocks
         self._codec = Codec.on(signed, chunk.device)
         self.over = blocks[0].over
-        one_width = blocks[0].scales.shape  # otherwise every state is a block of its own size
+        one_width = blocks[0].scales.shape  # else every state is one block, of its own size
         self._batches = [range(len(blocks))] if one_width else [range(index, index + 1) for index in range(len(blocks))]
         self._cut: list[torch.Tensor] = []
         self._largest: list[torch.Tensor] = []
 
     def read(self) -> TensorList:
-        """Return the values, fp32."""
         values: list[torch.Tensor] = []
         for batch in self._batches:
             cut = self._codec.decode(_joined([self._blocks[index].cut(self._codes.tensors[index]) for index in batch]))
@@ -110,28 +106,28 @@ class _Packed:
         return TensorList(values)
 
     def take(self, values: TensorList) -> None:
-        """New values, and the largest of each of this rank's blocks."""
+        """Take new values, and find the largest of each of this rank's blocks."""
         self._cut = [
             _joined([self._blocks[index].cut(values.tensors[index]) for index in batch]) for batch in self._batches
         ]
         self._largest = [cut.abs().amax(1) for cut in self._cut]
 
     def partial_scales(self) -> TensorList:
-        """Return the largest values of all of the row's blocks, as far as this rank knows."""
+        """Return the largest values of the blocks of each row, 0 for blocks on other ranks."""
         parts = self._by_member(self._largest)
         return TensorList([blocks.spread(part) for blocks, part in zip(self._blocks, parts, strict=True)])
 
     def agree(self, scales: TensorList) -> None:
-        """What the ranks have agreed on."""
+        """Take the scales that ranks have agreed on."""
         held = [blocks.held_scales(part).reshape(-1) for blocks, part in zip(self._blocks, scales, strict=True)]
         self._largest = [_joined([held[index] for index in batch]) for batch in self._batches]
         foreach_copy_(self._scales.tensors, scales.tensors)
 
     def write(self) -> None:
-        """Codes and scales of the new values."""
+        """Write codes and scales of the new values."""
         codes: list[torch.Tensor] = []
         for batch, cut, largest in zip(self._batches, self._cut, self._largest, strict=True):
-            # A block of zeros divides by the smallest number, and stays zeros.
+            # A block of zeros is divided by the smallest number and stays zero.
             scaled = cut.div_(largest.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1))
             parts = self._split(self._codec.encode(scaled), batch)
             codes += [self._blocks[index].join(part) for index, part in zip(batch, parts, strict=True)]
@@ -144,7 +140,7 @@ class _Packed:
         self._cut = []
 
     def _split(self, cut: torch.Tensor, batch: range) -> list[torch.Tensor]:
-        """Blocks, or a number of each, by member."""
+        """Split blocks, or numbers of blocks, by member."""
         return list(cut.split([self._blocks[index].rows * self._blocks[index].held for index in batch]))
 
     def _by_member(self, batches: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -155,52 +151,52 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-# --- How a state is cut into blocks that share a scale, so that no layout changes which elements share one.
+# --- Blocks of elements that share a scale, the same on every layout
 
 BLOCK_SIZE = 256
-"""Elements that share a scale, at most (bitsandbytes' size since 0.44)."""
+"""Most elements that share a scale (bitsandbytes' size since 0.44)."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of one state, and what this rank holds of them.
+    """The blocks of one state, and this rank's part of them.
 
-    A state of shape (H, …) is a table of H rows; each row, of all further dims in their order, is cut into blocks of
-    256 elements, the last one shorter. So a split of the first dim cuts no block. A state of one dim is one row. Where
-    the row itself is split and parts end within blocks, the ranks agree on scales that all of them keep.
+    A state of shape (H, …) is a table of H rows. Each row, of all further dims in their order, is cut into blocks of
+    256 elements, the last one shorter; a split of the first dim therefore cuts no block. A state of one dim is one
+    row. Where rows are split and parts end within blocks, the ranks agree on the scales and all of them store these.
     """
 
     scales: Kept
     """The form of the scales: (H, blocks of a row), or no dims for one scale of all."""
     over: tuple[int, ...] | None
-    """The parameter's dims that cut blocks: over these the scales are agreed on. None: no block is cut."""
+    """The parameter's dims whose splits cut blocks, over which ranks agree on scales. None: no block is cut."""
     width: int
     """Elements of a block."""
     rows: int
-    """On this rank."""
+    """Rows on this rank."""
     count: int
-    """Blocks that a row has on the ranks that keep the same scales."""
+    """Blocks of a row for which this rank stores scales."""
     first: int
-    """Number among these of the first block that this rank has elements of."""
+    """Index among these of the first block that this rank has elements of."""
     held: int
-    """Blocks of a row that this rank has elements of."""
+    """Number of blocks of a row that this rank has elements of."""
     before: int
-    """Elements of the first one that are on other ranks."""
+    """Elements of the first of these that are on other ranks."""
     after: int
-    """Elements of the last one that are on other ranks, or nowhere."""
+    """Elements of the last of these that are on other ranks, or do not exist."""
     shape: tuple[int, ...]
-    """Of this rank's part of the state."""
+    """Shape of this rank's part of the state."""
     margins: tuple[int, ...]
-    """For rows of several dims, split in another than their first: the zeros before and after this rank's part that
-    make its rows whole, as torch's ``pad`` takes them; empty otherwise."""
+    """Zeros before and after this rank's part that make its rows whole, as torch's ``pad`` takes them: for rows of
+    several dims that are split in another than their first. Empty otherwise."""
 
     @property
     def variant(self) -> Hashable:
-        """Equal for states that can be worked on together."""
+        """Return a key that is equal for states of one chunk."""
         return (self.width if self.scales.shape else None), self.over
 
     def cut(self, values: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a state in blocks, shape (blocks, width); zeros where it has no elements."""
+        """Cut this rank's part of a state into blocks, shape (blocks, width), with zeros for missing elements."""
         if self.margins:
             values = pad(values, self.margins)
         if self.before or self.after:
@@ -208,7 +204,7 @@ class Blocks:
         return values.reshape(self.rows * self.held, self.width)
 
     def join(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return the part of a state that these blocks are of, contiguous; a view of them where nothing was added."""
+        """Join blocks to this rank's part of a state, contiguous; a view where nothing was padded."""
         if self.before or self.after:
             blocks = blocks.view(self.rows, self.held * self.width).narrow(1, self.before, self._length)
         if self.margins:
@@ -216,14 +212,14 @@ class Blocks:
         return blocks.reshape(self.shape).contiguous()
 
     def held_scales(self, scales: torch.Tensor) -> torch.Tensor:
-        """A view of those scales that belong to this rank's blocks, shape (rows, held)."""
+        """Return a view of the scales of this rank's blocks, shape (rows, held)."""
         return scales.view(self.rows, self.count).narrow(1, self.first, self.held)
 
     def spread(self, largest: torch.Tensor) -> torch.Tensor:
-        """Return the scales with 0 for blocks that this rank holds nothing of.
+        """Return scales of all ``count`` blocks, with 0 for those that this rank has no elements of.
 
         Args:
-            largest: Of this rank's blocks, shape (blocks,).
+            largest: The largest value of each of this rank's blocks, shape (blocks,).
         """
         scales = largest.new_zeros(self.rows, self.count)
         self.held_scales(scales).copy_(largest.view(self.rows, self.held))
@@ -231,7 +227,7 @@ class Blocks:
 
     @property
     def _length(self) -> int:
-        """Return the elements that this rank has of a row."""
+        """Return the number of this rank's elements of a row."""
         return self.held * self.width - self.before - self.after
 
     def _padded_shape(self) -> list[int]:
@@ -245,12 +241,12 @@ _MADE: WeakKeyDictionary[Layout, dict[Any, Blocks]] = WeakKeyDictionary()
 
 
 def blocks_of(layout: Layout, form: Kept, block_wise: bool = True) -> Blocks:
-    """Return the blocks of a state of this form, of a parameter of this layout.
+    """Return the blocks of a state, from a cache.
 
     Args:
-        layout: The parameter's.
-        form: The state's.
-        block_wise: False for one block that is the whole state.
+        layout: The parameter's layout.
+        form: The state's form.
+        block_wise: False for one block of the whole state.
     """
     made = _MADE.setdefault(layout, {})
     key = (form, block_wise)
@@ -297,14 +293,14 @@ def _cut_by_rows(layout: Layout, form: Kept) -> Blocks:
 
 
 def _parts_end_between_blocks(state: Layout, lead: int, split: Sequence[int], width: int) -> bool:
-    """Return whether rows are split into equal parts of whole blocks, so that scales can be split the same way."""
+    """Return whether rows are split into equal parts of whole blocks, so that scales are split in the same way."""
     parts = math.prod(axis.size for axis in state.axes[lead])
     inner = math.prod(state.shape[lead + 1 :])
     return list(split) == [lead] and state.shape[lead] % parts == 0 and state.shape[lead] // parts * inner % width == 0
 
 
 def _place(state: Layout, lead: int, split: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:
-    """Return where in a whole row this rank's part begins, its length, and the margins that make its further dims whole."""
+    """Return offset and length of this rank's part of a row, and the margins that make its further dims whole."""
     block = own_region(state)
     margins: list[int] = []
     for dim in reversed(range(lead + 1, state.ndim) if any(dim > lead for dim in split) else ()):
@@ -313,19 +309,19 @@ def _place(state: Layout, lead: int, split: Sequence[int]) -> tuple[int, int, tu
     return block.offset[lead] * inner, block.size[lead] * inner, tuple(margins)
 
 
-# --- Numbers from −1 to 1 in one byte: dynamic maps, which are precise for small numbers too (Dettmers et al. 2022).
+# --- Dynamic maps of numbers from −1 to 1 to one byte, precise for small numbers (Dettmers et al. 2022)
 
 _DECADES = 7
-_BINS = 1 << 16  # of fp32 numbers with equal sign, exponent and first 7 bits of the mantissa
+_BINS = 1 << 16  # sets of fp32 numbers with equal sign, exponent and first 7 bits of the mantissa
 
 
 @cache
 def dynamic_map(signed: bool) -> torch.Tensor:
     """Return the 256 numbers that a byte stands for, ascending, fp32 on the CPU (arXiv 2110.02861, section 2.1).
 
-    A code names a decade from 10⁻⁶ to 1 and a step in it, and the steps double from decade to decade: the largest has
-    64 steps (128 unsigned), the smallest 1 (2). A step stands for its middle. 0 and 1 have codes of their own; signed
-    codes are the same numbers with both signs, but −1.
+    A code names a decade from 10⁻⁶ to 1 and a step in it, and stands for the middle of the step. The number of steps
+    doubles from decade to decade: the largest has 64 (128 unsigned), the smallest 1 (2). 0 and 1 have codes of their
+    own. Signed codes are the same numbers with both signs, without −1.
     """
     numbers = [torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu")]
     for decade in range(_DECADES):
@@ -336,17 +332,17 @@ def dynamic_map(signed: bool) -> torch.Tensor:
 
 
 class Codec:
-    """A dynamic map on one device: numbers to codes and back.
+    """A dynamic map on one device, from numbers to codes and back.
 
-    The code is that of the nearest number, but an unsigned map keeps 0 for 0 alone: a second moment that was rounded
-    to 0 would make the next step as large as 1 / eps.
+    The code is that of the nearest number, but in an unsigned map only 0 has the code of 0: a second moment rounded to
+    0 would make the next step as large as 1 / eps.
 
-    A number's first 16 bits tell its code up to one, as no two borders between codes share them; a table answers them
-    ten times faster than a search on a CPU does.
+    The first 16 bits of a number determine its code up to one, as no two borders between codes share them. A table
+    lookup by these bits is ten times faster on a CPU than a search.
 
     Args:
-        signed: For first moments; unsigned for second ones.
-        device: Where the numbers will be.
+        signed: Whether for first moments; second moments are unsigned.
+        device: The device of the numbers.
     """
 
     def __init__(self, signed: bool, device: torch.device) -> None:
@@ -360,15 +356,15 @@ class Codec:
 
     @classmethod
     def on(cls, signed: bool, device: torch.device) -> Codec:
-        """Return the one for a device; made once."""
+        """Return the codec of a device, from a cache."""
         return _made(signed, device)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the codes of numbers from −1 to 1, uint8 of the same shape; NaN gets the last one."""
+        """Return the codes of numbers from −1 to 1, uint8 of the same shape; NaN gets the last code."""
         flat = values.reshape(-1)
         bins = (flat.view(torch.int32) >> 16).bitwise_and_(_BINS - 1)
         codes = self._lower_codes.index_select(0, bins)
-        # (x > border) as a number: the code above, where the bin has a border and x is beyond it.
+        # (x > border) as a number: one code higher, where the bin contains a border and x is beyond it.
         codes += flat > self._borders.index_select(0, codes.int())
         return codes.view(values.shape)
 
@@ -383,10 +379,8 @@ def _made(signed: bool, device: torch.device) -> Codec:
 
 
 def _smallest_of_bins() -> torch.Tensor:
-    """Return the smallest number with each pattern of 16 first bits.
-
-    Of negative ones that is the one with all others set.
-    """
+    """Return the smallest number with each pattern of 16 first bits."""
+    # For negative numbers that is the one with all other bits set.
     first = torch.arange(_BINS, dtype=torch.int64, device="cpu") << 16
     bits = torch.where(first >= 1 << 31, first + 0xFFFF - (1 << 32), first)
     return bits.to(torch.int32).view(torch.float32)

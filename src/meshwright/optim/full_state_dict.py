@@ -1,4 +1,4 @@
-"""Optimizer states as whole tensors, and back onto any layout; one tensor at a time, for any torch optimizer."""
+"""Gather an optimizer's states into whole tensors and load them onto any layout, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from meshwright.runtime import gather_objects, pipe_size, rank, same_on_every_ra
 from meshwright.runtime.torch_internals.pytree import tree_map_only
 
 ABSENT = "states_are_on_rank"
-"""In the dicts of the ranks that have none."""
+"""A key in the state dicts of ranks without states."""
 
 
 @torch.no_grad()
 def gathered_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     """Return the torch state dict with whole tensors on the CPU; collective.
 
-    At most one whole tensor is on a device at a time. Only rank 0 keeps them: its dict can be saved, and loaded by
-    plain torch or by :func:`laid_out_like` on any number of ranks. The others' have no states, and say so.
+    At most one whole tensor is on a device at a time. The dict of rank 0 can be saved, and loaded by plain torch or by
+    :func:`laid_out_like` on any number of ranks; those of other ranks have no states, and an entry that says so.
 
     Raises:
         CheckpointError: On every rank, when ranks hold parameters of different pipeline stages.
@@ -48,36 +48,34 @@ def _refuse_stages(optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def gathered(local: dict[str, Any]) -> dict[str, Any]:
-    """Return the same for a state dict of this rank's shards."""
-    keeps = rank() == 0
-    states = {
-        index: tree_map_only(torch.Tensor, lambda value: _whole(value, keeps), state)
-        for index, state in local["state"].items()
-    }
-    return {**local, "state": states} if keeps else {**local, "state": {}, ABSENT: 0}
+    """Return the state dict of this rank's shards with whole tensors on the CPU of rank 0; collective."""
+    is_first = rank() == 0
 
+    def whole(value: torch.Tensor) -> torch.Tensor | None:
+        found = whole_tensor(value)
+        return found.to("cpu", copy=True) if is_first else None
 
-def _whole(value: torch.Tensor, keeps: bool) -> torch.Tensor | None:
-    whole = whole_tensor(value)
-    return whole.to("cpu", copy=True) if keeps else None
+    states = {index: tree_map_only(torch.Tensor, whole, state) for index, state in local["state"].items()}
+    return {**local, "state": states} if is_first else {**local, "state": {}, ABSENT: 0}
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """A state put together from its shards, collective for these; itself where it is whole."""
+    """Gather a DTensor, collectively, and return a plain tensor as it is."""
     if isinstance(value, DTensor):
         # Offloaded shards are gathered on the mesh's own device, the only one its groups may know.
-        value = wrapped_like(value, value.to_local().to(value.device_mesh.device_type)).full_tensor()  # type: ignore[attr-defined]
+        on_mesh: Any = wrapped_like(value, value.to_local().to(value.device_mesh.device_type))
+        value = on_mesh.full_tensor()
     return value.detach()
 
 
 @torch.no_grad()
 def laid_out_like(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict whose states are sharded like the optimizer's parameters; collective.
+    """Return a state dict whose states are sharded like the optimizer's parameters; collective.
 
     Args:
-        optimizer: Any torch optimizer; its states are not touched. One with ``empty_state(parameter)``, or
-            ``empty_state_under(parameter, group)`` where hyperparameters decide what is kept, is asked for the
-            layout of states that are not like their parameter; one with ``laid_out(state_dict)`` does it itself.
+        optimizer: Any torch optimizer; its states are not touched. Its ``empty_state(parameter)``, or
+            ``empty_state_under(parameter, group)`` where states depend on hyperparameters, gives the layout of states
+            that are not laid out like their parameter; its ``laid_out(state_dict)`` does all of the work.
         state_dict: Local (DTensors, of this or another layout), or whole: on every rank, or on rank 0 alone, which then
             sends it to the others tensor by tensor.
 
@@ -96,7 +94,7 @@ def laid_out_like(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
     result: dict[Any, Any] = {}
     for name, state in (state_dict["state"] if received is None else received.outline).items():
         parameter = parameters.get(name)
-        if parameter is None:  # torch keeps what belongs to no parameter as it is
+        if parameter is None:  # torch leaves entries that belong to no parameter as they are
             result[name] = state
             continue
         template = template_of(optimizer, parameter, groups[name])
@@ -108,16 +106,13 @@ def laid_out_like(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str,
 
 
 def parameters_by_key(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[Any, torch.Tensor]:
-    """Return the optimizer's parameters by what a state dict calls them.
-
-    Positions, or names in torch's distributed ones.
-    """
+    """Return the optimizer's parameters by their keys in a state dict: positions, or names in a distributed one."""
     saved = [name for group in state_dict["param_groups"] for name in group["params"]]
     return dict(zip(saved, _parameters(optimizer), strict=False))
 
 
 def groups_by_key(state_dict: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-    """Return the saved group of every parameter, by what a state dict calls it."""
+    """Return the saved group of every parameter, by its key in the state dict."""
     return {name: group for group in state_dict["param_groups"] for name in group["params"]}
 
 
@@ -126,7 +121,7 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def _agreed_source(optimizer: Optimizer, state_dict: dict[str, Any]) -> Received | None:
-    """Return where states come from: None for every rank's own dict, else what rank 0 sends.
+    """Return the states that rank 0 sends; None where every rank has its own.
 
     Raises:
         CheckpointError: On every rank, when they do not fit on one.
@@ -140,7 +135,7 @@ def _agreed_source(optimizer: Optimizer, state_dict: dict[str, Any]) -> Received
 
 
 def of_others(groups: Sequence[Sequence[Any]], got: str) -> CheckpointError:
-    """Return the error for states of other parameters than these groups'."""
+    """Return the error for states of other parameters than those of these groups."""
     return CheckpointError(
         "The optimizer's saved states are not for these parameters",
         expected=f"groups of {[len(group) for group in groups]} parameters, in the shapes they have here",
@@ -150,13 +145,13 @@ def of_others(groups: Sequence[Sequence[Any]], got: str) -> CheckpointError:
 
 
 def load_laid_out(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load what :func:`laid_out_like` returned, which an optimizer of ours need not lay out once more."""
+    """Load what :func:`laid_out_like` returned, without laying it out once more."""
     take = getattr(optimizer, "take_laid_out", optimizer.load_state_dict)
     take(state_dict)
 
 
 def misfit(optimizer: Optimizer, state_dict: dict[str, Any]) -> str:
-    """Return what is wrong with a state dict, or nothing."""
+    """Return a description of what does not fit in a state dict, or an empty string."""
     if ABSENT in state_dict and rank() == 0:
         return "a dict without states, as gathering leaves it on other ranks than 0"
     groups = [len(group["params"]) for group in state_dict["param_groups"]]
@@ -177,12 +172,12 @@ def misfit(optimizer: Optimizer, state_dict: dict[str, Any]) -> str:
 
 
 def template_of(optimizer: Optimizer, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Fresh states of a parameter, of optimizers that know their layout without a step.
+    """Return fresh states of a parameter, of optimizers that can make them without a step.
 
     Args:
-        optimizer: As for :func:`laid_out_like`.
-        parameter: One of its own.
-        group: The hyperparameters that come with the states: precision and rank of states may hang on them.
+        optimizer: See :func:`laid_out_like`.
+        parameter: A parameter of the optimizer.
+        group: The hyperparameters saved with the states, on which their precision and rank may depend.
     """
     under = getattr(optimizer, "empty_state_under", None)
     if under is not None:
@@ -192,20 +187,20 @@ def template_of(optimizer: Optimizer, parameter: torch.Tensor, group: Mapping[st
 
 
 def placed(value: Any, key: str, parameter: torch.Tensor, template: Any) -> Any:
-    """One state on the layout of its template, of its parameter when there is none, or as it is."""
+    """Return one state on the layout of its template, or of its parameter where there is none."""
     if not isinstance(value, torch.Tensor):
         return value
     like = template if isinstance(template, torch.Tensor) else parameter
     if isinstance(value, DTensor):
         if isinstance(like, DTensor) and value.device_mesh == like.device_mesh and value.placements == like.placements:
             return wrapped_like(value, value.to_local().clone())
-        value = wrapped_like(value, value.to_local().to(value.device_mesh.device_type)).full_tensor()  # type: ignore[attr-defined]
+        value = whole_tensor(value)
     elif not isinstance(like, DTensor):
         return value.clone()
     if isinstance(like, DTensor) and value.shape == like.shape and key != "step":
         mesh = like.device_mesh
         sharded = distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
-        # A shard may be a view of the whole: only its own bytes are kept, where the template's are.
+        # A copy on the template's device: a shard may be a view of the whole tensor, which must be freed.
         device = template.to_local().device if isinstance(template, DTensor) else mesh.device_type
         return wrapped_like(sharded, sharded.to_local().to(device, copy=True))
     return value.clone()
@@ -215,7 +210,7 @@ class Received:
     """The states of rank 0, sent to every rank one tensor at a time.
 
     Args:
-        states: Rank 0's; those of other ranks are not looked at.
+        states: The states of rank 0; other ranks may pass anything.
     """
 
     def __init__(self, states: dict[Any, Any]) -> None:
@@ -226,7 +221,7 @@ class Received:
         """The states with a description in place of each tensor."""
 
     def tensor(self, name: Any, key: str, value: Any, parameter: torch.Tensor) -> Any:
-        """One whole tensor; collective, in the order of ``outline``."""
+        """Return one whole tensor; collective, in the order of ``outline``."""
         if not isinstance(value, Description):
             return value
         device = parameter.device if parameter.device.type != "meta" else torch.device("cpu")
@@ -240,7 +235,7 @@ class Received:
 
 
 class Description:
-    """Stands for a tensor in what is told of it."""
+    """Shape and type of a tensor, in place of it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype

@@ -31,18 +31,18 @@ _DEFAULTS = {"update_proj_gap": 200, "scale": 0.25, "proj_type": "std", "svd": "
 
 
 class ProjectedGroups(ShardedOptimizer):
-    """Base of optimizers over groups with a rank, whose gradients are projected, and groups without."""
+    """Base class of optimizers that project the gradients of groups with a ``rank``."""
 
     states_can_be_averaged = False  # every replica projects by its own gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; one with a rank is projected."""
+        """Add a group, with GaLore's defaults if it has a rank."""
         if is_projected(param_group):
             param_group = {**_DEFAULTS, **param_group}
         super().add_param_group(param_group)
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuse numbers out of range, and projections that cannot be.
+        """Refuse numbers out of range, and impossible projections.
 
         Raises:
             ConfigError: Naming the hyperparameter.
@@ -53,30 +53,30 @@ class ProjectedGroups(ShardedOptimizer):
             check_projection(group)
 
     def projector_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
-        """Projectors of shape (contracted dim, rank), split as the parameter is."""
+        """Return the forms of the projectors: (contracted dim, rank), split like the parameter."""
         forms = projector_forms(layout, group) if is_projected(group) else {}
         return {name: form(layout) for name, form in forms.items()}
 
     def projected(self, chunk: Chunk) -> Generator[list[Request], list[Any], TensorList]:
-        """Projected gradients; rounds: the decompositions, when it is time; sums, where a contracted dim is split."""
+        """Return projected gradients, asking for decompositions when due, and for sums over split contracted dims."""
         return projected(chunk, self._replicas)
 
 
 class GaLoreMoments(ProjectedGroups, MomentAdamW):
-    """Base of AdamW with moments of projected gradients; groups without rank are AdamW."""
+    """Base class of AdamW with moments of projected gradients; groups without a rank are plain AdamW."""
 
-    host_chunk_elements = 1 << 20  # its passes over whole matrices are products, one matrix at a time
+    host_chunk_elements = 1 << 20  # passes over whole matrices are products, one matrix at a time
 
     def _begin(self) -> None:
         super()._begin()
         self._forms: WeakKeyDictionary[Layout, dict[Any, tuple[Kept, Hashable]]] = WeakKeyDictionary()
 
     def form(self, layout: Layout, group: dict[str, Any]) -> Kept:
-        """Return the form of the moments: low rank, where gradients are projected."""
+        """Return the form of the moments: of low rank where gradients are projected."""
         return self._known(layout, group)[0]
 
     def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
-        """Sides of the projection, and how blocks are cut."""
+        """Return a key of the sides of the projection and of the blocks of 8-bit moments."""
         return self._known(layout, group)[1]
 
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
@@ -84,23 +84,23 @@ class GaLoreMoments(ProjectedGroups, MomentAdamW):
         return {**super().kept_states(layout, group), **self.projector_states(layout, group)}
 
     def asks(self, chunk: Chunk) -> bool:
-        """Decompositions, and sums of projected gradients, too, where the dim that is contracted is split."""
+        """Return whether the update asks for decompositions, sums of projected gradients, or 8-bit scales."""
         projects = is_projected(chunk.group) and (is_time_to_renew(chunk) or contracts_split_dims(chunk))
         return projects or super().asks(chunk)
 
     def observed(self, chunk: Chunk) -> Generator[list[Request], list[Any], TensorList]:
-        """Return the gradients, projected where their group has a rank."""
+        """Return the gradients, projected if the group has a rank."""
         return (yield from self.projected(chunk)) if is_projected(chunk.group) else chunk.gradients
 
     def move(self, chunk: Chunk, direction: TensorList, remaining: float) -> None:
-        """Take the step back into the whole space."""
+        """Apply the step in the parameters' space."""
         if is_projected(chunk.group):
             take_projected_step(chunk, direction, remaining)
         else:
             super().move(chunk, direction, remaining)
 
     def _known(self, layout: Layout, group: dict[str, Any]) -> tuple[Kept, Hashable]:
-        """Form and variant; remembered, as they are asked for in every step."""
+        # Cached, as both are read in every step.
         key = (group.get("rank"), group.get("proj_type"), group["nbits"], group["min_8bit_size"], group["block_wise"])
         known = self._forms.setdefault(layout, {})
         if key not in known:
@@ -110,7 +110,7 @@ class GaLoreMoments(ProjectedGroups, MomentAdamW):
         return known[key]
 
 
-# --- Parameter groups for GaLore: which weights are projected.
+# --- Parameter groups: which weights are projected
 
 _NOT_DECAYED = ("bias", "LayerNorm.weight")
 
@@ -126,21 +126,21 @@ def get_galore_param_groups(
     decay: float | None = None,
     svd: str = "exact",
 ) -> list[dict[str, Any]]:
-    """A model's parameters in three groups, as ColossalAI's function of this name makes them.
+    """Divide a model's parameters into three groups, as ColossalAI's function of this name does.
 
     Args:
-        model: Parameters may be sharded; those that need no gradient are left out.
-        weight_decay: Of the first two groups.
-        rank: Singular vectors that are kept.
+        model: Its parameters may be sharded; those that need no gradient are left out.
+        weight_decay: Weight decay of the first two groups.
+        rank: Number of singular vectors.
         update_proj_gap: Steps between decompositions.
-        scale: Of projected steps.
+        scale: Factor of projected steps.
         proj_type: See :class:`~meshwright.optim.galore.GaLoreAdamW`.
         decay: Another name of ``weight_decay``, which ColossalAI's documentation uses.
         svd: How singular vectors are computed.
 
     Returns:
-        Matrices that the rank makes smaller, projected; everything else; what is not decayed (names with ``bias`` or
-        ``LayerNorm.weight``). A matrix with a side of ``rank`` or less is not projected: nothing would be saved.
+        Projected matrices; other parameters; and parameters without decay (names with ``bias`` or
+        ``LayerNorm.weight``). A matrix with a side of ``rank`` or less is not projected, as nothing would be saved.
 
     Raises:
         ConfigError: When both or neither of ``weight_decay`` and ``decay`` are given, or no matrix can be projected.
@@ -178,19 +178,19 @@ def _kind(name: str, parameter: nn.Parameter, rank: int) -> str:
     return "projected" if parameter.ndim == 2 and min(parameter.shape) > rank else "other"
 
 
-# --- GaLore: AdamW with moments in the space of the gradients' leading singular vectors.
+# --- GaLore over AdamW
 
 
 class GaLoreAdamW(GaLoreMoments):
     """GaLore (Zhao et al. 2024, arXiv 2403.03507) with AdamW's moments in fp32, right on any layout.
 
-    Groups with a ``rank`` are projected. With P the leading singular vectors of the gradient G of every
-    ``update_proj_gap``-th step, and m and v the moments of R = G·P (of Pᵀ·G, where that is smaller)::
+    Groups with a ``rank`` are projected. P are the leading singular vectors of the gradient G of every
+    ``update_proj_gap``-th step, and m and v the moments of R = G·P (or Pᵀ·G, if that is smaller)::
 
         p += scale · (N·Pᵀ)        N = −lr · √(1 − β₂ᵗ) / (1 − β₁ᵗ) · m / (√v + eps)        p -= lr · weight_decay · p
 
-    The order is that of ``galore_torch.GaLoreAdamW``; the moments stay as they are when P changes. For P one rank per
-    matrix gathers the gradient, and the work is spread over all ranks; else nothing is sent but R, where the
+    The order is that of ``galore_torch.GaLoreAdamW``; the moments stay as they are when P changes. To compute P, one
+    rank per matrix gathers the gradient, and the work is spread over all ranks. Otherwise only R is sent, where the
     contracted dim is split: one all-reduce per mesh axis and step. When singular vectors cannot be computed (a gradient
     is not finite), the old ones stay.
 
@@ -204,7 +204,7 @@ class GaLoreAdamW(GaLoreMoments):
         betas: Decay rates of the moments.
         eps: Added to √v.
         weight_decay: Applied after the step, with the whole learning rate.
-        correct_bias: False leaves the factor of t out.
+        correct_bias: Whether to apply the factor of t.
         half_update: See :class:`~meshwright.optim.sharded.ShardedOptimizer`.
 
     Raises:
@@ -234,65 +234,40 @@ class GaLoreAdamW(GaLoreMoments):
         super().__init__(params, {**defaults, **QUANTISATION})
 
     def rule(self, group: dict[str, Any], step: int) -> AdamRule:
-        """Return the step with eps beside the uncorrected √v; with lr as it is, where nothing is to be corrected."""
+        """Return the step with eps beside the uncorrected √v, and a corrected lr if ``correct_bias``."""
         rule = replace(super().rule(group, step), eps=float(group["eps"]))
         return rule if group["correct_bias"] else replace(rule, lr=float(group["lr"]))
 
 
 class GaLoreAdamW8bit(GaLoreMoments, AdamW8bit):
-    """:class:`GaLoreAdamW` with moments in 8 bits, as :class:`~meshwright.optim.AdamW8bit` keeps them.
+    """:class:`GaLoreAdamW` with moments in 8 bits, as in :class:`~meshwright.optim.AdamW8bit`.
 
-    As in the kernels of bitsandbytes, eps stands beside the corrected √v̂. Projectors stay in fp32. The size that
-    ``min_8bit_size`` is compared with, and the norm of ``percentile_clipping``, are those of projected gradients.
+    As in the kernels of bitsandbytes, eps stands beside the corrected √v̂. Projectors stay in fp32. ``min_8bit_size``
+    and ``percentile_clipping`` apply to the size and the norm of projected gradients.
 
-    Args and errors: those of :class:`~meshwright.optim.AdamW8bit` and, for groups, :class:`GaLoreAdamW`.
+    Arguments and errors are those of :class:`~meshwright.optim.AdamW8bit`, with another default of ``lr``, and for
+    groups those of :class:`GaLoreAdamW`.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-2,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        nbits: int = 8,
-        min_8bit_size: int = 4096,
-        percentile_clipping: int = 100,
-        block_wise: bool = True,
-        is_paged: bool = False,
-        args: Any = None,
-        *,
-        half_update: str = "master",
-    ) -> None:
-        super().__init__(
-            params, lr, betas, eps, weight_decay, nbits, min_8bit_size, percentile_clipping, block_wise, is_paged, args,
-            half_update=half_update,
-        )  # fmt: skip
+    def __init__(self, params: Any, lr: float = 1e-2, *arguments: Any, **options: Any) -> None:
+        super().__init__(params, lr, *arguments, **options)
 
 
-class DistGaloreAdamW(GaLoreAdamW8bit):
-    """:class:`GaLoreAdamW8bit` under ColossalAI's name for its distributed form; here both are the same optimizer."""
-
-
-class DistGaloreAwamW(DistGaloreAdamW):
-    """:class:`DistGaloreAdamW` in ColossalAI's spelling."""
-
-
-# --- Adafactor in the space of the gradients' leading singular vectors.
+# --- GaLore over Adafactor
 
 
 class GaLoreAdafactor(ProjectedGroups, Adafactor):
     """GaLore (Zhao et al. 2024, arXiv 2403.03507) over :class:`~meshwright.optim.adafactor.Adafactor`.
 
-    Groups with a ``rank`` are projected: the rows and columns whose squares are averaged are those of the projected
-    gradient R, and so are RMS(u) and the momentum; RMS(p) is of the whole weight. With u Adafactor's step for R::
+    Groups with a ``rank`` are projected: row and column means, RMS(u) and momentum are those of the projected gradient
+    R; RMS(p) is that of the whole weight. With u Adafactor's step for R::
 
         p -= weight_decay · α · p        p -= scale · (u·Pᵀ)
 
-    The numbers are those of ``galore_torch.GaLoreAdafactor``. Three all-reduces per mesh axis and step, two where no
-    contracted dim is split.
+    The numbers are those of ``galore_torch.GaLoreAdafactor``. A step takes three all-reduces per mesh axis, or two
+    where no contracted dim is split.
 
-    Args and errors: those of :class:`~meshwright.optim.adafactor.Adafactor` and, for groups,
+    Arguments and errors are those of :class:`~meshwright.optim.adafactor.Adafactor` and, for groups, of
     :class:`~meshwright.optim.galore.GaLoreAdamW`.
     """
 
@@ -301,16 +276,16 @@ class GaLoreAdafactor(ProjectedGroups, Adafactor):
         self._low_layouts: WeakKeyDictionary[Layout, dict[Any, Layout]] = WeakKeyDictionary()
 
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
-        """Adafactor's states of the projected gradient, and the projectors."""
+        """Return Adafactor's states of the projected gradient, and the projectors."""
         if not is_projected(group):
             return super().kept_states(layout, group)
         form = low_rank_form(layout, group)
         low = super().kept_states(layout.restricted(form), group)
-        states = {name: replace(kept, dims=_dims_of_parameter(kept.dims, form)) for name, kept in low.items()}
+        states = {name: replace(each, dims=_dims_of_parameter(each.dims, form)) for name, each in low.items()}
         return {**states, **self.projector_states(layout, group)}
 
     def update(self, chunk: Chunk) -> Update:
-        """Adafactor's rounds, after that of projected gradients where a contracted dim is split."""
+        """Project the gradients, run Adafactor's update of them, and apply the step in the parameters' space."""
         if not is_projected(chunk.group):
             yield from super().update(chunk)
             return
@@ -323,7 +298,7 @@ class GaLoreAdafactor(ProjectedGroups, Adafactor):
         take_projected_step(chunk, low.weights, 1.0)
 
     def _low_layout(self, layout: Layout, group: Mapping[str, Any]) -> Layout:
-        """Return the layout of a projected gradient; remembered."""
+        """Return the layout of a projected gradient, from a cache."""
         known = self._low_layouts.setdefault(layout, {})
         key = group["rank"], group["proj_type"]
         if key not in known:
@@ -331,13 +306,13 @@ class GaLoreAdafactor(ProjectedGroups, Adafactor):
         return known[key]
 
     def size_requests(self, chunk: Chunk) -> list[Sum]:
-        """Σp² of the whole weights."""
+        """Return the request for Σp² of the whole weights."""
         if not isinstance(chunk, _LowChunk):
             return super().size_requests(chunk)
         return [_OfWhole(request.partial) for request in super().size_requests(chunk.whole)]
 
     def sizes(self, chunk: Chunk, weight_squares: list[torch.Tensor]) -> torch.Tensor | float:
-        """α by RMS(p) of the whole weights."""
+        """Return α by RMS(p) of the whole weights."""
         if not isinstance(chunk, _LowChunk):
             return super().sizes(chunk, weight_squares)
         chunk.sizes = super().sizes(chunk.whole, weight_squares)
@@ -345,12 +320,12 @@ class GaLoreAdafactor(ProjectedGroups, Adafactor):
 
 
 class _OfWhole(Sum):
-    """A sum over parameters, among those over their projected gradients."""
+    """A sum over parameters, among sums over projected gradients."""
 
 
 @dataclass(kw_only=True)
 class _LowChunk(Chunk):
-    """Projected gradients, with zeros for weights, which their steps then are."""
+    """Projected gradients, with zeros for weights, which an update turns into its steps."""
 
     whole: Chunk
     sizes: torch.Tensor | float = 0.0
@@ -372,7 +347,7 @@ def _dims_of_parameter(dims: tuple[int | None, ...], form: Kept) -> tuple[int | 
 
 
 def _translated(update: Update, form: Kept) -> Update:
-    """An update of projected gradients, whose sums are asked for by the parameters' dims."""
+    """Translate the requests of an update of projected gradients to the parameters' dims."""
     asked = next(update, None)
     while asked is not None:
         answers = yield [_asked_of_parameter(request, form) for request in asked]

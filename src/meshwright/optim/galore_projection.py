@@ -1,4 +1,4 @@
-"""Project gradients onto their leading singular vectors, and steps back out of that space."""
+"""GaLore's projections: gradients onto their leading singular vectors, and steps back to the parameters' space."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ PROJECTION_TYPES = tuple(_SIDES_OF_TALL)
 
 
 def is_projected(group: Mapping[str, Any]) -> bool:
-    """Return whether the parameters of a group are projected: its having a rank says so, as in GaLore."""
+    """Return whether the parameters of a group are projected, that is, whether it has a rank."""
     return group.get("rank") is not None
 
 
 def projector_forms(layout: Layout, group: Mapping[str, Any]) -> dict[str, ProjectorForm]:
-    """Return the projectors of a parameter by the names of their states: one, or one for each side.
+    """Return the form of each projector of a parameter, by state name: one, or one for each side.
 
-    ``std`` contracts the shorter of a matrix's dims, so that moments are of the longer dim × rank.
+    ``std`` contracts the shorter dim of a matrix, so that moments have the shape longer dim × rank.
     """
     height, width = layout.shape[-2:]
     sides = (_SIDES_OF_TALL if height >= width else _SIDES_OF_WIDE)[group["proj_type"]]
@@ -48,7 +48,7 @@ def projector_forms(layout: Layout, group: Mapping[str, Any]) -> dict[str, Proje
 
 
 def low_rank_form(layout: Layout, group: Mapping[str, Any]) -> Kept:
-    """Return the form of a projected gradient: rank in place of what is contracted, which no axis splits."""
+    """Return the form of a projected gradient: contracted dims become the rank, which no axis splits."""
     shape, dims = list(layout.shape), list[int | None](range(layout.ndim))
     for form in projector_forms(layout, group).values():
         shape[form.dim], dims[form.dim] = form.rank, None
@@ -61,17 +61,17 @@ def is_time_to_renew(chunk: Chunk) -> bool:
 
 
 def contracts_split_dims(chunk: Chunk) -> bool:
-    """Return whether projecting needs the other ranks."""
+    """Return whether projecting needs sums over other ranks."""
     forms = projector_forms(chunk.layout, chunk.group).values()
     return not chunk.layout.is_whole(*(chunk.layout.ndim + form.dim for form in forms))
 
 
 def projected(chunk: Chunk, replicas: dist.ProcessGroup | None) -> Generator[list[Request], list[Any], TensorList]:
-    """Return the gradients in the space of the projectors, which are renewed first when it is time.
+    """Return the projected gradients, after renewing the projectors when that is due.
 
     Args:
-        chunk: Of projected parameters, with projectors among its states.
-        replicas: Ranks that hold the same plain parameters, if they are to share the work.
+        chunk: Projected parameters, with projectors among the states.
+        replicas: Ranks that hold the same plain parameters and share the work on them; None: nobody does.
 
     Raises:
         NonFiniteError: When a parameter's first gradient has no singular vectors.
@@ -92,12 +92,12 @@ def projected(chunk: Chunk, replicas: dist.ProcessGroup | None) -> Generator[lis
 
 
 def take_projected_step(chunk: Chunk, step: TensorList, remaining: float) -> None:
-    """Weights = remaining · (weights + scale · step back in the whole space), in as few passes as may be.
+    """Compute weights = remaining · (weights + scale · unprojected step), in as few passes as possible.
 
     Args:
-        chunk: Of projected parameters.
-        step: In the space of the projectors.
-        remaining: What weight decay leaves.
+        chunk: Projected parameters.
+        step: The step in the projectors' space.
+        remaining: The factor that weight decay leaves.
     """
     forms = projector_forms(chunk.layout, chunk.group)
     scale = float(chunk.group["scale"]) * remaining
@@ -113,7 +113,7 @@ def take_projected_step(chunk: Chunk, step: TensorList, remaining: float) -> Non
 
 
 def _renewal(chunk: Chunk, name: str, form: ProjectorForm, replicas: dist.ProcessGroup | None) -> Whole:
-    """Have each gradient decomposed on one rank. A decomposition that fails leaves the old projector."""
+    """Request the decomposition of each gradient on one rank. If it fails, the old projector stays."""
     projectors, method, step = chunk.states[name].tensors, chunk.group["svd"], chunk.step
 
     def decompose(members: list[int], matrices: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -131,7 +131,6 @@ def _renewal(chunk: Chunk, name: str, form: ProjectorForm, replicas: dist.Proces
 
 
 def _contracted(chunk: Chunk, forms: Mapping[str, ProjectorForm]) -> TensorList:
-    """This rank's part of the projected gradients."""
     low = chunk.gradients
     for name, form in forms.items():
         if form.dim == RIGHT:
@@ -142,7 +141,7 @@ def _contracted(chunk: Chunk, forms: Mapping[str, ProjectorForm]) -> TensorList:
 
 
 def _unknown(chunk: Chunk, forms: Mapping[str, ProjectorForm]) -> torch.Tensor:
-    """1 for parameters whose projectors could not be computed, else 0; shape (len,)."""
+    """Return 1 for parameters whose projectors could not be computed, else 0; shape (len,)."""
     missing = [torch.stack([vectors.isnan().any() for vectors in chunk.states[name]]).float() for name in forms]
     return torch.stack(missing).amax(0)
 
@@ -157,7 +156,7 @@ def _no_vectors(chunk: Chunk, unknown: torch.Tensor) -> NonFiniteError:
     )
 
 
-# --- Singular vectors of gradients, on which GaLore projects them.
+# --- Singular vectors of gradients
 
 METHODS = ("exact", "randomised")
 _OVERSAMPLING = 8
@@ -177,7 +176,7 @@ class ProjectorForm:
     dim: int
 
     def __call__(self, layout: Layout) -> Kept:
-        """Return the shape (…, size of the dim, rank), for each matrix of a stack."""
+        """Return the form of the projectors, (…, size of the dim, rank), of each matrix of a stack."""
         stacks = tuple(range(layout.ndim - 2))
         size = layout.shape[self.dim]
         return Kept((*layout.shape[:-2], size, self.rank), (*stacks, layout.ndim + self.dim, None))
@@ -185,16 +184,16 @@ class ProjectorForm:
 
 @dataclass(frozen=True)
 class MatrixParts:
-    """Every matrix of a stack apart, with its projector.
+    """The matrices of a stack, each with its projector.
 
     Args:
-        form: Of the projectors.
+        form: The form of the projectors.
     """
 
     form: ProjectorForm
 
     def __call__(self, layout: Layout) -> Parts:
-        """Return the block of each matrix, and of its projector."""
+        """Return the region of each matrix, and of its projector."""
         stack, result = layout.shape[:-2], self.form(layout).shape[-2:]
         ones = (1,) * len(stack)
         parts = []
@@ -205,12 +204,12 @@ class MatrixParts:
 
 
 def svd_cost(shape: tuple[int, ...]) -> float:
-    """Of an exact decomposition, in multiply-adds up to a factor."""
+    """Return the cost of an exact decomposition, in multiply-adds up to a factor."""
     return math.prod(shape) * float(min(shape[-2:]))
 
 
 def cost_of(method: str) -> Callable[[tuple[int, ...]], float]:
-    """Return how the work of a method grows with the matrix."""
+    """Return the function from a matrix's shape to a method's cost."""
     return svd_cost if method == "exact" else math.prod
 
 
@@ -219,13 +218,13 @@ def leading_vectors(matrix: torch.Tensor, form: ProjectorForm, method: str, seed
 
     Args:
         matrix: fp32, shape (H, W), or (1, …, H, W).
-        form: Number and side.
+        form: Number of vectors, and side.
         method: ``"exact"``, or ``"randomised"``: a range finder with two power iterations (Halko, Martinsson and Tropp
             2011, Algorithm 4.4), which costs O(H · W · rank).
-        seed: Of the random start; equal seeds give equal vectors.
+        seed: Seed of the random start; equal seeds give equal vectors.
 
     Returns:
-        Shape (…, size of the dim, rank); NaN when they cannot be computed, as of a gradient that is not finite.
+        Shape (…, size of the dim, rank); NaN when they cannot be computed, as for a gradient that is not finite.
     """
     flat = matrix.reshape(matrix.shape[-2:])
     try:
@@ -253,11 +252,11 @@ def _randomised(matrix: torch.Tensor, rank: int, seed: int) -> tuple[torch.Tenso
     return left, basis @ right.mH
 
 
-# --- Refusals of projections that cannot be.
+# --- Checks
 
 
 def check_projection(group: dict[str, Any]) -> None:
-    """Refuse numbers out of range, and parameters that have no such projection.
+    """Refuse numbers out of range, and parameters that cannot be projected.
 
     Raises:
         ConfigError: Naming the hyperparameter.
@@ -283,7 +282,7 @@ def _name(group: dict[str, Any], index: int) -> str:
 def _check_shape(parameter: torch.Tensor, name: str, rank: int) -> None:
     if parameter.ndim < 2:
         raise ModelError(
-            f"The parameter {name} is no matrix: it cannot be projected",
+            f"The parameter {name} is no matrix and cannot be projected",
             expected="parameters of 2 or more dims in groups with a rank",
             got=f"shape {tuple(parameter.shape)}",
             fix="put it into a group without rank, as get_galore_param_groups does",

@@ -1,4 +1,9 @@
-"""The guarded optimizer step: loss scale, non-finite gradients, clipping, and loads that it follows."""
+"""Wrap optimizers: guard the step, clip through the wrappers or in the kernel, and follow weights that are loaded.
+
+An accelerated model's optimizer is, from the outside in: perhaps an outer optimizer over replicas, perhaps a
+:class:`GuardedOptimizer` (loss scale, fp32 master weights, non-finite gradients), and the optimizer that holds the
+states. The functions here find their way through these layers.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,9 @@ import contextlib
 import functools
 import types
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -21,25 +27,18 @@ from meshwright.runtime import agreed
 from meshwright.runtime.torch_internals.modules import children_of, parameters_of
 from meshwright.runtime.torch_internals.optim import found_inf_of, global_step_pre_hooks, step_pre_hooks_of
 
-if TYPE_CHECKING:
-    from meshwright.optim.outer import OuterOptimizer
-    from meshwright.optim.weight_average import WeightAverage
-
-
 AVERAGE = "_weight_average"
+"""The attribute under which an optimizer carries the average of its weights."""
 
 
 class WrappedOptimizer(Optimizer):
-    """Base of optimizers that change what happens around another one's step.
+    """Base class of optimizers that change what happens around another one's step.
 
     Groups and states are the inner optimizer's own, so learning-rate schedulers take the wrapper for an optimizer.
 
     Args:
         inner: Any torch optimizer.
     """
-
-    is_outer: ClassVar[bool] = False
-    """Whether it is an OuterOptimizer, whose module is imported by those who have one."""
 
     def __init__(self, inner: Optimizer) -> None:
         # No super().__init__: it would want groups of its own.
@@ -57,7 +56,8 @@ class WrappedOptimizer(Optimizer):
         return self.inner.state
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_optimizer_"):  # torch's lists of hooks: whoever registers one means the inner steps
+        # torch's lists of hooks, which are meant for the inner steps.
+        if name.startswith("_optimizer_"):
             return getattr(self.inner, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -74,9 +74,28 @@ class WrappedOptimizer(Optimizer):
         self.inner.zero_grad(set_to_none)
 
 
-def is_outer(optimizer: Optimizer | None) -> TypeGuard[OuterOptimizer]:
-    """Return whether an optimizer is an OuterOptimizer."""
-    return isinstance(optimizer, WrappedOptimizer) and optimizer.is_outer
+class ReplicatedOptimizer(WrappedOptimizer):
+    """Base class of :class:`~meshwright.optim.OuterOptimizer`.
+
+    A step has to recognise one without importing the engine of outer steps, which most runs never use.
+    """
+
+    synchronizer: Any
+    """See :class:`~meshwright.optim.outer.synchronizer.Synchronizer`."""
+
+    @property
+    @abstractmethod
+    def outer(self) -> Optimizer:
+        """Return the torch optimizer that moves the global weights."""
+
+    @abstractmethod
+    def prepare_gradients(self) -> None:
+        """Average gradients over replicas, where a synchronous warm-up asks for it."""
+
+
+def is_outer(optimizer: Optimizer | None) -> TypeGuard[ReplicatedOptimizer]:
+    """Return whether an optimizer is an :class:`~meshwright.optim.OuterOptimizer`."""
+    return isinstance(optimizer, ReplicatedOptimizer)
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -89,8 +108,15 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
 def call_around(
     optimizer: Optimizer, before: Sequence[Callable[[], None]] = (), after: Sequence[Callable[[], None]] = ()
 ) -> None:
-    """Call these around every step of an optimizer. Those before it must not look at gradients: kernels clip later."""
-    if isinstance(optimizer, WrappedOptimizer) and (before or after):  # has no hooks, and its inner one several steps
+    """Call functions around every step of an optimizer.
+
+    Args:
+        optimizer: With or without wrappers.
+        before: Called before the step; they must not look at gradients, which kernels may clip later.
+        after: Called after the step.
+    """
+    # A wrapper has no hooks of its own, and its inner optimizer may take several steps in one.
+    if isinstance(optimizer, WrappedOptimizer) and (before or after):
         step = optimizer.step
 
         def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -109,8 +135,7 @@ def call_around(
 
 
 class _Hook:
-    """A hook of :func:`call_around`."""
-
+    # A class of its own, by which `shows_gradients` tells our hooks from the user's.
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
 
@@ -119,22 +144,21 @@ class _Hook:
 
 
 def shows_gradients(optimizer: Optimizer) -> bool:
-    """Return whether somebody's hook may look at the gradients before the optimizer's kernel does."""
+    """Return whether a user's hook may look at the gradients before the optimizer's kernel does."""
     hooks = (*step_pre_hooks_of(optimizer).values(), *global_step_pre_hooks.values())
     return not all(isinstance(hook, _Hook) for hook in hooks)
 
 
-def average_of(optimizer: Optimizer | None) -> WeightAverage | None:
-    """Return the average of the weights that an optimizer moves, through all its wrappers; None where none is kept."""
-    found: WeightAverage | None = None if optimizer is None else getattr(inner_optimizer(optimizer), AVERAGE, None)
-    return found
+def average_of(optimizer: Optimizer | None) -> Any:
+    """Return the :class:`~meshwright.optim.WeightAverage` of the weights that an optimizer moves, or None."""
+    return None if optimizer is None else getattr(inner_optimizer(optimizer), AVERAGE, None)
 
 
-# --- An optimizer with guards before its step: loss scaling, fp32 master weights, skipping a bad step.
+# --- Guards before a step: loss scale, fp32 master weights, and skipping what is not finite
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """Identity whose backward multiplies by the loss scale: the loss one reads stays the true one."""
+    """Identity whose backward multiplies by the loss scale: the loss that users read stays unscaled."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -148,17 +172,17 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class GuardedOptimizer(WrappedOptimizer):
-    """Wraps any torch optimizer; ``step`` prepares the gradients and skips the update when they are not finite.
+    """Wrapper of any torch optimizer that prepares gradients and skips updates that are not finite.
 
     Whether to skip is decided from norms and flags that are reduced over all shards, so all ranks skip together.
 
     Args:
-        inner: The optimizer, built over ``master``'s copies when there is a ``master``.
+        inner: The optimizer, built over the copies of ``master`` where there is one.
         scaler: Dynamic loss scale for fp16; None scales nothing.
         master: fp32 master weights; None when the parameters are updated directly.
         skip_nonfinite: Skip a step whose gradients hold inf or nan (a ``scaler`` does so anyway).
         stop_nonfinite: Raise an error instead of skipping it.
-        stages: Where the parameters are those of one rank of a pipeline: norms are those of all of them.
+        stages: The pipeline that these parameters are one rank's part of; norms are of the whole model.
     """
 
     def __init__(
@@ -179,35 +203,35 @@ class GuardedOptimizer(WrappedOptimizer):
         self.step_was_skipped = False
         """Whether the last ``step`` left the weights as they were."""
         self.num_skipped_steps = 0
-        """Steps that did, since this optimizer was built."""
+        """Skipped steps since this optimizer was built."""
         self._scaled = False  # a loss went through ``scaled`` since the last step
         self._prepared = False  # gradients collected and unscaled since the last step or zero_grad
-        self._norm: torch.Tensor | None = None  # of the prepared gradients, when somebody has asked for it
-        self._leaves_out = False  # the next step
+        self._norm: torch.Tensor | None = None  # of the prepared gradients, once it has been computed
+        self._skips_next = False
         self.loss: torch.Tensor | None = None
-        """Of the step to come, equal on all ranks that decide together; one that is not finite is like such gradients.
-        Whoever knows it may set it before each step."""
+        """Loss of the next step, equal on all ranks that decide together. May be set before each step: a loss that is
+        not finite then counts like gradients that are not."""
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the same loss, whose ``backward`` multiplies the gradients by the loss scale."""
+        """Return the loss with a ``backward`` that multiplies gradients by the loss scale."""
         if self.scaler is None or not loss.requires_grad:
             return loss
         self._scaled = True
         return _ScaleGradient.apply(loss, self.scaler.scale(torch.ones((), device=loss.device)))
 
     def expect_scaled(self) -> None:
-        """Tell that gradients of this step are scaled, where another pipeline stage computes the loss."""
+        """Expect scaled gradients in this step, where another pipeline stage computes the loss."""
         self.scaled(torch.zeros((), device=self.stages.device if self.stages else None, requires_grad=True))
 
     def leave_out(self) -> None:
         """Make the next ``step`` leave the weights as they are, whatever the gradients; every rank must call it."""
-        self._leaves_out = True
+        self._skips_next = True
 
     def prepare_gradients(self) -> None:
-        """Collect gradients into the master weights and remove the loss scale; once per step, repeats do nothing.
+        """Collect gradients into the master weights and remove the loss scale. Repeated calls in a step do nothing.
 
         Raises:
-            ConfigError: Without a scaled loss, and for a gradient of what should have a master weight and has none.
+            ConfigError: When the loss was not scaled, or a half-precision parameter with a gradient has no master.
         """
         if self._prepared:
             return
@@ -241,10 +265,10 @@ class GuardedOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update the weights, or leave them when the gradients are not finite (see ``step_was_skipped``).
+        """Update the weights, unless the gradients are not finite (see ``step_was_skipped``).
 
         Raises:
-            NonFiniteError: With ``stop_nonfinite``, on every rank; nothing is changed then.
+            NonFiniteError: On every rank, with ``stop_nonfinite``; nothing is changed then.
         """
         if closure is not None:
             raise ValueError(
@@ -257,18 +281,19 @@ class GuardedOptimizer(WrappedOptimizer):
         if self.master is not None and not self.step_was_skipped:
             self.master.write_back()
         self._prepared, self._scaled, self._norm = False, False, None
-        self._leaves_out, self.loss = False, None
+        self._skips_next, self.loss = False, None
 
     def _step_unless_nonfinite(self) -> bool:
-        if self._leaves_out:
+        if self._skips_next:
             if self.scaler is not None:
-                self.scaler.update()  # it has looked at the gradients
+                self.scaler.update()  # it has seen the gradients
             return True
         if self.scaler is not None:
-            # Asked for before the scale moves: a scale at its lower bound, or a patient one, stays where it is.
+            # Read before the scale moves: from the scale one cannot tell, as it may rest at its lower bound.
             found = found_inf_of(self.scaler)(self.inner).values()
             overflowed = any(bool(each.item()) for each in found)
-            if not overflowed:  # torch would call a fused optimizer, which skips by itself, with all hooks of its step
+            # Not left to torch: it would call a fused optimizer, which skips by itself, with all hooks of its step.
+            if not overflowed:
                 self.scaler.step(self.inner)
             self.scaler.update()
             return overflowed
@@ -277,24 +302,25 @@ class GuardedOptimizer(WrappedOptimizer):
             if norm is None:
                 norm = clip_grad_norm_(self._parameters(), float("inf"), stages=self.stages)
             if not bool(torch.isfinite(norm)) or not (self.loss is None or bool(torch.isfinite(self.loss))):
-                self._stop(norm)
+                self._raise_if_stopping(norm)
                 return True
         self.inner.step()
         return False
 
-    def _stop(self, norm: torch.Tensor) -> None:
-        if self.stop_nonfinite:
-            self._prepared, self._scaled, self._norm = False, False, None
-            loss = "" if self.loss is None else f" and a loss of {float(self.loss)}"
-            self.loss = None
-            raise agreed(
-                NonFiniteError(
-                    "The gradients of a step hold inf or nan",
-                    expected="finite numbers",
-                    got=f"a norm of {float(norm)}{loss}; the weights are as they were",
-                    fix='look for the cause in this batch, or skip such steps: ("skip_nonfinite", "skip")',
-                )
+    def _raise_if_stopping(self, norm: torch.Tensor) -> None:
+        if not self.stop_nonfinite:
+            return
+        self._prepared, self._scaled, self._norm = False, False, None
+        loss = "" if self.loss is None else f" and a loss of {float(self.loss)}"
+        self.loss = None
+        raise agreed(
+            NonFiniteError(
+                "The gradients of a step hold inf or nan",
+                expected="finite numbers",
+                got=f"a norm of {float(norm)}{loss}; the weights are as they were",
+                fix='look for the cause in this batch, or skip such steps: ("skip_nonfinite", "skip")',
             )
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the model (and of the master weights)."""
@@ -306,15 +332,12 @@ class GuardedOptimizer(WrappedOptimizer):
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state dict under ``"inner"``, the loss scale's under ``"scaler"``."""
+        """Return the inner optimizer's state dict under ``"inner"`` and the loss scale's under ``"scaler"``."""
         return {"inner": self.inner.state_dict(), "scaler": self.scaler.state_dict() if self.scaler else None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned."""
+        """Load what :meth:`state_dict` returned."""
         if self.master is not None:
             self.master.take_changes()
         self.inner.load_state_dict(state_dict["inner"])
@@ -332,11 +355,11 @@ class GuardedOptimizer(WrappedOptimizer):
         return f"GuardedOptimizer({', '.join(guards)}, {self.inner!r})"
 
 
-# --- Through the wrappers of an optimizer: its guards, and clipping as they want it.
+# --- Clipping through the wrappers: with guards it happens after unscaling, on the master weights' gradients
 
 
 def guard_of(optimizer: Optimizer | None) -> GuardedOptimizer | None:
-    """Return the guards of an optimizer, also inside an outer one; None where there are none."""
+    """Return the :class:`GuardedOptimizer` of an optimizer, also inside an outer one; None without one."""
     inner = optimizer.inner if is_outer(optimizer) else optimizer
     return inner if isinstance(inner, GuardedOptimizer) else None
 
@@ -348,37 +371,44 @@ def clip_gradients(
     norm_type: float = 2.0,
     stages: Stages | None = None,
 ) -> torch.Tensor:
-    """Clip the gradients of a model, prepared as its optimizer wants them; return their norm before (0-dim).
+    """Prepare a model's gradients as its optimizer needs them and clip them.
 
     Args:
-        parameters: Of the model as a strategy has changed it.
-        optimizer: Its optimizer, with guards and replicas around it or without.
+        parameters: The model's parameters, after a strategy was applied.
+        optimizer: The model's optimizer, with all its wrappers.
         max_norm: Largest norm allowed.
         norm_type: p of the p-norm.
-        stages: Where the model is one pipeline rank's part: the norm is that of all of them.
+        stages: The pipeline, where the model is one rank's part: the norm is that of the whole model.
+
+    Returns:
+        The norm before clipping, 0-dim.
     """
-    if is_outer(optimizer):
-        optimizer.prepare_gradients()
-    guard = guard_of(optimizer)
+    guard = _prepared_guard(optimizer)
     if guard is not None:
         return guard.clip_grad_norm(max_norm, norm_type)
     return clip_grad_norm_(parameters, max_norm, norm_type, stages)
 
 
 def clip_gradient_values(parameters: Iterable[torch.Tensor], optimizer: Optimizer | None, clip_value: float) -> None:
-    """Clamp every element of a model's gradients, prepared as its optimizer wants them; arguments as above."""
-    if is_outer(optimizer):
-        optimizer.prepare_gradients()
-    guard = guard_of(optimizer)
+    """Prepare a model's gradients as its optimizer needs them and clamp every element; see :func:`clip_gradients`."""
+    guard = _prepared_guard(optimizer)
     if guard is not None:
         guard.clip_grad_value(clip_value)
     else:
         clip_grad_value_(parameters, clip_value)
 
 
-# --- Clipping inside the optimizer's own kernel: gradients are divided where the update reads them anyway.
+def _prepared_guard(optimizer: Optimizer | None) -> GuardedOptimizer | None:
+    """Average gradients over replicas where due, and return the guard that clips, if there is one."""
+    if is_outer(optimizer):
+        optimizer.prepare_gradients()
+    return guard_of(optimizer)
 
-_FUSED = (Adam, AdamW, SGD)  # their kernels divide by ``grad_scale``, and write what they have divided back
+
+# --- Clipping inside the optimizer's kernel: gradients are divided where the update reads them anyway
+
+# Their kernels divide by ``grad_scale``, and write the quotients back.
+_FUSED = (Adam, AdamW, SGD)
 _INFINITY = float("inf")
 
 
@@ -389,29 +419,34 @@ def clipped_step(
     norm_type: float = 2.0,
     stages: Stages | None = None,
 ) -> tuple[torch.Tensor, Callable[[], None]]:
-    """Return the norm of the gradients before clipping (0-dim), and the step of the optimizer that is to follow.
+    """Measure the gradients, and clip them now or within the step that is returned.
 
-    torch's fused optimizers clip in their kernel: until the step gradients are as backward left them, after it they are
-    clipped. For all others they are clipped at once.
+    torch's fused optimizers clip in their kernel: gradients are as backward left them until the step, and clipped after
+    it. For all other optimizers they are clipped at once.
 
     Args:
-        model: As a strategy has changed it.
-        optimizer: Its optimizer, with guards and replicas around it or without.
+        model: The model, after a strategy was applied.
+        optimizer: The model's optimizer, with all its wrappers.
         max_norm: Largest norm allowed; None only measures.
         norm_type: p of the p-norm.
-        stages: Where the model is one pipeline rank's part: the norm is that of all of them.
+        stages: The pipeline, where the model is one rank's part: the norm is that of the whole model.
+
+    Returns:
+        The norm before clipping (0-dim), and the step to call.
     """
     fused, parameters = _fused_optimizer(optimizer), _parameters_of(model)
-    if fused is None or max_norm is None or not max_norm > 0:  # the last is refused
+    # A max_norm of 0 or less goes to clip_gradients, which refuses it.
+    if fused is None or max_norm is None or not max_norm > 0:
         limit = _INFINITY if max_norm is None else max_norm
         return clip_gradients(parameters, optimizer, limit, norm_type, stages), optimizer.step
     norm = clip_gradients(parameters, optimizer, _INFINITY, norm_type, stages)
-    clipped = parameters if optimizer is fused else ()  # guards clip what their optimizer updates
+    # Under guards, only what the optimizer updates is clipped.
+    clipped = parameters if optimizer is fused else ()
     return norm, functools.partial(_divide_and_step, clipped, optimizer, fused, norm, max_norm)
 
 
 def _parameters_of(model: nn.Module) -> list[nn.Parameter]:
-    """As ``list(model.parameters())``, in a third of the time: torch composes every module's name, in each step."""
+    """Return ``list(model.parameters())`` in a third of the time: torch composes every module's name."""
     found: dict[int, nn.Parameter] = {}
     met: set[int] = set()
     ahead: list[nn.Module | None] = [model]
@@ -428,7 +463,7 @@ def _parameters_of(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _fused_optimizer(optimizer: Optimizer) -> Optimizer | None:
-    """Return what divides gradients in its kernel; None where there is no such kernel, or somebody looks before it."""
+    """Return the optimizer that can divide gradients in its kernel; None if a hook reads them before it does."""
     guarded = isinstance(optimizer, GuardedOptimizer)
     if guarded and optimizer.scaler is not None:  # type: ignore[attr-defined]
         return None
@@ -438,17 +473,19 @@ def _fused_optimizer(optimizer: Optimizer) -> Optimizer | None:
     if shows_gradients(inner) or hasattr(inner, "grad_scale"):
         return None
     every = (parameter for group in inner.param_groups for parameter in group["params"])
+    # Kernels read the divisor in fp32, and torch's fused SGD has no rule for DTensors.
     if any(p.dtype == torch.float64 or (type(inner) is SGD and isinstance(p, DTensor)) for p in every):
-        return None  # the kernels read the divisor in fp32
+        return None
     return inner
 
 
 def _divide_and_step(
     clipped: Sequence[torch.Tensor], optimizer: Optimizer, fused: Optimizer, norm: torch.Tensor, max_norm: float
 ) -> None:
-    """Step with divided gradients; those of ``clipped`` that are not updated are divided, too."""
+    """Step with divided gradients; gradients in ``clipped`` that the step does not update are divided, too."""
     divisor = clip_divisor(norm, max_norm)
-    if divisor.device.type == "cpu" and divisor == 1.0:  # known without waiting for a device
+    # On the CPU one can look without waiting for a device.
+    if divisor.device.type == "cpu" and divisor == 1.0:
         optimizer.step()
         return
     updated = {id(parameter) for group in fused.param_groups for parameter in group["params"]}
@@ -461,22 +498,22 @@ def _divide_and_step(
         del fused.grad_scale  # type: ignore[attr-defined]
 
 
-# --- Weights that are loaded into a model reach what its optimizer keeps of them.
+# --- Loaded weights: an optimizer's copies of them (fp32 masters, host copies, global weights) have to follow
 
-# Beside the modules and not in them: these may be copied and pickled, and must not keep an optimizer alive.
+# Beside the modules and not in them: modules may be copied and pickled, and must not keep an optimizer alive.
 _OPTIMIZERS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
 _is_restoring = False
 
 
 def follow_loads(model: nn.Module, optimizer: Optimizer) -> None:
-    """From now on ``load_state_dict`` of the model, or of a module in it, also changes the optimizer's copies.
+    """Make ``load_state_dict`` of the model, or of a module in it, also change the optimizer's copies of weights.
 
-    Without that the next step would write the weights from before over the loaded ones: fp32 masters, copies on the
-    host and global weights of replicas are what an update starts from.
+    Updates start from these copies (fp32 masters, host copies, global weights of replicas): without this, the next step
+    would write the old weights over the loaded ones.
 
     Args:
-        model: As all methods have left it.
-        optimizer: Over its parameters, with all wrappers; is not kept alive.
+        model: The model, after all methods were applied.
+        optimizer: The model's optimizer, with all its wrappers. It is not kept alive.
     """
     if not _may_keep_copies(optimizer):
         return
@@ -487,27 +524,24 @@ def follow_loads(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def weights_were_loaded(model: nn.Module) -> None:
-    """Tell the optimizer that follows a model, if there is one, of weights that were put in place some other way."""
+    """Make the optimizer that follows a model, if any, take over weights that were set without ``load_state_dict``."""
     for module in model.modules():
         _refresh(module)
 
 
 def masters_of(model: nn.Module) -> MasterWeights | None:
-    """Return the fp32 masters that the optimizer of an accelerated model updates.
-
-    None where it updates the parameters.
-    """
+    """Return the fp32 masters that an accelerated model's optimizer updates; None if it updates the parameters."""
     known = next((_OPTIMIZERS[module] for module in model.modules() if module in _OPTIMIZERS), None)
     guard = guard_of(known()) if known is not None else None
     masters = guard.master if guard is not None else None
     if masters is not None:
-        masters.take_changes()  # loading a part of the weights must not undo what was written to the others
+        masters.take_changes()  # loading some of the weights must not undo what was written to the others
     return masters
 
 
 @contextlib.contextmanager
 def restoring() -> Iterator[None]:
-    """Inside, loading weights changes no copies: they are loaded themselves."""
+    """Let loaded weights leave the optimizer's copies alone inside the block, which loads these as well."""
     global _is_restoring
     before, _is_restoring = _is_restoring, True
     try:
@@ -525,7 +559,7 @@ def _may_keep_copies(optimizer: Optimizer) -> bool:
 
 
 def _refresh(module: nn.Module, _: Any = None) -> None:
-    """A module's own parameters; the hook is called for each of its submodules, too."""
+    """Update the copies of a module's own parameters. The hook runs for each of its submodules, too."""
     known = _OPTIMIZERS.get(module)
     optimizer = known() if known is not None else None
     if optimizer is not None and not _is_restoring:

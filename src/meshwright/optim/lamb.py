@@ -1,4 +1,4 @@
-"""LAMB: Adam whose step is scaled layer by layer to the size of the weights, for very large batches."""
+"""LAMB: Adam with steps scaled layer by layer to the size of the weights, for very large batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from meshwright.optim.adam.adam_rule import AdamRule
+from meshwright.optim.adam.adam_rule import UNCORRECTED, AdamRule
 from meshwright.optim.sharded import (
     Chunk,
     Kept,
@@ -20,9 +20,6 @@ from meshwright.optim.sharded import (
     check_at_least_zero,
     check_betas,
 )
-
-_LATE = 10**9
-"""A step number at which nothing is left to correct."""
 
 BiasCorrection = Literal["paper", "lr"] | bool
 
@@ -42,10 +39,10 @@ class Lamb(ShardedOptimizer):
         betas: Decay rates of m and v.
         eps: Added to √v̂.
         weight_decay: Decoupled from the moments, part of u.
-        adam: Leaves the ratio out (ColossalAI's switch): AdamW without its scaling of the decay.
-        bias_correction: ``"paper"`` divides m and v by 1 − βᵗ (True means the same). ``"lr"`` is ColossalAI's form,
-            which scales lr by √(1 − β₂ᵗ) / (1 − β₁ᵗ) instead: as the ratio does not depend on the scale of u, early
-            steps are then shorter than the paper's. False corrects nothing: the default of ColossalAI's plain ``Lamb``.
+        adam: Leave the ratio out (ColossalAI's switch): AdamW without its scaling of the decay.
+        bias_correction: ``"paper"`` (or True) divides m and v by 1 − βᵗ. ``"lr"`` scales lr by √(1 − β₂ᵗ) / (1 − β₁ᵗ)
+            instead, as ColossalAI does: the ratio does not depend on the scale of u, so early steps are shorter than
+            the paper's. False corrects nothing, the default of ColossalAI's plain ``Lamb``.
         per_matrix: For stacked weights of 3 and more dims (experts ``(E, H, W)``): one ratio for each matrix of the
             last two dims instead of one for the whole stack.
         half_update: See :class:`~meshwright.optim.sharded.ShardedOptimizer`.
@@ -84,7 +81,7 @@ class Lamb(ShardedOptimizer):
         """Refuse numbers out of range.
 
         Raises:
-            ConfigError: Naming the first.
+            ConfigError: Naming the hyperparameter.
         """
         check_at_least_zero(group, "lr", "eps", "weight_decay")
         check_betas(group, 2)
@@ -97,7 +94,7 @@ class Lamb(ShardedOptimizer):
         return {"exp_avg": whole, "exp_avg_sq": whole}
 
     def update(self, chunk: Chunk) -> Update:
-        """One round: both norms of every parameter."""
+        """Update a chunk, asking for both norms of every parameter."""
         group, weights = chunk.group, chunk.weights
         direction = _adam_direction(chunk)
         if group["adam"]:
@@ -114,37 +111,14 @@ class Lamb(ShardedOptimizer):
         weights.addcmul_(direction, ratios, value=-_learning_rate(group, chunk.step))
 
 
-class DistributedLamb(Lamb):
-    """:class:`Lamb` under the name and with the arguments of ColossalAI's distributed form.
-
-    By position ``bias_correction`` comes where :class:`Lamb` has ``adam``, which can be given by name here. True means
-    ``"paper"`` here, too; pass ``bias_correction="lr"`` for ColossalAI's numbers.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 0.0,
-        bias_correction: BiasCorrection = "paper",
-        **options: Any,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, bias_correction=bias_correction, **options)
-
-
 def _adam_direction(chunk: Chunk) -> TensorList:
-    """U = m̂ / (√v̂ + eps) + weight_decay · p, by torch's fused Adam: it moves ``weight_decay · p`` by a step of −1."""
+    """Return u = m̂ / (√v̂ + eps) + weight_decay · p: torch's fused Adam moves weight_decay · p by a step of −1."""
     group = chunk.group
     beta1, beta2 = group["betas"]
-    rule = AdamRule(
-        lr=-1.0, beta1=float(beta1), beta2=float(beta2), eps=group["eps"], weight_decay=0.0, decoupled=True,
-        maximize=False, hold_steps=0,
-    )  # fmt: skip
-    # The kernel walks through memory: all must lie alike, as the states do.
+    rule = AdamRule(lr=-1.0, beta1=float(beta1), beta2=float(beta2), eps=group["eps"])
+    # The kernel goes through memory: all tensors must have one layout, that of the states.
     direction = (chunk.weights * group["weight_decay"]).contiguous()
-    step = chunk.step if group["bias_correction"] in ("paper", True) else _LATE
+    step = chunk.step if group["bias_correction"] in ("paper", True) else UNCORRECTED
     moments = (chunk.states["exp_avg"].tensors, chunk.states["exp_avg_sq"].tensors)
     rule.update(direction.tensors, chunk.gradients.contiguous().tensors, *moments, step, scale=1.0)
     return direction
@@ -159,7 +133,7 @@ def _learning_rate(group: Any, step: int) -> float:
 
 
 def _ratio(weight_squares: torch.Tensor, update_squares: torch.Tensor) -> torch.Tensor:
-    """‖p‖ / ‖u‖ from their squares; 1 where one of them is 0."""
+    """Return ‖p‖ / ‖u‖ from their squares; 1 where either is 0."""
     usable = (weight_squares > 0) & (update_squares > 0)
     return torch.where(usable, (weight_squares / update_squares).sqrt(), 1.0)
 

@@ -1,4 +1,4 @@
-"""Losses that jump above those before, judged by numbers that a jump itself hardly moves."""
+"""Detect loss spikes by the median of recent losses and its absolute deviation, which a spike hardly moves."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from meshwright.errors import ConfigError
 from meshwright.optim.guarded_step import inner_optimizer
 
 SpikeAction = Literal["skip", "warn", "stop", "rollback"]
-_SIGMA_PER_MAD = 1.4826  # of a normal distribution (Rousseeuw & Croux 1993)
-_LEAST_SPREAD = 0.01  # of the median: losses that hardly vary would make a spike of every other one
+_SIGMA_PER_MAD = 1.4826  # for a normal distribution (Rousseeuw & Croux 1993)
+# A share of the median. Where losses hardly vary, every other one would count as a spike without it.
+_LEAST_SPREAD = 0.01
 
 
 @dataclass(frozen=True)
 class SpikePolicy:
-    """What is a spike, and what happens then."""
+    """Definition of a loss spike, and the action to take."""
 
     action: SpikeAction = "skip"
     window: int = 128
-    """Losses to compare with, the latest that were no spikes."""
+    """Number of recent losses, spikes left out, to compare with."""
     threshold: float = 6.0
-    """Standard deviations, as the median absolute deviation tells them, above the median."""
+    """Standard deviations above the median, estimated from the median absolute deviation."""
     patience: int = 16
-    """Skipped steps in a row that end training: a loss that stays up is no spike."""
+    """Skipped steps in a row after which training stops: a loss that stays up is no spike."""
 
 
 _ATTRIBUTE = "_spike_watch"
 
 
 class SpikeWatch:
-    """Median and spread of the latest losses. Plain numbers: ranks that give it equal losses get equal answers.
+    """Running median and spread of recent losses. Ranks that pass it equal losses get equal answers.
 
     Args:
-        policy: What is a spike.
+        policy: The definition of a spike.
 
     Raises:
         ConfigError: When the policy's numbers cannot be used.
@@ -55,9 +56,9 @@ class SpikeWatch:
         self.policy = policy
         self._losses: deque[float] = deque(maxlen=policy.window)
         self.in_a_row = 0
-        """Spikes up to the last step, without another step in between."""
+        """Number of spikes in a row up to the last step."""
         self.num_spikes = 0
-        """Since this watch was made."""
+        """Number of spikes since this watch was made."""
 
     @property
     def limit(self) -> float:
@@ -69,11 +70,10 @@ class SpikeWatch:
         return median + self.policy.threshold * max(_SIGMA_PER_MAD * deviation, _LEAST_SPREAD * abs(median))
 
     def is_spike(self, loss: float) -> bool:
-        """Return whether the loss of a step is one, to be called once per step.
+        """Return whether the loss of a step is a spike; call it once per step. Inf and nan always are.
 
-        Inf and nan are, from the first step on.
-
-        A spike is not compared with later, unless the policy only warns: then a loss that stays up is soon usual.
+        Later losses are not compared with a spike, unless the policy only warns: a loss that stays up is then soon
+        normal.
         """
         found = not math.isfinite(loss) or loss > self.limit
         self.in_a_row = self.in_a_row + 1 if found else 0
@@ -84,7 +84,7 @@ class SpikeWatch:
 
     @property
     def out_of_patience(self) -> bool:
-        """Return whether so many steps were skipped that it is no spike."""
+        """Return whether ``patience`` steps in a row were spikes."""
         return self.in_a_row >= self.policy.patience
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,17 +92,16 @@ class SpikeWatch:
         return {"losses": list(self._losses), "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned; of a longer window the latest losses."""
+        """Load what :meth:`state_dict` returned; a shorter window keeps the latest losses."""
         self._losses = deque((float(loss) for loss in state["losses"]), maxlen=self.policy.window)
         self.in_a_row = int(state["in_a_row"])
 
 
 def watch_spikes(optimizer: Optimizer, watch: SpikeWatch) -> None:
-    """Make :func:`spike_watch_of` find a watch by the optimizer, so that checkpoints hold it."""
+    """Attach a watch to the optimizer, so that checkpoints include it; see :func:`spike_watch_of`."""
     setattr(inner_optimizer(optimizer), _ATTRIBUTE, watch)
 
 
 def spike_watch_of(optimizer: Optimizer | None) -> SpikeWatch | None:
-    """Return the watch over the losses that an optimizer lowers, through all its wrappers; None where there is none."""
-    found: SpikeWatch | None = None if optimizer is None else getattr(inner_optimizer(optimizer), _ATTRIBUTE, None)
-    return found
+    """Return the watch attached to an optimizer, looking through all its wrappers; None without one."""
+    return None if optimizer is None else getattr(inner_optimizer(optimizer), _ATTRIBUTE, None)

@@ -21,10 +21,10 @@ MASTER = "master"
 
 
 class MasterWeights:
-    """fp32 copies of half-precision parameters (Micikevicius et al. 2018, §3.1), kept beside them.
+    """fp32 copies of half-precision parameters, which the optimizer updates (Micikevicius et al. 2018, §3.1).
 
-    Small updates vanish when added to an 8-bit mantissa; added to the fp32 copy they do not. A copy of a DTensor is a
-    DTensor with the same placements.
+    Small updates vanish when they are added to an 8-bit mantissa, but not when added to the fp32 copy. The copy of a
+    DTensor is a DTensor with the same placements.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -38,7 +38,7 @@ class MasterWeights:
         self._mark()
 
     def optimizer(self, optim_func: Callable[[Any], Optimizer], params: Iterable[Any]) -> Optimizer:
-        """Build ``optim_func(params)`` over the copies: takes parameters or groups of them, as torch optimizers do."""
+        """Build ``optim_func(params)`` over the copies. ``params`` are parameters or groups, as torch takes them."""
         groups = list(params)
         if groups and isinstance(groups[0], Mapping):
             return optim_func([{**group, "params": self._replaced(group["params"])} for group in groups])
@@ -52,7 +52,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Move the gradients to the copies, in fp32; the half-precision ones are freed."""
+        """Move the gradients to the copies in fp32, and free the half-precision ones."""
         for parameter, master in self.of.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
             parameter.grad = None
@@ -61,10 +61,10 @@ class MasterWeights:
         """Refuse gradients of half-precision parameters without a copy: small updates would vanish.
 
         Args:
-            updated: What the optimizer updates: copies, and parameters that need none.
+            updated: The tensors that the optimizer updates: copies, and parameters that need none.
 
         Raises:
-            ConfigError: When there is one.
+            ConfigError: When such a parameter has a gradient.
         """
         lacking = [each for each in updated if each.grad is not None and self._lacks(each)]
         if lacking:
@@ -87,10 +87,10 @@ class MasterWeights:
         self._mark()
 
     def take_changes(self) -> None:
-        """Take parameters over that somebody has written to since the copies were rounded into them.
+        """Copy parameters back that were written to since the copies were rounded into them.
 
-        Clamped, tied or averaged in place, they would be overwritten by the next step. Values are not compared: what is
-        written through ``parameter.data`` leaves no mark, and is not seen.
+        The next step would overwrite what was clamped, tied or averaged in place. Changes are found by version
+        counters, not by values: writes through ``parameter.data`` are not seen.
         """
         for parameter, master in self.of.items():
             mark = _mark_of(parameter)
@@ -99,7 +99,6 @@ class MasterWeights:
                 self._marks[parameter] = mark
 
     def _mark(self) -> None:
-        """Note that parameters are what their copies round to."""
         self._marks = {parameter: _mark_of(parameter) for parameter in self.of}
 
     def zero_grad(self) -> None:
@@ -109,23 +108,24 @@ class MasterWeights:
 
 
 def _mark_of(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return what changes when this rank's part is written to, or replaced by another tensor."""
+    """Return a value that changes when this rank's part is written to or replaced by another tensor."""
     local = local_tensor(parameter)
-    return version_of(parameter), version_of(local), local.data_ptr()  # a DTensor's are not its shard's
+    # A DTensor's version is not its shard's.
+    return version_of(parameter), version_of(local), local.data_ptr()
 
 
 @torch.no_grad()
 def take_over(copy: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Change a copy of a parameter, of another type or on another device, into what was loaded into the parameter.
+    """Bring a copy of a parameter, of any type and on any device, up to date with the parameter.
 
-    An element that rounds to the parameter's stays: it was loaded before, and is finer.
+    Elements of the copy that round to the parameter's stay as they are: they are the same number, more precisely.
     """
     copied, local = local_tensor(copy), local_tensor(parameter)
     local = local.to(copied.device)
     copied.copy_(torch.where(copied.to(local.dtype) == local, copied, local.to(copied.dtype)))
 
 
-# --- Writing fp32 results into bfloat16 weights with random rounding: small updates survive on average, without a copy.
+# --- Stochastic rounding into bfloat16: small updates survive on average, without an fp32 copy
 
 _DROPPED_BITS = 16  # of an fp32 mantissa, in bfloat16
 
@@ -148,32 +148,48 @@ def round_stochastically_(target: torch.Tensor, value: torch.Tensor, generator: 
 
 
 def shard_generator(device: torch.device, step: int, position: int, shard: int) -> torch.Generator:
-    """Random bits that depend on step, parameter and shard and on nothing else, so replicas stay equal."""
+    """Make a generator seeded by step, parameter and shard and by nothing else, so that replicas stay equal."""
     generator = torch.Generator(device)
     generator.manual_seed(((step * 1_000_003 + position) * 1_000_003 + shard) % (1 << 63))
     return generator
 
 
-# --- The dynamic loss scale of fp16, with bounds and patience.
+# --- The dynamic loss scale of fp16
+
+
+def unscale_(tensors: Iterable[torch.Tensor], inverse_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+    """Multiply plain tensors of any devices and types in place, and look for inf and nan in the same pass.
+
+    Args:
+        tensors: Gradients, or local shards of them.
+        inverse_scale: The factor, 0-dim fp32.
+        found_inf: 0-dim or one-element fp32; set to 1 when a tensor holds inf or nan.
+    """
+    for kind in by_kind(tensors):
+        device = kind[0].device
+        found = found_inf if device == found_inf.device else torch.zeros_like(found_inf, device=device)
+        non_finite_check_and_unscale_(kind, found, inverse_scale.to(device))
+        if found is not found_inf:  # some gradients were offloaded
+            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
 
 
 class LossScaler(torch.amp.GradScaler):
-    """torch's GradScaler over any mixture of layouts, with bounds and patience. Seed of these two: ColossalAI.
+    """torch's GradScaler over any mixture of layouts, with bounds and hysteresis as ColossalAI has them.
 
     torch checks all gradients in one operation, which refuses plain tensors and DTensors of several meshes together.
-    This one checks local shards, and what one rank finds holds for all: one all-reduce of one number per step, over the
-    world (or see :meth:`meet_in`). A step that overflows is skipped in any case; without bounds and with
+    This one checks local shards, and all ranks act on what any of them finds: one all-reduce of one number per step,
+    over the world (or see :meth:`agree_within`). A step that overflows is skipped in any case; without bounds and with
     ``hysteresis=1`` the scale is torch's.
 
     Args:
         device: Device type the gradients are on.
         initial_scale: The first scale.
-        growth_factor: The scale is multiplied by it after ``growth_interval`` steps without overflow.
-        backoff_factor: The scale is multiplied by it after an overflow.
-        growth_interval: See ``growth_factor``.
-        hysteresis: Overflows since the scale last grew before it falls; 1 lowers it at the first.
-        min_scale: The scale never falls below.
-        max_scale: The scale never grows above; None for no bound.
+        growth_factor: Multiplies the scale after ``growth_interval`` steps without overflow.
+        backoff_factor: Multiplies the scale after an overflow.
+        growth_interval: Steps without overflow before the scale grows.
+        hysteresis: Number of overflows since the last growth at which the scale falls; 1 lowers it at the first.
+        min_scale: Lowest scale.
+        max_scale: Highest scale; None for no bound.
 
     Raises:
         ConfigError: When the numbers do not make a scale.
@@ -211,8 +227,8 @@ class LossScaler(torch.amp.GradScaler):
         self._group: dist.ProcessGroup | None = None  # None: the world
         self._num_peers: int | None = None  # None: all ranks
 
-    def meet_in(self, group: dist.ProcessGroup | None, num_ranks: int) -> None:
-        """From now on an overflow concerns the ranks of a group only, such as those of one replica."""
+    def agree_within(self, group: dist.ProcessGroup | None, num_ranks: int) -> None:
+        """Share overflows only with the ranks of a group, such as those of one replica, from now on."""
         self._group, self._num_peers = group, num_ranks
 
     # torch's ShardedGradScaler overrides the same method, for one process group.
@@ -222,12 +238,7 @@ class LossScaler(torch.amp.GradScaler):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not allow_fp16 and any(gradient.dtype == torch.float16 for gradient in gradients):
             raise ValueError("Attempting to unscale FP16 gradients.")
-        for kind in by_kind(map(local_tensor, gradients)):
-            device = kind[0].device
-            found = found_inf if device == found_inf.device else torch.zeros_like(found_inf, device=device)
-            non_finite_check_and_unscale_(kind, found, inv_scale.to(device))
-            if found is not found_inf:  # these were offloaded
-                found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
+        unscale_(map(local_tensor, gradients), inv_scale, found_inf)
         if (world_size() if self._num_peers is None else self._num_peers) > 1:
             dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
         return {found_inf.device: found_inf}
@@ -253,10 +264,10 @@ class LossScaler(torch.amp.GradScaler):
         return any(bool(each.item()) for each in found)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's entries, and the overflows that count towards ``hysteresis``."""
+        """Return torch's entries, and the overflows that count towards ``hysteresis``."""
         return {**super().state_dict(), "overflows": self._overflows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned; also torch's own."""
+        """Load what :meth:`state_dict` of this class or of torch's scaler returned."""
         super().load_state_dict(state_dict)
         self._overflows = int(state_dict.get("overflows", 0))

@@ -1,4 +1,4 @@
-"""Muon: orthogonalised momentum for matrices, with AdamW for the rest."""
+"""Muon: orthogonalised momentum for matrices, and AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ class Muon(ShardedOptimizer):
         m = momentum · m + (1 − momentum) · g        u = momentum · m + (1 − momentum) · g   (Nesterov), or m
         p -= lr · weight_decay · p + lr · ratio · NewtonSchulz(u)
 
-    Momentum is kept and updated on shards. Whole matrices then travel to owners, each to one of the ranks that share
-    it, replicas included, so that the work is balanced; results travel back. However many matrices there are, that is
-    one all-to-all each way per mesh and bucket (128 MiB of matrices on each rank), behind the work on the bucket
-    before. Matrices that one rank holds alone, as experts under expert parallelism, do not travel. Plain parameters are
-    updated on every rank, unless :meth:`setup_distributed` told which ranks hold the same ones (``dp_group``).
+    Momentum is stored and updated on shards. Whole matrices then travel to owners, each to one of the ranks that share
+    it, replicas included, so that the work is balanced; results travel back. For any number of matrices that is one
+    all-to-all each way per mesh and bucket (128 MiB of matrices on each rank), behind the work on the last bucket.
+    Matrices that one rank has whole, as experts under expert parallelism, do not travel. Plain parameters are updated
+    on every rank, unless :meth:`setup_distributed` names the ranks that hold the same ones (``dp_group``).
 
     Groups with ``algorithm="adamw"`` are updated by AdamW on their shards: embeddings, output heads, norms and biases
     belong there. :func:`~meshwright.optim.muon.muon_param_groups` makes both groups.
 
     Args:
-        params: Parameters or groups: matrices ``(H, W)`` or stacks of them ``(E, H, W)``, each matrix by itself.
+        params: Parameters or groups: matrices ``(H, W)``, or stacks of separate matrices ``(E, H, W)``.
         lr: Learning rate.
-        weight_decay: Decoupled.
-        momentum: Of the moving average.
-        nesterov: Whether to look one step ahead.
+        weight_decay: Decoupled weight decay.
+        momentum: Decay rate of the moving average.
+        nesterov: Whether momentum is Nesterov's.
         ns_coefficients: a, b, c of the quintic iteration.
-        eps: Least norm that a matrix is divided by.
+        eps: Smallest norm that a matrix is divided by.
         ns_steps: Number of iterations.
         adjust_lr_fn: ``"original"`` (or None) multiplies lr by √max(1, H/W), ``"match_rms_adamw"`` by 0.2·√max(H, W),
             which makes steps as large as AdamW's.
-        algorithm: ``"muon"`` or ``"adamw"``; of groups that do not say.
+        algorithm: ``"muon"`` or ``"adamw"``, for groups that do not choose.
         betas: Decay rates of AdamW.
         adamw_eps: Added to √v̂ by AdamW.
-        split: Of fused weights: the number of equal parts along ``split_dim`` (3 for a query-key-value projection), or
-            their sizes; each is orthogonalised as a matrix of its own.
+        split: For fused weights, the number of equal parts along ``split_dim`` (3 for a query-key-value projection), or
+            their sizes; each part is orthogonalised as a matrix of its own.
         split_dim: −2 for weights ``(out, in)``, −1 for ``(in, out)``.
-        ns_dtype: In which matrices travel and are orthogonalised. None: bfloat16 on accelerators, as in torch; fp32 on
-            a CPU, where it is faster than bfloat16 and exact.
+        ns_dtype: Type in which matrices travel and are orthogonalised. None: bfloat16 on accelerators, as in torch;
+            fp32 on a CPU, where it is faster than bfloat16 and exact.
         half_update: See :class:`~meshwright.optim.sharded.ShardedOptimizer`.
 
     Raises:
@@ -138,17 +138,17 @@ class Muon(ShardedOptimizer):
         return {"exp_avg": whole, "exp_avg_sq": whole}
 
     def variant(self, layout: Layout, group: dict[str, Any]) -> None:
-        """Matrices and stacks of them go together, and so does all that AdamW updates."""
+        """Return one key for all parameters of a group."""
 
     def update(self, chunk: Chunk) -> Update:
-        """One request: Newton–Schulz of the momentum."""
+        """Update a chunk, asking for the orthogonalised momentum."""
         if chunk.group["algorithm"] == "muon":
             yield [self._orthogonal_step(chunk)]
         elif chunk.has_gradients:
             _adamw_step(chunk)
 
     def _orthogonal_step(self, chunk: Chunk) -> Whole:
-        """Momentum goes to owners as it is made, matrix by matrix; weights are moved by what comes back."""
+        """Return the request that sends momentum to owners as it is computed, and moves weights by the results."""
         group, parts = chunk.group, _parts(chunk.group)
         lr, momentum = float(group["lr"]), group["momentum"]
         gradients, buffers = chunk.gradients.tensors, chunk.states["momentum_buffer"].tensors
@@ -162,7 +162,8 @@ class Muon(ShardedOptimizer):
         def work(members: list[int], wholes: list[torch.Tensor]) -> list[torch.Tensor]:
             results = orthogonalised(wholes, group["ns_coefficients"], group["ns_steps"], group["eps"])
             for member, result in zip(members, results, strict=True):
-                if (ratio := _ratio(group, result.shape)) != ratios[member]:  # one of several parts, of unequal sizes
+                # Parts of a fused weight may have unequal sizes.
+                if (ratio := _ratio(group, result.shape)) != ratios[member]:
                     result.mul_(ratio / ratios[member])
             return results
 
@@ -207,7 +208,7 @@ def _parts(group: Mapping[str, Any]) -> MatrixParts:
 
 
 def _ratio(group: Mapping[str, Any], shape: tuple[int, ...]) -> float:
-    """Return what the learning rate of a matrix of this shape is multiplied by, as in torch."""
+    """Return the factor of the learning rate of a matrix of this shape, as in torch."""
     height, width = shape[-2:]
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(height, width))
@@ -225,11 +226,8 @@ def _ns_dtype(chunk: Chunk) -> torch.dtype:
 def _adamw_step(chunk: Chunk) -> None:
     group = chunk.group
     beta1, beta2 = group["betas"]
-    rule = AdamRule(
-        lr=float(group["lr"]), beta1=float(beta1), beta2=float(beta2), eps=group["adamw_eps"],
-        weight_decay=group["weight_decay"], decoupled=True, maximize=False, hold_steps=0,
-    )  # fmt: skip
-    # The kernel walks through memory: all must lie alike, as the states do.
+    rule = AdamRule(float(group["lr"]), float(beta1), float(beta2), group["adamw_eps"], group["weight_decay"])
+    # The kernel goes through memory: all tensors must have one layout, that of the states.
     weights, gradients = chunk.weights.contiguous(), chunk.gradients.in_fp32().contiguous()
     moments = (chunk.states["exp_avg"].tensors, chunk.states["exp_avg_sq"].tensors)
     rule.update(weights.tensors, gradients.tensors, *moments, chunk.step, scale=1.0)
@@ -238,7 +236,7 @@ def _adamw_step(chunk: Chunk) -> None:
             weight.copy_(moved)
 
 
-# --- Which parameters of a model Muon updates, and which are left to AdamW.
+# --- Parameter groups: which parameters Muon updates
 
 _BLOCK_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -250,27 +248,27 @@ def muon_param_groups(
     muon: Mapping[str, Any] | None = None,
     adamw: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Groups for :class:`~meshwright.optim.muon.Muon`: hidden matrices; and what AdamW does better.
+    """Divide a model's parameters into groups for :class:`~meshwright.optim.muon.Muon`: hidden matrices, and the rest.
 
     Muon is for weights that map hidden states to hidden states (Jordan et al. 2024): parameters of 2 dims, and of 3
-    where they are stacks of expert weights. To AdamW go
+    where they are stacks of expert weights. AdamW updates
 
     - parameters of another number of dims, and stacks of a single matrix (position embeddings ``(1, S, D)``);
-    - all of a module whose type has "embedding" in its name, and what has "embed" in its own;
-    - output heads: what the model's ``get_output_embeddings()`` gives, as transformers' models have it; a ``Linear``
-      with the shape of an embedding that is in no list of blocks; whatever is tied to an embedding;
-    - what ``adamw_names`` says: heads of other kinds, such as classifiers, have to be named.
+    - all parameters of modules whose type has "embedding" in its name, and those with "embed" in their own;
+    - output heads: the module that ``get_output_embeddings()`` returns, as in transformers; a ``Linear`` with the shape
+      of an embedding outside all lists of blocks; whatever is tied to an embedding;
+    - parameters in ``adamw_names``: heads of other kinds, such as classifiers, have to be named.
 
     Parameters that need no gradient are in no group.
 
     Args:
-        model: Before or after it was sharded.
+        model: The model, before or after it was sharded.
         adamw_names: Patterns (as of file names) of full parameter names.
         muon: Hyperparameters of the first group.
         adamw: Hyperparameters of the second group.
 
     Returns:
-        Two groups, or one where there is nothing for the other.
+        Two groups, or one if the other is empty.
 
     Raises:
         ConfigError: When a pattern fits no parameter.
@@ -305,7 +303,6 @@ def _is_hidden(name: str, parameter: torch.Tensor) -> bool:
 
 
 def _outer_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Those of embeddings and output heads."""
     embeddings = [module for module in model.modules() if "embedding" in type(module).__name__.lower()]
     shapes = set()
     for module in embeddings:
@@ -326,31 +323,31 @@ def _outer_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _in_list(model: nn.Module, name: str) -> bool:
-    """Return whether a module is within a list of others."""
+    """Return whether a module is inside a list of modules."""
     ancestors = ["", *(name[:index] for index, letter in enumerate(name) if letter == ".")]
     return any(isinstance(model.get_submodule(ancestor), _BLOCK_LISTS) for ancestor in ancestors)
 
 
-# --- What is orthogonalised as one matrix: a weight, one of a stack, or a part of a fused one.
+# --- Matrices to orthogonalise: a weight, one of a stack, or a part of a fused weight
 
 
 @dataclass(frozen=True)
 class MatrixParts:
-    """Names the blocks of a weight that are matrices of their own; equal for equal arguments.
+    """The regions of a weight that are matrices of their own.
 
     Args:
-        split: Number of equal parts that a matrix consists of, or their sizes.
-        split_dim: Along which dim, from the end: −2 for ``Linear`` weights ``(out, in)``.
+        split: Number of equal parts of a matrix, or their sizes.
+        split_dim: Dim of the parts, from the end: −2 for ``Linear`` weights ``(out, in)``.
     """
 
     split: int | tuple[int, ...] = 1
     split_dim: int = -2
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the parts of each matrix along the split dim.
+        """Return the sizes of a matrix's parts along the split dim.
 
         Raises:
-            ModelError: When they do not make up the matrix.
+            ModelError: When they do not add up to the matrix.
         """
         total = shape[self.split_dim]
         sizes = (total // self.split,) * self.split if isinstance(self.split, int) else self.split
@@ -370,7 +367,7 @@ class MatrixParts:
         return extent[0], extent[1]
 
     def __call__(self, layout: Layout) -> Parts:
-        """One block for each matrix, or part of one."""
+        """Return one region for each matrix, or part of one."""
         shape, axis = layout.shape, layout.ndim + self.split_dim
         sizes = self.sizes(shape)
         starts = list(itertools.accumulate(sizes, initial=0))
@@ -383,48 +380,50 @@ class MatrixParts:
         return tuple((block, block) for block in blocks)
 
 
-# --- Orthogonalising matrices by Newton–Schulz iteration, many of one shape at once.
+# --- Newton–Schulz iteration, batched over matrices of one shape
 
-# Matrices of one shape are multiplied together up to so many elements: small ones cost their calls, large ones gain
-# nothing (CPU: 32 of 16 x 16 in fp32 28 times faster together, of 64 x 64 twice, of 256 x 1024 not).
-_TOGETHER = {"cpu": 1 << 18, "other": 1 << 24}
+# Elements of matrices in a batch. Small ones cost their calls, large ones gain nothing (CPU, fp32: batches of 32 are
+# 28 times faster for 16 x 16, twice as fast for 64 x 64, and not faster for 256 x 1024).
+_BATCH_ELEMENTS = {"cpu": 1 << 18, "other": 1 << 24}
 
 
 def orthogonalised(
     matrices: Sequence[torch.Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> list[torch.Tensor]:
-    """U·S'·Vᵀ for every U·S·Vᵀ, with all of S' between 0.5 and 1.5 or so (Jordan et al. 2024, "Muon").
+    """Return U·S'·Vᵀ for every U·S·Vᵀ, with all of S' roughly between 0.5 and 1.5 (Jordan et al. 2024, "Muon").
 
-    The quintic iteration X ← aX + (bA + cA²)X with A = XXᵀ, begun at X / ‖X‖. As in torch.optim.Muon: on the wide side
-    of the matrix, with the norm taken in its own type.
+    The quintic iteration is X ← aX + (bA + cA²)X with A = XXᵀ, from X / ‖X‖ on. As in torch.optim.Muon, it works on the
+    wide side of the matrix, with the norm in the matrix's own type.
 
     Args:
-        matrices: Of shape (..., H, W) with one matrix in each, in fp32 or half precision; only read.
+        matrices: Tensors of shape (..., H, W) with one matrix in each, in fp32 or half precision; only read.
         coefficients: a, b and c.
         steps: Number of iterations.
-        eps: Least norm divided by.
+        eps: Smallest norm to divide by.
 
     Returns:
-        One for each, of its shape and type.
+        One result for each matrix, of its shape and type.
     """
     by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
         by_shape[matrix.shape[-2], matrix.shape[-1]].append(index)
     results = list(matrices)
     for (height, width), indices in by_shape.items():
-        size = _TOGETHER["cpu" if matrices[0].device.type == "cpu" else "other"] // max(height * width, 1)
+        size = _BATCH_ELEMENTS["cpu" if matrices[0].device.type == "cpu" else "other"] // max(height * width, 1)
         for start in range(0, len(indices), max(size, 1)):
             part = indices[start : start + max(size, 1)]
-            made = _of_one_shape([matrices[index].reshape(height, width) for index in part], coefficients, steps, eps)
+            made = _orthogonalised_batch(
+                [matrices[index].reshape(height, width) for index in part], coefficients, steps, eps
+            )
             for index, result in zip(part, made, strict=True):
                 results[index] = result.reshape(matrices[index].shape)
     return results
 
 
-def _of_one_shape(
+def _orthogonalised_batch(
     matrices: Sequence[torch.Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Sequence[torch.Tensor]:
-    """Return the matrices (H, W) iterated together, one alone without a copy into a stack."""
+    """Orthogonalise matrices (H, W) in one batch; a single one without a copy into a stack."""
     norms = [torch.linalg.vector_norm(matrix).clamp_(min=eps) for matrix in matrices]
     is_tall = matrices[0].shape[0] > matrices[0].shape[1]
     wide = [matrix.mT / norm if is_tall else matrix / norm for matrix, norm in zip(matrices, norms, strict=True)]
@@ -438,7 +437,7 @@ def _of_one_shape(
 
 
 def cost(shape: tuple[int, ...]) -> float:
-    """Multiplications of one step for a matrix (..., H, W): XXᵀ and (…)X cost H·W·min each, A² min³."""
+    """Return the multiplications of one step for a matrix (..., H, W): H·W·min for XXᵀ and for (…)X, min³ for A²."""
     height, width = shape[-2:]
     least = min(height, width)
     return float(2 * height * width * least + least**3)

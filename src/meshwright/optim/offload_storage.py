@@ -1,4 +1,4 @@
-"""Store offloaded tensors: asynchronous copies to pinned host memory, and memory-mapped files on disk."""
+"""Storage of offloaded tensors: asynchronous copies to page-locked host memory, and memory-mapped files on disk."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from meshwright.runtime.torch_internals.optim import foreach_copy_
 
 
 class CudaCopies:
-    """One stream per direction, as the hardware has one copy engine per direction.
+    """Copies on one CUDA stream per direction, as the hardware has one copy engine per direction.
 
-    What a stream has recorded is used again only when the host sees that its copies are over, and the host may be a
-    whole forward ahead of the device. Whoever must have the memory back sooner passes ``held``: he keeps the device
-    tensors until their own stream waits for the event.
+    The allocator reuses the memory of a tensor recorded on a stream only when the host sees that its copies are over,
+    and the host may be a whole forward ahead of the device. Callers that need the memory back sooner pass ``held`` and
+    keep the device tensors until the stream these belong to waits for the event.
 
-    Any thread may queue copies. A new one begins on the first device: it would set up a context there for nothing.
+    Any thread may queue copies: each call sets the device, as a new thread would otherwise set up a context on the
+    first one.
 
     Args:
         device: The CUDA device.
@@ -47,7 +48,7 @@ class CudaCopies:
     def to_host(
         self, host: list[torch.Tensor], device: list[torch.Tensor], after: torch.cuda.Event, *, held: bool = False
     ) -> torch.cuda.Event:
-        """Copies asynchronously; the device tensors may be freed by their owner at once, unless they are ``held``."""
+        """Copy asynchronously; the device tensors may be freed by their owner at once, unless they are ``held``."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._to_host):
             self._to_host.wait_event(after)
             for target, source in zip(host, device, strict=True):
@@ -59,7 +60,7 @@ class CudaCopies:
     def to_device(
         self, device: list[torch.Tensor], host: list[torch.Tensor], after: torch.cuda.Event, *, held: bool = False
     ) -> torch.cuda.Event:
-        """Copies asynchronously; the host tensors must stay until the event has passed."""
+        """Copy asynchronously; the host tensors must stay until the event has passed."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._to_device):
             self._to_device.wait_event(after)
             for target, source in zip(device, host, strict=True):
@@ -69,11 +70,8 @@ class CudaCopies:
         return self._to_device.record_event()
 
     def join(self) -> None:
-        """The current stream waits for the stream to the device; gradients have been waited for by the host."""
+        """Let the current stream wait for the stream to the device; the host has waited for all gradients."""
         torch.cuda.current_stream(self._device).wait_stream(self._to_device)
-
-
-# --- Copies between a device and the host: on streams of their own on CUDA, at once where the device is the host.
 
 
 class Event(Protocol):
@@ -83,15 +81,17 @@ class Event(Protocol):
         """Let the host wait for everything queued before this point."""
 
     def wait(self) -> None:
-        """Let the device's current stream wait for it."""
+        """Let the device's current stream wait for everything queued before this point."""
 
 
 class Copies(Protocol):
-    """Queues of copies that run beside everything else.
+    """Copies between a device and the host that run beside everything else.
 
     ``held``: the caller keeps the device tensors until the stream they belong to waits for the event.
     """
 
+    pinned: bool
+    """Whether host buffers must be page-locked."""
     queued: bool
     """Whether a copy may still be under way when the call returns."""
 
@@ -114,55 +114,54 @@ class _Done:
     """A copy that is complete."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 class DirectCopies:
-    """Within host memory: the same path, without queues."""
+    """Copies within host memory: the same path, without queues."""
 
+    pinned = False
     queued = False
 
     def mark(self) -> None:
-        """There are no streams."""
+        """Return nothing, as there are no streams."""
 
-    def to_host(
-        self, host: list[torch.Tensor], device: list[torch.Tensor], after: None, *, held: bool = False
-    ) -> Event:
-        """Copies."""
+    def to_host(self, host: list[torch.Tensor], device: list[torch.Tensor], after: Any, *, held: bool = False) -> Event:
+        """Copy at once."""
         foreach_copy_(host, device)
         return _Done()
 
     def to_device(
-        self, device: list[torch.Tensor], host: list[torch.Tensor], after: None, *, held: bool = False
+        self, device: list[torch.Tensor], host: list[torch.Tensor], after: Any, *, held: bool = False
     ) -> Event:
-        """Copies."""
+        """Copy at once."""
         foreach_copy_(device, host)
         return _Done()
 
     def join(self) -> None:
-        """Nothing is under way."""
+        """Return at once."""
 
 
 def copies_for(device: torch.device) -> Copies:
-    """Return the copies between the host and a device."""
+    """Make the copies between the host and a device."""
     return CudaCopies(device) if device.type == "cuda" else DirectCopies()
 
 
-# --- Tensors in memory-mapped files: the kernel moves their pages, and is told which come next and which are done.
+# --- Tensors in memory-mapped files: the operating system moves pages, and we advise it which come next
 
-_ALIGNMENT = 64  # bytes: what vector kernels like
+_ALIGNMENT = 64  # bytes, for vector kernels
 _CHUNK = 2**24  # bytes written at a time where a file system cannot reserve
 
 
 class DiskFile:
     """A file of fixed size whose bytes are tensors.
 
-    Its blocks are reserved when it is made, so that a full disk is an error then and not a fault in the middle of an
-    update. Without ``keep`` it has no name from then on: the system frees it when the process ends, however it ends.
-    Nothing ever reads a file that it did not make.
+    Its blocks are reserved at once, so that a full disk is an error then and not a fault in the middle of an update.
+    Without ``keep`` the file is unlinked at once, too: the system frees it when the process ends, however it ends. No
+    process ever reads a file that it did not make.
 
     Raises:
         ConfigError: When the folder cannot be written to or the disk is full.
@@ -187,7 +186,7 @@ class DiskFile:
     def like(
         cls, folder: Path, likes: Sequence[torch.Tensor], *, keep: bool
     ) -> tuple[DiskFile | None, list[torch.Tensor]]:
-        """A file with one tensor of zeros for each of ``likes``, and these; no file where all of them are empty."""
+        """Make a file and one tensor of zeros in it for each of ``likes``; no file where all of them are empty."""
         starts, end = [], 0
         for tensor in likes:
             starts.append(end)
@@ -205,14 +204,14 @@ class DiskFile:
         return flat.as_strided(like.size(), like.stride()) if is_dense(like) else flat.view(like.shape)
 
     def read_ahead(self) -> None:
-        """Ask for all pages; return before they are there."""
+        """Ask for all pages without waiting for them."""
         _advise(self._descriptor, "POSIX_FADV_WILLNEED")
 
     def write_behind(self) -> None:
-        """Write what has changed, and let go of the memory; reading it again reads the file."""
+        """Write all changes and release the memory; later reads come from the file."""
         os.fdatasync(self._descriptor)
         if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)  # pages of a shared map stay what the file says
+            self._map.madvise(mmap.MADV_DONTNEED)  # safe on a shared map, whose pages are the file's
         _advise(self._descriptor, "POSIX_FADV_DONTNEED")
 
 
@@ -225,7 +224,7 @@ def _reserve(descriptor: int, num_bytes: int) -> None:
 
 
 def _advise(descriptor: int, name: str) -> None:
-    if hasattr(os, name):  # not on macOS; it is advice and nothing depends on it
+    if hasattr(os, name):  # not on macOS, and nothing depends on it
         os.posix_fadvise(descriptor, 0, 0, getattr(os, name))
 
 
@@ -242,11 +241,11 @@ class Disk:
     """A folder for one process's files, and a thread that reads ahead and writes behind.
 
     Args:
-        folder: Made if it does not exist; one that is local to each node and fast.
-        keep: Whether files keep their names when the process ends, for whoever wants to look at them.
+        folder: Made if it does not exist; should be local to each node and fast.
+        keep: Whether files stay when the process ends, for inspection.
 
     Raises:
-        ConfigError: When it cannot be written to.
+        ConfigError: When the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, *, keep: bool = False) -> None:
@@ -258,19 +257,19 @@ class Disk:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unusable(folder, 0, error) from error
-        self.make([torch.empty(1)])  # now rather than in the first step
+        self.make([torch.empty(1)])  # an error should come now rather than in the first step
 
     def make(self, likes: Sequence[torch.Tensor]) -> tuple[DiskFile | None, list[torch.Tensor]]:
-        """A new file with one tensor for each of ``likes``: see :meth:`DiskFile.like`."""
+        """Make a file with one tensor for each of ``likes``; see :meth:`DiskFile.like`."""
         return DiskFile.like(self._folder, likes, keep=self._keep)
 
     def read_ahead(self, files: Sequence[DiskFile]) -> None:
-        """Begin to read what the next update needs."""
+        """Begin to read the files of the next update."""
         for file in files:
             self._thread.submit(file.read_ahead)
 
     def write_behind(self, files: Sequence[DiskFile]) -> None:
-        """Begin to write what an update has changed.
+        """Begin to write the files of an update.
 
         Raises:
             OSError: When an earlier write of one of these files failed.
@@ -281,6 +280,10 @@ class Disk:
             self._writing[file] = self._thread.submit(file.write_behind)
 
     def settle(self) -> None:
-        """Wait for everything that is being written; raise OSError when it could not be."""
+        """Wait for all writes.
+
+        Raises:
+            OSError: When a write failed.
+        """
         for future in self._writing.values():
             future.result()

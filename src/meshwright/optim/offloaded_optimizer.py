@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
-from meshwright.errors import ConfigError, ModelError
+from meshwright.errors import ConfigError
+from meshwright.optim.checks import check_dense
 from meshwright.optim.dtensors import HALF_TYPES, local_tensor, wrapped_like
 from meshwright.optim.guarded_step import WrappedOptimizer
 from meshwright.optim.mixed_precision import MasterWeights
@@ -24,28 +25,29 @@ from meshwright.runtime.torch_internals.optim import step_post_hooks_of, step_pr
 
 @dataclass(eq=False)
 class Bucket:
-    """Parameters that are updated together, and the files that hold their copies and states."""
+    """Parameters that are updated together."""
 
     parameters: list[torch.Tensor]
-    """As the model has them."""
+    """The model's parameters."""
     updated: list[torch.Tensor]
-    """As the optimizer has them: copies on the host, or the parameters themselves where they are there."""
+    """The optimizer's parameters: copies on the host, or the parameters themselves if they live there."""
     files: list[DiskFile]
+    """The files of their copies and states."""
 
 
 class OffloadedOptimizer(WrappedOptimizer):
-    """Wraps an optimizer over copies of parameters on the host (and parameters on the device, updated first).
+    """Wrapper that steps an optimizer over host copies of parameters bucket by bucket.
 
-    An optimizer of torch keeps everything per parameter, so its step over some of them is its step: each bucket is
-    updated by itself, with torch's fused kernel where it has one and the group does not choose otherwise, while the
-    weights of the one before travel to the device and the states of the next are read. Any other takes one step over
-    everything.
+    torch's optimizers treat every parameter by itself, so steps over parts are equal to one over all. Each bucket is
+    updated alone, with torch's fused kernel where there is one and the group does not choose otherwise, while the
+    weights of the bucket before travel to the device and the states of the next are read. Parameters on the device are
+    updated first. Any other optimizer takes one step over everything.
 
     Args:
         inner: The optimizer.
-        buckets: What is on the host.
-        disk: Where states go after the step that made them; None: they stay in memory.
-        send: Begins to bring the weights of some of the model's parameters to the device.
+        buckets: The parameters on the host.
+        disk: Where states move after the step that made them; None: they stay in memory.
+        send: Begins to copy the new weights of some of the model's parameters to the device.
     """
 
     def __init__(
@@ -67,10 +69,10 @@ class OffloadedOptimizer(WrappedOptimizer):
         self._on_host = {parameter: bucket for bucket in buckets for parameter in bucket.updated}
         self._stored: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # states on disk, by parameter and name
         self._offered: dict[tuple[torch.Tensor, str], torch.Tensor] = {}  # room for states about to be loaded
-        self._full: ConfigError | None = None  # why states of this step stay in memory
+        self._full: ConfigError | None = None  # the reason why states of this step stay in memory
         self._agreed = False  # whether all ranks know that their first states have found room
-        if disk is not None:
-            inner.state_like = self.state_like  # type: ignore[attr-defined]  # states are loaded into their files
+        if disk is not None:  # checkpoints then load states straight into their files
+            inner.state_like = self.state_like  # type: ignore[attr-defined]
 
     @property
     def offloaded(self) -> set[torch.Tensor]:
@@ -108,7 +110,7 @@ class OffloadedOptimizer(WrappedOptimizer):
             if self._disk is not None:
                 self._disk.write_behind(bucket.files)
         if self._disk is not None:
-            self._tell_of_full_disk()
+            self._raise_if_full()
 
     @property
     def _in_parts(self) -> bool:
@@ -117,14 +119,14 @@ class OffloadedOptimizer(WrappedOptimizer):
         return ours_or_theirs and not hooks  # a hook is promised one call per step
 
     def _states(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, str, torch.Tensor]]:
-        """The states that belong on disk: all but counters."""
+        """Yield the states that belong on disk: all but counters."""
         for parameter in bucket.updated:
             for key, value in self.inner.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:
                     yield parameter, key, value
 
     def _store(self, bucket: Bucket) -> None:
-        """Move states that are in memory, because they are new or were loaded, to disk; values and layouts stay."""
+        """Move states that are new or were loaded from memory to disk."""
         if self._disk is None or self._full is not None:
             return
         missing = []
@@ -152,9 +154,9 @@ class OffloadedOptimizer(WrappedOptimizer):
         place.copy_(local_tensor(value))
         self.inner.state[parameter][key] = self._stored[parameter, key] = wrapped_like(value, place)
 
-    def _tell_of_full_disk(self) -> None:
+    def _raise_if_full(self) -> None:
         error, self._full = self._full, None
-        if not self._agreed:  # the step that makes states; ranks take it together
+        if not self._agreed:  # the first step, which makes states on all ranks
             self._agreed = True
             with same_on_every_rank():
                 if error is not None:
@@ -163,7 +165,7 @@ class OffloadedOptimizer(WrappedOptimizer):
             raise error
 
     def state_like(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised state laid out like a parameter of the optimizer, where it is to live.
+        """Return an uninitialised state laid out like a parameter of the optimizer, where it is to live.
 
         Raises:
             ConfigError: When the disk has no room.
@@ -182,11 +184,11 @@ class OffloadedOptimizer(WrappedOptimizer):
         return self._stored[parameter, key]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's."""
+        """Return the inner optimizer's state dict."""
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned, also without offload; states go to disk with the next step."""
+        """Load what :meth:`state_dict` returned, with or without offload; states go to disk with the next step."""
         self.inner.load_state_dict(state_dict)
 
     def __repr__(self) -> str:
@@ -200,7 +202,7 @@ def _alike(place: torch.Tensor, value: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _only(optimizer: Optimizer, parameters: set[torch.Tensor]) -> Iterator[None]:
-    """Let an optimizer know some of its parameters only."""
+    """Restrict an optimizer to some of its parameters inside the block."""
     listed = [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [parameter for parameter in group["params"] if parameter in parameters]
@@ -213,7 +215,7 @@ def _only(optimizer: Optimizer, parameters: set[torch.Tensor]) -> Iterator[None]
 
 @contextlib.contextmanager
 def _fused(optimizer: Optimizer) -> Iterator[None]:
-    """Let groups without a choice use torch's fused kernels for the host, several times faster than its loop."""
+    """Let groups that do not choose use torch's fused CPU kernels, several times faster than its loop."""
     chosen = [group for group in optimizer.param_groups if _can_fuse(optimizer, group)]
     before = [group["fused"] for group in chosen]
     for group in chosen:
@@ -226,35 +228,34 @@ def _fused(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _can_fuse(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    # Half-precision states keep torch's loop; its fused SGD has no rule for DTensors.
-    kinds = (
-        (Adam, AdamW) if any(isinstance(parameter, DTensor) for parameter in group["params"]) else (Adam, AdamW, SGD)
-    )
+    # Not for half-precision states; and torch's fused SGD has no rule for DTensors.
+    has_shards = any(isinstance(parameter, DTensor) for parameter in group["params"])
+    kinds = (Adam, AdamW) if has_shards else (Adam, AdamW, SGD)
     undecided = group.get("fused") is None and group.get("foreach") is None and "fused" in group
     plain = not group.get("differentiable") and not group.get("capturable")
     wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in group["params"])
     return type(optimizer) in kinds and undecided and plain and wide
 
 
-# --- Copies of parameters in host memory, which the optimizer updates in place of the parameters on the device.
+# --- Copies of parameters in host memory, which the optimizer updates in their place
 
 
 class HostWeights(MasterWeights):
-    """Master weights of which some are on the host (ZeRO-Offload, Ren et al. 2021, §4): so are gradients and states.
+    """Master weights of which some are on the host, with their gradients and states (ZeRO-Offload, Ren et al. 2021).
 
     A gradient is copied to the host in its own type and becomes the copy's gradient there; new weights travel back in
     the parameter's type. On CUDA copies run on two streams of their own, from and to page-locked memory.
 
     Args:
-        parameters: All that train.
-        hosted: Those with a copy on the host.
-        in_backward: Those of them whose gradient leaves, and is freed, as soon as backward has accumulated it; several
-            backward passes add up on the host. The others keep their gradient on the device, too.
-        resident: Parameters that are in host memory themselves: they have no copy and are updated as they are.
-        fp32: Whether copies of half-precision parameters are fp32, on the device too; otherwise they have their type.
-        copies: The way between host and device.
-        pin_memory: Whether copies are page-locked.
-        disk: Where copies and states live instead; None: in memory.
+        parameters: All parameters that train.
+        offloaded: The parameters with a copy on the host.
+        in_backward: Those of them whose gradients leave, and are freed, as soon as backward has accumulated them;
+            several backward passes add up on the host. Other gradients stay on the device, too.
+        resident: Parameters that live in host memory themselves, which are updated without a copy.
+        fp32: Whether copies of half-precision parameters, on host or device, are fp32 instead of the parameter's type.
+        copies: Copies between host and device.
+        pin_memory: Whether host copies are page-locked.
+        disk: Where host copies and states live; None: in memory.
         bucket_bytes: Bytes of copies that are updated at a time, while the next ones are read.
     """
 
@@ -274,13 +275,13 @@ class HostWeights(MasterWeights):
         super().__init__([p for p in parameters if p not in offloaded and p not in resident] if fp32 else [])
         self.resident, self.disk = resident, disk
         self.offloaded: dict[torch.Tensor, torch.Tensor] = {}
-        """The copy on the host of each parameter that has one."""
+        """The copies on the host, by parameter."""
         self._in_backward, self._copies, self._pin, self._fp32 = in_backward, copies, pin_memory, fp32
         self._arriving: dict[torch.Tensor, tuple[torch.Tensor, Event]] = {}  # gradients on their way
-        self._leaving: deque[tuple[torch.Tensor, Event]] = deque()  # what the device may still copy from
-        self._window = bucket_bytes  # of them at most
+        self._leaving: deque[tuple[torch.Tensor, Event]] = deque()  # gradients that the device may still copy from
+        self._window = bucket_bytes  # most bytes of these
         self._sums: dict[torch.Tensor, torch.Tensor] = {}  # gradients that have arrived
-        self._sent: set[torch.Tensor] = set()  # whose weights are on their way since the last step began
+        self._sent: set[torch.Tensor] = set()  # parameters whose new weights were sent since the last step began
         self.buckets = [self._bucket(each) for each in _cut([p for p in parameters if p in offloaded], bucket_bytes)]
         own = [p for p in parameters if p in resident]
         self.buckets += [Bucket(each, each, []) for each in _cut(own, bucket_bytes)]
@@ -313,37 +314,29 @@ class HostWeights(MasterWeights):
 
     @torch.no_grad()
     def _leave(self, parameter: torch.Tensor) -> None:
-        """Send a gradient off and free it; a hook after accumulation."""
+        """Begin to copy a gradient to the host, and free it; called by autograd after accumulation."""
         self._depart(parameter)
         parameter.grad = None
 
     def _depart(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None
-        if gradient.layout != torch.strided:
-            raise ModelError(
-                "offload does not take sparse gradients",
-                expected="dense gradients",
-                got=f"{gradient.layout} for a parameter of shape {tuple(parameter.shape)}",
-                fix="build the embedding with sparse=False",
-            )
-        self._land(parameter)  # at most one of each is under way
+        check_dense(parameter)
+        self._land(parameter)  # at most one gradient of each parameter is under way
         local = local_tensor(gradient)
         host = _empty(local, self._pin)
         event = self._copies.to_host([host], [local], self._copies.mark(), held=True)
         self._arriving[parameter] = host, event
         if self._copies.queued:
-            self._keep(local, event)
-
-    def _keep(self, gradient: torch.Tensor, event: Event) -> None:
-        """Keep a gradient while it is copied; of the oldest the device waits for the end, however far the host is."""
-        self._leaving.append((gradient, event))
-        while sum(each.nbytes for each, _ in self._leaving) > self._window and len(self._leaving) > 1:
-            self._leaving[0][1].wait()
-            self._leaving.popleft()  # freed behind the wait
+            # The gradient must live while it is copied. The device waits for the oldest copies, and their memory is
+            # free for its next work, however far ahead the host is.
+            self._leaving.append((local, event))
+            while sum(each.nbytes for each, _ in self._leaving) > self._window and len(self._leaving) > 1:
+                self._leaving[0][1].wait()
+                self._leaving.popleft()
 
     def _land(self, parameter: torch.Tensor) -> None:
-        """Wait for a gradient under way, and add it to what has arrived before."""
+        """Wait for a gradient under way, and add it to those that arrived before."""
         if parameter not in self._arriving:
             return
         host, event = self._arriving.pop(parameter)
@@ -356,7 +349,7 @@ class HostWeights(MasterWeights):
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
-        """Give every copy its gradient: those that left in backward, and the others now."""
+        """Set every copy's gradient; those that did not leave in backward are copied now."""
         self._sent.clear()
         for parameter, master in self.of.items():
             if parameter not in self.offloaded:
@@ -364,9 +357,9 @@ class HostWeights(MasterWeights):
                 parameter.grad = None
             elif parameter.grad is not None:
                 if parameter in self._in_backward:
-                    self._leave(parameter)  # somebody has set it by hand
+                    self._leave(parameter)  # it was set by hand
                 else:
-                    self._sums.pop(parameter, None)  # the device's is the sum
+                    self._sums.pop(parameter, None)  # the gradient on the device is the sum
                     self._depart(parameter)
         for parameter, copy in self.offloaded.items():
             self._land(parameter)
@@ -379,10 +372,7 @@ class HostWeights(MasterWeights):
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Round the copies on the device into the model's parameters, and those on the host where they have not been.
-
-        After a step the latter have been sent bucket by bucket; after loading, all are sent.
-        """
+        """Round all copies into the model's parameters, except host copies that the step has sent bucket by bucket."""
         for parameter, master in self.of.items():
             if parameter not in self.offloaded:
                 parameter.copy_(master)
@@ -393,7 +383,7 @@ class HostWeights(MasterWeights):
 
     @torch.no_grad()
     def send(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Begin to bring new weights to the device; resident parameters are where they belong."""
+        """Begin to copy new weights to the device; resident parameters need no copy."""
         targets, sources = [], []
         for parameter in parameters:
             if parameter in self.offloaded:
@@ -408,7 +398,7 @@ class HostWeights(MasterWeights):
             self._copies.to_device(targets, sources, self._copies.mark())
 
     def zero_grad(self) -> None:
-        """Free the gradients of the model and of the copies, also those that left before."""
+        """Free the gradients of the model and of the copies, those under way included."""
         super().zero_grad()
         for _, event in self._leaving:
             event.synchronize()
@@ -418,7 +408,6 @@ class HostWeights(MasterWeights):
 
 
 def _cut(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[torch.Tensor]]:
-    """Whole parameters in their order, so many at a time; on every rank alike where shards are about equal."""
     buckets: list[list[torch.Tensor]] = []
     size = bucket_bytes
     for parameter in parameters:
@@ -426,7 +415,7 @@ def _cut(parameters: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[tor
             buckets.append([])
             size = 0
         buckets[-1].append(parameter)
-        size += parameter.numel() * 4  # of the whole: equal on every rank, whatever its shard
+        size += parameter.numel() * 4  # of the whole tensor: every rank must cut alike, whatever its shards
     return buckets
 
 

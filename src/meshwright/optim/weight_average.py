@@ -1,4 +1,4 @@
-"""Keep an exponential moving average of the weights, read as precisely as the optimizer stores them."""
+"""Exponential moving average of the weights, read as precisely as the optimizer stores them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from meshwright.optim.mixed_precision import MASTER, round_stochastically_, shar
 
 
 class InnerWeights:
-    """This rank's parts of the weights of an optimizer: its parameters, or their fp32 copies where there are some.
+    """This rank's parts of an optimizer's weights: the fp32 copies where there are some, else the parameters.
 
     Args:
-        inner: Any torch optimizer; a GuardedOptimizer updates its master weights, ours keep theirs in their states.
+        inner: Any torch optimizer. A GuardedOptimizer has its copies in its master weights, ours in their states.
     """
 
     def __init__(self, inner: Optimizer) -> None:
         self._guard = inner if isinstance(inner, GuardedOptimizer) else None
         self._inner = inner.inner if isinstance(inner, GuardedOptimizer) else inner
         self.parameters = self.training()
-        """Those that train from the beginning."""
+        """Parameters that trained when the optimizer was built."""
         self._frozen = [p for group in inner.param_groups for p in group["params"] if not p.requires_grad]
         self.resting: set[torch.Tensor] = set()
-        """Those that have trained, and were frozen when they were sent last and the time before: without a
-        pseudo-gradient, which is zero, outer momentum leaves them where they are."""
+        """Parameters that were frozen at the last two synchronisations. They get no pseudo-gradient, not even zero:
+        outer momentum would move them."""
         self._were_frozen: set[torch.Tensor] = set()
         masters = self._guard.master.of if self._guard is not None and self._guard.master is not None else {}
         self._in_model = {id(master): parameter for parameter, master in masters.items()}
@@ -46,7 +46,7 @@ class InnerWeights:
         return [parameter for group in groups for parameter in group["params"] if parameter.requires_grad]
 
     def check_frozen(self) -> None:
-        """Refuse to train what has no global weight.
+        """Refuse to train parameters without a global weight.
 
         Raises:
             ConfigError: When a parameter was frozen when the optimizer was built, and is not any more.
@@ -61,30 +61,30 @@ class InnerWeights:
             )
 
     def note_frozen(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Look which parameters rest, of some that are about to be sent."""
+        """Update :attr:`resting` for parameters that are about to be sent."""
         frozen = {each for each in parameters if not self._in_model.get(id(each), each).requires_grad}
         self.resting = self.resting.difference(parameters) | (frozen & self._were_frozen)
         self._were_frozen = self._were_frozen.difference(parameters) | frozen
 
     def source(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This rank's part where it is kept, which may be the host."""
+        """Return this rank's part where it is stored, which may be the host."""
         master = self._master(parameter)
         return local_tensor(parameter).detach() if master is None else master
 
     def read(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This rank's part on the parameter's device; not to be written to."""
+        """Return this rank's part on the parameter's device, to be read only."""
         return self.source(parameter).to(local_tensor(parameter).device)
 
     @torch.no_grad()
     def write(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        """Replace this rank's part, of the copy too; call :meth:`finish` after the last."""
+        """Replace this rank's part and its copy; call :meth:`finish` after the last write."""
         master = self._master(parameter)
         if master is not None:
             master.copy_(value)
         local_tensor(parameter).copy_(value)
 
     def finish(self) -> None:
-        """Round the master weights that a guard keeps into the model."""
+        """Round the master weights of a guard into the model."""
         if self._guard is not None and self._guard.master is not None:
             self._guard.master.write_back()
 
@@ -94,46 +94,49 @@ class InnerWeights:
         return local_tensor(found) if isinstance(found, torch.Tensor) else None
 
 
-# --- An exponential moving average of the weights, kept beside the optimizer that moves them.
+# --- The average, attached to the optimizer that moves the weights
 
 AverageType = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
 class EmaPolicy:
-    """How the average follows the weights."""
+    """Decay, frequency and precision of a moving average."""
 
     decay: float = 0.999
-    """Of the old average in one step; an update every n steps uses ``decay ** n``, which has the same half-life."""
+    """Share of the old average after one step; an update every n steps uses ``decay ** n``, with the same half-life."""
     warmup: bool = True
-    """Use the smaller of that and (1 + t) / (10 + t) in update t, so that first weights are soon forgotten
-    (TensorFlow's ``ExponentialMovingAverage(num_updates=)``)."""
+    """Use at most (1 + t) / (10 + t) in update t, so that the first weights are soon forgotten (TensorFlow's
+    ``ExponentialMovingAverage(num_updates=)``)."""
     every: int = 1
     """Steps from one update to the next."""
     dtype: AverageType = "fp32"
-    """fp64 beside fp64 weights. bf16 is rounded at random (Gupta et al. 2015): to the nearest, updates would vanish."""
+    """Type of the average; fp32 means fp64 beside fp64 weights. bf16 is rounded stochastically (Gupta et al. 2015), as
+    updates would vanish in rounding to nearest."""
 
     def weight_of_old(self, num_updates: int) -> float:
-        """Return the share of the old average in the next update, after so many."""
+        """Return the share of the old average in the update that follows ``num_updates`` others."""
         decay = self.decay**self.every
         return min(decay, (1 + num_updates) / (10 + num_updates)) if self.warmup else decay
 
     def type_of(self, weights: torch.dtype) -> torch.dtype:
-        """In which type the average of such weights is kept."""
+        """Return the type of the average of weights of a type."""
         wide = torch.float64 if weights == torch.float64 else torch.float32
         return torch.bfloat16 if self.dtype == "bf16" else wide
 
 
 class WeightAverage:
-    """average ← d average + (1 - d) weights, after steps of the optimizer (Polyak & Juditsky 1992; Tarvainen 2017).
+    """Moving average of weights (Polyak & Juditsky 1992; Tarvainen 2017): average ← d average + (1 - d) weights.
 
-    It averages what the optimizer updates, parameters or their fp32 copies, shard by shard and where these live: on the
-    host under ``offload``. It does not communicate. The first update takes the weights as they are.
+    It averages the tensors that the optimizer updates, parameters or their fp32 copies, shard by shard and on their own
+    devices: on the host under ``offload``. It does not communicate. The first update takes the weights as they are.
 
     Args:
-        optimizer: With its guards; its steps are counted, and :func:`average_of` finds the average by it, from now on.
-        policy: How the average follows.
-        model: Whose gathered weights are freed when the average comes and goes; None where nothing gathers.
+        optimizer: The optimizer with its guards. From now on the average counts its steps, and :func:`average_of` finds
+            the average through it.
+        policy: Decay, frequency and precision.
+        model: The model whose gathered weights are freed when the average is swapped in or out; None where nothing is
+            gathered.
 
     Raises:
         ConfigError: When the policy's numbers cannot be used.
@@ -148,17 +151,17 @@ class WeightAverage:
         self.num_steps = 0
         """Steps of the optimizer, without skipped ones."""
         self.num_updates = 0
-        """Of the average."""
+        """Updates of the average."""
         setattr(inner_optimizer(optimizer), AVERAGE, self)
-        # Inside the guards: a skipped step does not come by.
+        # Inside the guards, where a skipped step does not come.
         stepped = optimizer.inner if isinstance(optimizer, GuardedOptimizer) else optimizer
         call_around(stepped, before=[self._take_in], after=[self.count_step])
 
     @property
     def of(self) -> Mapping[torch.Tensor, torch.Tensor]:
-        """Return the average of each parameter that trains, laid out as it is; meaningless before the first update.
+        """Return the average of each parameter that trains, laid out like it; meaningless before the first update.
 
-        What was unfrozen since begins with its weights as they are, which are the average of what stood still.
+        A parameter that was unfrozen since begins with its weights, the average of what has not moved.
         """
         self._take_in()
         return self._of
@@ -175,7 +178,7 @@ class WeightAverage:
         return wrapped_like(parameter, torch.zeros_like(local, dtype=self.policy.type_of(local.dtype)))
 
     def count_step(self) -> None:
-        """Count a step that has been taken, and updates the average where one is due."""
+        """Count a step that has been taken, and update the average where that is due."""
         self.num_steps += 1
         if self.num_steps % self.policy.every == 0:
             self.update()
@@ -194,16 +197,16 @@ class WeightAverage:
     def _update(self, parameters: list[torch.Tensor]) -> None:
         averages = [local_tensor(self._of[parameter]) for parameter in parameters]
         weights = [self._weights.read(parameter) for parameter in parameters]
-        keep = self.policy.weight_of_old(self.num_updates - 1)
+        share = self.policy.weight_of_old(self.num_updates - 1)
         if self.num_updates == 0:
             for average, weight in zip(averages, weights, strict=True):
                 average.copy_(weight)
         elif self.policy.dtype == "bf16":
             for parameter, average, weight in zip(parameters, averages, weights, strict=True):
-                self._round(parameter, average, torch.lerp(average.float(), weight.float(), 1 - keep))
+                self._round(parameter, average, torch.lerp(average.float(), weight.float(), 1 - share))
         else:
             wide = [weight.to(average.dtype) for average, weight in zip(averages, weights, strict=True)]
-            get_ema_multi_avg_fn(keep)(averages, wide, self.num_updates)  # type: ignore[no-untyped-call]
+            get_ema_multi_avg_fn(share)(averages, wide, self.num_updates)  # type: ignore[no-untyped-call]
 
     def _round(self, parameter: torch.Tensor, average: torch.Tensor, value: torch.Tensor) -> None:
         # Seeded by nothing that differs between ranks with the same shard, also where pipeline ranks share weights.
@@ -212,33 +215,34 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def weights(self) -> Iterator[None]:
-        """Lend the model the average, for instance to evaluate or export it; before the first update nothing changes.
+        """Swap the average into the model inside the block, for instance to evaluate or export it.
 
-        Every rank enters and leaves it alike. It holds a second copy of the weights meanwhile. Do not train inside.
+        Every rank enters and leaves it alike. A second copy of the weights exists meanwhile. Do not train inside.
+        Before the first update nothing changes.
         """
         if self.num_updates == 0:
             yield
             return
-        kept = {parameter: self._weights.read(parameter).clone() for parameter in self.of}
+        saved = {parameter: self._weights.read(parameter).clone() for parameter in self.of}
         self._put({parameter: local_tensor(average) for parameter, average in self.of.items()})
         try:
             yield
         finally:
-            self._put(kept)
+            self._put(saved)
 
     @torch.no_grad()
     def _put(self, values: dict[torch.Tensor, torch.Tensor]) -> None:
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # weights on the host may be on their way to the device still
+            torch.cuda.synchronize()  # weights from the host may still be on their way to the device
         for parameter, value in values.items():
             self._weights.write(parameter, value)
         self._weights.finish()
         for module in self._model.modules() if self._model is not None else ():
             if isinstance(module, FSDPModule):
-                module.reshard()  # what is gathered would outlive the change of the shards
+                module.reshard()  # gathered weights would outlive the change of the shards
 
     def restart(self) -> None:
-        """Forget the average: the next update takes the weights as they are. For weights that were loaded by hand."""
+        """Restart from the weights at the next update; call it after loading weights by hand."""
         self.num_steps = self.num_updates = 0
 
 

@@ -9,8 +9,8 @@ import meshwright.optim.galore_projection as projection_module
 from meshwright.errors import ModelError, NonFiniteError
 from meshwright.optim.galore import GaLoreAdamW, GaLoreAdamW8bit
 from tests.optim.galore.helpers import SHAPES, builder, groups, seeded
+from tests.optim.sharded.collectives import Collectives
 from tests.optim.sharded.layouts import full, gradients, layouts_of, plain, relative_differences, start_values, trained
-from tests.optim.sharded.test_owners import Collectives
 
 GAP = 3
 

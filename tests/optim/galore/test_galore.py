@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError, ModelError, NonFiniteError
-from meshwright.optim.galore import (
+from meshwright.optim import (
     DistGaloreAdamW,
     DistGaloreAwamW,
     GaLoreAdamW,

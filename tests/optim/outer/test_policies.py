@@ -382,7 +382,7 @@ def test_what_is_refused():
         BMUF(sim.sgd(net), use_nbm=True, nbm_mode="cntk")
     with pytest.raises(ConfigError, match=r"Unknown warmup 'synchronus' \(did you mean 'synchronous'"):
         OuterPolicy(warmup="synchronus")
-    with pytest.raises(ConfigError, match="outer optimizer is none"):
+    with pytest.raises(ConfigError, match="outer optimizer is no optimizer"):
         OuterOptimizer(sim.sgd(net), lambda params: None).outer  # noqa: B018
 
 

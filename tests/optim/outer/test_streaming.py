@@ -7,7 +7,7 @@ import torch
 
 from meshwright.errors import ConfigError
 from meshwright.optim import DiLoCo, StreamingDiLoCo
-from meshwright.optim.outer.sync_policy import OuterPolicy, Rhythm, divided
+from meshwright.optim.outer.sync_policy import OuterPolicy, SyncSchedule, divided
 from tests.optim.outer import simulation as sim
 
 H, P, DELAY, ALPHA, STEPS = 6, 2, 2, 0.25, 30
@@ -96,14 +96,14 @@ def test_fragments_delay_and_merge(ranks, size):
 
 
 def test_what_is_due():
-    rhythm = Rhythm(sync_every=6, warmup_steps=4, num_fragments=3, delay=1)
+    rhythm = SyncSchedule(sync_every=6, warmup_steps=4, num_fragments=3, delay=1)
     due = {step: list(rhythm.due(step)) for step in range(14) if list(rhythm.due(step))}
     assert due == {
         6: [("send", 0)], 7: [("apply", 0)], 8: [("send", 1)], 9: [("apply", 1)], 10: [("send", 2)],
         11: [("apply", 2)], 12: [("send", 0)], 13: [("apply", 0)],
     }  # fmt: skip
-    assert [step for step in range(12) if list(Rhythm(3, 2).due(step))] == [5, 8, 11]
-    assert list(Rhythm(8, delay=5).due(8 + 2)) == [("advance", 0)]
+    assert [step for step in range(12) if list(SyncSchedule(3, 2).due(step))] == [5, 8, 11]
+    assert list(SyncSchedule(8, delay=5).due(8 + 2)) == [("advance", 0)]
 
 
 @pytest.mark.parametrize(

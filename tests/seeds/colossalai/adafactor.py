@@ -1,7 +1,7 @@
 from transformers import LlamaModel, LlamaConfig
-from meshwright.compat.colossalai.optimizers import DistributedAdaFactor
-from meshwright.compat.colossalai import Booster
-from meshwright.compat.colossalai import HybridParallelPlugin
+from meshwright.nn.optimizer.distributed_adafactor import DistributedAdaFactor
+from meshwright.booster import Booster
+from meshwright.booster.plugin import HybridParallelPlugin
 import meshwright
 import torch
 

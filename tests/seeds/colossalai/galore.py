@@ -1,5 +1,5 @@
-from meshwright.compat.colossalai.optimizers import get_galore_param_groups
-from meshwright.optim.galore import DistGaloreAwamW
+from meshwright.nn.optimizer.galore import get_galore_param_groups
+from meshwright.nn.optimizer import DistGaloreAwamW
 optim = DistGaloreAwamW(
     get_galore_param_groups(model, decay=1e-2, rank=8),
     lr=lr,

@@ -15,31 +15,31 @@ from torch.optim.lr_scheduler import LRScheduler
 from meshwright.errors import CheckpointError, ConfigError, did_you_mean, join_names
 from meshwright.lr_scheduler.linear_warmup import check_optimizer
 
-# What BMTrain's schedulers save; every state has at least these.
+# BMTrain's schedulers save these; every state has at least them.
 _SEED_STATE = frozenset({"start_lr", "warmup_iter", "end_iter", "num_iter"})
 
 
 class WarmupLRScheduler(LRScheduler, ABC):
-    """A schedule that depends on nothing but the iteration: warm-up below ``warmup_iter``, decay from there on.
+    """Base class of schedules by iteration alone: a warm-up below ``warmup_iter``, a decay from there on.
 
-    A torch ``LRScheduler`` with BMTrain's constructor and ``step``. Derive from it and define :meth:`get_lr_decay`
-    (and :meth:`get_lr_warmup`, unless the linear warm-up is wanted); set attributes of your own *before*
-    ``super().__init__``, which already applies a rate, and they become part of the state dict.
+    It is a torch ``LRScheduler`` with BMTrain's constructor and ``step``. Subclasses define :meth:`get_lr_decay`, and
+    :meth:`get_lr_warmup` unless the warm-up is linear. Attributes that they set *before* ``super().__init__``, which
+    already applies a rate, become part of the state dict.
 
-    Every ``step`` sets the rates anew, whatever they were. In torch's ``ChainedScheduler`` it therefore comes first,
-    and those after it multiply its rate; in a ``SequentialLR`` it counts from 0 when its turn comes.
+    Every ``step`` sets the rates anew. In torch's ``ChainedScheduler`` it therefore has to come first, and those after
+    it multiply its rate; in a ``SequentialLR`` it counts from 0 when its turn comes.
 
-    BMTrain's ``get_lr()`` was one number; here it is torch's, a list with one rate per group, and the number is
-    :attr:`current_lr`. They differ for groups that were given rates of their own: BMTrain overwrote those; here each
-    group keeps its ratio to the optimizer's default rate. Groups that all have the same rate get the schedule's.
+    BMTrain's ``get_lr()`` returns one number. Here it returns a list with one rate per group, as in torch; the number
+    is :attr:`current_lr`. BMTrain overwrites the rates of groups that have their own; here each group keeps its ratio
+    to the optimizer's default rate. Groups that all have the same rate get the schedule's.
 
     Args:
-        optimizer: A torch optimizer, or anything with its ``param_groups``.
-        start_lr: The rate at the end of the warm-up (of Noam: times the square root of ``warmup_iter``).
+        optimizer: A torch optimizer, or any object with ``param_groups``.
+        start_lr: The rate at the end of the warm-up (for Noam: times the square root of ``warmup_iter``).
         warmup_iter: Iterations of warm-up; 0 for none.
-        end_iter: Iteration at which the decay is over, counted from the start of the run; not below ``warmup_iter``.
-        num_iter: Iterations already done. The rate of this iteration is applied at once, so that a new run with a
-            warm-up does its first step with a rate of 0.
+        end_iter: Last iteration of the decay, counted from the start of the run; not below ``warmup_iter``.
+        num_iter: Iterations already done. The rate of this iteration is applied at once: a new run with a warm-up does
+            its first step with a rate of 0.
 
     Raises:
         ConfigError: Without an optimizer, or when the numbers do not make a schedule.
@@ -56,8 +56,8 @@ class WarmupLRScheduler(LRScheduler, ABC):
         end_iter: int,
         num_iter: int = 0,
     ) -> None:
-        # No super().__init__: it takes no other objects with param_groups, and it replaces optimizer.step in order to
-        # warn when a schedule moves first, as one does that is resumed or set to an iteration.
+        # No super().__init__: it accepts only torch optimizers, and it wraps optimizer.step to warn when a schedule
+        # moves first, as one does that is resumed or set to an iteration.
         check_optimizer(optimizer)
         self.optimizer = optimizer
         self.start_lr = start_lr
@@ -69,7 +69,7 @@ class WarmupLRScheduler(LRScheduler, ABC):
         self.base_lrs = [group.setdefault("initial_lr", _copied(group["lr"])) for group in optimizer.param_groups]
         self._reference_lr = _reference(optimizer, self.base_lrs)  # the rate that start_lr stands for
         self.group_ratios = [self._ratio(lr) for lr in self.base_lrs]
-        """Each group's rate over :attr:`current_lr`."""
+        """The ratio of each group's rate to :attr:`current_lr`."""
         self._update_lr(num_iter)
 
     @abstractmethod
@@ -77,23 +77,20 @@ class WarmupLRScheduler(LRScheduler, ABC):
         """Return the rate of iteration ``num_iter``, which is ``warmup_iter`` or more."""
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """Return the rate of iteration ``num_iter``, which is below ``warmup_iter``.
-
-        Linear from 0, unless overridden.
-        """
+        """Return the rate of iteration ``num_iter``, which is below ``warmup_iter``: linear from 0 by default."""
         return self.start_lr * num_iter / self.warmup_iter
 
     @property
     def num_iter(self) -> int:
-        """Iterations done; what torch calls ``last_epoch``."""
+        """Number of iterations done, torch's ``last_epoch``."""
         return self.last_epoch
 
     @property
     def current_lr(self) -> float:
-        """Return the schedule's rate now: that of a group without a rate of its own.
+        """Return the schedule's current rate, which groups without a rate of their own have.
 
         Raises:
-            ConfigError: When it is beyond all floats, as ``Exponential`` with a ``gamma`` above 1 comes to be.
+            ConfigError: When no float holds it, as for ``Exponential`` with a ``gamma`` above 1 in the long run.
         """
         num_iter = max(self.num_iter, 0)  # SequentialLR holds a schedule at -1 until its turn comes
         rate = self.get_lr_warmup if num_iter < self.warmup_iter else self.get_lr_decay
@@ -124,9 +121,9 @@ class WarmupLRScheduler(LRScheduler, ABC):
         self._update_lr(num_iter)
 
     def _update_lr(self, epoch: int | None = None) -> None:
-        # torch's SequentialLR calls this; its own version would do the same for groups that have always been there.
+        # torch's SequentialLR calls this method. torch's version does not know of groups that were added later.
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
-        self._take_in_new_groups()
+        self._add_new_groups()
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             if isinstance(group["lr"], Tensor):
                 group["lr"].fill_(lr)  # a captured CUDA graph reads this very tensor
@@ -134,7 +131,7 @@ class WarmupLRScheduler(LRScheduler, ABC):
                 group["lr"] = lr
         self._last_lr = [_copied(group["lr"]) for group in self.optimizer.param_groups]
 
-    def _take_in_new_groups(self) -> None:
+    def _add_new_groups(self) -> None:
         for group in self.optimizer.param_groups[len(self.group_ratios) :]:
             lr = group.setdefault("initial_lr", _copied(group["lr"]))
             self.base_lrs.append(lr)
@@ -144,26 +141,23 @@ class WarmupLRScheduler(LRScheduler, ABC):
         return float(lr) / self._reference_lr if self._reference_lr > 0 else 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and every hyperparameter, subclasses' too.
-
-        Plain values, which :meth:`load_state_dict` takes.
-        """
+        """Return the position and all hyperparameters, those of subclasses included, as plain values."""
         own = {key: value for key, value in vars(self).items() if not key.startswith("_") and key not in _NOT_SAVED}
         return {**own, "num_iter": self.num_iter, "group_ratios": list(self.group_ratios)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Take over position and hyperparameters, whatever this scheduler was built with, and apply the rates.
+        """Load position and hyperparameters, and apply the rates.
 
-        BMTrain's own states fit; what they lack (``gamma``, ratios of groups) stays as it was built.
+        BMTrain's own states fit; values that they lack (``gamma``, ratios of groups) stay as they are.
 
         Raises:
-            CheckpointError: When the state is another scheduler's or another optimizer's; nothing is changed then.
+            CheckpointError: When the state belongs to another scheduler or optimizer; nothing is changed then.
             ConfigError: When its numbers do not make a schedule; nothing is changed then.
         """
         self._check_state(state_dict)
         before = dict(vars(self))
         vars(self).update({key: value for key, value in state_dict.items() if key != "num_iter"})
-        self.group_ratios = list(self.group_ratios)  # its own: groups may be added to it
+        self.group_ratios = list(self.group_ratios)  # a copy, as it grows with new groups
         try:
             _check_number("num_iter", state_dict["num_iter"], lowest=-1)
             for ratio in self.group_ratios:
@@ -174,7 +168,8 @@ class WarmupLRScheduler(LRScheduler, ABC):
         except ConfigError:
             vars(self).update(before)
             raise
-        if self.last_epoch >= 0:  # else its turn in a SequentialLR has not come, and the rates are another's
+        # Below 0 its turn in a SequentialLR has not come, and the rates are another schedule's.
+        if self.last_epoch >= 0:
             self._update_lr(self.last_epoch)
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -217,10 +212,7 @@ def _copied(lr: Any) -> Any:
 
 
 def _reference(optimizer: Any, lrs: list[float | Tensor]) -> float:
-    """Return the rate to which groups keep their ratio.
-
-    The common one, else the optimizer's default, else the largest.
-    """
+    """Return the rate to which groups keep their ratio: the common one, or the optimizer's default, or the largest."""
     rates = [float(lr) for lr in lrs]
     if len(set(rates)) == 1:
         return rates[0]
@@ -238,16 +230,16 @@ def _check_number(name: str, value: Any, lowest: int = 0) -> None:
         )
 
 
-# --- BMTrain's schedules, and WSD. Iteration n · warm-up w · end e · rate at the top s (``start_lr``).
+# --- BMTrain's schedules, and WSD. Symbols: iteration n, warm-up w, end e, peak rate s (``start_lr``)
 
 WSDDecay = Literal["linear", "exponential", "1-sqrt"]
 
 
 class NoDecay(WarmupLRScheduler):
-    """Warm-up s·n/w, then s for good (BMTrain). ``end_iter`` has no effect."""
+    """Warm-up s·n/w, then a constant s (BMTrain). ``end_iter`` has no effect."""
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the rate at the top."""
+        """Return the peak rate."""
         return self.start_lr
 
 
@@ -258,11 +250,11 @@ class Noam(WarmupLRScheduler):
     """
 
     def get_lr_warmup(self, num_iter: int) -> float:
-        """Linear from 0 to s/√w."""
+        """Return a rate that rises linearly from 0 to s/√w."""
         return self.start_lr / math.sqrt(self.warmup_iter) * num_iter / self.warmup_iter
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the inverse square root of the iteration."""
+        """Return a rate that falls with the square root of the iteration."""
         return self.start_lr / math.sqrt(max(num_iter, 1))
 
 
@@ -273,7 +265,7 @@ class Linear(WarmupLRScheduler):
     """
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return a straight line to 0."""
+        """Return a rate that falls linearly to 0."""
         span = max(1, self.end_iter - self.warmup_iter)
         return max(0.0, self.start_lr * (self.warmup_iter + span - num_iter) / span)
 
@@ -285,7 +277,7 @@ class Cosine(WarmupLRScheduler):
     """
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Half a cosine wave to 0."""
+        """Return a rate that falls along half a cosine wave to 0."""
         progress = (num_iter - self.warmup_iter) / max(1, self.end_iter - self.warmup_iter)
         return max(0.0, self.start_lr * 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0))))
 
@@ -294,7 +286,7 @@ class Exponential(WarmupLRScheduler):
     """Warm-up s·n/w, then s·γ^(n − w) (BMTrain). ``end_iter`` has no effect.
 
     Args:
-        optimizer: See :class:`WarmupLRScheduler`, as are the next four.
+        optimizer: See :class:`WarmupLRScheduler`, as for the next four.
         start_lr: s.
         warmup_iter: w.
         end_iter: e.
@@ -315,7 +307,7 @@ class Exponential(WarmupLRScheduler):
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return a constant factor per iteration."""
+        """Return a rate that changes by a constant factor per iteration."""
         return self.start_lr * self.gamma ** (num_iter - self.warmup_iter)
 
     def _check(self) -> None:
@@ -329,9 +321,9 @@ class Exponential(WarmupLRScheduler):
 class WSD(WarmupLRScheduler):
     """Warm-up, stable, decay: s·n/w, then s, then down to ``min_lr_ratio``·s, where it stays.
 
-    Hu et al., "MiniCPM" (2024), §4: a run can go on from the end of its stable phase, and each decay from there is a
-    finished model. The defaults are theirs: exponential down to a tenth. With r the part of the decay that is done and
-    m the lowest ratio, the rate over s is
+    Hu et al., "MiniCPM" (2024), §4: a run can go on from the end of its stable phase, and each decay from there yields
+    a finished model. The defaults are theirs: exponential down to a tenth. With r the part of the decay that is done
+    and m the lowest ratio, the rate divided by s is
 
     - ``"exponential"``: m^r
     - ``"linear"``: 1 − (1 − m)·r
@@ -365,7 +357,7 @@ class WSD(WarmupLRScheduler):
         super().__init__(optimizer, start_lr, warmup_iter, end_iter, num_iter)
 
     def get_lr_decay(self, num_iter: int) -> float:
-        """Return the stable phase and the decay."""
+        """Return the rate of the stable phase or of the decay."""
         done = (num_iter - self.decay_iter) / max(1, self.end_iter - self.decay_iter)
         done = min(max(done, 0.0), 1.0)
         if self.decay == "exponential":

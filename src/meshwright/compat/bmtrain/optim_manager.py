@@ -20,7 +20,8 @@ from meshwright.compat.bmtrain.overflow import (
     peers_of,
     prepare_gradients,
 )
-from meshwright.errors import CheckpointError, ConfigError, ModelError, NonFiniteError
+from meshwright.errors import CheckpointError, ConfigError, NonFiniteError
+from meshwright.optim.checks import check_dense
 from meshwright.optim.dtensors import local_tensor, multiply_
 from meshwright.optim.full_state_dict import load_laid_out
 from meshwright.optim.guarded_step import GuardedOptimizer
@@ -44,26 +45,26 @@ class OptimManager:
             manager.clip_grad_norm(optimizer.param_groups, max_norm=1.0)
             manager.step()
 
-    Whether to step is decided once per ``step`` for all optimizers, schedulers and ranks: one all-reduce of five
-    numbers over the world, and one wait of the host. Gradients are divided by the scale exactly once, in ``step``;
-    until then they are scaled, and ``clip_grad_norm`` accounts for it. Every rank calls ``clip_grad_norm``, ``step``,
-    ``state_dict(gather_opt=True)`` and ``load_state_dict`` alike.
+    All optimizers, schedulers and ranks step together or not at all, which costs one all-reduce of five numbers over
+    the world and one wait of the host per ``step``. Gradients are divided by the scale exactly once, in ``step``; they
+    are scaled until then, and ``clip_grad_norm`` accounts for it. ``clip_grad_norm``, ``step``,
+    ``state_dict(gather_opt=True)`` and ``load_state_dict`` must be called on every rank.
 
     Gradients must be averaged over ranks already, as FSDP2 and DDP do; nothing is divided by the world size. With outer
     optimizers (DiLoCo, BMUF and others; then all must be such) every replica measures, scales and skips for itself.
 
     Args:
-        loss_scale: Scale to begin with; None for no scaling (fp32, bf16).
-        loss_scale_factor: Overflow divides the scale by it, growth multiplies (a factor below 1 is inverted).
+        loss_scale: The first scale; None for no scaling (fp32, bf16).
+        loss_scale_factor: Divides the scale after an overflow and multiplies it when it grows; one below 1 is inverted.
         loss_scale_steps: Steps without overflow after which the scale grows; None keeps the scale fixed.
         min_loss_scale: Lowest scale.
         max_loss_scale: Highest scale.
-        grad_scale: Divides the loss besides; None for 1. For gradients that somebody sums over ranks.
-        on_nonfinite: What a gradient with inf or nan leads to. ``"skip"``: nobody steps, gradients are cleared, rank 0
-            says so; the default with a ``loss_scale``. ``"raise"``: NonFiniteError on every rank, weights and states as
-            they were; the default without one, where such a gradient is no part of normal training. ``"ignore"``
-            looks at nothing and never waits.
-        max_skips: So many skipped steps in a row, none of which could lower the scale, raise NonFiniteError.
+        grad_scale: A further divisor of the loss, for gradients that are summed over ranks; None for 1.
+        on_nonfinite: What to do about a gradient with inf or nan. ``"skip"`` (the default with a ``loss_scale``): no
+            optimizer steps, gradients are cleared, and rank 0 prints a line. ``"raise"`` (the default without one,
+            where such gradients are no part of normal training): NonFiniteError on every rank, with weights and states
+            as they were. ``"ignore"``: check nothing and never wait.
+        max_skips: Skipped steps in a row, none of which could lower the scale, after which NonFiniteError is raised.
 
     Raises:
         ConfigError: When the numbers do not make a loss scale.
@@ -91,28 +92,29 @@ class OptimManager:
         """One per optimizer, None for none."""
         self.step_was_skipped = False
         """Whether the last ``step`` left all weights as they were."""
-        self._skips = 0  # in a row that did not lower the scale
-        self._scaled = False  # a loss was scaled since the last step
+        self._skips = 0  # skipped steps in a row that did not lower the scale
+        self._scaled = False  # whether a loss was scaled since the last step
         self._watch = GradientWatch()
 
     @property
     def loss_scale(self) -> float:
-        """Return the present scale; 1 without scaling."""
+        """Return the current scale; 1 without scaling."""
         return self._scale.value
 
     @property
     def on_nonfinite(self) -> OnNonFinite:
-        """Return what a gradient with inf or nan leads to."""
-        if self._scale.dynamic:  # also when it was loaded into a manager that began without one
+        """Return what is done about a gradient with inf or nan."""
+        # Not fixed at the beginning: a scale may be loaded into a manager that had none.
+        if self._scale.dynamic:
             return "skip"
         return self._on_nonfinite or ("skip" if self._scale.enabled else "raise")
 
     def add_optimizer(self, optimizer: Optimizer, lr_scheduler: Any = None) -> None:
-        """Add an optimizer, and the scheduler to step after it: torch's, ours or any of that form.
+        """Add an optimizer, and the scheduler to step after it.
 
         Raises:
-            ConfigError: When it cannot be stepped with others: it needs a closure, guards its own steps, or shares a
-                parameter with one that is here; or the scheduler is another optimizer's or needs arguments.
+            ConfigError: When the optimizer needs a closure, guards its own steps, or shares a parameter with another
+                one; or the scheduler belongs to another optimizer or needs arguments.
         """
         check_optimizer(optimizer, self.optimizers)
         check_scheduler(lr_scheduler, optimizer)
@@ -144,10 +146,10 @@ class OptimManager:
         norm_type: float | str = 2.0,
         eps: float = 1e-6,
     ) -> torch.Tensor:
-        """Scales gradients down so that their norm, without the loss scale, is at most ``max_norm``. One all-reduce.
+        """Scale gradients down so that their norm, without the loss scale, is at most ``max_norm``; one all-reduce.
 
         Args:
-            param_groups: Groups of any optimizers, or parameters; those without a gradient are passed over. A plain
+            param_groups: Groups of any optimizers, or parameters; those without a gradient are skipped. A plain
                 parameter counts as the same one on all ranks.
             max_norm: Largest norm allowed; ``float("inf")`` only measures.
             norm_type: p of the p-norm, ``"inf"`` or ``float("inf")`` for the largest absolute value.
@@ -170,7 +172,8 @@ class OptimManager:
             )
         prepare_gradients(self.optimizers)
         parameters = parameters_in(param_groups)
-        check_gradients(parameters)
+        for parameter in parameters:
+            check_dense(parameter)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         scaled_norm, num_parameters = norm_and_count(parameters, power, len(parameters), peers_of(self.optimizers))
         if not parameters and not num_parameters.item():  # only a rank without parameters waits for the answer
@@ -189,7 +192,7 @@ class OptimManager:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Step all optimizers and then their schedulers, or none of them; see ``step_was_skipped``.
+        """Step all optimizers, each with its scheduler, or none of them; see ``step_was_skipped``.
 
         Raises:
             NonFiniteError: On every rank, see ``on_nonfinite`` and ``max_skips``.
@@ -198,7 +201,8 @@ class OptimManager:
         """
         prepare_gradients(self.optimizers)
         parameters = [[p for group in o.param_groups for p in group["params"]] for o in self.optimizers]
-        check_gradients([parameter for group in parameters for parameter in group])
+        for parameter in (each for group in parameters for each in group):
+            check_dense(parameter)
         self.step_was_skipped = False
         if self.on_nonfinite != "ignore" and self._found_nonfinite(parameters):
             self._skip_or_raise()
@@ -210,10 +214,7 @@ class OptimManager:
         self._watch.forget()
 
     def _found_nonfinite(self, parameters: list[list[torch.Tensor]]) -> bool:
-        """Return whether any rank has inf or nan.
-
-        Gradients of optimizers that do not unscale are unscaled in passing.
-        """
+        """Return whether any rank has inf or nan; unscale gradients of optimizers that do not do so themselves."""
         plain: list[torch.Tensor] = []
         to_unscale: list[torch.Tensor] = []
         for optimizer, group in zip(self.optimizers, parameters, strict=True):
@@ -221,7 +222,7 @@ class OptimManager:
             (plain if in_step else to_unscale).extend(local_gradients(group))
         found = self._watch.any_nonfinite(plain, to_unscale, 1.0 / self.loss_scale)
         has_gradients = any(parameter.grad is not None for group in parameters for parameter in group)
-        # Pipeline stages: only the last one sees a loss, and a stage need not have trainable parameters.
+        # Of pipeline stages only the last one sees a loss, and a stage need not have trainable parameters.
         nonfinite, scaled, present = on_any_rank(found, (self._scaled, has_gradients), peers_of(self.optimizers))
         if self._scale.enabled and present and not scaled:
             raise ConfigError(
@@ -248,7 +249,7 @@ class OptimManager:
             what = f"Gradients were not finite in {self._skips} steps in a row, with a loss scale of {before}"
             raise self._nonfinite_error(what, "weights are those of the last good step")
         for optimizer, scheduler in zip(self.optimizers, self.lr_schedulers, strict=True):
-            optimizer.zero_grad(set_to_none=True)  # kept, they would spoil what accumulates next
+            optimizer.zero_grad(set_to_none=True)  # else they would spoil the sums of the next micro-batches
             count_skipped(optimizer, scheduler)
 
     def _nonfinite_error(self, what: str, left: str) -> NonFiniteError:
@@ -272,31 +273,43 @@ class OptimManager:
                 scheduler.step()
 
     def _unscale_measured(self, parameters: list[torch.Tensor]) -> None:
-        """The others were unscaled when they were looked at."""
+        # Gradients without a known norm were unscaled when they were checked.
         ignoring = self.on_nonfinite == "ignore"
         scaled = [g for g in local_gradients(parameters) if ignoring or self._watch.is_measured(g)]
         if self.loss_scale != 1.0 and scaled:
             multiply_(scaled, torch.tensor(1.0 / self.loss_scale, dtype=torch.float32))
 
     def state_dict(self, gather_opt: bool = False) -> dict[str, Any]:
-        """Loss scale with its counters, optimizers and schedulers.
+        """Return the loss scale's entries, ``optimizers`` and ``lr_schedulers``, in the order they were added.
 
         Args:
-            gather_opt: Optimizer states as whole tensors on the CPU of rank 0 (the other ranks' dict has none), which
-                plain torch and any world size can load; collective. Otherwise this rank's shards, as DTensors for
-                torch's distributed checkpoint.
+            gather_opt: Return optimizer states as whole tensors on the CPU of rank 0 (other ranks' dicts have none),
+                which plain torch and any world size can load; collective. Otherwise this rank's shards, as DTensors
+                for torch's distributed checkpoint.
         """
-        return manager_state(self.optimizers, self.lr_schedulers, self._scale, gather_opt)
+        states = [gathered_state_dict(o) if gather_opt else o.state_dict() for o in self.optimizers]
+        schedules = [scheduler.state_dict() if scheduler is not None else None for scheduler in self.lr_schedulers]
+        return {**self._scale.state_dict(), "optimizers": states, "lr_schedulers": schedules}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned in either form, on any number of ranks; collective.
+        """Load what :meth:`state_dict` returned in either form, on any number of ranks; collective.
 
-        Whole states are needed on rank 0 only. The hyperparameters stored win over those of the constructors.
+        Whole states are needed on rank 0 only. Stored hyperparameters replace those of the constructors.
 
         Raises:
-            CheckpointError: On every rank, when optimizers, schedulers or parameters do not fit.
+            CheckpointError: On every rank, when optimizers, schedulers or parameters do not fit; nothing is changed
+                then.
         """
-        load_manager_state(self.optimizers, self.lr_schedulers, self._scale, state_dict)
+        _check_parts(len(self.optimizers), [scheduler is not None for scheduler in self.lr_schedulers], state_dict)
+        # All states are checked and laid out before any is loaded.
+        saved_states = zip(self.optimizers, state_dict["optimizers"], strict=True)
+        laid_out = [laid_out_like(optimizer, saved) for optimizer, saved in saved_states]
+        self._scale.load_state_dict(state_dict)
+        for optimizer, saved in zip(self.optimizers, laid_out, strict=True):
+            load_laid_out(optimizer, saved)
+        for scheduler, saved in zip(self.lr_schedulers, state_dict["lr_schedulers"], strict=True):
+            if scheduler is not None:
+                scheduler.load_state_dict(saved)
         self._scaled, self._skips = False, 0
         self._watch.forget()
 
@@ -305,7 +318,7 @@ def _takes_scale(optimizer: Optimizer) -> bool:
     return bool(getattr(optimizer, "step_takes_scale", False))
 
 
-# --- What an OptimManager refuses, before anything is changed.
+# --- Checks, before anything is changed
 
 _POLICIES = ("skip", "raise", "ignore")
 
@@ -314,7 +327,7 @@ def check_policy(on_nonfinite: str | None, scale: LossScale, grad_scale: float |
     """Refuse a manager's arguments that do not fit together.
 
     Raises:
-        ConfigError: When ``on_nonfinite`` is none, or not one for this scale, or another number is out of range.
+        ConfigError: When ``on_nonfinite`` is unknown or does not fit the scale, or a number is out of range.
     """
     if on_nonfinite not in (None, *_POLICIES) or (scale.dynamic and on_nonfinite not in (None, "skip")):
         raise ConfigError(
@@ -336,13 +349,13 @@ def check_optimizer(optimizer: Optimizer, others: Sequence[Optimizer]) -> None:
     """Refuse an optimizer that cannot be stepped with others.
 
     Raises:
-        ConfigError: When it guards its own steps, needs a closure, or updates what another one does.
+        ConfigError: When it guards its own steps, needs a closure, or shares a parameter with another one.
     """
     name = type(optimizer).__name__
     if isinstance(optimizer, GuardedOptimizer):
         raise ConfigError(
             "A GuardedOptimizer decides about its steps and its loss scale itself",
-            expected="an optimizer that steps when it is told to",
+            expected="an optimizer that steps whenever step() is called",
             got=repr(optimizer),
             fix="add AdamOptimizer, which has fp32 master weights too, or any torch optimizer",
         )
@@ -363,7 +376,7 @@ def check_optimizer(optimizer: Optimizer, others: Sequence[Optimizer]) -> None:
     if isinstance(optimizer, OuterOptimizer) and optimizer.guard is not None:
         raise ConfigError(
             "A GuardedOptimizer decides about its steps and its loss scale itself",
-            expected=f"a {name} around an optimizer that steps when it is told to",
+            expected=f"a {name} around an optimizer that steps whenever step() is called",
             got=repr(optimizer.guard),
             fix=f"wrap AdamOptimizer, which has fp32 master weights too, or any torch optimizer into {name}",
         )
@@ -379,7 +392,7 @@ def check_optimizer(optimizer: Optimizer, others: Sequence[Optimizer]) -> None:
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """Refuse a scheduler of another optimizer, or one that needs to be told something.
+    """Refuse a scheduler of another optimizer, or one whose ``step`` needs arguments.
 
     Raises:
         ConfigError: When it is one of these.
@@ -404,57 +417,11 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
 
 
 def required(function: Callable[..., Any], skip: Iterable[str] = ()) -> Iterable[str]:
-    """Names of the arguments that a function cannot be called without."""
+    """Yield the names of the arguments that a function cannot be called without."""
     for parameter in inspect.signature(function).parameters.values():
         variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if parameter.default is parameter.empty and not variadic and parameter.name not in skip:
             yield parameter.name
-
-
-def check_gradients(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse sparse gradients, which can be neither measured nor checked with the others.
-
-    Raises:
-        ModelError: When there is one.
-    """
-    for parameter in parameters:
-        if parameter.grad is not None and parameter.grad.layout != torch.strided:
-            raise ModelError(
-                "A gradient is sparse",
-                expected="dense gradients",
-                got=f"{parameter.grad.layout} for a parameter of shape {tuple(parameter.shape)}",
-                fix="build the embedding with sparse=False, or step its optimizer by itself",
-            )
-
-
-# --- Saving and loading an OptimManager.
-
-
-def manager_state(
-    optimizers: Sequence[Optimizer], lr_schedulers: Sequence[Any], scale: LossScale, gather_opt: bool
-) -> dict[str, Any]:
-    """Return the loss scale's entries, ``optimizers`` and ``lr_schedulers``, in the order in which they were added."""
-    states = [gathered_state_dict(o) if gather_opt else o.state_dict() for o in optimizers]
-    schedules = [scheduler.state_dict() if scheduler is not None else None for scheduler in lr_schedulers]
-    return {**scale.state_dict(), "optimizers": states, "lr_schedulers": schedules}
-
-
-def load_manager_state(
-    optimizers: Sequence[Optimizer], lr_schedulers: Sequence[Any], scale: LossScale, state: dict[str, Any]
-) -> None:
-    """Load all parts, after all were checked and laid out.
-
-    Raises:
-        CheckpointError: When the parts are not those of this manager; it is unchanged then.
-    """
-    _check_parts(len(optimizers), [scheduler is not None for scheduler in lr_schedulers], state)
-    laid_out = [laid_out_like(o, saved) for o, saved in zip(optimizers, state["optimizers"], strict=True)]
-    scale.load_state_dict(state)
-    for optimizer, saved in zip(optimizers, laid_out, strict=True):
-        load_laid_out(optimizer, saved)
-    for scheduler, saved in zip(lr_schedulers, state["lr_schedulers"], strict=True):
-        if scheduler is not None:
-            scheduler.load_state_dict(saved)
 
 
 def _check_parts(num_optimizers: int, here: list[bool], state: dict[str, Any]) -> None:

@@ -1,4 +1,10 @@
-"""Detect overflow in gradients over all ranks, and move the loss scale alike on every one of them."""
+"""Measure gradients over all ranks for an `OptimManager`: its loss scale, norms, and one decision per step.
+
+The scale is a Python number and the decision one for all optimizers, where
+:class:`~meshwright.optim.LossScaler` is torch's GradScaler, which holds an fp32 tensor and decides per optimizer. The
+norm takes one all-reduce, in which pipeline stages and parameters of any meshes meet, where
+:func:`~meshwright.optim.total_norm` takes one per mesh axis. What both do per tensor is shared.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +27,21 @@ from meshwright.optim.dtensors import (
     placement_of,
     reduced,
 )
+from meshwright.optim.mixed_precision import unscale_
 from meshwright.optim.outer import OuterOptimizer
-from meshwright.runtime.torch_internals.optim import foreach_norm, non_finite_check_and_unscale_
+from meshwright.runtime.torch_internals.optim import foreach_norm
 from meshwright.runtime.torch_internals.tensors import version_of
 
 
 class LossScale:
-    """Multiplies the loss so that small fp16 gradients do not vanish (Micikevicius et al. 2018, §3.2).
+    """A loss scale, which keeps small fp16 gradients from vanishing (Micikevicius et al. 2018, §3.2).
 
     Args:
-        value: Starting scale; None for no scaling, a scale of 1 that never changes.
-        factor: Overflow divides the scale by it and growth multiplies; a factor below 1 is taken as its inverse.
+        value: The first scale; None for no scaling, a scale of 1 that never changes.
+        factor: Divides the scale after an overflow and multiplies it when it grows; one below 1 is inverted.
         steps: Steps without overflow after which the scale grows; None for a fixed scale.
-        lowest: The scale never falls below.
-        highest: The scale never grows above.
+        lowest: Lowest scale.
+        highest: Highest scale.
 
     Raises:
         ConfigError: When the numbers do not make a scale.
@@ -56,7 +63,7 @@ class LossScale:
 
     @property
     def dynamic(self) -> bool:
-        """Return whether overflow and growth change it."""
+        """Return whether the scale changes."""
         return self.enabled and self.steps is not None
 
     def overflow(self) -> bool:
@@ -69,7 +76,7 @@ class LossScale:
         return self.value < before
 
     def clean(self) -> None:
-        """Count a step without overflow, and grows when there were enough."""
+        """Count a step without overflow, and grow when there were enough."""
         if not self.dynamic or self.steps is None:
             return
         self.clean_steps += 1
@@ -78,7 +85,7 @@ class LossScale:
             self.clean_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything, under BMTrain's names for the arguments."""
+        """Return all values, under BMTrain's names for the arguments."""
         return {
             "loss_scale": self.value,
             "loss_scale_enabled": self.enabled,
@@ -90,7 +97,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over :meth:`state_dict`; BMTrain's own, which has the first two entries only, keep the rest."""
+        """Load what :meth:`state_dict` returned, or BMTrain's, which has only the first two entries."""
         self.enabled = bool(state["loss_scale_enabled"])
         self.value = float(state["loss_scale"])
         self.factor = float(state.get("loss_scale_factor", self.factor))
@@ -116,25 +123,26 @@ def _bad(name: str, value: Any, expected: str, fix: str) -> ConfigError:
     return ConfigError(f"{name} does not make a loss scale", expected=expected, got=repr(value), fix=fix)
 
 
-# --- Measures of many gradients over all ranks: their norm, and whether all are finite.
+# --- Measures of many gradients over all ranks: their norm, and whether all are finite
 
 
 def norm_and_count(
     parameters: Iterable[torch.Tensor], norm_type: float, count: int, peers: Peers | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of all gradients in the world as if they were one vector, in one all-reduce; every rank calls it.
+    """Compute the norm of all gradients in the world as if they were one vector, in one all-reduce.
 
-    Each rank adds what it holds, divided by how many ranks hold the same: tensors of any meshes share one reduction,
-    and pipeline stages add up. The host does not wait.
+    Each rank adds its shards, divided by the number of ranks that hold the same: tensors of any meshes share one
+    reduction, and pipeline stages add up. The host does not wait. Every rank calls it.
 
     Args:
-        parameters: This rank's, with gradients or without: plain ones, equal on all ranks that hold them, and DTensors.
+        parameters: This rank's parameters, with or without gradients: DTensors, and plain ones that are equal on all
+            ranks that hold them.
         norm_type: p of the p-norm; ``float("inf")`` for the largest absolute value.
-        count: Any number of this rank's own; travels along.
+        count: A number of this rank's own, to be sent along.
         peers: The ranks of one replica, whose gradients count; None for the world.
 
     Returns:
-        0-dim fp64 norm, and the count of the rank that has most (a sum over ranks when ``norm_type`` is finite).
+        The norm, 0-dim fp64, and the sum of all counts (their maximum for the infinity norm).
 
     Raises:
         ModelError: When a gradient is an unreduced partial sum.
@@ -161,30 +169,24 @@ def norm_and_count(
 
 
 def any_nonfinite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """1 when one of this rank's plain tensors holds inf or nan, else 0; 0-dim fp32. Reads them once, writes nothing."""
+    """Return 1 if a plain tensor of this rank holds inf or nan, else 0 (0-dim fp32)."""
     found = [~torch.isfinite(torch.stack(foreach_norm(kind, float("inf")))).all() for kind in by_kind(tensors)]
-    return _any([flag.float() for flag in found])
+    if not found:
+        return torch.zeros(())
+    return torch.stack([flag.float().to(found[0].device) for flag in found]).max()
 
 
 def unscale_and_find_nonfinite(tensors: Iterable[torch.Tensor], inverse_scale: float) -> torch.Tensor:
-    """Multiply this rank's plain tensors in place, and find inf or nan in the same pass; result as above."""
-    found = []
-    for kind in by_kind(tensors):
-        flag = torch.zeros((), dtype=torch.float32, device=kind[0].device)
-        factor = torch.full((), inverse_scale, dtype=torch.float32, device=kind[0].device)
-        non_finite_check_and_unscale_(kind, flag, factor)
-        found.append(flag)
-    return _any(found)
-
-
-def _any(flags: list[torch.Tensor]) -> torch.Tensor:
-    if not flags:
-        return torch.zeros(())
-    return torch.stack([flag.to(flags[0].device) for flag in flags]).max()
+    """Multiply this rank's plain tensors in place, and return what :func:`any_nonfinite` does, in the same pass."""
+    every = list(tensors)
+    device = every[0].device if every else torch.device("cpu")
+    found = torch.zeros((), dtype=torch.float32, device=device)
+    unscale_(every, torch.full((), inverse_scale, dtype=torch.float32, device=device), found)
+    return found
 
 
 def parameters_in(param_groups: Iterable[Mapping[str, Any] | torch.Tensor]) -> list[torch.Tensor]:
-    """All parameters of groups, or listed by themselves, each once."""
+    """Return the parameters of groups, or listed by themselves, each once."""
     found: dict[int, torch.Tensor] = {}
     for group in param_groups:
         members = [group] if isinstance(group, torch.Tensor) else group["params"]
@@ -192,41 +194,43 @@ def parameters_in(param_groups: Iterable[Mapping[str, Any] | torch.Tensor]) -> l
     return list(found.values())
 
 
-# --- Which gradients are known to be finite already, and whether the others are.
+# --- Gradients that are known to be finite already, because clipping has measured them
 
 
 def local_gradients(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's shards of the gradients that exist."""
+    """Return this rank's shards of the gradients that exist."""
     return [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
 
 
 class GradientWatch:
-    """Remembers norms that were taken: a finite norm says that its gradients are finite, for as long as nobody writes
-    to them. That saves a pass over gradients that were clipped.
+    """Norms that were measured in this step.
+
+    Gradients with a finite norm are finite, for as long as nobody writes to them. Remembering that saves a pass over
+    gradients that were clipped.
     """
 
     def __init__(self) -> None:
-        # Local gradients, by identity, with the version they had and the norm they are part of.
+        # Each local gradient by identity, with its version and its norm.
         self._measured: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def remember(self, norm: torch.Tensor, gradients: Iterable[torch.Tensor]) -> None:
-        """Note the norm of local gradients, over all ranks, as they are now."""
+        """Remember the norm over all ranks of local gradients as they are now."""
         self._measured.update({id(gradient): (gradient, version_of(gradient), norm) for gradient in gradients})
 
     def is_measured(self, gradient: torch.Tensor) -> bool:
-        """Return whether a norm was taken of this local gradient and nobody has written to it since."""
+        """Return whether a norm of this local gradient is known and nobody has written to it since."""
         measured, version, _ = self._measured.get(id(gradient), (None, 0, None))
         return measured is gradient and version == version_of(gradient)
 
     def any_nonfinite(
         self, plain: list[torch.Tensor], to_unscale: list[torch.Tensor], inverse_scale: float
     ) -> torch.Tensor:
-        """1 when a gradient of this rank, or a norm that one of them is part of, is inf or nan, else 0; 0-dim fp32.
+        """Return 1 if a gradient of this rank, or the norm of one, is inf or nan, else 0 (0-dim fp32).
 
         Args:
-            plain: Local gradients, which are left as they are.
-            to_unscale: Others; those of which no norm was taken are multiplied by ``inverse_scale`` in the same pass.
-            inverse_scale: See there.
+            plain: Local gradients to be left as they are.
+            to_unscale: Local gradients of which those without a known norm are multiplied in the same pass.
+            inverse_scale: The factor.
         """
         known = [self._measured[id(gradient)] for gradient in [*plain, *to_unscale] if self.is_measured(gradient)]
         norms = {id(norm): norm for _, _, norm in known}
@@ -238,26 +242,26 @@ class GradientWatch:
         return torch.stack([flag.to(device) for flag in flags]).max()
 
     def forget(self) -> None:
-        """Begin anew, with the next step's gradients."""
+        """Forget all norms, before the gradients of the next step."""
         self._measured = {}
 
 
-# --- The one meeting of all ranks per step: what any of them has found, and whether they have run the same model.
+# --- One all-reduce per step: whether any rank has found something, and whether all have run the same model
 
 
 def on_any_rank(found: torch.Tensor, flags: tuple[bool, ...], peers: Peers | None) -> list[bool]:
-    """Return whether any rank's flags are set; one all-reduce, for which the host waits.
+    """Return for each flag whether any rank has set it, and run the gather-order check; the host waits.
 
     Args:
         found: A 0-dim fp32 flag on the device of the gradients.
-        flags: Others, on the host.
+        flags: Further flags, on the host.
         peers: The ranks of one replica; None for the world.
 
     Returns:
-        All of them, ``found`` first.
+        All flags, ``found`` first.
 
     Raises:
-        ModelError: On every rank, when ranks have gathered other Blocks, or in another order.
+        ModelError: On every rank, when ranks have gathered different Blocks, or in another order.
     """
     order = float(take_gather_order())
     host = torch.tensor([order, -order, *map(float, flags)]).to(found.device, non_blocking=True)
@@ -273,24 +277,24 @@ def on_any_rank(found: torch.Tensor, flags: tuple[bool, ...], peers: Peers | Non
     return [bool(each) for each in (any_found, *rest)]
 
 
-# --- An OptimManager over outer optimizers: every replica decides for itself, and all count alike.
+# --- Outer optimizers: every replica decides for itself, and all count steps alike
 
 
 def prepare_gradients(optimizers: Iterable[Optimizer]) -> None:
-    """Average gradients over replicas where a synchronous warm-up asks for it."""
+    """Average gradients over replicas, where a synchronous warm-up asks for it."""
     for optimizer in optimizers:
         if isinstance(optimizer, OuterOptimizer):
             optimizer.prepare_gradients()
 
 
 def peers_of(optimizers: Iterable[Optimizer]) -> Peers | None:
-    """Return the ranks that decide together: those of one replica where there are replicas, None for the world."""
+    """Return the ranks that decide together: those of one replica under outer optimizers; None for the world."""
     outer = next((each for each in optimizers if isinstance(each, OuterOptimizer)), None)
     return None if outer is None else Peers(outer.replicas.inside, outer.replicas.num_inside)
 
 
 def count_skipped(optimizer: Optimizer, scheduler: Any) -> None:
-    """A step that this replica skips and others take: counts and learning rates must not drift apart."""
+    """Count a step that this replica skips and others take, so that schedules do not drift apart."""
     if isinstance(optimizer, OuterOptimizer):
         optimizer.count_step()
         if scheduler is not None:

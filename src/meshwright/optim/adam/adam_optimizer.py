@@ -1,4 +1,4 @@
-"""Adam over shards and half precision, with its states on the device or in host memory."""
+"""Adam over shards and half precision: `AdamOptimizer` on the device, `AdamOffloadOptimizer` in host memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from meshwright.optim.adam.bucket_update import (
     Bucket,
     BucketUpdate,
     DeltaMoments,
-    DirectLink,
     Flight,
     Link,
     StagedLink,
     cut,
 )
+from meshwright.optim.checks import bad_value, check_at_least_zero, check_betas, check_dense, check_types
 from meshwright.optim.dtensors import HALF_TYPES, local_tensor
 from meshwright.optim.offload_storage import CudaCopies
 from meshwright.optim.pipeline_state_dict import ShardedStateDict
@@ -38,10 +38,10 @@ _BUCKET_ELEMENTS = 2**24
 
 
 class AdamBase(ShardedStateDict):
-    """Adam over plain parameters and DTensors, fp32 and half; see the two subclasses."""
+    """Base class of :class:`AdamOptimizer` and :class:`AdamOffloadOptimizer`."""
 
     state_kind = "AdamW"
-    """States have the names and meaning of ``torch.optim.AdamW``'s: checkpoints of one load into the other."""
+    """States have the names and meaning of those of ``torch.optim.AdamW``: checkpoints load into either."""
     step_takes_scale = True
     """``step(scale=…)`` divides the gradients itself."""
 
@@ -60,7 +60,7 @@ class AdamBase(ShardedStateDict):
         bucket_elements: int = _BUCKET_ELEMENTS,
     ) -> None:
         if bucket_elements < 1:
-            raise _bad_value("bucket_elements", bucket_elements, "1 or more elements")
+            raise bad_value("bucket_elements", bucket_elements, "1 or more elements")
         self.bucket_elements = bucket_elements
         self.record_delta = record_delta
         self._begin()
@@ -81,7 +81,7 @@ class AdamBase(ShardedStateDict):
         self._delta = DeltaMoments()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; values it lacks are the constructor's.
+        """Add a group, with the constructor's values for what it lacks.
 
         Raises:
             ConfigError: When a hyperparameter is out of range.
@@ -97,11 +97,11 @@ class AdamBase(ShardedStateDict):
     def step(self, closure: Callable[[], Any] | None = None, scale: float = 1.0) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient.
 
-        Gradients are used up: those of fp32 parameters may be left divided by ``scale``, others as they were.
+        It may leave the gradients of fp32 parameters divided by ``scale``; others stay as they were.
 
         Args:
             closure: Computes the loss again, with gradients; its result is returned.
-            scale: What the loss was multiplied by.
+            scale: The factor by which the loss was multiplied.
 
         Raises:
             ModelError: When a gradient is sparse; nothing is updated then.
@@ -112,17 +112,16 @@ class AdamBase(ShardedStateDict):
             with torch.enable_grad():
                 loss = closure()
         self._check_step(scale)
-        with torch.no_grad(), FreshLinksAfterError(self._links):
+        with torch.no_grad(), fresh_links_after_error(self._links):
             self._delta.restart()
             for update in self._updates(with_gradient=True):
-                update.advance_all()
                 update.run(scale)
             if self.record_delta:
                 self._delta.reduce()
         return loss
 
     def _updates(self, *, with_gradient: bool) -> list[BucketUpdate]:
-        """One update per group, type and device, over its parameters (those with a gradient, or all trainable ones)."""
+        """Return one update per group, type and device, of parameters with a gradient or of all that train."""
         updates = []
         for group in self.param_groups:
             kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -143,10 +142,10 @@ class AdamBase(ShardedStateDict):
         return self._links[device]
 
     def _make_link(self, device: torch.device) -> Link:
-        return DirectLink()
+        return Link()
 
     def home(self, parameter: torch.Tensor) -> tuple[torch.device, bool]:
-        """Return where a parameter's states live, and whether that is another device than its own."""
+        """Return the device of a parameter's states, and whether that is another device than its own."""
         local = local_tensor(parameter)
         link = self._link(local.device)
         return link.home(local), link.remote
@@ -158,7 +157,7 @@ class AdamBase(ShardedStateDict):
 
     def _check_step(self, scale: float) -> None:
         if not 0 < scale < float("inf"):
-            raise _bad_value("scale", scale, "a finite number above 0")
+            raise bad_value("scale", scale, "a finite number above 0")
         for group in self.param_groups:
             if group.get("amsgrad"):
                 raise ConfigError(
@@ -168,31 +167,22 @@ class AdamBase(ShardedStateDict):
                     fix="train on with torch.optim.AdamW(amsgrad=True), or set the group's amsgrad to False",
                 )
             for parameter in group["params"]:
-                if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                    raise ModelError(
-                        f"{type(self).__name__} does not take sparse gradients",
-                        expected="dense gradients",
-                        got=f"{parameter.grad.layout} for a parameter of shape {tuple(parameter.shape)}",
-                        fix="build the embedding with sparse=False, or give it to torch.optim.SparseAdam",
-                    )
+                check_dense(parameter)
 
     @torch.no_grad()
     def empty_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the states as before a parameter's first step.
-
-        ``step``, ``exp_avg``, ``exp_avg_sq`` and perhaps ``master``.
-        """
+        """Return a parameter's states before its first step: step, exp_avg, exp_avg_sq and perhaps master."""
         return self._states.made_for(parameter)
 
     def check_saved(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse states that are not those of an Adam."""
+        """Refuse states of another kind of optimizer."""
         check_saved_states(state_dict)
 
     @torch.no_grad()
     def refresh_master(self) -> None:
-        """Take the parameters over into their fp32 masters; call it after weights were changed by other means.
+        """Copy the parameters into their fp32 masters; call it after weights were changed by other means than a step.
 
-        A step rounds the masters into the parameters, so a change of the parameters alone would be lost.
+        The next step rounds the masters into the parameters: a change of the parameters alone would be lost.
         """
         for parameter, state in self.state.items():
             if "master" in state:
@@ -226,11 +216,11 @@ class AdamBase(ShardedStateDict):
             )
 
     def forget(self) -> None:
-        """Let go of states that are about to be replaced."""
+        """Release states that are about to be replaced."""
         self._states.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        # For copies and pickles; streams, threads' queues and staging buffers are made anew.
+        # Copies and pickles make streams, queues and staging buffers anew.
         own = {"bucket_elements": self.bucket_elements, "record_delta": self.record_delta}
         return {**super().__getstate__(), **own}
 
@@ -238,26 +228,19 @@ class AdamBase(ShardedStateDict):
         super().__setstate__(state)
         if "_links" not in self.__dict__:
             self._begin()
-        for group in self.param_groups:  # a group of torch's AdamW lacks what is ours
+        for group in self.param_groups:  # torch's AdamW saves groups without our own values
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
 
-class FreshLinksAfterError:
-    """Forgets all links when a step fails: a bucket that was under way would block its staging buffers for ever."""
-
-    def __init__(self, links: dict[torch.device, Link]) -> None:
-        self._links = links
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self._links.clear()
-
-
-def _bad_value(name: str, value: Any, expected: str) -> ConfigError:
-    return ConfigError(f"{name} is out of range", expected=expected, got=repr(value), fix=f"choose another {name}")
+@contextlib.contextmanager
+def fresh_links_after_error(links: dict[torch.device, Link]) -> Iterator[None]:
+    """Discard all links when a step fails: a bucket under way would block its staging buffers for ever."""
+    try:
+        yield
+    except BaseException:
+        links.clear()
+        raise
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -269,52 +252,39 @@ def _check_group(group: dict[str, Any]) -> None:
             got=repr(rule),
             fix="use decoupled for AdamW's rule",
         )
-    for name in ("lr", "eps", "weight_decay"):
-        if not float(group[name]) >= 0:
-            raise _bad_value(name, group[name], "0 or more")
-    if len(group["betas"]) != 2 or not all(0 <= float(beta) < 1 for beta in group["betas"]):
-        raise _bad_value("betas", group["betas"], "two numbers from 0 to below 1")
+    check_at_least_zero(group, "lr", "eps", "weight_decay")
+    check_betas(group, 2)
     if not isinstance(group["hold_steps"], int) or group["hold_steps"] < 0:
-        raise _bad_value("hold_steps", group["hold_steps"], "a number of steps, 0 or more")
-    for parameter in group["params"]:
-        if parameter.dtype not in (torch.float32, *HALF_TYPES):
-            raise ModelError(
-                "A parameter has a type that this Adam does not update",
-                expected="torch.float32, torch.float16 or torch.bfloat16",
-                got=f"{parameter.dtype}, of shape {tuple(parameter.shape)}",
-                fix="convert the model, or use torch.optim.AdamW",
-            )
-
-
-# --- Adam with its states beside the parameters.
+        raise bad_value("hold_steps", group["hold_steps"], "a number of steps, 0 or more")
+    check_types(group)
 
 
 class AdamOptimizer(AdamBase):
     """Adam and AdamW for fp32, fp16 and bf16 parameters, plain or sharded (BMTrain's ``AdamOptimizer``).
 
-    Moments are fp32 and never scaled; half parameters get an fp32 master weight, kept in ``optimizer.state`` so that
-    checkpoints carry it, and are the master rounded to nearest. The arithmetic is torch's fused kernel on local shards:
-    an fp32 step is that of ``torch.optim.AdamW(fused=True)``, bit for bit. Bytes per parameter element: 8 of states for
-    fp32, 12 for half, and one bucket of fp32 gradients.
+    Moments are fp32 and never scaled. Half-precision parameters have an fp32 master weight in ``optimizer.state``,
+    which checkpoints include, and equal the master rounded to nearest. The arithmetic is torch's fused kernel on local
+    shards: an fp32 step is that of ``torch.optim.AdamW(fused=True)``, bit for bit. Memory per parameter element: 8
+    bytes of states for fp32, 12 for half precision, and one bucket of fp32 gradients.
 
-    Weight decay follows one rule for all types, by default AdamW's. BMTrain's own, which decays half parameters
-    decoupled and fp32 ones coupled, is ``weight_decay_rule="bmtrain"``.
+    Weight decay follows one rule for all types, by default AdamW's. BMTrain's own, decoupled for half precision and
+    coupled for fp32, is ``weight_decay_rule="bmtrain"``.
 
-    After weights were changed by other means than a step or a whole checkpoint, call :meth:`refresh_master`, unless
-    ``accelerate`` was given the optimizer and they were loaded.
+    Call :meth:`refresh_master` after weights were changed by other means than a step or a whole checkpoint. Loading
+    weights into a model whose optimizer ``accelerate`` has built needs no such call.
 
     Args:
         params: Parameters or groups of them; groups may set all values below down to ``maximize``.
         lr: Learning rate.
-        betas: Decay of the first and second moment.
+        betas: Decay rates of the first and second moment.
         eps: Added to the root of the second moment.
         weight_decay: Factor of the decay; decoupled decay multiplies weights by 1 - lr · weight_decay.
-        hold_steps: For each parameter's first ``hold_steps`` steps lr is 0 while the moments accumulate.
+        hold_steps: Number of first steps of each parameter with lr 0, in which only the moments accumulate.
         record_delta: Measure the update's direction, see :meth:`get_avg_delta`; one small all-reduce per step.
         weight_decay_rule: ``"decoupled"`` (Loshchilov and Hutter 2019), ``"coupled"`` (L2, Kingma and Ba 2015), or
             ``"bmtrain"``.
         maximize: Ascend instead of descend.
-        bucket_elements: Elements of half gradients converted at a time.
+        bucket_elements: Elements of half-precision gradients that are converted at a time.
 
     Raises:
         ConfigError: When a hyperparameter is out of range.
@@ -322,23 +292,25 @@ class AdamOptimizer(AdamBase):
     """
 
 
-# --- The buckets of a step, updated by a thread behind the backward pass.
+# --- Adam with states in host memory, updated after backward or by a thread behind it
 
 
 class BackwardUpdate:
-    """Between ``__enter__`` and ``__exit__`` every bucket is updated as soon as all its gradients are there.
+    """Context in which every bucket is updated as soon as backward has completed all its gradients.
+
+    Hooks of the parameters count gradients down and queue complete buckets; a thread computes them.
 
     Args:
         updates: The whole step, over all trainable parameters.
-        scale: What gradients are multiplied by.
+        scale: The factor by which gradients are multiplied.
     """
 
     def __init__(self, updates: Sequence[BucketUpdate], scale: float) -> None:
         self._updates = updates
         self._scale = scale
         self._owner = {id(parameter): update for update in updates for parameter in update.parameters}
-        self._buckets: dict[int, list[Bucket]] = {key: [] for key in self._owner}  # per parameter, those not begun
-        self._awaited: dict[int, set[int]] = {}  # per bucket not begun, the parameters whose gradients are missing
+        self._buckets: dict[int, list[Bucket]] = {key: [] for key in self._owner}  # of each parameter, until begun
+        self._awaited: dict[int, set[int]] = {}  # the parameters without a gradient, of each bucket not begun
         for update in updates:
             for bucket in update.buckets:
                 self._awaited[id(bucket)] = {id(piece.parameter) for piece in bucket}
@@ -390,20 +362,12 @@ class BackwardUpdate:
             parameter.grad = None  # an empty shard is in no bucket
 
     def _count(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.layout != torch.strided:
-            raise ModelError(
-                "A gradient is sparse",
-                expected="dense gradients",
-                got=f"{gradient.layout} for a parameter of shape {tuple(parameter.shape)}",
-                fix="build the embedding with sparse=False",
-            )
+        check_dense(parameter)
         self._done.add(id(parameter))
         self._owner[id(parameter)].advance(parameter)
 
     def _begin(self, update: BucketUpdate, bucket: Bucket) -> None:
-        """Send a bucket's gradients off, and free those that no other bucket needs."""
+        """Begin a bucket, and free the gradients that no other bucket needs."""
         flight = update.start([piece for piece in bucket if piece.parameter.grad is not None])
         self._flights.put((update, flight))
         del self._awaited[id(bucket)]
@@ -435,53 +399,50 @@ class BackwardUpdate:
             update.link.drop(flight.ticket)  # backward may be waiting for the slot
 
 
-# --- Adam with its states in host memory.
-
-
 class AdamOffloadOptimizer(AdamBase):
     """:class:`~meshwright.optim.AdamOptimizer` whose states live in host memory (ZeRO-Offload, Ren et al. 2021, §4-5).
 
-    The device keeps parameters and gradients. The host keeps 12 bytes per element (fp32 master, two fp32 moments) and
-    staging buffers for two buckets of ``bucket_elements``, page-locked on CUDA; states need no page-locking, since only
-    staging buffers are copied from and to. A step is a pipeline over buckets: gradients of the next one travel to the
-    host in their own type while torch's fused kernel updates the present one and the weights of the one before travel
-    back in theirs, on two streams. The host does not wait for the last weights; the device does, before its next work.
+    The device holds parameters and gradients. The host holds 12 bytes per element (fp32 master, two fp32 moments) and
+    staging buffers for two buckets of ``bucket_elements``, page-locked on CUDA. States are not page-locked, since only
+    staging buffers are copied. A step is a pipeline over buckets: gradients of the next bucket travel to the host in
+    their own type, torch's fused kernel updates the present one, and the weights of the last one travel back in theirs,
+    on two streams. The host does not wait for the last weights; the device does, before its next work.
 
-    The update of a step needs the whole gradient norm or overflow flag when gradients are clipped or scaled, so it
-    cannot begin before the end of backward. Where neither is used, :meth:`step_in_backward` updates behind backward.
+    Clipping and loss scaling need the norm or the overflow flag of all gradients, so an update with them cannot begin
+    before the end of backward. Without them, :meth:`step_in_backward` updates behind backward.
 
-    Parameters that are in host memory already are updated there as AdamOptimizer does, with no copies. Arguments,
-    states, errors and results are AdamOptimizer's; either loads the checkpoints of the other.
+    Parameters in host memory are updated there as AdamOptimizer does, with no copies. Arguments, states, errors and
+    results are those of AdamOptimizer; either loads the checkpoints of the other.
     """
 
     def _make_link(self, device: torch.device) -> Link:
-        return DirectLink() if device.type == "cpu" else StagedLink(CudaCopies(device))
+        return Link() if device.type == "cpu" else StagedLink(CudaCopies(device))
 
     @contextlib.contextmanager
     def step_in_backward(self, scale: float = 1.0) -> Iterator[None]:
-        """Do the work of one ``step`` behind the backward pass inside the block; collective as ``step`` is.
+        """Take one ``step`` behind the backward pass inside the block; collective as ``step`` is.
 
         A bucket's gradients leave as soon as backward has completed them, and are freed; a thread updates the bucket on
-        the host, and its weights return, while backward goes on. When the block ends the step is done, and parameters
-        that got no gradient in this backward but had one from earlier are updated too::
+        the host, and its weights return, while backward goes on. The step is complete when the block ends. Parameters
+        that got a gradient only before the block are updated, too::
 
             loss(first_half).backward()  # accumulates
             with optimizer.step_in_backward():
                 loss(second_half).backward()
 
-        Weights change although nobody has looked at the gradients: clipping, loss scaling and the skipping of
-        non-finite steps need ``step``. An error inside the block leaves some parameters updated and others not. Not
-        with ``DistributedDataParallel``, which averages gradients only after they were taken here; FSDP2 averages
-        before. Hooks of ``step`` (averaged weights, votes) are called when the block ends.
+        Clipping, loss scaling and the skipping of non-finite steps need ``step``: they look at all gradients before
+        any weight changes. An error inside the block leaves some parameters updated and others not. It does not work
+        with ``DistributedDataParallel``, which averages gradients after they were taken here; FSDP2 averages before.
+        Hooks of ``step`` (averaged weights, votes) are called when the block ends.
 
         Args:
-            scale: What the loss was multiplied by.
+            scale: The factor by which the loss was multiplied.
 
         Raises:
             ModelError: When a parameter gets a second gradient in the block, or a sparse one.
         """
         self._check_step(scale)
-        with FreshLinksAfterError(self._links):
+        with fresh_links_after_error(self._links):
             with torch.no_grad():
                 self._delta.restart()
                 update = BackwardUpdate(self._updates(with_gradient=False), scale)

@@ -1,4 +1,4 @@
-"""The arithmetic and the states of Adam, on plain tensors and shards."""
+"""The arithmetic of Adam on plain tensors, and its states for plain and sharded parameters."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from meshwright.runtime.torch_internals.optim import foreach_div_, fused_adam_, 
 WeightDecayRule = Literal["decoupled", "coupled", "bmtrain"]
 WEIGHT_DECAY_RULES: tuple[str, ...] = get_args(WeightDecayRule)
 
+UNCORRECTED = 10**9
+"""A step number so late that Adam's bias corrections are 1."""
 _FUSED_DEVICES = ("cpu", "cuda")
 
 
@@ -31,16 +33,16 @@ def is_decoupled(rule: str, dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class AdamRule:
-    """The hyperparameters of one group for parameters of one type."""
+    """Adam with the hyperparameters of one group, for parameters of one type."""
 
     lr: float
     beta1: float
     beta2: float
     eps: float
-    weight_decay: float
-    decoupled: bool
-    maximize: bool
-    hold_steps: int
+    weight_decay: float = 0.0
+    decoupled: bool = True
+    maximize: bool = False
+    hold_steps: int = 0
 
     @classmethod
     def of(cls, group: Mapping[str, Any], dtype: torch.dtype) -> AdamRule:
@@ -70,76 +72,42 @@ class AdamRule:
 
         Args:
             weights: Dense fp32 tensors of one device.
-            gradients: Laid out like the weights; left divided by ``scale``.
+            gradients: Gradients, laid out like the weights; left divided by ``scale``.
             exp_avgs: First moments.
             exp_avg_sqs: Second moments.
             step: Number of this step for these weights, from 1.
-            scale: What the gradients are multiplied by.
+            scale: The factor by which the gradients are multiplied.
         """
         device = weights[0].device
-        # Zero and not a skipped step: the moments go on.
-        lr = 0.0 if step <= self.hold_steps else self.lr
+        options: dict[str, Any] = {
+            # Zero and not a skipped step: the moments go on.
+            "lr": 0.0 if step <= self.hold_steps else self.lr,
+            "beta1": self.beta1,
+            "beta2": self.beta2,
+            "weight_decay": self.weight_decay,
+            "eps": self.eps,
+            "amsgrad": False,
+            "maximize": self.maximize,
+        }
+        tensors: Any = weights, gradients, exp_avgs, exp_avg_sqs, []
         if device.type not in _FUSED_DEVICES:
-            self._update_unfused(weights, gradients, exp_avgs, exp_avg_sqs, step, scale, lr)
+            if scale != 1.0:
+                foreach_div_(gradients, scale)
+            before = [torch.tensor(float(step - 1), dtype=torch.float32) for _ in weights]
+            unfused: Any = adam
+            unfused(*tensors, before, foreach=True, decoupled_weight_decay=self.decoupled, **options)
             return
-        kernel = fused_adamw_ if self.decoupled else fused_adam_
+        kernel: Any = fused_adamw_ if self.decoupled else fused_adam_
         # One tensor for all: the kernels read the step number and leave it as it is.
         steps = [torch.full((), float(step), dtype=torch.float32, device=device)] * len(weights)
-        kernel(
-            weights,
-            gradients,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            steps,
-            lr=lr,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            weight_decay=self.weight_decay,
-            eps=self.eps,
-            amsgrad=False,
-            maximize=self.maximize,
-            grad_scale=torch.full((), scale, dtype=torch.float32, device=device) if scale != 1.0 else None,
-            found_inf=None,
-        )
-
-    def _update_unfused(
-        self,
-        weights: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        exp_avgs: list[torch.Tensor],
-        exp_avg_sqs: list[torch.Tensor],
-        step: int,
-        scale: float,
-        lr: float,
-    ) -> None:
-        if scale != 1.0:
-            foreach_div_(gradients, scale)
-        adam(
-            weights,
-            gradients,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            [torch.tensor(float(step - 1), dtype=torch.float32) for _ in weights],
-            foreach=True,
-            decoupled_weight_decay=self.decoupled,
-            amsgrad=False,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            lr=lr,
-            weight_decay=self.weight_decay,
-            eps=self.eps,
-            maximize=self.maximize,
-        )
+        grad_scale = torch.full((), scale, dtype=torch.float32, device=device) if scale != 1.0 else None
+        kernel(*tensors, steps, grad_scale=grad_scale, found_inf=None, **options)
 
     def delta(self, weight: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: int) -> torch.Tensor:
-        """Return the direction of a step.
-
-        M̂ / (√v̂ + eps), plus weight_decay · w where decay is decoupled (BMTrain's delta).
+        """Return the direction of a step: m̂ / (√v̂ + eps), plus weight_decay · w where decay is decoupled.
 
         Args:
-            weight: Before the step.
+            weight: The weight before the step.
             exp_avg: First moment after the step.
             exp_avg_sq: Second moment after the step.
             step: Number of the step, from 1.
@@ -149,22 +117,22 @@ class AdamRule:
         return delta.add_(weight, alpha=self.weight_decay) if self.decoupled and self.weight_decay else delta
 
 
-# --- The states of Adam: made for a parameter, and brought into the right type and place after loading.
+# --- The states of Adam: made for a parameter, and brought into the right type and place after loading
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """A parameter's local tensors, ready for a kernel: what is computed on is fp32 and laid out alike."""
+    """A parameter's local tensors, ready for a kernel: those it computes with are fp32 and laid out alike."""
 
     weight: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     master: torch.Tensor | None
     step: torch.Tensor
-    kept: tuple[Any, ...]
-    """The values in ``optimizer.state`` that these were taken from."""
+    stored: tuple[Any, ...]
+    """The values in ``optimizer.state`` from which these were taken."""
 
 
 class AdamStates:
@@ -183,7 +151,7 @@ class AdamStates:
         state_of: Callable[[torch.Tensor], dict[str, Any]],
         home: Callable[[torch.Tensor], tuple[torch.device, bool]],
     ) -> None:
-        self._state_of = state_of  # torch replaces ``optimizer.state`` when it loads: it must be asked every time
+        self._state_of = state_of  # asked every time, as torch replaces ``optimizer.state`` when it loads
         self._home = home
         self._ready: dict[torch.Tensor, Shards] = {}
 
@@ -193,7 +161,7 @@ class AdamStates:
         return remote or parameter.dtype != torch.float32 or not is_dense(local_tensor(parameter))
 
     def made_for(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Fresh states."""
+        """Make fresh states of a parameter."""
         home, _ = self._home(parameter)
         state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
         state |= {name: wrapped_like(parameter, _zeros(local_tensor(parameter), home)) for name in _MOMENTS}
@@ -202,7 +170,7 @@ class AdamStates:
         return state
 
     def ready(self, parameter: torch.Tensor) -> Shards:
-        """A parameter's states, made or mended: what another kind of Adam, or torch's, has left is taken over."""
+        """Return a parameter's tensors, with states made or converted where another kind of Adam has left them."""
         state: dict[str, Any] = self._state_of(parameter)
         found, weight = self._ready.get(parameter), local_tensor(parameter)
         if found is None or not _is_current(found, state, weight):
@@ -211,7 +179,7 @@ class AdamStates:
         return found
 
     def forget(self) -> None:
-        """Let go of states that are about to be replaced."""
+        """Release states that are about to be replaced."""
         self._ready.clear()
 
     def _mended(self, parameter: torch.Tensor, weight: torch.Tensor, state: dict[str, Any]) -> Shards:
@@ -231,11 +199,11 @@ class AdamStates:
                 state[name] = _laid_out(state[name], parameter, home)
         exp_avg, exp_avg_sq = (local_tensor(state[name]) for name in _MOMENTS)
         master = local_tensor(state["master"]) if "master" in state else None
-        return Shards(weight, exp_avg, exp_avg_sq, master, state["step"], _kept(state))
+        return Shards(weight, exp_avg, exp_avg_sq, master, state["step"], _stored(state))
 
 
 def check_saved_states(state_dict: Mapping[str, Any]) -> None:
-    """Refuse what another kind of optimizer has saved.
+    """Refuse states that another kind of optimizer has saved.
 
     Raises:
         CheckpointError: Naming the states of the first parameter that has others.
@@ -259,19 +227,19 @@ def _of_another(kind: type[MeshwrightError], state: Mapping[str, Any]) -> Meshwr
 
 
 def _counts_on_host(step: torch.Tensor) -> bool:
-    # In half precision, torch's default type for some users, a count would stand still: bfloat16 knows no 257.
+    # A count in half precision, the default type of some users, would stop: bfloat16 has no 257.
     return step.device.type == "cpu" and step.dtype == torch.float32
 
 
-def _kept(state: dict[str, Any]) -> tuple[Any, ...]:
+def _stored(state: dict[str, Any]) -> tuple[Any, ...]:
     return state["exp_avg"], state["exp_avg_sq"], state.get("master"), state["step"]
 
 
 def _is_current(shards: Shards, state: dict[str, Any], weight: torch.Tensor) -> bool:
-    """Return whether nobody has replaced a state, or the weight or its layout, since the last step."""
+    """Return whether states, weight and layout are the same objects as in the last step."""
     if not state or shards.weight is not weight:
         return False
-    if any(kept is not now for kept, now in zip(shards.kept, _kept(state), strict=True)):
+    if any(before is not now for before, now in zip(shards.stored, _stored(state), strict=True)):
         return False
     if shards.master is None:
         return weight.dtype == torch.float32 and weight.stride() == shards.exp_avg.stride()
@@ -294,5 +262,5 @@ def _zeros_layout(local: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_out(value: torch.Tensor, parameter: torch.Tensor, home: torch.device) -> torch.Tensor:
-    """A copy of a tensor of the parameter's shape, in fp32 at home, in the order of the parameter's memory."""
+    """Copy a tensor of the parameter's shape to fp32 at home, in the order of the parameter's memory."""
     return wrapped_like(parameter, _zeros(local_tensor(parameter), home).copy_(local_tensor(value)))

@@ -1,20 +1,29 @@
-"""Update Adam bucket by bucket: cut parameters, move gradients and weights, apply the rule."""
+"""One step of Adam, bucket by bucket: cut parameters, move gradients and weights, apply the rule.
+
+A bucket is a run of elements of local shards, which may begin and end within a parameter: staging buffers are bounded
+by its size, however large parameters are. Where states live on another device (see :class:`StagedLink`), the gradients
+of the next bucket travel while one is computed.
+
+:class:`~meshwright.optim.OffloadedOptimizer` steps any torch optimizer on the host. It cannot replace this: it needs
+room for the gradients of the whole model there and whole parameters in a bucket, where Adam needs two buckets.
+"""
 
 from __future__ import annotations
 
 import queue
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from meshwright.optim.adam.adam_rule import AdamRule, AdamStates, Shards
 from meshwright.optim.dtensors import local_tensor, num_replicas, placement_of, reduced
+from meshwright.optim.offload_storage import Copies, Event
 from meshwright.runtime.torch_internals.optim import foreach_copy_
 
-# Kernels work on vectors of a few elements: cutting at multiples of this leaves every element in the lane it had.
+# Kernels work on vectors of a few elements: cuts at multiples of this leave every element in its vector lane.
 _ALIGNMENT = 1024
 
 
@@ -22,14 +31,14 @@ class Piece(NamedTuple):
     """A range of the elements of one parameter's local shard."""
 
     parameter: torch.Tensor
-    """As the optimizer knows it: plain or DTensor."""
+    """The optimizer's parameter, plain or DTensor."""
     start: int
     stop: int
     whole: bool
-    """Whether it is the whole shard."""
+    """Whether the range is the whole shard."""
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the piece's part of a tensor that is laid out like the shard; in the tensor's own shape when whole."""
+        """Return this range of a tensor that is laid out like the shard, flat unless it is whole."""
         return local if self.whole else local.view(-1)[self.start : self.stop]
 
 
@@ -41,8 +50,8 @@ def cut(parameters: Iterable[torch.Tensor], max_elements: int | None) -> list[Bu
 
     Args:
         parameters: Plain tensors and DTensors; empty shards are left out.
-        max_elements: Most elements of a bucket, rounded up to a multiple of 1024; None for one bucket of everything.
-            A shard that is not contiguous stays whole, however large it is.
+        max_elements: Most elements of a bucket, rounded up to a multiple of 1024; None for a single bucket. A shard
+            that is not contiguous stays whole, however large it is.
     """
     limit = None if max_elements is None else -(-max_elements // _ALIGNMENT) * _ALIGNMENT
     buckets: list[Bucket] = []
@@ -65,11 +74,11 @@ def cut(parameters: Iterable[torch.Tensor], max_elements: int | None) -> list[Bu
     return buckets
 
 
-# --- Mean and variance of the update's direction over all parameters of all ranks.
+# --- Mean and variance of the update's direction over all parameters of all ranks
 
 
 class DeltaMoments:
-    """Sums of values and of their squares in fp64; a shard that several ranks hold counts once."""
+    """Mean and variance of the values of all ranks, in fp64; a shard that several ranks hold counts once."""
 
     def __init__(self) -> None:
         self._sums: list[torch.Tensor] = []  # per piece: sum, sum of squares, count
@@ -83,11 +92,11 @@ class DeltaMoments:
         """Count the values of a piece of one parameter."""
         wide = values.double()
         count = torch.full((), float(values.numel()), dtype=torch.float64, device=values.device)
-        replicas = num_replicas(parameter, held=placement_of(parameter))
+        replicas = num_replicas(parameter, placement=placement_of(parameter))
         self._sums.append(torch.stack([wide.sum(), wide.square().sum(), count]) / replicas)
 
     def reduce(self) -> None:
-        """Sum over ranks: one all-reduce of three numbers, on every rank, whatever it holds itself."""
+        """Sum over ranks in one all-reduce of three numbers; every rank calls it, whatever it holds itself."""
         device = self._sums[0].device if self._sums else torch.device("cpu")
         total = torch.zeros(3, dtype=torch.float64, device=device)
         for part in self._sums:
@@ -110,44 +119,18 @@ class DeltaMoments:
         return self._total.tolist() if self._total is not None else [0.0, 0.0, 0.0]
 
 
-# --- How gradients reach the place where the update is computed, and how new weights get back.
-
-
-class Event(Protocol):
-    """A point in a queue of copies."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for everything queued before this point."""
-
-
-class Copies(Protocol):
-    """Copies between a device and the host that run beside everything else."""
-
-    pinned: bool
-    """Whether host buffers must be page-locked."""
-
-    def mark(self) -> Any:
-        """Return the point the device's current stream has reached."""
-
-    def to_host(self, host: list[torch.Tensor], device: list[torch.Tensor], after: Any) -> Event:
-        """Queue copies of device tensors that are complete at ``after``."""
-
-    def to_device(self, device: list[torch.Tensor], host: list[torch.Tensor], after: Any) -> Event:
-        """Queue copies into device tensors that nobody uses from ``after`` on."""
-
-    def join(self) -> None:
-        """Let the device's current stream wait for all copies queued; the host does not wait."""
+# --- Links: how gradients reach the place where the update is computed, and how new weights get back
 
 
 class Arena:
-    """One buffer per type, cut anew into tensors for every bucket."""
+    """One buffer per device and type, cut anew into tensors for every bucket."""
 
     def __init__(self, pinned: bool = False) -> None:
         self._pinned = pinned
         self._buffers: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def take(self, likes: list[torch.Tensor], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        """Uninitialised tensors with the sizes and strides of dense ``likes``; they overwrite those taken before."""
+        """Return uninitialised tensors with the sizes and strides of dense ``likes``, over those taken before."""
         total = sum(like.numel() for like in likes)
         flat = self._buffers.get((device, dtype))
         if flat is None or flat.numel() < total:
@@ -162,8 +145,17 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that are held."""
+        """Return the bytes of all buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
+
+
+@dataclass
+class _Slot:
+    """Host buffers for one bucket in each direction."""
+
+    gradients: Arena
+    weights: Arena
+    sent: Event | None = field(default=None)  # until then the device still reads ``weights``
 
 
 @dataclass
@@ -176,89 +168,56 @@ class Ticket:
     arrived: Event | None = None
 
 
-class Link(Protocol):
+class Link:
     """The way from gradients to an update, bucket by bucket: ``fetch`` one, ``receive`` it, ``send`` its weights.
 
-    ``fetch`` may be called once more before the ``receive`` and ``send`` of the bucket before: they then overlap.
+    ``fetch`` may be called once more before the ``receive`` and ``send`` of the bucket before: they then overlap. Here
+    weights and states are on one device: fp32 gradients are used as they are, others are converted.
     """
 
-    remote: bool
-    """Whether states live on another device than the weights: then all weights have a master there."""
-
-    def home(self, local: torch.Tensor) -> torch.device:
-        """Return where the states of a parameter live."""
-
-    def fetch(self, gradients: list[torch.Tensor], likes: list[torch.Tensor]) -> Ticket:
-        """Begin to move gradients to the home of ``likes``, the states of the bucket."""
-
-    def receive(self, ticket: Ticket, likes: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Wait for them; fp32 tensors laid out like ``likes``, free to be written to until the next ``receive``."""
-
-    def send(self, ticket: Ticket, weights: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-        """Begin to round masters into the weights; the bucket ends here."""
-
-    def drop(self, ticket: Ticket) -> None:
-        """Give a bucket up whose ``receive`` or ``send`` failed."""
-
-    def join(self) -> None:
-        """Let the device wait for all weights sent."""
-
-    @property
-    def staging_bytes(self) -> int:
-        """Return the bytes of host and device memory held for moving and converting."""
-
-
-class DirectLink:
-    """Weights and states on one device: fp32 gradients are taken as they are, others are converted."""
-
     remote = False
+    """Whether states live on another device than the weights, so that all weights have a master there."""
 
     def __init__(self) -> None:
         self._scratch = Arena()
 
     def home(self, local: torch.Tensor) -> torch.device:
-        """Return the parameter's own device."""
+        """Return the device of a parameter's states."""
         return local.device
 
     def fetch(self, gradients: list[torch.Tensor], likes: list[torch.Tensor]) -> Ticket:
-        """Nothing moves."""
+        """Begin to move gradients to the home of ``likes``, the states of the bucket."""
         return Ticket(gradients)
 
     def receive(self, ticket: Ticket, likes: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the gradients themselves where type and strides fit, fp32 copies of the others."""
+        """Wait for the gradients and return them in fp32, laid out like ``likes``.
+
+        They may be written to until the next ``receive``, and are the gradients themselves where type and strides fit.
+        """
         return as_fp32(ticket.gradients, likes, self._scratch)
 
     def send(self, ticket: Ticket, weights: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-        """Round to nearest, ties to even, as ``copy_`` does."""
+        """Begin to round masters into the weights, to nearest with ties to even; this ends the bucket."""
         if weights:
             foreach_copy_(weights, masters)
 
     def drop(self, ticket: Ticket) -> None:
-        """Nothing is held for it."""
+        """Release a bucket whose ``receive`` or ``send`` failed."""
 
     def join(self) -> None:
-        """Nothing is under way."""
+        """Let the device's current stream wait for all weights sent."""
 
     @property
     def staging_bytes(self) -> int:
-        """Return the bytes of the fp32 gradients of one bucket."""
+        """Return the bytes held for moving and converting, on the host and the device."""
         return self._scratch.num_bytes
 
 
-@dataclass
-class _Slot:
-    """Host buffers for one bucket in each direction."""
+class StagedLink(Link):
+    """A link to states in host memory beside weights on a device.
 
-    gradients: Arena
-    weights: Arena
-    sent: Event | None = field(default=None)  # until then the device still reads ``weights``
-
-
-class StagedLink:
-    """States in host memory beside weights on a device.
-
-    Two slots of staging buffers: while the host updates one bucket, the gradients of the next arrive and the weights
-    of the one before leave.
+    It has two slots of staging buffers: while the host updates one bucket, the gradients of the next arrive and the
+    weights of the one before leave.
 
     Args:
         copies: The device's copy queues.
@@ -267,12 +226,12 @@ class StagedLink:
     remote = True
 
     def __init__(self, copies: Copies) -> None:
+        super().__init__()
         self._copies = copies
         self._slots = [_Slot(Arena(copies.pinned), Arena(copies.pinned)) for _ in range(2)]
         self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         for slot in self._slots:
             self._free.put(slot)
-        self._scratch = Arena()
 
     def home(self, local: torch.Tensor) -> torch.device:
         """Return the host."""
@@ -286,13 +245,13 @@ class StagedLink:
         return Ticket(host, slot, start, self._copies.to_host(host, gradients, start))
 
     def receive(self, ticket: Ticket, likes: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Wait until the copies of the bucket are complete."""
+        """Wait until the copies of the bucket are complete, and return the gradients in fp32."""
         assert ticket.arrived is not None
         ticket.arrived.synchronize()
-        return as_fp32(ticket.gradients, likes, self._scratch)
+        return super().receive(ticket, likes)
 
     def send(self, ticket: Ticket, weights: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-        """Round to nearest, ties to even, on the host, and queue the copies."""
+        """Round the masters on the host, and queue the copies."""
         slot = ticket.slot
         assert slot is not None
         if slot.sent is not None:
@@ -303,7 +262,7 @@ class StagedLink:
         self._free.put(slot)
 
     def drop(self, ticket: Ticket) -> None:
-        """Its slot is free again once its copies are done."""
+        """Free the bucket's slot once its copies are done."""
         assert ticket.slot is not None
         assert ticket.arrived is not None
         ticket.arrived.synchronize()
@@ -316,12 +275,12 @@ class StagedLink:
     @property
     def staging_bytes(self) -> int:
         """Return the bytes of both slots and of the fp32 gradients of one bucket."""
-        arenas = [arena for slot in self._slots for arena in (slot.gradients, slot.weights)]
-        return sum(arena.num_bytes for arena in [*arenas, self._scratch])
+        slots = sum(arena.num_bytes for slot in self._slots for arena in (slot.gradients, slot.weights))
+        return slots + super().staging_bytes
 
 
 def _taken_by_type(arena: Arena, types: list[torch.Tensor], likes: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Host tensors with the types of one list and the layouts of another, in order."""
+    """Return host tensors with the types of one list and the layouts of another, in order."""
     taken: dict[int, torch.Tensor] = {}
     for dtype in {tensor.dtype for tensor in types}:
         places = [place for place, tensor in enumerate(types) if tensor.dtype == dtype]
@@ -345,12 +304,12 @@ def as_fp32(gradients: list[torch.Tensor], likes: list[torch.Tensor], scratch: A
     return result
 
 
-# --- One step of one group of parameters, bucket by bucket.
+# --- One step of one group of parameters
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A bucket whose gradients are on their way."""
+    """A bucket in progress, between ``start`` and ``finish``."""
 
     pieces: Bucket
     exp_avgs: list[torch.Tensor]
@@ -368,22 +327,20 @@ class BucketUpdate:
     states: AdamStates
     delta: DeltaMoments | None
     _begun: dict[int, tuple[Shards, int]] = field(default_factory=dict)
-    """By identity of the parameter: its tensors, and the number of this step."""
-
-    def advance_all(self) -> None:
-        """Begin the step of every parameter; of those with empty shards too, whose step count is everybody's."""
-        for parameter in self.parameters:
-            self.advance(parameter)
+    """Tensors and step number of each parameter, by its identity."""
 
     def advance(self, parameter: torch.Tensor) -> None:
-        """Make a parameter's states if need be and counts the step."""
+        """Make a parameter's states if need be and count the step."""
         shards = self.states.ready(parameter)
         step = int(shards.step) + 1
         shards.step.fill_(step)
         self._begun[id(parameter)] = shards, step
 
     def run(self, scale: float) -> None:
-        """Update all buckets: the gradients of the next one travel while one is computed."""
+        """Update all buckets, with the gradients of the next one under way while one is computed."""
+        # Parameters with empty shards are in no bucket, but their step counts are those of all ranks.
+        for parameter in self.parameters:
+            self.advance(parameter)
         before: Flight | None = None
         for bucket in self.buckets:
             flight = self.start(bucket)
@@ -395,7 +352,7 @@ class BucketUpdate:
         self.link.join()
 
     def start(self, bucket: Bucket) -> Flight:
-        """Send the gradients of a bucket on their way."""
+        """Begin to move the gradients of a bucket."""
         exp_avgs = [piece.of(self._begun[id(piece.parameter)][0].exp_avg) for piece in bucket]
         return Flight(bucket, exp_avgs, self.link.fetch([_gradient(piece) for piece in bucket], exp_avgs))
 
@@ -428,7 +385,7 @@ class BucketUpdate:
                     self.delta.add(pieces[place].parameter, self.rule.delta(old, mean, square, step))
 
     def _by_step(self, pieces: Bucket) -> dict[int, list[int]]:
-        """Places in the bucket by step count: parameters that were frozen for a while are behind the others."""
+        """Group places in the bucket by step count: parameters that were frozen for a while lag behind the others."""
         places: dict[int, list[int]] = {}
         for place, piece in enumerate(pieces):
             places.setdefault(self._begun[id(piece.parameter)][1], []).append(place)

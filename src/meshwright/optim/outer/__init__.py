@@ -1,4 +1,4 @@
-"""Outer steps: replicas that train on their own and synchronise every H steps. Seed: fairseq's BMUF."""
+"""Outer steps: replicas that train on their own and synchronise every H steps (BMUF, local SGD, SlowMo, DiLoCo)."""
 
 from typing import TYPE_CHECKING
 
@@ -7,7 +7,7 @@ from meshwright.runtime.lazy import lazy_exports
 if TYPE_CHECKING:
     from meshwright.optim.outer.outer_optimizer import OuterOptimizer as OuterOptimizer
     from meshwright.optim.outer.presets import (
-        BMUF as BMUF,
+        BlockMomentum as BlockMomentum,
         DiLoCo as DiLoCo,
         LocalSGD as LocalSGD,
         PostLocalSGD as PostLocalSGD,

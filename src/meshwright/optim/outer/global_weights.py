@@ -1,4 +1,4 @@
-"""Hold the weights all replicas agree on, whole on each replica or split among them, and step them."""
+"""Global weights, on which all replicas agree, and their optimizer: in every replica, or divided among them."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class GlobalCopy:
     """Global weights in fp32 (fp64 beside fp64), sharded like the parameters, equal in every replica.
 
     Args:
-        weights: The inner optimizer's.
-        replicas: Whom to synchronise with.
+        weights: The weights of the inner optimizer.
+        replicas: The replicas to synchronise with.
         make_outer: Builds the outer optimizer over the global weights.
-        policy: How.
+        policy: Details of the synchronisation.
     """
 
     def __init__(
         self, weights: InnerWeights, replicas: Replicas, make_outer: OuterFactory, policy: OuterPolicy
     ) -> None:
         self._weights, self._replicas, self._policy = weights, replicas, policy
-        self.of: dict[torch.Tensor, nn.Parameter] = {p: self._copy(p) for p in self.held(weights.parameters)}
-        """The global weight of each parameter that this rank keeps one of."""
+        self.of: dict[torch.Tensor, nn.Parameter] = {p: self._copy(p) for p in self.owned(weights.parameters)}
+        """The global weights that this rank stores, by parameter."""
         self.outer = _built(make_outer, list(self.of.values()))
 
-    def held(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of some parameters whose global weights this rank keeps."""
+    def owned(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters whose global weights this rank stores."""
         return list(parameters)
 
     def ordered(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Some parameters in the order in which they travel best."""
+        """Return parameters in the order in which they are sent."""
         return list(parameters)
 
     def _copy(self, parameter: torch.Tensor) -> nn.Parameter:
@@ -54,27 +54,27 @@ class GlobalCopy:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Take the replicas' weights, which are equal now, for the global ones."""
+        """Copy the replicas' weights, which are equal now, into the global ones."""
         for parameter, copy in self.of.items():
             local_tensor(copy).copy_(self._weights.read(parameter))
 
     def message(self, parameters: Sequence[torch.Tensor]) -> Message:
-        """Room for the pseudo-gradients of some parameters."""
+        """Make an empty message for the pseudo-gradients of parameters."""
         return Message([self._weights.read(parameter) for parameter in parameters], self._policy.bucket_bytes)
 
     @torch.no_grad()
     def write(self, parameters: Sequence[torch.Tensor], message: Message) -> None:
-        """Fill a message with what this replica has to say of its weights: global - local.
+        """Fill a message with this replica's pseudo-gradients, global - local.
 
-        Where weights are kept in half precision only, the global ones are rounded first, as they were when the block
-        began: what rounding took away is no progress of the replica.
+        Where the replica has half-precision weights only, the global ones are rounded first, as they were at the
+        beginning of the block: the rounding error is no progress of the replica.
         """
         for parameter, view in zip(parameters, message.views, strict=True):
             local, copy = self._weights.read(parameter), local_tensor(self.of[parameter])
             view.copy_(copy.to(local.dtype).to(view.device, view.dtype)).sub_(local)
 
     def send(self, parameters: Sequence[torch.Tensor], message: Message, *, takes_part: bool) -> Flight:
-        """Start averaging what was written."""
+        """Start to average a filled message."""
         if self._policy.quantise is not None:
             return QuantisedMean(message, self._replicas, self._policy.quantise, takes_part=takes_part)
         return AllReduce(message, self._replicas, takes_part=takes_part)
@@ -110,16 +110,16 @@ class GlobalCopy:
         return total_norm(gradients)
 
     def values(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's parts of the global weights, equal in every replica."""
+        """Return this rank's parts of the global weights, equal in every replica."""
         return [local_tensor(self.of[parameter]).detach() for parameter in parameters]
 
 
 def _built(make_outer: OuterFactory, copies: list[nn.Parameter]) -> Optimizer:
-    # A rank that owns nothing has an optimizer all the same: torch's refuse an empty list.
+    # torch's optimizers refuse an empty list, which a rank without global weights would pass.
     outer = make_outer(copies or [nn.Parameter(torch.zeros(()))])
     if not isinstance(outer, Optimizer):
         raise ConfigError(
-            "The outer optimizer is none",
+            "The outer optimizer is no optimizer",
             expected="a function that builds a torch.optim.Optimizer from a list of parameters",
             got=type(outer).__name__,
             fix="pass, for example, lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True)",
@@ -130,15 +130,15 @@ def _built(make_outer: OuterFactory, copies: list[nn.Parameter]) -> Optimizer:
     return outer
 
 
-# --- Global weights and outer state divided among the replicas: each parameter has one owner.
+# --- Global weights and outer state divided among the replicas: each parameter has one owner
 
 
 class SplitCopy(GlobalCopy):
-    """A :class:`GlobalCopy` of which a rank keeps the part that it owns: about 1/N of its bytes with N replicas.
+    """A :class:`GlobalCopy` divided among the replicas: a rank stores what it owns, about 1/N with N replicas.
 
-    Replicas send their weights to the owners (they have no global ones to subtract them from), owners average, step and
-    send the new weights to all: the bytes of an all-reduce. Parameters are dealt out whole, the largest first, so any
-    outer optimizer works and checkpoints keep true shapes; one very large parameter makes its owner the fullest.
+    Replicas send weights to the owners (they have no global ones to subtract them from); owners average, step and send
+    the new weights to all. That takes the bytes of an all-reduce. Parameters are assigned whole, the largest first, so
+    that any outer optimizer works and checkpoints have true shapes; one very large parameter fills its owner most.
     """
 
     def __init__(
@@ -149,12 +149,12 @@ class SplitCopy(GlobalCopy):
         self._owner = dict(zip(weights.parameters, owners, strict=True))
         super().__init__(weights, replicas, make_outer, policy)
 
-    def held(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of some parameters that this rank owns."""
+    def owned(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the parameters that this rank owns."""
         return [parameter for parameter in parameters if self._owner[parameter] == self._replicas.rank]
 
     def ordered(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Some parameters in the order of their owners: each one's are a piece of every bucket."""
+        """Return parameters in the order of their owners: each owner's are one piece of every bucket."""
         return sorted(parameters, key=lambda parameter: self._owner[parameter])
 
     @torch.no_grad()
@@ -164,16 +164,16 @@ class SplitCopy(GlobalCopy):
             view.copy_(self._weights.read(parameter))
 
     def send(self, parameters: Sequence[torch.Tensor], message: Message, *, takes_part: bool) -> Flight:
-        """Start sending weights to their owners."""
+        """Start to send weights to their owners."""
         return _ToOwners(message, self._owners_of(parameters), self._replicas, takes_part=takes_part)
 
     def _owners_of(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         return [self._owner[parameter] for parameter in parameters]
 
     def _step(self, pseudo_gradients: dict[torch.Tensor, torch.Tensor]) -> None:
-        """What has arrived are averaged weights, of the owned parameters."""
+        # Averaged weights have arrived, for owned parameters: pseudo-gradients are formed here.
         owned = {}
-        for parameter in self.held(list(pseudo_gradients)):
+        for parameter in self.owned(list(pseudo_gradients)):
             mean, copy = pseudo_gradients[parameter], local_tensor(self.of[parameter])
             begun = copy.to(self._weights.read(parameter).dtype).to(mean.device, mean.dtype)
             owned[parameter] = begun - mean
@@ -188,7 +188,7 @@ class SplitCopy(GlobalCopy):
 
     @torch.no_grad()
     def values(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's parts of the global weights: every owner sends what it has. Collective."""
+        """Return this rank's parts of the global weights, which owners send to all; collective."""
         message = self.message(parameters)
         for parameter, view in zip(parameters, message.views, strict=True):
             if parameter in self.of:
@@ -205,7 +205,7 @@ class SplitCopy(GlobalCopy):
 
 
 class _ToOwners(Flight):
-    """Every replica's tensors to their owners, which form the means; ``views`` of others keep what was sent."""
+    """A message to the owners of its tensors, who form the means; ``views`` of others keep what was sent."""
 
     def __init__(self, message: Message, owners: list[int], replicas: Replicas, *, takes_part: bool) -> None:
         self.views, self._message, self._replicas = message.views, message, replicas
@@ -225,7 +225,7 @@ class _ToOwners(Flight):
             self._received.append(received)
 
     def finish(self) -> int:
-        """Forms the means of what this rank owns."""
+        """Form the means of the tensors that this rank owns."""
         with self._replicas.watched():
             for work in self._works:
                 if work is not None:
@@ -238,7 +238,7 @@ class _ToOwners(Flight):
 
 
 def _piece_sizes(bucket: Bucket, owners: list[int], num_replicas: int) -> list[int]:
-    """Return the elements of a bucket that each replica owns."""
+    """Return the number of a bucket's elements that each replica owns."""
     sizes = [0] * num_replicas
     for member, size in zip(bucket.members, bucket.sizes, strict=True):
         sizes[owners[member]] += size

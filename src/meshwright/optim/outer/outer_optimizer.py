@@ -1,4 +1,4 @@
-"""Local steps, and now and then an outer step of all replicas together."""
+"""Optimizer of replicas that take local steps and synchronise every H of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, join_names
 from meshwright.optim.full_state_dict import load_laid_out
-from meshwright.optim.guarded_step import GuardedOptimizer, WrappedOptimizer
+from meshwright.optim.guarded_step import GuardedOptimizer, ReplicatedOptimizer
 from meshwright.optim.outer.global_weights import OuterFactory
 from meshwright.optim.outer.replica_group import Replicas
 from meshwright.optim.outer.sync_policy import OuterPolicy
@@ -22,34 +22,32 @@ from meshwright.optim.outer.synchronizer import Synchronizer, laid_out_state, lo
 from meshwright.optim.pipeline_state_dict import gathered_state_dict, laid_out_like
 
 
-class OuterOptimizer(WrappedOptimizer):
-    """Replicas of a model that train on their own and synchronise every H steps: the engine of BMUF, SlowMo, DiLoCo.
+class OuterOptimizer(ReplicatedOptimizer):
+    """Outer optimizer over replicas that train on their own: the engine of BMUF, SlowMo and DiLoCo.
 
     After H inner steps the outer optimizer moves the global weights by the pseudo-gradient, global - mean(local), and
-    every replica goes on from them (Chen & Huo 2016; Wang et al. 2019; Douillard et al. 2023). A replica may be one
+    every replica continues from them (Chen & Huo 2016; Wang et al. 2019; Douillard et al. 2023). A replica may be one
     rank or many, with its parameters sharded in any way over axes other than ``group``::
 
         inner = torch.optim.AdamW(model.parameters())
         optimizer = OuterOptimizer(inner, lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True))
 
-    Use it as the optimizer: every ``step`` counts, and those that end a block synchronise. Gradients must not be
-    averaged over replicas (no DDP over ``group``). Every rank calls ``step`` equally often. The first step compares the
-    replicas and makes the global copy, so weights may be loaded before.
+    It is used in place of the inner optimizer: every ``step`` is an inner step, and those that end a block synchronise.
+    Gradients must not be averaged over replicas (no DDP over ``group``). Every rank must call ``step`` equally often.
+    The first step compares the replicas and makes the global copy, so weights may be loaded before it.
 
     Args:
         inner: Any torch optimizer, or a GuardedOptimizer.
         outer: Builds the outer optimizer from the global weights.
-        policy: When to synchronise, and everything else one may choose.
+        policy: When and how to synchronise.
         group: The ranks that hold the same part of the model in every replica, or a mesh of one axis; None: every rank
             of the world is a replica.
-        model: Its floating-point buffers are averaged; None leaves buffers alone.
+        model: The model whose floating-point buffers are averaged; None leaves buffers alone.
         fragments: The parameters of each of ``policy.fragments`` parts; None divides them in their order.
 
     Raises:
         ConfigError: When arguments do not fit together.
     """
-
-    is_outer = True
 
     def __init__(
         self,
@@ -64,12 +62,12 @@ class OuterOptimizer(WrappedOptimizer):
         _check_inner(inner)
         super().__init__(inner)
         self.policy = policy or OuterPolicy()
-        self._rhythm = self.policy.rhythm
+        self._schedule = self.policy.schedule
         self.synchronizer = Synchronizer(inner, outer, self.policy, group, model, fragments)
-        """What the replicas do together."""
+        """The state that replicas share, and their communication."""
         self.num_updates = 0
         """Inner steps, skipped ones included."""
-        self._gradients_are_averaged = False  # in this step of a synchronous warm-up
+        self._gradients_are_averaged = False  # already, in this step of a synchronous warm-up
 
     @property
     def replicas(self) -> Replicas:
@@ -78,12 +76,12 @@ class OuterOptimizer(WrappedOptimizer):
 
     @property
     def outer(self) -> Optimizer:
-        """Return the outer optimizer, for instance to change its learning rate. The first access is collective."""
+        """Return the outer optimizer, for instance to change its learning rate; the first access is collective."""
         return self.synchronizer.copy.outer
 
     @property
     def guard(self) -> GuardedOptimizer | None:
-        """Return the inner optimizer's guards, where it has some."""
+        """Return the inner optimizer if it is a GuardedOptimizer, else None."""
         return self.inner if isinstance(self.inner, GuardedOptimizer) else None
 
     @property
@@ -94,20 +92,19 @@ class OuterOptimizer(WrappedOptimizer):
     @property
     def in_warmup(self) -> bool:
         """Return whether the next step belongs to warm-up."""
-        return self._rhythm.in_warmup(self.num_updates)
+        return self._schedule.in_warmup(self.num_updates)
 
     @property
     def num_syncs(self) -> int:
-        """Outer steps (of fragments) so far."""
+        """Number of outer steps (of fragments) so far."""
         return self.synchronizer.num_syncs
 
     @property
     def _averages_gradients(self) -> bool:
-        """Return whether the next step belongs to a synchronous warm-up."""
         return self.in_warmup and self.policy.warmup == "synchronous"
 
     def prepare_gradients(self) -> None:
-        """In a synchronous warm-up: averages gradients over replicas. ``step`` does so; call it before clipping."""
+        """Average gradients over replicas in a synchronous warm-up; ``step`` does so, too. Call it before clipping."""
         self._begin()
         if self.guard is not None:
             self.guard.prepare_gradients()
@@ -121,17 +118,17 @@ class OuterOptimizer(WrappedOptimizer):
         self._gradients_are_averaged = False
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """One inner step, and what is due after it.
+        """Take one inner step, and the synchronisation that is due after it.
 
         Args:
             closure: Recomputes the loss, for the inner optimizer.
             options: Passed to the inner optimizer, such as ``scale``.
 
         Returns:
-            What the inner optimizer's step returns.
+            The result of the inner optimizer's step.
 
         Raises:
-            LaunchError: When another replica does not come to a synchronisation, naming its rank.
+            LaunchError: When another replica does not join a synchronisation, naming its rank.
         """
         self._begin()
         if closure is None:
@@ -156,10 +153,10 @@ class OuterOptimizer(WrappedOptimizer):
         self.synchronizer.weights.check_frozen()
         self.synchronizer.start()
         if not self._averages_gradients:
-            self.synchronizer.part_loss_scales()
+            self.synchronizer.separate_loss_scales()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the replicas have agreed on what they synchronise.
+        """Refuse new groups: the replicas have agreed on the parameters that they synchronise.
 
         Raises:
             ConfigError: Always.
@@ -172,7 +169,7 @@ class OuterOptimizer(WrappedOptimizer):
         )
 
     def count_step(self) -> None:
-        """Count a step that has been taken, or skipped by somebody who watches over gradients, and synchronises."""
+        """Count a step that was taken, or skipped by a guard outside, and synchronise if that is due."""
         shared = self.synchronizer
         shared.start()
         shared.awaits_weights = False
@@ -181,42 +178,42 @@ class OuterOptimizer(WrappedOptimizer):
         self._gradients_are_averaged = False
         if self.replicas.size == 1 and self.policy.skip_when_alone:
             return
-        if self._rhythm.ends_warmup(self.num_updates):
+        if self._schedule.ends_warmup(self.num_updates):
             shared.end_warmup()
-        due = list(self._rhythm.due(self.num_updates))
+        due = list(self._schedule.due(self.num_updates))
         if due:
             shared.run(due)
 
     def synchronize(self) -> None:
-        """End the present block at once, for instance after the last step: all replicas hold the global weights then.
+        """Synchronise at once, for instance after the last step, so that all replicas hold the global weights.
 
-        Collective. What is under way is taken first. The rhythm goes on as if nothing had happened. During warm-up it
-        does nothing.
+        Collective. Fragments under way are applied first. The schedule of blocks stays as it is. During warm-up nothing
+        happens.
         """
         self.synchronizer.start()
         if not self.in_warmup:
             self.synchronizer.synchronize()
 
     def global_weights(self) -> contextlib.AbstractContextManager[None]:
-        """A context that lends the model the global weights, for instance to evaluate or export them; collective.
+        """Swap the global weights into the model inside the block, for instance to evaluate or export them; collective.
 
-        Floating-point buffers are the mean of the replicas' inside, unless the policy keeps them apart. During warm-up,
-        when there are no global weights yet, all is replica 0's.
+        Floating-point buffers are then the mean of the replicas', unless the policy keeps them apart. During warm-up,
+        when there are no global weights yet, weights and buffers are those of replica 0.
         """
         self.synchronizer.start()
         return self.synchronizer.global_weights(in_warmup=self.in_warmup)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of everything: inner and outer states, global weights, counters, what is under way.
+        """Return this rank's part of inner and outer states, global weights, counters and fragments under way.
 
-        Every rank saves and loads its own. A ``CheckpointStore`` keeps one copy of what is equal, and loads into other
+        Every rank saves and loads its own. A ``CheckpointStore`` saves one copy of what is equal, and loads into other
         numbers of replicas.
         """
         own = {"inner": self.inner.state_dict(), "outer": self.outer.state_dict(), "num_updates": self.num_updates}
         return own | state_of(self.synchronizer)
 
     def gathered_state_dict(self) -> dict[str, Any]:
-        """Return the same with whole tensors on the CPU of rank 0 (its replica's inner states); collective.
+        """Return the state dict with whole tensors on the CPU of rank 0 (its replica's inner states); collective.
 
         Raises:
             ConfigError: On every rank, with ``split``, and while fragments are under way.
@@ -225,21 +222,21 @@ class OuterOptimizer(WrappedOptimizer):
         return {"inner": inner, "outer": outer, "num_updates": self.num_updates} | whole_state_of(self.synchronizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what either of the two returned; collective. The model's weights are loaded apart.
+        """Load what either of the two returned; collective. The model's weights are loaded separately.
 
         Raises:
-            CheckpointError: On every rank, when it is of other parameters or fragments; nothing is changed then.
+            CheckpointError: On every rank, when parameters or fragments do not fit; nothing is changed then.
         """
         self.take_laid_out(self.laid_out(state_dict))
 
     def laid_out(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict of any layout on the layout here; collective."""
+        """Convert a state dict of any layout to this one; collective."""
         laid_out = laid_out_state(self.synchronizer, state_dict)
         inner, outer = laid_out_like(self.inner, state_dict["inner"]), laid_out_like(self.outer, state_dict["outer"])
         return {**laid_out, "inner": inner, "outer": outer}
 
     def take_laid_out(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`laid_out` returned."""
+        """Load what :meth:`laid_out` returned."""
         load_state(self.synchronizer, state_dict)
         load_laid_out(self.inner, state_dict["inner"])
         load_laid_out(self.outer, state_dict["outer"])

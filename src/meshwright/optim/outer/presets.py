@@ -1,9 +1,9 @@
-"""Local SGD, SlowMo, DiLoCo and BMUF as settings of one outer optimizer."""
+"""Local SGD, SlowMo, DiLoCo and BMUF as presets of one outer optimizer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import SGD, Optimizer
 
 from meshwright.errors import ConfigError
-from meshwright.optim.dtensors import clip_grad_norm_, local_tensor, multiply_
-from meshwright.optim.guarded_step import inner_optimizer
+from meshwright.optim.dtensors import local_tensor
 from meshwright.optim.outer.global_weights import OuterFactory
 from meshwright.optim.outer.outer_optimizer import OuterOptimizer
 from meshwright.optim.outer.sync_policy import OuterPolicy
@@ -38,7 +37,7 @@ def momentum_sgd(lr: float, momentum: float, nesterov: bool) -> OuterFactory:
 
 
 class LocalSGD(OuterOptimizer):
-    """Replicas average their weights every ``sync_every`` steps (Stich 2018, arXiv 1805.09767).
+    """Local SGD: replicas average their weights every ``sync_every`` steps (Stich 2018, arXiv 1805.09767).
 
     Args:
         optimizer: The inner optimizer.
@@ -87,11 +86,11 @@ class PostLocalSGD(LocalSGD):
 
 
 class SlowMo(OuterOptimizer):
-    """Slow momentum over the averages of local steps, in units of the inner rate (Wang et al. 2019, arXiv 1910.00643).
+    """SlowMo: slow momentum over averages of local steps, in units of the inner rate (Wang et al. 2019, 1910.00643).
 
     Args:
-        optimizer: The inner optimizer; its learning rate at the outer step is the γ of the rule.
-        slowmo_momentum: β; fairseq takes 0.2 for up to 32 GPUs, 0.5 up to 64 and 0.6 beyond.
+        optimizer: The inner optimizer; its learning rate at the outer step is the rule's γ.
+        slowmo_momentum: β; fairseq uses 0.2 for up to 32 GPUs, 0.5 up to 64 and 0.6 beyond.
         sync_every: Steps between outer steps (τ; 12 in the paper, 3 in fairseq).
         slowmo_lr: α.
         group: See OuterOptimizer.
@@ -125,13 +124,12 @@ class SlowMo(OuterOptimizer):
         super().__init__(optimizer, make_outer, OuterPolicy(sync_every=sync_every, **policy), group=group, model=model)
 
     def _inner_rates(self) -> dict[torch.Tensor, float]:
-        """Return the inner learning rate of every global weight."""
         rates = {parameter: float(group["lr"]) for group in self.param_groups for parameter in group["params"]}
         return {copy: rates[parameter] for parameter, copy in self.synchronizer.copy.of.items()}
 
 
 class DiLoCo(OuterOptimizer):
-    """AdamW inside, Nesterov momentum outside, rare synchronisation (Douillard et al. 2023, arXiv 2311.08105).
+    """DiLoCo: AdamW inside, Nesterov momentum outside, rare synchronisation (Douillard et al. 2023, arXiv 2311.08105).
 
     Inner states stay with their replicas. With one replica it is Lookahead with momentum.
 
@@ -174,17 +172,17 @@ class DiLoCo(OuterOptimizer):
 class StreamingDiLoCo(DiLoCo):
     """:class:`DiLoCo` in fragments, overlapped and in few bits (Douillard et al. 2025, arXiv 2501.18512).
 
-    Fragments are synchronised in turn, one every ``sync_every / fragments`` steps, so a link carries a fraction of the
-    model at a time; the result arrives ``delay`` steps later, while training goes on, and is merged into the weights
-    that the replica has by then.
+    Fragments are synchronised in turn, one every ``sync_every / fragments`` steps, so that links carry a fraction of
+    the model at a time. The result arrives ``delay`` steps later, while training goes on, and is merged into the
+    weights that the replica has by then.
 
     Args:
         optimizer: The inner optimizer.
         sync_every: Inner steps between two outer steps of a fragment, H.
         fragments: Their number P, which divides H, or the parameters of each.
-        delay: Steps between sending and taking, τ; below H / P.
+        delay: Steps between sending and applying, τ; below H / P.
         merge_alpha: Share of the replica's own weights in the merge, α.
-        quantise: ``"int8"``, ``"int4"`` or None: the bits of pseudo-gradients on the wire.
+        quantise: ``"int8"``, ``"int4"`` or None: the precision in which pseudo-gradients travel.
         options: Further arguments of DiLoCo and fields of OuterPolicy.
     """
 
@@ -202,42 +200,30 @@ class StreamingDiLoCo(DiLoCo):
         super().__init__(optimizer, sync_every, fragments=fragments, **options)
 
 
-# --- BMUF under fairseq's names.
-
-NbmMode = Literal["paper", "fairseq"]
-
-
-class BMUF(OuterOptimizer):
-    """Block-wise model-update filtering (Chen & Huo 2016, doi 10.1109/ICASSP.2016.7472805). Seed: ``FairseqBMUF``.
+class BlockMomentum(OuterOptimizer):
+    """Block-wise model-update filtering, BMUF (Chen & Huo 2016, doi 10.1109/ICASSP.2016.7472805).
 
     With the mean W̄ of the replicas' weights after a block, G = W̄ - W and Δ ← η Δ + ζ G:
 
-    - classical block momentum (CBM): W ← W + Δ, which is SGD with momentum η and rate ζ on the pseudo-gradient -G;
-    - Nesterov block momentum (NBM) of the paper: W ← W + ζ G + η Δ, which is SGD with Nesterov momentum, and DiLoCo;
-    - ``nbm_mode="fairseq"``: W ← W + (1 + η) Δ, what fairseq computes under ``use_nbm``: heavy-ball with (1 + η) ζ.
+    - classical block momentum: W ← W + Δ, which is SGD with momentum η and rate ζ on the pseudo-gradient -G;
+    - Nesterov block momentum: W ← W + ζ G + η Δ, which is SGD with Nesterov momentum, and DiLoCo.
 
-    What differs from fairseq: blocks are counted from the end of warm-up, everything is in the checkpoint, states that
-    are reset keep the learning rate, and ``block_momentum=0`` heeds ``block_lr``.
+    A single replica takes no outer steps. ``meshwright.optim.BMUF`` is this rule with the arguments of fairseq.
 
     Args:
         optimizer: The inner optimizer.
         block_lr: ζ.
         block_momentum: η; 1 - 1/N is usual for N replicas.
-        global_sync_iter: Steps of a block.
-        warmup_iterations: Steps before the first block.
-        use_nbm: Nesterov block momentum.
-        average_sync: Average the inner optimizer's states when replicas synchronise; without it they are reset at the
-            end of warm-up and kept afterwards.
-        distributed_world_size: Number of replicas, as a check; 1 switches synchronisation off. None takes the group's.
-        nbm_mode: Which of the two NBM rules.
-        warmup: What replicas do during warm-up, see OuterPolicy; ``"broadcast"`` is fairseq's way, ``"synchronous"``
-            wastes nothing.
+        nesterov: Nesterov block momentum.
+        sync_every: Steps of a block.
+        warmup_steps: Steps before the first block.
+        warmup: What replicas do during warm-up, see OuterPolicy.
         group: See OuterOptimizer.
         model: See OuterOptimizer.
         policy: Further fields of OuterPolicy.
 
     Raises:
-        ConfigError: When arguments are out of range or the number of replicas is another.
+        ConfigError: When arguments are out of range.
     """
 
     def __init__(
@@ -245,153 +231,30 @@ class BMUF(OuterOptimizer):
         optimizer: Optimizer,
         block_lr: float = 1.0,
         block_momentum: float = 0.875,
-        global_sync_iter: int = 50,
-        warmup_iterations: int = 500,
-        use_nbm: bool = False,
-        average_sync: bool = False,
-        distributed_world_size: int | None = None,
-        nbm_mode: NbmMode = "paper",
         *,
+        nesterov: bool = False,
+        sync_every: int = 50,
+        warmup_steps: int = 500,
         warmup: str = "broadcast",
         group: Group = None,
         model: nn.Module | None = None,
         **policy: Any,
     ) -> None:
-        as_fairseq = use_nbm and _is_fairseq(nbm_mode)
-        settings = OuterPolicy(
-            sync_every=global_sync_iter,
-            warmup_steps=warmup_iterations,
-            warmup=warmup,  # type: ignore[arg-type]
-            inner_state=policy.pop("inner_state", "average" if average_sync else "keep"),
-            skip_when_alone=True,
-            **policy,
-        )
-        rate = block_lr * (1 + block_momentum) if as_fairseq else block_lr
-        make_outer = momentum_sgd(rate, block_momentum, use_nbm and not as_fairseq)
+        policy |= {"warmup": warmup, "skip_when_alone": True}
+        settings = OuterPolicy(sync_every=sync_every, warmup_steps=warmup_steps, **policy)
+        make_outer = momentum_sgd(block_lr, block_momentum, nesterov)
         super().__init__(optimizer, make_outer, settings, group=group, model=model)
-        self._check_size(distributed_world_size)
-        self._alone = distributed_world_size == 1
-
-    def _check_size(self, asked: int | None) -> None:
-        if asked not in (None, 1, self.replicas.size):
-            raise ConfigError(
-                "distributed_world_size is not the number of replicas",
-                expected=str(self.replicas.size),
-                got=repr(asked),
-                fix="leave it out, or pass the group of the replicas; 1 switches synchronisation off",
-            )
-
-    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
-        """One inner step, and what is due after it; see OuterOptimizer."""
-        if self._alone:
-            self.num_updates += 1
-            return self.inner.step(**options) if closure is None else self.inner.step(closure, **options)
-        return super().step(closure, **options)
-
-    def prepare_gradients(self) -> None:
-        """In a synchronous warm-up: averages gradients over replicas; see OuterOptimizer."""
-        if not self._alone:
-            super().prepare_gradients()
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """Return the torch optimizer inside."""
-        return inner_optimizer(self)
-
-    @property
-    def params(self) -> list[torch.Tensor]:
-        """Return its parameters."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: Mapping[str, Any] | None = None) -> None:
-        """Take over what ``state_dict`` returned; collective. See OuterOptimizer.
-
-        Args:
-            state_dict: Of this class; that of the optimizer inside alone goes into ``optimizer.load_state_dict``.
-            optimizer_overrides: Hyperparameters for all groups of the optimizer inside, instead of what was saved, such
-                as ``{"lr": 1e-4}``.
-
-        Raises:
-            CheckpointError: See OuterOptimizer.
-        """
-        super().load_state_dict(state_dict)
-        for group in self.param_groups:
-            group.update(optimizer_overrides or {})
-
-    def multiply_grads(self, c: float | torch.Tensor) -> None:
-        """Multiply all gradients by a number."""
-        gradients = [local_tensor(parameter.grad) for parameter in self.params if parameter.grad is not None]
-        multiply_(gradients, torch.as_tensor(c))
-
-    def clip_grad_norm(
-        self, max_norm: float, aggregate_norm_fn: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        """Clip the gradients of this replica; return their norm before (0-dim).
-
-        Args:
-            max_norm: Largest norm allowed; 0 or less measures only, as in fairseq.
-            aggregate_norm_fn: Turns this rank's norm into the whole; not needed for DTensors.
-        """
-        self.prepare_gradients()
-        limit = max_norm if max_norm > 0 else float("inf")
-        if aggregate_norm_fn is None:
-            return clip_grad_norm_(self.params, limit)
-        norm = aggregate_norm_fn(clip_grad_norm_(self.params, float("inf")))
-        if limit < float("inf"):
-            self.multiply_grads(torch.clamp(limit / (norm + 1e-6), max=1.0))
-        return norm
-
-    def get_lr(self) -> float:
-        """Learning rate of the first group."""
-        return float(self.param_groups[0]["lr"])
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of all groups."""
-        for group in self.param_groups:
-            group["lr"] = lr
-
-    def get_num_updates(self) -> int:
-        """Steps so far."""
-        return self.num_updates
-
-    def set_num_updates(self, num_updates: int) -> None:
-        """Set the number of steps, by which blocks are counted: alike on every rank.
-
-        Raises:
-            ConfigError: When it is no count.
-        """
-        if num_updates < 0:
-            raise ConfigError("num_updates is no count", expected="0 or more", got=repr(num_updates), fix="count steps")
-        self.num_updates = num_updates
-
-    def average_params(self) -> None:
-        """Average the inner optimizer's states over replicas; collective. fairseq's name for it."""
-        self.synchronizer.inner_state.average(self.synchronizer.weights.parameters)
-
-
-def _is_fairseq(mode: str) -> bool:
-    if mode not in ("paper", "fairseq"):
-        raise ConfigError(
-            f"Unknown nbm_mode {mode!r}",
-            expected="'paper' or 'fairseq'",
-            got=repr(mode),
-            fix="use 'paper' unless a run of fairseq is to be repeated",
-        )
-    return mode == "fairseq"
-
-
-# --- The outer update of SlowMo.
 
 
 class SlowMomentum(Optimizer):
-    """u ← β u + Δ / γ; w ← w - α γ u, with the inner learning rate γ (Wang et al. 2019, arXiv 1910.00643, algorithm 1).
+    """SlowMo's outer update (Wang et al. 2019, algorithm 1): u ← β u + Δ / γ; w ← w - α γ u, with the inner rate γ.
 
-    With a constant γ this is heavy-ball momentum; when γ changes, u stays in units of the gradient. Where γ is 0 the
-    weights move by Δ alone: what has no rate has no momentum.
+    With a constant γ this is heavy-ball momentum; when γ changes, u stays in units of the gradient. Where γ is 0 there
+    is no momentum, and the weights move by Δ.
 
     Args:
         params: Global weights; their gradients are pseudo-gradients Δ.
-        rates: Tells the inner learning rate γ of every weight, at every step.
+        rates: Returns the inner learning rate γ of every weight; called at every step.
         lr: α.
         momentum: β.
     """

@@ -1,4 +1,4 @@
-"""Averages over replicas, in full precision or in 8 or 4 bits, and states of the inner optimizer."""
+"""Averages over replicas: of messages, in full precision or in 8 or 4 bits, and of inner optimizers' states."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from meshwright.optim.outer.sync_policy import Quantise
 
 
 class Flight(ABC):
-    """A message under way. Every replica starts, advances and finishes its flights in the same order."""
+    """A message whose average is being computed. Every replica starts, advances and finishes flights in one order."""
 
     views: list[torch.Tensor]
-    """Sent: this replica's tensors. After :meth:`finish`: their means over the replicas that took part."""
+    """This replica's tensors; after :meth:`finish`, their means over the replicas that took part."""
 
     def advance(self) -> None:  # noqa: B027 - most flights have one leg
         """Begin the second leg, where there is one."""
 
     @abstractmethod
     def finish(self) -> int:
-        """Wait; return how many replicas took part (0: ``views`` are zeros)."""
+        """Wait, and return how many replicas took part (0: ``views`` are zeros)."""
 
 
 class Landed(Flight):
-    """A flight whose result is known: a checkpoint's."""
+    """A finished flight, loaded from a checkpoint."""
 
     def __init__(self, views: list[torch.Tensor], count: int) -> None:
         self.views, self._count = views, count
 
     def finish(self) -> int:
-        """Return the count."""
+        """Return the number of replicas that took part."""
         return self._count
 
 
@@ -50,7 +50,7 @@ class AllReduce(Flight):
 
     Args:
         message: Filled.
-        replicas: Who takes part in the collective.
+        replicas: The replicas that average.
         takes_part: Whether this replica's tensors count.
     """
 
@@ -59,7 +59,7 @@ class AllReduce(Flight):
         self._works: list[dist.Work | None] = []
         for bucket in message.buckets:
             if not takes_part:
-                bucket.flat.zero_()  # what is not finite must not travel
+                bucket.flat.zero_()  # values that are not finite must not travel
             bucket.extras[-1] = float(takes_part)
             self._works.append(replicas.all_reduce(bucket.flat))
 
@@ -72,7 +72,7 @@ class AllReduce(Flight):
                     work.wait()
                 counts.append(bucket.extras[-1].clone())
                 bucket.values.div_(bucket.extras[-1].clamp(min=1))
-        # Every bucket tells the same: looked at once, after all divisions are under way.
+        # Equal in every bucket. Read on the host last, when all divisions are queued.
         return round(float(counts[0])) if counts else 0
 
 
@@ -81,24 +81,21 @@ def average_in_place(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket
     """Replace plain tensors by their means over all replicas."""
     if replicas.size == 1 or not tensors:
         return
-    message = Message(tensors, bucket_bytes)
-    for view, tensor in zip(message.views, tensors, strict=True):
-        view.copy_(tensor)
+    message = Message.of(tensors, bucket_bytes)
     AllReduce(message, replicas).finish()
-    for view, tensor in zip(message.views, tensors, strict=True):
-        tensor.copy_(view)
+    message.copy_to(tensors)
 
 
 @torch.no_grad()
 def average_gradients(
     gradients: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes: int
 ) -> list[torch.Tensor | None]:
-    """Means of gradients over replicas; one that some replicas lack counts there as zero.
+    """Average gradients over replicas; a missing gradient counts as zero where other replicas have one.
 
     Args:
-        gradients: This replica's, as plain tensors; None where it has none.
+        gradients: This replica's gradients, as plain tensors; None where it has none.
         like: Tensors of their shapes.
-        replicas: Who averages.
+        replicas: The replicas that average.
         bucket_bytes: See Message.
 
     Returns:
@@ -115,15 +112,15 @@ def average_gradients(
     means: list[torch.Tensor | None] = list(message.views)
     for bucket in message.buckets:
         for index, slot in zip(bucket.members, bucket.extras, strict=False):
-            if gradients[index] is None and not slot:  # only a replica without one asks
+            if gradients[index] is None and not slot:  # reads the device only where a gradient is missing
                 means[index] = None
     return means
 
 
-# --- Pseudo-gradients in 8 or 4 bits: the mean over replicas in two legs, summed in fp32.
+# --- Quantised averages: the mean of messages in 8 or 4 bits, summed in fp32
 #
-# Every replica owns an equal piece of each bucket. First all send every owner their piece of the pseudo-gradient (one
-# all-to-all), and owners form the mean in fp32; then the mean, quantised once more, goes to all (one all-gather). All
+# Every replica owns an equal piece of each bucket. On the first leg all send every owner its piece (one all-to-all),
+# and owners form the mean in fp32; on the second the mean, quantised once more, goes to all (one all-gather). All
 # decode the same bytes, so replicas stay equal bit for bit.
 
 BLOCK = 64
@@ -132,11 +129,11 @@ _HEAD_BYTES = 4
 
 
 class QuantisedMean(Flight):
-    """The mean of a message over replicas in few bits.
+    """Average of a message over replicas in few bits.
 
     Args:
         message: Filled; its values are replaced by the means.
-        replicas: Who takes part in the collectives.
+        replicas: The replicas that average.
         kind: 8 or 4 bits.
         takes_part: Whether this replica's tensors count.
     """
@@ -147,13 +144,13 @@ class QuantisedMean(Flight):
         self._legs = [_Legs(bucket, replicas, kind, takes_part=takes_part) for bucket in message.buckets]
 
     def advance(self) -> None:
-        """Owners form their means and send them on."""
+        """Form the means of the own pieces and send them to all."""
         with self._replicas.watched():
             for legs in self._legs:
                 legs.second()
 
     def finish(self) -> int:
-        """Take the means over; do what :meth:`advance` does where nobody has called it."""
+        """Decode the means, after :meth:`advance` if nobody has called it."""
         self.advance()
         with self._replicas.watched():
             counts = [legs.end() for legs in self._legs]
@@ -161,7 +158,7 @@ class QuantisedMean(Flight):
 
 
 class _Legs:
-    """One bucket on its two legs. A piece is preceded by one fp32 number: whether its sender takes part."""
+    """The two legs of one bucket. A piece is preceded by one fp32 number: whether its sender takes part."""
 
     def __init__(self, bucket: Bucket, replicas: Replicas, kind: Quantise, *, takes_part: bool) -> None:
         self._bucket, self._replicas, self._encoding = bucket, replicas, Encoding(kind, BLOCK)
@@ -181,7 +178,7 @@ class _Legs:
         if self._replicas.size == 1:
             self._received = sent
             return None
-        self._sent = sent  # alive until it has left
+        self._sent = sent  # must stay alive until it has left
         return send()
 
     @staticmethod
@@ -212,15 +209,15 @@ class _Legs:
         return self._received[0, :_HEAD_BYTES].contiguous().view(torch.float32)[0]
 
 
-# --- The inner optimizer's states when replicas synchronise: reset, averaged, or replica 0's.
+# --- The inner optimizer's states when its weights are replaced: reset, averaged, or copied from replica 0
 
 
 class InnerState:
-    """What happens to the states of an optimizer whose weights are replaced from outside.
+    """States of the inner optimizer, and the ways to change them when replicas synchronise.
 
     Args:
         inner: Any torch optimizer.
-        replicas: Who synchronises.
+        replicas: The replicas that synchronise.
         bucket_bytes: See Message.
     """
 
@@ -229,10 +226,10 @@ class InnerState:
         self._replicas, self._bucket_bytes = replicas, bucket_bytes
 
     def check_average(self) -> None:
-        """Refuse optimizers whose states mean nothing when averaged.
+        """Refuse optimizers whose states cannot be averaged.
 
         Raises:
-            ConfigError: For quantised moments, and moments in subspaces of the replicas' own.
+            ConfigError: For quantised moments, and for moments in a subspace that each replica chooses.
         """
         if not getattr(self._inner, "states_can_be_averaged", True):
             raise ConfigError(
@@ -243,7 +240,7 @@ class InnerState:
             )
 
     def reset(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Make states of some parameters as before their first step; learning rates and fp32 copies stay."""
+        """Reset states of parameters to those before the first step; learning rates and fp32 copies stay."""
         for parameter in parameters:
             state = self._inner.state.pop(parameter, None)
             if not state or MASTER not in state:
@@ -253,7 +250,7 @@ class InnerState:
             self._inner.state[parameter] = {**step, **fresh, MASTER: state[MASTER]}
 
     def average(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Average all floating-point states but step counts, of parameters that have states in every replica."""
+        """Average floating-point states, step counts excluded, of parameters with states in every replica."""
         tensors = []
         for parameter, keys in self._common(parameters):
             for key in keys:
@@ -267,7 +264,7 @@ class InnerState:
 
     @torch.no_grad()
     def copy_from_first(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take over replica 0's states, of parameters that have states in every replica."""
+        """Copy replica 0's states to all, for parameters with states in every replica."""
         with self._replicas.watched():
             for parameter, keys in self._common(parameters):
                 for key in keys:

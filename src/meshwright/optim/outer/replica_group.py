@@ -1,4 +1,4 @@
-"""The replicas a rank synchronises with: their group, flat messages between them, and equal starting weights."""
+"""The replicas that a rank synchronises with: their group, flat messages between them, and equal starting weights."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from meshwright.errors import ConfigError, LaunchError, join_names
 from meshwright.runtime import bit_sums, gather_objects, print_rank, world_size
 from meshwright.runtime.torch_internals.c10d import default_store
 
-_PATIENCE_S = 3.0  # for marks of ranks that are alive but slow to notice
+_PATIENCE_S = 3.0  # to wait for the marks of ranks that are alive but slow
 
 
 class Replicas:
-    """The ranks that hold this rank's part of the model in every replica. Making it is collective over the world.
+    """The ranks that hold this rank's part of the model in every replica; collective over the world to construct.
 
     Args:
-        group: Their process group, or a mesh of one axis; None takes the world: every rank is a replica.
+        group: Their process group, or a mesh of one axis. None: every rank of the world is a replica.
 
     Raises:
         ConfigError: When a mesh has several axes.
@@ -49,13 +49,13 @@ class Replicas:
         self.inside, self.num_inside = _inside(self.rank) if in_world else (None, 1)
         on_cuda = in_world and "nccl" in dist.get_backend_config(group or dist.group.WORLD)
         self.device = torch.device("cuda" if on_cuda else "cpu")
-        """Where single numbers meet."""
+        """The device on which single numbers are exchanged."""
         self.bytes_sent = 0
-        """By this rank, as ring algorithms send them."""
-        self._meetings = 0
+        """Bytes that this rank has sent, as ring algorithms send them."""
+        self._num_syncs = 0
 
     def all_reduce(self, flat: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> dist.Work | None:
-        """Start an all-reduce in place; None where there is nobody else."""
+        """Start an all-reduce in place; return None for a single replica."""
         if self.size == 1:
             return None
         self.bytes_sent += 2 * (self.size - 1) * flat.nbytes // self.size
@@ -65,7 +65,7 @@ class Replicas:
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, into: list[int] | None = None, out_of: list[int] | None = None
     ) -> dist.Work:
-        """Start an all-to-all of the rows (or of pieces of the given sizes) of a tensor."""
+        """Start an all-to-all of the rows of a tensor, or of pieces of the given sizes."""
         own = out_of[self.rank] if out_of is not None else sent.shape[0] // self.size
         self.bytes_sent += (sent.shape[0] - own) * sent[:1].nbytes
         with self.watched():
@@ -73,14 +73,14 @@ class Replicas:
         return work
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
-        """Start gathering equal pieces."""
+        """Start an all-gather of equal pieces."""
         self.bytes_sent += (self.size - 1) * sent.nbytes
         with self.watched():
             work: dist.Work = all_gather_flat(received, sent, group=self.group, async_op=True)
         return work
 
     def broadcast(self, tensor: torch.Tensor, replica: int) -> dist.Work | None:
-        """Start sending one replica's tensor to all."""
+        """Start a broadcast of one replica's tensor; return None where there is nothing to send."""
         if self.size == 1 or tensor.numel() == 0:
             return None
         self.bytes_sent += tensor.nbytes if replica == self.rank else 0
@@ -88,7 +88,7 @@ class Replicas:
             return dist.broadcast(tensor, src=self.ranks[replica], group=self.group, async_op=True)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """One picklable object per replica, in their order."""
+        """Gather one picklable object per replica, in the order of replicas."""
         if self.size == 1:
             return [value]
         every: list[Any] = [None] * self.size
@@ -97,10 +97,10 @@ class Replicas:
         return every
 
     def check_alike(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Refuse parameters that are not the same, or that the replicas' ranks hold shards of; collective.
+        """Refuse parameters that differ between replicas, or are sharded over them; collective.
 
         Raises:
-            ConfigError: On every rank of the world.
+            ConfigError: On every rank of the world, when there are such.
         """
         every = self.gather_objects([(tuple(p.shape), str(p.dtype)) for p in parameters])
         problem = _difference(every) or self._crossing(parameters)
@@ -121,21 +121,21 @@ class Replicas:
         return None
 
     @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
-        """Around the collectives of one synchronisation: tells the others that this rank has come."""
-        self._meetings += 1
+    def synchronizing(self) -> Iterator[None]:
+        """Mark in the store that this rank has joined a synchronisation, whose collectives run inside the block."""
+        self._num_syncs += 1
         store = _store() if self.size > 1 else None
         if store is not None:
             with contextlib.suppress(RuntimeError):
-                store.set(self._mark(self.ranks[self.rank]), str(self._meetings))
+                store.set(self._mark(self.ranks[self.rank]), str(self._num_syncs))
         yield
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Names who is missing when a collective inside fails.
+        """Name the missing ranks when a collective inside the block fails.
 
         Raises:
-            LaunchError: With the ranks that did not come to this synchronisation.
+            LaunchError: With the ranks that did not join this synchronisation.
         """
         try:
             yield
@@ -160,7 +160,7 @@ class Replicas:
         return f"nothing from rank {join_names(map(str, late))}" if late else "an error although all ranks had come"
 
     def _late(self) -> list[int] | None:
-        """Ranks that have not come to the present meeting; None where the store is gone."""
+        """Return the ranks that have not joined the present synchronisation; None where the store is gone."""
         store = _store()
         try:
             if store is None:
@@ -168,7 +168,7 @@ class Replicas:
             return [
                 rank
                 for rank in self.ranks
-                if not store.check([self._mark(rank)]) or int(store.get(self._mark(rank))) < self._meetings
+                if not store.check([self._mark(rank)]) or int(store.get(self._mark(rank))) < self._num_syncs
             ]
         except RuntimeError:
             return None
@@ -188,10 +188,7 @@ def _difference(every: list[Any]) -> str | None:
 
 
 def _inside(place: int) -> tuple[dist.ProcessGroup | None, int]:
-    """Return the group of the ranks of this replica: those at the same place in their replica groups.
-
-    None for one rank.
-    """
+    """Return the group and the number of this replica's ranks: those at the same place in their replica groups."""
     world = dist.group.WORLD
     places = gather_objects(place)
     own = tuple(rank for rank, other in enumerate(places) if other == place)
@@ -207,24 +204,24 @@ def _store() -> Any:
         return None
 
 
-# --- Many tensors in few flat buffers: what travels between replicas.
+# --- Messages between replicas: many tensors in few flat buffers
 
 
 def wide_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which sums over replicas are formed: fp64 for fp64, fp32 for all else."""
+    """Return the type of sums over replicas: fp64 for fp64, fp32 for all other types."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass
 class Bucket:
-    """Some of a message's tensors in one buffer, and after them one number per extra slot."""
+    """A flat buffer of some of a message's tensors, followed by extra slots of one number each."""
 
     members: list[int]
-    """Their places in the message."""
+    """Indices of these tensors in the message."""
     flat: torch.Tensor
     """Shape ``(elements + extras,)``."""
     sizes: list[int]
-    """Elements of every member."""
+    """Number of elements of each member."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -242,8 +239,8 @@ class Message:
 
     Args:
         like: Tensors whose shapes, devices and (widened) types the views have.
-        bucket_bytes: A bucket is closed when it is at least so large. A tensor never crosses buckets, however large.
-        extras: Slots per bucket besides: ``"one"``, or ``"each"`` for one per member and one more.
+        bucket_bytes: Size at which a bucket is closed. A tensor is never cut, however large.
+        extras: Extra slots of each bucket: ``"one"``, or ``"each"`` for one per member and one more.
     """
 
     def __init__(self, like: Sequence[torch.Tensor], bucket_bytes: int, extras: str = "one") -> None:
@@ -258,14 +255,22 @@ class Message:
             for index, part in zip(members, flat[: sum(sizes)].split(sizes), strict=True):
                 self.views[index] = part.view(like[index].shape)
 
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes of all buffers."""
-        return sum(bucket.flat.nbytes for bucket in self.buckets)
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Message:
+        """Make a message filled with copies of tensors."""
+        message = cls(tensors, bucket_bytes)
+        for view, tensor in zip(message.views, tensors, strict=True):
+            view.copy_(tensor)
+        return message
+
+    def copy_to(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy the views into tensors."""
+        for view, tensor in zip(self.views, tensors, strict=True):
+            tensor.copy_(view)
 
 
 def _cut(like: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
-    """Buckets of one device and type each, in the order of their first tensors."""
+    """Group indices into buckets of one device and type each, in the order of their first tensors."""
     buckets: list[list[int]] = []
     open_buckets: dict[tuple[torch.device, torch.dtype], tuple[list[int], int]] = {}
     for index, tensor in enumerate(like):
@@ -279,15 +284,15 @@ def _cut(like: Sequence[torch.Tensor], bucket_bytes: int) -> list[list[int]]:
     return buckets
 
 
-# --- Replicas that begin alike: what differs is found, and taken over from the first replica.
+# --- Equal starting weights: checksums find differences, and the first replica's values replace them
 
 
-def made_equal(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes: int) -> None:
-    """Give all replicas the values of the first where any differ, and say so once; collective over the world.
+def make_equal(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes: int) -> None:
+    """Copy the first replica's values to all where any differ, and print a line then; collective over the world.
 
     Args:
         tensors: This rank's parts, as plain tensors.
-        replicas: Which ranks hold the same parts.
+        replicas: The ranks that hold the same parts.
         bucket_bytes: See Message.
     """
     every = replicas.gather_objects(bit_sums(tensors).tolist())
@@ -301,13 +306,10 @@ def made_equal(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes
 @torch.no_grad()
 def take_first(tensors: Sequence[torch.Tensor], replicas: Replicas, bucket_bytes: int) -> None:
     """Replace plain tensors by the first replica's."""
-    message = Message(tensors, bucket_bytes)
-    for view, tensor in zip(message.views, tensors, strict=True):
-        view.copy_(tensor)
+    message = Message.of(tensors, bucket_bytes)
     works = [replicas.broadcast(bucket.flat, 0) for bucket in message.buckets]
     with replicas.watched():
         for work in works:
             if work is not None:
                 work.wait()
-    for view, tensor in zip(message.views, tensors, strict=True):
-        tensor.copy_(view)
+    message.copy_to(tensors)

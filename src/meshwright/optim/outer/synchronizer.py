@@ -1,4 +1,4 @@
-"""Synchronise replicas: compare, reject anomalies, average, take the outer step; save and load what they share."""
+"""Synchronise replicas: compare, reject anomalies, average, take the outer step; save and load the shared state."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from meshwright.optim.guarded_step import GuardedOptimizer
 from meshwright.optim.mixed_precision import LossScaler
 from meshwright.optim.outer.global_weights import GlobalCopy, OuterFactory, SplitCopy
 from meshwright.optim.outer.replica_averaging import Flight, InnerState, Landed, average_gradients, average_in_place
-from meshwright.optim.outer.replica_group import Replicas, made_equal, take_first
+from meshwright.optim.outer.replica_group import Replicas, make_equal, take_first
 from meshwright.optim.outer.sync_policy import Action, OuterPolicy, divided
 from meshwright.optim.weight_average import InnerWeights
 from meshwright.runtime import print_rank
 
 
 class Synchronizer:
-    """The replicas of a model, their global weights, and what is under way between them. Counts nothing.
+    """The replicas of a model, their global weights, and the fragments under way between them.
 
-    Args: see :class:`~meshwright.optim.outer.OuterOptimizer`.
+    It counts no steps: :class:`~meshwright.optim.outer.OuterOptimizer` says when to do what, and has the same
+    arguments.
     """
 
     def __init__(
@@ -51,15 +52,15 @@ class Synchronizer:
         if policy.inner_state == "average":
             self.inner_state.check_average()
         self.num_syncs = 0
-        """Outer steps (of fragments)."""
+        """Number of outer steps (of fragments)."""
         self.replicas_are_equal = True
-        """Whether all replicas hold the same weights, which are the global ones, at present."""
+        """Whether all replicas hold the global weights at present."""
         self.watches = [
             AnomalyWatch(policy.anomaly_threshold, policy.anomaly_warmup_syncs) for _ in range(policy.fragments)
         ]
-        """Of every fragment, the norms of this replica's pseudo-gradients."""
+        """Statistics of this replica's pseudo-gradient norms, for every fragment."""
         self.awaits_weights = False
-        """Whether global weights were loaded by hand and the model's may follow: these then begin no new block."""
+        """Whether global weights were loaded and the model's may follow, which then begin no new block."""
         self._copy: GlobalCopy | None = None  # made by ``start``
         self._is_superseded = False  # the global copy, by weights that were loaded into the model
         self._fragments: list[list[torch.Tensor]] = []
@@ -98,15 +99,15 @@ class Synchronizer:
 
     def _make_equal(self) -> None:
         # Buffers may differ already: the first forward has moved them.
-        made_equal(list(map(self.weights.read, self.weights.parameters)), self.replicas, self._bucket_bytes)
+        make_equal(list(map(self.weights.read, self.weights.parameters)), self.replicas, self._bucket_bytes)
         self.weights.finish()
 
     def weights_were_loaded(self) -> None:
-        """Weights were loaded into the model: they are the global ones when replicas meet next."""
+        """Make weights that were loaded into the model the global ones at the next step."""
         self._is_superseded = self._copy is not None and not self.awaits_weights
 
     def _begin_anew(self, copy: GlobalCopy) -> None:
-        """Weights were loaded in the middle of a block: it is over, with all that is under way."""
+        # Weights were loaded in the middle of a block: it ends, and fragments under way are dropped.
         self.settle()
         self._flights = {}
         self._make_equal()  # where only some were loaded, the others differ
@@ -117,11 +118,11 @@ class Synchronizer:
     def _bucket_bytes(self) -> int:
         return self.policy.bucket_bytes
 
-    def part_loss_scales(self) -> None:
-        """From now on an overflow concerns its own replica."""
+    def separate_loss_scales(self) -> None:
+        """Let every replica skip its own overflows from now on."""
         scaler = self._guard.scaler if self._guard is not None else None
         if isinstance(scaler, LossScaler):
-            scaler.meet_in(self.replicas.inside, self.replicas.num_inside)
+            scaler.agree_within(self.replicas.inside, self.replicas.num_inside)
 
     @torch.no_grad()
     def average_gradients(self) -> None:
@@ -131,7 +132,7 @@ class Synchronizer:
         parameters = self.weights.parameters
         local = [None if p.grad is None else local_tensor(p.grad) for p in parameters]
         like = [local_tensor(parameter) for parameter in parameters]
-        with self.replicas.meeting():
+        with self.replicas.synchronizing():
             means = average_gradients(local, like, self.replicas, self._bucket_bytes)
         for parameter, gradient, mean in zip(parameters, local, means, strict=True):
             if gradient is not None and mean is not None:
@@ -144,28 +145,27 @@ class Synchronizer:
         """Make all replicas equal, and their weights the global ones."""
         parameters = self.weights.parameters
         if self.policy.warmup != "synchronous":
-            with self.replicas.meeting():
+            with self.replicas.synchronizing():
                 self._take_first()
                 self._settle_inner_state_after_warmup(parameters)
         self.copy.fill()
         self.replicas_are_equal = True
-        self.part_loss_scales()
+        self.separate_loss_scales()
 
     def _take_first(self) -> None:
-        held = self._held()
-        take_first(held, self.replicas, self._bucket_bytes)
-        self._put(held)
+        first = self._cloned()
+        take_first(first, self.replicas, self._bucket_bytes)
+        self._put(first)
 
-    def _held(self) -> list[torch.Tensor]:
-        """Copies of weights and buffers."""
+    def _cloned(self) -> list[torch.Tensor]:
         return [each.clone() for each in (*map(self.weights.read, self.weights.parameters), *self._float_buffers())]
 
     @torch.no_grad()
-    def _put(self, held: list[torch.Tensor]) -> None:
-        for parameter, weight in zip(self.weights.parameters, held, strict=False):
+    def _put(self, values: list[torch.Tensor]) -> None:
+        for parameter, weight in zip(self.weights.parameters, values, strict=False):
             self.weights.write(parameter, weight)
         self.weights.finish()
-        for buffer, value in zip(self._float_buffers(), held[len(self.weights.parameters) :], strict=True):
+        for buffer, value in zip(self._float_buffers(), values[len(self.weights.parameters) :], strict=True):
             buffer.copy_(value)
 
     def _settle_inner_state_after_warmup(self, parameters: list[torch.Tensor]) -> None:
@@ -177,8 +177,8 @@ class Synchronizer:
             self.inner_state.reset(parameters)
 
     def run(self, due: Sequence[tuple[Action, int]]) -> None:
-        """Do what is due after a step, in order; collective."""
-        with self.replicas.meeting():
+        """Run the actions due after a step, in order; collective."""
+        with self.replicas.synchronizing():
             for action, fragment in due:
                 if action == "send":
                     self._send(fragment)
@@ -209,11 +209,11 @@ class Synchronizer:
 
     @torch.no_grad()
     def _apply(self, fragment: int, alpha: float | None = None) -> None:
-        if fragment not in self._flights:  # somebody called synchronize meanwhile
+        if fragment not in self._flights:  # synchronize() was called meanwhile
             return
         flight, took_part = self._flights.pop(fragment)
         parameters = self._fragments[fragment]
-        tell_left_out(self.copy.step(parameters, flight), self.replicas.size)
+        print_left_out(self.copy.step(parameters, flight), self.replicas.size)
         own_share = self.policy.merge_alpha if alpha is None else alpha
         self._take_global(parameters, own_share if took_part else 0.0)
         if not took_part or self.policy.inner_state == "reset":
@@ -233,10 +233,10 @@ class Synchronizer:
         self.weights.finish()
 
     def synchronize(self) -> None:
-        """Take what is under way, and then a whole outer step at once; collective."""
+        """Apply fragments under way, and then take a whole outer step at once; collective."""
         if self.replicas_are_equal:
             return
-        with self.replicas.meeting():
+        with self.replicas.synchronizing():
             for fragment in list(self._flights):
                 self._apply(fragment)
             for fragment in range(self.policy.fragments):
@@ -246,17 +246,17 @@ class Synchronizer:
 
     @torch.no_grad()
     def take_global(self) -> None:
-        """Go on from the global weights; collective."""
+        """Replace the replica's weights by the global ones; collective."""
         self._take_global(self.copy.ordered(self.weights.parameters), 0.0)
 
     @contextlib.contextmanager
     def global_weights(self, *, in_warmup: bool) -> Iterator[None]:
-        """Lend the model the global weights, with buffers as all replicas would get them; collective.
+        """Swap the global weights into the model inside the block, with averaged buffers; collective.
 
         Args:
-            in_warmup: There are none yet; those of replica 0 will be.
+            in_warmup: Swap in replica 0's weights, as there are no global ones yet.
         """
-        held = self._held()
+        own = self._cloned()
         if in_warmup:
             self._take_first()
         else:
@@ -266,13 +266,13 @@ class Synchronizer:
         try:
             yield
         finally:
-            self._put(held)
+            self._put(own)
 
     def settle(self) -> dict[int, tuple[list[torch.Tensor], int, bool]]:
-        """Wait for what is under way without taking it, and return it, by fragment.
+        """Wait for fragments under way without applying them.
 
         Returns:
-            Averaged pseudo-gradients of the fragment's parameters, how many replicas took part, and whether this one.
+            For each fragment its averaged pseudo-gradients, how many replicas took part, and whether this one did.
         """
         landed = {}
         for fragment, (flight, took_part) in self._flights.items():
@@ -282,11 +282,11 @@ class Synchronizer:
         return landed
 
     def take_under_way(self, flights: dict[int, tuple[Flight, bool]]) -> None:
-        """Replace what is under way by what a checkpoint holds."""
+        """Replace the fragments under way by those of a checkpoint."""
         self._flights = flights
 
     def parameters_of(self, fragment: int) -> list[torch.Tensor]:
-        """Return the parameters of a fragment, in the order in which they travel."""
+        """Return the parameters of a fragment, in the order in which they are sent."""
         return self._fragments[fragment]
 
     def _float_buffers(self) -> list[torch.Tensor]:
@@ -294,17 +294,17 @@ class Synchronizer:
         return [local_tensor(buffer) for buffer in buffers if buffer.is_floating_point()]
 
 
-# --- Whether a replica's pseudo-gradient is one to average.
+# --- Anomalies: pseudo-gradients that are left out of the average
 
-_EWMA = 0.02  # weight of the newest norm in mean and variance, as in EDiT (Cheng et al. 2024, appendix)
+_EWMA = 0.02  # weight of the newest norm in mean and variance, from EDiT (Cheng et al. 2024, appendix)
 
 
 class AnomalyWatch:
     """Running mean and variance of the norms of one fragment's pseudo-gradients in this replica.
 
     Args:
-        threshold: Standard deviations above the mean that make an anomaly; None lets every finite norm pass.
-        warmup_syncs: Norms to see first.
+        threshold: Standard deviations above the mean that make an anomaly; None accepts every finite norm.
+        warmup_syncs: Number of norms to see first.
     """
 
     def __init__(self, threshold: float | None, warmup_syncs: int) -> None:
@@ -312,7 +312,7 @@ class AnomalyWatch:
         self._seen, self._mean, self._variance = 0, 0.0, 0.0
 
     def passes(self, norm: float) -> bool:
-        """Return whether the pseudo-gradient takes part; an anomaly does not move the running mean."""
+        """Return whether a pseudo-gradient of this norm takes part; an anomaly does not move the running mean."""
         if not math.isfinite(norm):
             return False
         deviation = norm - self._mean
@@ -326,16 +326,16 @@ class AnomalyWatch:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running numbers."""
+        """Return count, mean and variance."""
         return {"seen": self._seen, "mean": self._mean, "variance": self._variance}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take them over."""
+        """Load what :meth:`state_dict` returned."""
         self._seen, self._mean, self._variance = int(state["seen"]), float(state["mean"]), float(state["variance"])
 
 
-def tell_left_out(num_replicas: int, size: int) -> None:
-    """Say so once where only so many replicas of all have taken part in a synchronisation."""
+def print_left_out(num_replicas: int, size: int) -> None:
+    """Print a line if fewer than all replicas have taken part in a synchronisation."""
     if num_replicas < size:
         left = "the global weights stay as they were" if num_replicas == 0 else "they go on from the others' mean"
         print_rank(
@@ -345,13 +345,13 @@ def tell_left_out(num_replicas: int, size: int) -> None:
         )
 
 
-# --- Everything replicas hold together beside inner and outer optimizer, as plain values and tensors.
+# --- The shared state beside inner and outer optimizer, as plain values and tensors
 
 
 def flags_of(shared: Synchronizer) -> dict[str, Any]:
-    """Return what is no tensor: equal in all replicas. Waits for what is under way.
+    """Return the plain values that are equal in all replicas; wait for fragments under way.
 
-    ``under_way`` lists fragments whose averaged pseudo-gradients are to be kept, with the number of replicas in them.
+    ``under_way`` lists fragments whose averaged pseudo-gradients must be saved, with the number of replicas in them.
     """
     return {
         "num_syncs": shared.num_syncs,
@@ -362,7 +362,7 @@ def flags_of(shared: Synchronizer) -> dict[str, Any]:
 
 
 def own_flags_of(shared: Synchronizer) -> dict[str, Any]:
-    """Return what is no tensor, of this replica alone: its norms, and the fragments under way that it has a part in."""
+    """Return the plain values of this replica alone: its norms, and the fragments under way that it took part in."""
     took_part = [str(fragment) for fragment, (_, _, took) in shared.settle().items() if took]
     return {"norms": [watch.state_dict() for watch in shared.watches], "took_part": took_part}
 
@@ -370,13 +370,13 @@ def own_flags_of(shared: Synchronizer) -> dict[str, Any]:
 def load_flags(
     shared: Synchronizer, saved: Mapping[str, Any], own: Mapping[str, Any], landed: Mapping[int, list[torch.Tensor]]
 ) -> None:
-    """Take over what the two functions returned.
+    """Load what the two functions returned.
 
     Args:
-        shared: Started.
-        saved: Of :func:`flags_of`.
-        own: Of :func:`own_flags_of`.
-        landed: The averaged pseudo-gradients of every fragment under way, as this rank's parts.
+        shared: Must have started.
+        saved: From :func:`flags_of`.
+        own: From :func:`own_flags_of`.
+        landed: This rank's parts of the averaged pseudo-gradients of every fragment under way.
 
     Raises:
         CheckpointError: See :func:`check_flags`.
@@ -391,10 +391,10 @@ def load_flags(
 
 
 def check_flags(shared: Synchronizer, saved: Mapping[str, Any]) -> None:
-    """Refuse fragments under way that this run cuts otherwise.
+    """Refuse fragments under way if this run cuts the model otherwise.
 
     Raises:
-        CheckpointError: Saying how many there were.
+        CheckpointError: With the number that there were.
     """
     if saved["under_way"] and saved["num_fragments"] != shared.policy.fragments:
         raise CheckpointError(
@@ -406,7 +406,7 @@ def check_flags(shared: Synchronizer, saved: Mapping[str, Any]) -> None:
 
 
 def state_of(shared: Synchronizer) -> dict[str, Any]:
-    """This rank's part of global weights and of what is under way, and all flags."""
+    """Return this rank's part of global weights and fragments under way, and all plain values."""
     landed = {str(fragment): list(views) for fragment, (views, *_) in shared.settle().items()}
     return {
         "global": _copies_as_state(shared),
@@ -417,7 +417,7 @@ def state_of(shared: Synchronizer) -> dict[str, Any]:
 
 
 def whole_state_of(shared: Synchronizer) -> dict[str, Any]:
-    """Return the same with whole tensors on rank 0; collective.
+    """Return the state with whole tensors on rank 0; collective.
 
     Raises:
         ConfigError: On every rank, where rank 0's replica does not have everything.
@@ -433,10 +433,10 @@ def whole_state_of(shared: Synchronizer) -> dict[str, Any]:
 
 
 def laid_out_state(shared: Synchronizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of either kind with global weights laid out as they are here; collective.
+    """Convert a state of either kind to the layout of the global weights here; collective.
 
     Raises:
-        CheckpointError: On every rank, when it is no such state, or of other parameters.
+        CheckpointError: On every rank, when it is no such state, or its parameters do not fit.
     """
     shared.start(from_checkpoint=True)
     missing = {"inner", "outer", "num_updates", "global", "landed", "flags", "own_flags"} - saved.keys()
@@ -453,7 +453,7 @@ def laid_out_state(shared: Synchronizer, saved: Mapping[str, Any]) -> dict[str, 
 
 @torch.no_grad()
 def load_state(shared: Synchronizer, saved: Mapping[str, Any]) -> None:
-    """Take over what :func:`laid_out_state` returned; the model's weights may have been loaded before or follow."""
+    """Load what :func:`laid_out_state` returned; the model's weights may be loaded before or after."""
     for key, copy in _copies(shared).items():
         local_tensor(copy).copy_(local_tensor(saved["global"]["state"][key]["weight"]))
     landed = {int(key): [view.clone() for view in views] for key, views in saved["landed"].items()}
@@ -462,13 +462,13 @@ def load_state(shared: Synchronizer, saved: Mapping[str, Any]) -> None:
 
 
 def _copies_as_state(shared: Synchronizer) -> dict[str, Any]:
-    """Global weights in the form of an optimizer's state dict, which whole tensors and other layouts can be made of."""
+    """Return global weights in the form of an optimizer's state dict, which can be gathered and laid out anew."""
     groups = shared.copy.outer.state_dict()["param_groups"]
     return {"state": {key: {"weight": copy} for key, copy in _copies(shared).items()}, "param_groups": groups}
 
 
 def _copies(shared: Synchronizer) -> dict[Any, torch.Tensor]:
-    """Global weights by what the outer optimizer's state dict calls them."""
+    """Return global weights by their keys in the outer optimizer's state dict."""
     outer = shared.copy.outer
     copies = [copy.detach() for group in outer.param_groups for copy in group["params"]]
     names = [name for group in outer.state_dict()["param_groups"] for name in group["params"]]

@@ -1,10 +1,13 @@
-"""Update many parameters as one: tensor lists, per-parameter slots of states, and the chunks of a step."""
+"""Chunks of parameters that an update works on at once, with the tensor lists and states they are made of.
+
+See [Note: sharded statistics] in :mod:`meshwright.optim.sharded.whole_tensors`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -27,6 +30,7 @@ from meshwright.runtime.torch_internals.optim import (
     foreach_sqrt_,
 )
 
+_Item = TypeVar("_Item")
 Operand = Any
 """A number; a TensorList of the same length; or a vector with one number for each tensor."""
 
@@ -53,29 +57,29 @@ class TensorList:
         return TensorList(foreach_mul(self.tensors, self._operand(other)))
 
     def sqrt(self) -> TensorList:
-        """√x."""
+        """Return √x."""
         return TensorList(foreach_sqrt(self.tensors))
 
     def rsqrt(self) -> TensorList:
-        """1/√x."""
+        """Return 1/√x."""
         return TensorList(foreach_rsqrt(self.tensors))
 
     def in_fp32(self) -> TensorList:
-        """In fp32; itself, when all are so already."""
+        """Return the tensors in fp32; the list itself if all are fp32."""
         if all(tensor.dtype == torch.float32 for tensor in self.tensors):
             return self
         return TensorList([tensor.float() for tensor in self.tensors])
 
     def to(self, device: torch.device) -> TensorList:
-        """On a device, without waiting for it."""
+        """Return the tensors on a device, without waiting for the copies."""
         return TensorList([tensor.to(device, non_blocking=True) for tensor in self.tensors])
 
     def contiguous(self) -> TensorList:
-        """In the order of their dims; tensors that are so already are not copied."""
+        """Return the tensors in contiguous memory, copied only where they are not."""
         return TensorList([tensor.contiguous() for tensor in self.tensors])
 
     def add_(self, other: Operand, alpha: float = 1.0) -> TensorList:
-        """X += alpha · other."""
+        """Compute x += alpha · other."""
         if isinstance(other, TensorList):
             foreach_add_(self.tensors, other.tensors, alpha=alpha)
         else:
@@ -83,49 +87,49 @@ class TensorList:
         return self
 
     def mul_(self, other: Operand) -> TensorList:
-        """X *= other."""
+        """Compute x *= other."""
         foreach_mul_(self.tensors, self._operand(other))
         return self
 
     def div_(self, other: Operand) -> TensorList:
-        """X /= other."""
+        """Compute x /= other."""
         foreach_div_(self.tensors, self._operand(other))
         return self
 
     def sqrt_(self) -> TensorList:
-        """X = √x."""
+        """Compute x = √x."""
         foreach_sqrt_(self.tensors)
         return self
 
     def lerp_(self, end: TensorList, weight: float) -> TensorList:
-        """X += weight · (end − x): an exponential moving average."""
+        """Compute x += weight · (end − x), an exponential moving average."""
         foreach_lerp_(self.tensors, end.tensors, weight)
         return self
 
     def addcmul_(self, first: TensorList, second: Operand, value: float = 1.0) -> TensorList:
-        """X += value · first · second."""
+        """Compute x += value · first · second."""
         foreach_addcmul_(self.tensors, first.tensors, self._listed(second), value=value)
         return self
 
     def squares(self) -> torch.Tensor:
-        """Σx² of every tensor, shape ``(len,)``, in fp32."""
+        """Return Σx² of every tensor, shape ``(len,)``, in fp32."""
         norms = foreach_norm(self.tensors)
         return torch.stack(norms).square_() if norms else torch.zeros(0)
 
     def sum(self, *dims: int) -> TensorList:
-        """Sum over dims."""
+        """Return the sums over dims."""
         return TensorList([tensor.sum(dims) for tensor in self.tensors])
 
     def mean(self, *dims: int) -> TensorList:
-        """Means over dims."""
+        """Return the means over dims."""
         return TensorList([tensor.mean(dims) for tensor in self.tensors])
 
     def unsqueeze(self, dim: int) -> TensorList:
-        """Return a dim of size one, for broadcasting."""
+        """Return the tensors with a dim of size one, for broadcasting."""
         return TensorList([tensor.unsqueeze(dim) for tensor in self.tensors])
 
     def map(self, function: Callable[..., torch.Tensor], *others: TensorList) -> TensorList:
-        """``function(x, *others)`` tensor by tensor, where there is no multi-tensor kernel."""
+        """Return ``function(x, *others)`` tensor by tensor, where there is no multi-tensor kernel."""
         return TensorList([function(*parts) for parts in zip(self.tensors, *others, strict=True)])
 
     def _operand(self, other: Operand) -> Any:
@@ -135,60 +139,60 @@ class TensorList:
         return other.tensors if isinstance(other, TensorList) else list(other.unbind())
 
 
-# --- What an optimizer works with for each parameter: its shard, layout and states, looked up once and then checked.
+# --- Slots: shard, layout and states of each parameter, looked up once and checked in each step
 
 KeptStates = Callable[[Layout, dict[str, Any]], dict[str, Kept]]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where the states of a parameter are kept: with its weights, or, but for the master, in host memory."""
+    """Location of a parameter's states: with its weights, or (except for the master) in host memory."""
 
     weights: torch.device
     on_host: bool = False
 
     def device(self, name: str) -> torch.device:
-        """Of a state."""
+        """Return the device of a state."""
         return torch.device("cpu") if self.on_host and name != MASTER else self.weights
 
     def of(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        """A state's shard where it is kept: in page-locked memory, if it travels from there to a GPU."""
+        """Move a state's shard to its device; on the host beside a GPU, to page-locked memory."""
         device = self.device(name)
         shard = shard if shard.device == device else shard.to(device)
-        travels = self.weights.type == "cuda" and device.type == "cpu"
-        return shard.pin_memory() if travels and not shard.is_pinned() else shard
+        pinned = self.weights.type == "cuda" and device.type == "cpu"
+        return shard.pin_memory() if pinned and not shard.is_pinned() else shard
 
 
 @dataclass(slots=True)
 class Slot:
-    """One parameter, ready for a step."""
+    """Shard, layout and states of one parameter, ready for a step."""
 
     parameter: torch.Tensor
     layout: Layout
     weight: torch.Tensor
     """This rank's shard."""
-    kept: dict[str, torch.Tensor]
+    stored: dict[str, torch.Tensor]
     """The values in ``optimizer.state`` from which ``states`` were taken."""
     states: dict[str, torch.Tensor]
     """Their shards."""
     device: torch.device
-    """Where the weight is; the states, too, or they wait in host memory."""
+    """The device of the weight, and of the states unless they live in host memory."""
     state: dict[str, Any]
     """The parameter's entry in ``optimizer.state``."""
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Return what parameters share whose weights can be computed with together."""
+        """Return a key that is equal for parameters whose weights can be updated in one operation."""
         return self.device, self.weight.dtype, self.layout.mesh is None, self.layout.signature
 
     def is_current(self, state: dict[str, Any], weight: torch.Tensor) -> bool:
-        """Return whether nobody has replaced or moved the weight, or replaced a state, since the last step."""
+        """Return whether weight and states are the same objects, in the same place, as in the last step."""
         return (
             weight is self.weight
             and state is self.state
             and weight.device == self.device
             and weight.shape == self.layout.local_shape
-            and all(state.get(name) is value for name, value in self.kept.items())
+            and all(state.get(name) is value for name, value in self.stored.items())
         )
 
 
@@ -203,7 +207,7 @@ def forms(layout: Layout, group: dict[str, Any], parameter: torch.Tensor, kept_s
 def fresh_states(
     layout: Layout, group: dict[str, Any], parameter: torch.Tensor, kept_states: KeptStates, place: Place
 ) -> dict[str, torch.Tensor]:
-    """New states of a parameter: zeros, and the master filled from the weights."""
+    """Make new states of a parameter: zeros, and the master filled from the weights."""
     states = {}
     for name, form in forms(layout, group, parameter, kept_states).items():
         states[name] = layout.wrapped(place.of(name, local_tensor(layout.new(form, place.device(name)))), form)
@@ -219,10 +223,10 @@ def made_slot(
     kept_states: KeptStates,
     on_host: bool = False,
 ) -> Slot:
-    """Fill a parameter's empty states, or take over those that are there, on the weight's device or the host.
+    """Make a parameter's slot, with new states or those that exist, on the weight's device or the host.
 
     Raises:
-        ModelError: When a state does not fit the parameter as it is laid out now.
+        ModelError: When a state does not fit the parameter's present layout.
     """
     layout, weight = Layout.of(parameter), local_tensor(parameter)
     place = Place(weight.device, on_host)
@@ -230,26 +234,26 @@ def made_slot(
         state["step"] = 0
         state.update(fresh_states(layout, group, parameter, kept_states, place))
     for name, form in forms(layout, group, parameter, kept_states).items():
-        if name not in state and name == MASTER:  # saved where the weights were fp32
+        if name not in state and name == MASTER:  # the state was saved where the weights were fp32
             state[name] = layout.new(form, weight.device)
             local_tensor(state[name]).copy_(weight)
         state[name] = _fitted(name, state.get(name), parameter, layout, form, place)
     state["step"] = int(state["step"])
-    kept = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    shards = {name: local_tensor(value) for name, value in kept.items()}
-    return Slot(parameter, layout, weight, kept, shards, weight.device, state)
+    stored = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    shards = {name: local_tensor(value) for name, value in stored.items()}
+    return Slot(parameter, layout, weight, stored, shards, weight.device, state)
 
 
 def check_states(
     groups: Sequence[dict[str, Any]], defaults: dict[str, Any], state_dict: Mapping[str, Any], kept_states: KeptStates
 ) -> None:
-    """Refuse a state dict that lacks what would be kept under the hyperparameters it brings, before it is loaded.
+    """Refuse a state dict without the states that its hyperparameters ask for, before it is loaded.
 
     Args:
-        groups: The optimizer's.
-        defaults: What a saved group that does not say it has.
-        state_dict: With anything that has a shape in place of its tensors.
-        kept_states: By layout and group.
+        groups: The optimizer's parameter groups.
+        defaults: Values that saved groups may lack.
+        state_dict: A state dict; objects with a shape may stand for its tensors.
+        kept_states: Returns the forms of states by layout and group.
 
     Raises:
         CheckpointError: Naming the states.
@@ -276,7 +280,7 @@ def _described(shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def absent_slot(parameter: torch.Tensor, group: dict[str, Any], kept_states: KeptStates) -> Slot:
-    """A slot without values, for a parameter that has neither states nor, on this rank, a gradient."""
+    """Make a slot without values, for a parameter that has neither states nor, on this rank, a gradient."""
     layout, weight = Layout.of(parameter), local_tensor(parameter)
     fresh = fresh_states(layout, group, parameter, kept_states, Place(torch.device("meta")))
     shards = {name: local_tensor(value) for name, value in fresh.items()}
@@ -284,7 +288,7 @@ def absent_slot(parameter: torch.Tensor, group: dict[str, Any], kept_states: Kep
 
 
 def _fitted(name: str, value: Any, parameter: torch.Tensor, layout: Layout, form: Kept, place: Place) -> torch.Tensor:
-    """Return a state in the type and at the place where it is kept."""
+    """Return a state in its type and at its place."""
     here = layout.restricted(form)
     if (
         isinstance(value, torch.Tensor)
@@ -294,8 +298,8 @@ def _fitted(name: str, value: Any, parameter: torch.Tensor, layout: Layout, form
         and local_tensor(value).shape == here.local_shape
     ):
         part = local_tensor(value)
-        kept = place.of(name, part.to(dtype=form.dtype))
-        return value if kept is part else layout.wrapped(kept, form)
+        moved = place.of(name, part.to(dtype=form.dtype))
+        return value if moved is part else layout.wrapped(moved, form)
     raise ModelError(
         f"The state {name!r} does not fit its parameter: the parameter was laid out anew after the state was made, "
         "or the state was loaded from another optimizer",
@@ -307,9 +311,9 @@ def _fitted(name: str, value: Any, parameter: torch.Tensor, layout: Layout, form
     )
 
 
-# --- A batch of parameters that one pass of an update works on together.
+# --- Chunks: parameters that one pass of an update works on at once
 
-_DEVICE_ELEMENTS = 1 << 26  # keeps an accelerator busy without holding temporaries of the whole model
+_DEVICE_ELEMENTS = 1 << 26  # keeps an accelerator busy, without temporaries as large as the model
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,17 +321,17 @@ class Member:
     """One parameter of a chunk."""
 
     position: int
-    """The parameter's place in the optimizer."""
+    """The parameter's index in the optimizer."""
     slot: Slot
     gradient: torch.Tensor | None
 
 
 @dataclass
 class Chunk:
-    """Parameters of one group, device, step number and kind, all split by the same axes: what an update computes with.
+    """Parameters of one group, device, step number and kind, all split by the same axes.
 
-    Where a parameter has no gradient on this rank but shares axes with other parameters, its chunk stands on the
-    ``meta`` device: the update runs without computing, so that this rank takes part in every sum with zeros.
+    The chunk of sharded parameters without a gradient on this rank is on the ``meta`` device: the update runs without
+    computing, so that this rank takes part in every sum with zeros.
     """
 
     group: Mapping[str, Any]
@@ -336,9 +340,9 @@ class Chunk:
     """Number of this step for these parameters, from 1."""
     members: Sequence[Member]
     weights: TensorList
-    """fp32 shards to be moved in place: the parameters, or their masters."""
+    """fp32 shards to be updated in place: the parameters, or their masters."""
     gradients: TensorList
-    """fp32 shards (see ``takes_half_gradients``); may be the user's own tensors: to be read only."""
+    """fp32 shards (see ``takes_half_gradients``). Read only: they may be the parameters' own gradients."""
     states: dict[str, TensorList]
     """The shards of every state, by name."""
     has_gradients: bool = True
@@ -348,26 +352,26 @@ class Chunk:
 
     @property
     def layouts(self) -> list[Layout]:
-        """Whole shapes and splitting axes; the axes are the same for all."""
+        """Return the layouts of all members, which are split by the same axes."""
         return [member.slot.layout for member in self.members]
 
     @property
     def layout(self) -> Layout:
-        """One of the layouts, for what they have in common: number of dims and splitting axes."""
+        """Return the first layout, for what all have in common: number of dims and splitting axes."""
         return self.members[0].slot.layout
 
     @property
     def device(self) -> torch.device:
-        """Return where the weights are."""
+        """Return the device of the weights."""
         return self.weights.tensors[0].device
 
     @property
     def is_local(self) -> bool:
-        """Return whether no axis splits these parameters: partial sums are whole already."""
+        """Return whether no axis splits these parameters, so that partial sums are whole."""
         return self.layout.is_whole()
 
     def vector(self, values: Sequence[float]) -> torch.Tensor:
-        """One number per parameter, shape ``(len,)`` fp32, made without waiting for the device."""
+        """Make an fp32 vector of one number per parameter, without waiting for the device."""
         host = torch.tensor(values, dtype=torch.float32)
         return host if self.device.type == "cpu" else host.to(self.device, non_blocking=True)
 
@@ -376,24 +380,24 @@ class Chunk:
         return self.vector([layout.numel for layout in self.layouts])
 
     def in_fp32(self, *, gradients: bool = True) -> Chunk:
-        """Return the same chunk with weights (and gradients) in fp32; tensors that are so already are not copied."""
+        """Return the chunk with weights (and gradients) in fp32, copied only where they are not."""
         read = self.gradients.in_fp32() if gradients else self.gradients
         return replace(self, weights=self.weights.in_fp32(), gradients=read)
 
     def with_states_here(self) -> Chunk:
-        """Return the same chunk with copies, on the weights' device, of states that wait elsewhere."""
+        """Return the chunk with copies on the weights' device of states in host memory."""
         if all(values.tensors[0].device == self.device for values in self.states.values()):
             return self
         return replace(self, states={name: values.to(self.device) for name, values in self.states.items()})
 
     def send_back_states(self, visiting: Chunk) -> None:
-        """Take over the states of a chunk that was made with states here; they arrive behind the device's work."""
+        """Copy states back from a chunk made by :meth:`with_states_here`, behind the device's work."""
         for name, values in self.states.items():
             if values is not visiting.states[name]:
                 foreach_copy_(values.tensors, visiting.states[name].tensors, non_blocking=True)
 
     def without_values(self) -> Chunk:
-        """Return the same chunk on the meta device: an update of it asks in the right sizes and changes nothing."""
+        """Return the chunk on the meta device: its update asks in the right shapes and changes nothing."""
 
         def meta(tensors: TensorList) -> TensorList:
             return TensorList([torch.empty_like(tensor, device="meta") for tensor in tensors])
@@ -403,7 +407,7 @@ class Chunk:
         return replace(self, weights=weights, gradients=meta(weights), states=states)
 
     def write_back(self, results: TensorList) -> None:
-        """Round fp32 results into weights that are kept in half precision."""
+        """Round fp32 results into half-precision weights."""
         if self.members[0].slot.weight.dtype not in HALF_TYPES:  # a chunk has one type
             return
         for member, result in zip(self.members, results, strict=True):
@@ -417,7 +421,7 @@ class Chunk:
 
 
 def made_chunk(group: Mapping[str, Any], step: int, members: Sequence[Member]) -> Chunk:
-    """A chunk of members that fit together; weights and gradients are in their own types."""
+    """Make a chunk of members of one kind, with weights and gradients in their own types."""
     slots = [member.slot for member in members]
     has_gradients = members[0].gradient is not None
     gradients = [member.slot.weight if member.gradient is None else member.gradient for member in members]
@@ -434,15 +438,20 @@ def made_chunk(group: Mapping[str, Any], step: int, members: Sequence[Member]) -
 
 
 def cut(members: Sequence[Member], host_elements: int) -> list[list[Member]]:
-    """Consecutive parts of at most a chunk's elements, ``host_elements`` on a CPU; a parameter is never cut."""
+    """Cut members into runs of at most a chunk's elements (``host_elements`` on a CPU); a parameter is never cut."""
     limit = host_elements if members[0].slot.device.type == "cpu" else _DEVICE_ELEMENTS
-    parts: list[list[Member]] = [[]]
-    size = 0
-    for member in members:
-        elements = member.slot.weight.numel()
-        if parts[-1] and size + elements > limit:
-            parts.append([])
-            size = 0
-        parts[-1].append(member)
-        size += elements
-    return parts
+    return runs(members, lambda member: member.slot.weight.numel(), limit)
+
+
+def runs(items: Iterable[_Item], size_of: Callable[[_Item], int], limit: int) -> list[list[_Item]]:
+    """Cut items into consecutive runs whose sizes add up to at most ``limit``; a larger item is a run of its own."""
+    found: list[list[_Item]] = [[]]
+    total = 0
+    for item in items:
+        size = size_of(item)
+        if found[-1] and total + size > limit:
+            found.append([])
+            total = 0
+        found[-1].append(item)
+        total += size
+    return found

@@ -1,4 +1,7 @@
-"""Send shards of many tensors to one owner rank each, and results back, in one all-to-all."""
+"""Send shards of many tensors to one owner rank each, and results back, in one all-to-all each way.
+
+See [Note: sharded statistics] in :mod:`meshwright.optim.sharded.whole_tensors`.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,20 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from meshwright.optim.sharded.tensor_layout import Layout, Meeting, Region
+from meshwright.optim.sharded.tensor_layout import Layout, Region, ShardGroup
 from meshwright.runtime.torch_internals.optim import foreach_copy_, foreach_zero_
 
 
 @dataclass(frozen=True)
-class Journey:
-    """What is asked of owners for one tensor.
+class OwnerWork:
+    """Work that owners do on one tensor.
 
     Args:
-        source: How the tensor that travels to owners is laid out.
-        target: How the result is laid out.
+        source: Layout of the tensor that is sent to owners.
+        target: Layout of the result.
         parts: Blocks of the source and of the target: the second is made from the first alone, on one rank. One pair
             for a matrix; one for each matrix of a stack.
-        costs: Of the work on each part, in any unit.
+        costs: Costs of the work on each part, in any unit.
     """
 
     source: Layout
@@ -32,63 +35,65 @@ class Journey:
 
 
 class OwnerExchange:
-    """Sends the shards of many tensors to owners, and their results back: one all-to-all each way, or none.
+    """Exchange of the shards of many tensors with their owners: one all-to-all each way, or none.
 
-    Every rank of the meeting is an owner, replicas as well. The work is balanced greedily, most expensive first, and
-    equally on all ranks. A part that one rank holds alone is worked on there: a stack of experts that is split by
-    expert does not travel at all.
+    Every rank of the group is an owner, replicas as well. Work is assigned greedily, most expensive first, by the same
+    computation on all ranks. A part that one rank has whole is worked on there: a stack of experts that is split by
+    expert is not sent at all.
 
     Args:
-        journeys: One for every tensor; equal on all ranks.
-        meeting: The ranks that hold their shards.
-        dtype: In which they travel both ways, and are worked on.
+        works: One for every tensor; equal on all ranks.
+        group: The ranks that have shards of them.
+        dtype: Type in which tensors travel both ways, and of the work.
     """
 
-    def __init__(self, journeys: Sequence[Journey], meeting: Meeting, dtype: torch.dtype = torch.float32) -> None:
-        self._meeting, self._dtype = meeting, dtype
+    def __init__(self, works: Sequence[OwnerWork], group: ShardGroup, dtype: torch.dtype = torch.float32) -> None:
+        self._group, self._dtype = group, dtype
         known: dict[Hashable, Overlaps] = {}
-        self._held = [_overlaps(journey.source, meeting, known) for journey in journeys]
-        self._wanted = [_overlaps(journey.target, meeting, known) for journey in journeys]
-        self.member_of = [member for member, journey in enumerate(journeys) for _ in journey.parts]
-        """For every part the number of its tensor; parts are numbered through all journeys."""
-        self._sources = [source for journey in journeys for source, _ in journey.parts]
-        self._targets = [target for journey in journeys for _, target in journey.parts]
-        self.owners = self._assigned([cost for journey in journeys for cost in journey.costs])
-        """For every part the global rank that works on it."""
+        self._source_overlaps = [_overlaps(work.source, group, known) for work in works]
+        self._target_overlaps = [_overlaps(work.target, group, known) for work in works]
+        self.member_of = [member for member, work in enumerate(works) for _ in work.parts]
+        """The number of each part's tensor; parts are numbered through all works."""
+        self._sources = [source for work in works for source, _ in work.parts]
+        self._targets = [target for work in works for _, target in work.parts]
+        self.owners = self._assigned([cost for work in works for cost in work.costs])
+        """The global rank that works on each part."""
         parts = range(len(self.owners))
         sources, targets = map(self._source, parts), map(self._target, parts)
         gathers = any(not source.whole for source in sources)
         scatters = any(
             set(target.regions) != {self.owners[part]} for part, target in enumerate(targets) if target.regions
         )
-        self._out = Route((move for part in parts for move in self._to_owner(part)), meeting, travels=gathers)
-        self._back = Route((move for part in parts for move in self._from_owner(part)), meeting, travels=scatters)
+        self._out = Route((move for part in parts for move in self._to_owner(part)), group, exchanges=gathers)
+        self._back = Route((move for part in parts for move in self._from_owner(part)), group, exchanges=scatters)
 
     def gather(self, shards: Sequence[torch.Tensor | None]) -> Callable[[], dict[int, torch.Tensor]]:
-        """Begin to bring the whole parts together. Collective over the meeting.
+        """Begin to gather the parts on their owners; collective over the group.
 
         Args:
             shards: This rank's shard of every tensor, of any type, on any device; None stands for zeros.
 
         Returns:
-            A function that waits for the parts that this rank owns and returns them by number; to be read only, as they
-            may be views of the shards.
+            A function that waits for the parts that this rank owns and returns them by number. They may be views of the
+            shards, and must only be read.
         """
-        meeting = self._meeting
+        group = self._group
         wholes: dict[int, torch.Tensor] = {}
         views = set()
-        owned = [part for part, owner in enumerate(self.owners) if owner == meeting.rank]
+        owned = [part for part, owner in enumerate(self.owners) if owner == group.rank]
         for part in owned:
             member, source = self.member_of[part], self._sources[part]
-            here = _cut(shards[member], source, self._held[member].held[meeting.rank])
+            here = _cut(shards[member], source, self._source_overlaps[member].by_rank[group.rank])
             if here is not None and here.shape == source.size:
-                wholes[part] = here.to(meeting.device, self._dtype)
+                wholes[part] = here.to(group.device, self._dtype)
                 views.add(part)
 
         def read(move: Move) -> torch.Tensor | None:
             member = self.member_of[move.part]
             return (
-                None if move.part in views else _cut(shards[member], move.region, self._held[member].held[meeting.rank])
+                None
+                if move.part in views
+                else _cut(shards[member], move.region, self._source_overlaps[member].by_rank[group.rank])
             )
 
         def take(move: Move, region: torch.Tensor | None) -> None:
@@ -105,16 +110,16 @@ class OwnerExchange:
         return wait
 
     def scatter(self, results: Mapping[int, torch.Tensor | None]) -> Callable[[], list[torch.Tensor]]:
-        """Begin to send results to the ranks that hold shards of them. Collective over the meeting.
+        """Begin to send results to the ranks that hold shards of them; collective over the group.
 
         Args:
             results: One for every part that this rank owns, of any type; None stands for zeros.
 
         Returns:
-            A function that waits for this rank's shards and returns one for every tensor, in the dtype of the exchange,
-            where ranks meet.
+            A function that waits for this rank's shards and returns one for every tensor, in the type and on the device
+            of the exchange.
         """
-        wanted = [wanted.held[self._meeting.rank] for wanted in self._wanted]
+        wanted = [overlaps.by_rank[self._group.rank] for overlaps in self._target_overlaps]
         shards: dict[int, torch.Tensor] = {}
 
         def read(move: Move) -> torch.Tensor | None:
@@ -122,8 +127,8 @@ class OwnerExchange:
 
         def take(move: Move, region: torch.Tensor | None) -> None:
             member = self.member_of[move.part]
-            if region is not None and move.region == wanted[member]:  # all of this rank's shard: no copy
-                shards[member] = region.to(self._meeting.device, self._dtype)
+            if region is not None and move.region == wanted[member]:  # this rank's whole shard needs no copy
+                shards[member] = region.to(self._group.device, self._dtype)
             else:
                 shard = self._made(shards, member, wanted[member])
                 _fill(shard[move.region.inside(wanted[member])], region)
@@ -137,36 +142,33 @@ class OwnerExchange:
         return wait
 
     def _made(self, tensors: dict[int, torch.Tensor], key: int, region: Region) -> torch.Tensor:
-        """Return a tensor of the collection, made when its first region arrives."""
+        """Return a tensor of the collection; make it when its first region arrives."""
         if key not in tensors:
-            tensors[key] = torch.empty(region.size, dtype=self._dtype, device=self._meeting.device)
+            tensors[key] = torch.empty(region.size, dtype=self._dtype, device=self._group.device)
         return tensors[key]
 
     def _assigned(self, costs: Sequence[float]) -> list[int]:
-        """Return the owners.
-
-        Most expensive parts first, each to the rank with least work among those that may have it.
-        """
+        """Assign the most expensive parts first, each to the rank with the least work among those that may own it."""
         owners = [0] * len(costs)
-        load = dict.fromkeys(self._meeting.ranks, 0.0)
+        load = dict.fromkeys(self._group.ranks, 0.0)
         for part in sorted(range(len(costs)), key=lambda part: -costs[part]):
-            owner = min(self._source(part).whole or self._meeting.ranks, key=lambda rank: load[rank])
+            owner = min(self._source(part).whole or self._group.ranks, key=lambda rank: load[rank])
             load[owner] += costs[part]
             owners[part] = owner
         return owners
 
     def _source(self, part: int) -> Overlap:
-        return self._held[self.member_of[part]].of(self._sources[part])
+        return self._source_overlaps[self.member_of[part]].of(self._sources[part])
 
     def _target(self, part: int) -> Overlap:
-        return self._wanted[self.member_of[part]].of(self._targets[part])
+        return self._target_overlaps[self.member_of[part]].of(self._targets[part])
 
     def _to_owner(self, part: int) -> Iterator[Move]:
-        """Each distinct region of a part once, from the nearest rank that holds it; only what concerns this rank.
+        """Yield this rank's moves of a part to its owner: each distinct region once, from the nearest rank that has it.
 
-        Numbers that differ in low bits only are close: ranks of one node, or of one replica, follow each other.
+        Ranks whose numbers differ in low bits only are near: those of one node, or of one replica, are consecutive.
         """
-        me, owner, source = self._meeting.rank, self.owners[part], self._source(part)
+        me, owner, source = self._group.rank, self.owners[part], self._source(part)
         mine = source.regions.get(me)
         regions = source.holders if owner == me else () if mine is None else (mine,)
         for region in regions:
@@ -175,24 +177,24 @@ class OwnerExchange:
                 yield Move(sender, owner, part, region)
 
     def _from_owner(self, part: int) -> Iterator[Move]:
-        """To every rank what its shard has of a result; only what concerns this rank."""
-        me, owner, target = self._meeting.rank, self.owners[part], self._target(part)
+        """Yield this rank's moves of a result from its owner to the ranks that have shards of it."""
+        me, owner, target = self._group.rank, self.owners[part], self._target(part)
         for rank in target.regions if owner == me else (me,):
             if rank in target.regions:
                 yield Move(owner, rank, part, target.regions[rank])
 
 
-def _overlaps(layout: Layout, meeting: Meeting, known: dict[Hashable, Overlaps]) -> Overlaps:
-    """Who holds what of a tensor; made once for each layout."""
+def _overlaps(layout: Layout, group: ShardGroup, known: dict[Hashable, Overlaps]) -> Overlaps:
+    """Return the regions of a tensor that ranks hold, made once for each layout."""
     key = (layout.shape, layout.mesh, layout.placements)
     if key not in known:
-        known[key] = Overlaps(meeting.held(layout))
+        known[key] = Overlaps(group.regions(layout))
     return known[key]
 
 
-def _cut(tensor: torch.Tensor | None, region: Region, held: Region) -> torch.Tensor | None:
-    """Return what a tensor that holds ``held`` has of a region."""
-    return None if tensor is None else tensor[region.common(held).inside(held)]
+def _cut(tensor: torch.Tensor | None, region: Region, covered: Region) -> torch.Tensor | None:
+    """Return the part of a region that a tensor has, which covers the region ``covered``."""
+    return None if tensor is None else tensor[region.common(covered).inside(covered)]
 
 
 def _fill(target: torch.Tensor, region: torch.Tensor | None) -> None:
@@ -202,39 +204,39 @@ def _fill(target: torch.Tensor, region: torch.Tensor | None) -> None:
         target.copy_(region)
 
 
-# --- Blocks of many tensors carried between ranks in one all-to-all.
+# --- Routes: blocks of many tensors in one all-to-all
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A region on its way from one rank to another, or to a place of its own on the same one."""
+    """A region to send from one rank to another, or to copy on the same one."""
 
     sender: int
     receiver: int
     part: int
-    """What it belongs to: a number with a meaning to the caller."""
+    """The number of its part."""
     region: Region
 
 
 class Route:
-    """The moves of one exchange: what this rank sends, receives and keeps.
+    """The moves of one exchange: those that this rank sends, receives, or copies locally.
 
     Args:
-        moves: That this rank has to do with. Those between two ranks are in the same order on both.
-        meeting: The ranks.
-        travels: Whether any rank sends anything to another one.
+        moves: Moves from or to this rank. Those between two ranks are in the same order on both.
+        group: The ranks.
+        exchanges: Whether any rank sends anything to another one.
     """
 
-    def __init__(self, moves: Iterable[Move], meeting: Meeting, *, travels: bool) -> None:
-        self._meeting = meeting
-        me = meeting.rank
-        sent: dict[int, list[Move]] = {rank: [] for rank in meeting.ranks}
-        received: dict[int, list[Move]] = {rank: [] for rank in meeting.ranks}
-        self._kept: list[Move] = []
-        self._travels = travels
+    def __init__(self, moves: Iterable[Move], group: ShardGroup, *, exchanges: bool) -> None:
+        self._group = group
+        me = group.rank
+        sent: dict[int, list[Move]] = {rank: [] for rank in group.ranks}
+        received: dict[int, list[Move]] = {rank: [] for rank in group.ranks}
+        self._local: list[Move] = []
+        self._exchanges = exchanges
         for move in moves:
             if move.sender == move.receiver:
-                self._kept.append(move)
+                self._local.append(move)
             elif move.sender == me:
                 sent[move.receiver].append(move)
             else:
@@ -244,50 +246,50 @@ class Route:
     def begin(
         self, dtype: torch.dtype, read: Callable[[Move], torch.Tensor | None]
     ) -> Callable[[Callable[[Move, torch.Tensor | None], None]], None]:
-        """Begin all moves. Collective over the meeting, unless nothing travels.
+        """Begin all moves; collective over the group, unless no rank sends anything.
 
         Args:
-            dtype: Of what travels.
-            read: The region to send; None stands for zeros.
+            dtype: Type of the regions that are sent.
+            read: Returns the region to send; None stands for zeros.
 
         Returns:
-            A function that waits until all regions are here, and hands each to its argument: those that have arrived as
-            views of memory that is not used again, those that stay on this rank as they were read.
+            A function that waits until all regions are here, and passes each to its argument. Regions that have arrived
+            are views of memory that is not used again; those of this rank are as they were read.
         """
-        kept = [(move, read(move)) for move in self._kept]
-        if not self._travels:
-            return lambda take: _hand_out(kept, take)
+        local = [(move, read(move)) for move in self._local]
+        if not self._exchanges:
+            return lambda take: _deliver(local, take)
         flat, parts = self._buffer(self._sent, dtype)
         _copy([(part, read(move)) for move, part in parts])
         arrived, places = self._buffer(self._received, dtype)
         work = dist.all_to_all_single(
-            arrived.view(torch.uint8),  # bytes: every backend sends them, whatever they mean
+            arrived.view(torch.uint8),  # bytes, which every backend can send
             flat.view(torch.uint8),
             _sizes(self._received, dtype.itemsize),
             _sizes(self._sent, dtype.itemsize),
-            group=self._meeting.group,
+            group=self._group.group,
             async_op=True,
         )
 
         def finish(take: Callable[[Move, torch.Tensor | None], None]) -> None:
-            _hand_out(kept, take)
+            _deliver(local, take)
             work.wait()
-            _hand_out(places, take)
+            _deliver(places, take)
 
         return finish
 
     def _buffer(
         self, moves: Sequence[Sequence[Move]], dtype: torch.dtype
     ) -> tuple[torch.Tensor, list[tuple[Move, torch.Tensor]]]:
-        """One flat tensor for regions from or to all ranks, and the view of each."""
+        """Make one flat tensor for regions from or to all ranks, and the view of each."""
         every = [move for of_rank in moves for move in of_rank]
-        flat = torch.empty(sum(move.region.numel for move in every), dtype=dtype, device=self._meeting.device)
+        flat = torch.empty(sum(move.region.numel for move in every), dtype=dtype, device=self._group.device)
         views = flat.split([move.region.numel for move in every])
         return flat, [(move, view.view(move.region.size)) for move, view in zip(every, views, strict=False)]
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """Write every source into its target; zeros where there is none."""
+    """Copy every source into its target, or zeros where there is none."""
     zeros = [target for target, source in pairs if source is None]
     filled = [(target, source) for target, source in pairs if source is not None]
     if zeros:
@@ -296,7 +298,7 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
         foreach_copy_([target for target, _ in filled], [source for _, source in filled])
 
 
-def _hand_out(
+def _deliver(
     regions: Iterable[tuple[Move, torch.Tensor | None]], take: Callable[[Move, torch.Tensor | None], None]
 ) -> None:
     for move, region in regions:
@@ -307,32 +309,32 @@ def _sizes(moves: Sequence[Sequence[Move]], itemsize: int) -> list[int]:
     return [sum(move.region.numel for move in of_rank) * itemsize for of_rank in moves]
 
 
-# --- Who holds what of a region of a tensor, looked up once for the many tensors of a model that are laid out alike.
+# --- Overlaps of a region with the shards of ranks, computed once for all tensors of one layout
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What ranks hold of one region."""
+    """The parts of one region that ranks hold."""
 
     regions: Mapping[int, Region]
-    """By rank; only of those that hold anything of it."""
+    """The part of each rank that holds any of it."""
     holders: Mapping[Region, list[int]]
-    """The ranks that hold each of these."""
+    """The ranks that hold each of these parts."""
     whole: list[int]
-    """Ranks that hold all of it."""
+    """The ranks that hold all of it."""
 
 
 @dataclass
 class Overlaps:
     """The regions of one layout, by rank."""
 
-    held: Mapping[int, Region]
+    by_rank: Mapping[int, Region]
     _known: dict[Region, Overlap] = field(default_factory=dict)
 
     def of(self, region: Region) -> Overlap:
-        """Return what every rank holds of a region."""
+        """Return the parts of a region that ranks hold."""
         if region not in self._known:
-            common = {rank: held.common(region) for rank, held in self.held.items()}
+            common = {rank: shard.common(region) for rank, shard in self.by_rank.items()}
             regions = {rank: part for rank, part in common.items() if part.numel > 0}
             holders: dict[Region, list[int]] = defaultdict(list)
             for rank, part in regions.items():

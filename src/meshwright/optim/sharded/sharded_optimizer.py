@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import ConfigError, ModelError
-from meshwright.optim.dtensors import HALF_TYPES, local_tensor
+from meshwright.errors import ModelError
+from meshwright.optim.checks import bad_value, check_dense, check_types
+from meshwright.optim.dtensors import local_tensor
 from meshwright.optim.pipeline_state_dict import ShardedStateDict
 from meshwright.optim.sharded.chunk import (
     Chunk,
@@ -28,33 +29,34 @@ from meshwright.optim.sharded.chunk import (
     made_slot,
 )
 from meshwright.optim.sharded.tensor_layout import Kept, Layout
-from meshwright.optim.sharded.whole_tensors import Presence, Update, WholeAnswers, drive
+from meshwright.optim.sharded.whole_tensors import Presence, Update, WholeAnswers, run_updates
 from meshwright.runtime.torch_internals.dtensor import spec_of
 
 
 class ShardedOptimizer(ShardedStateDict):
-    """Base of optimizers with statistics over whole parameters, plain or sharded over any axes of any meshes.
+    """Base class of optimizers with statistics over whole parameters, plain or sharded over any axes of any meshes.
 
     A subclass names the states of a parameter (:meth:`kept_states`) and writes its update once (:meth:`update`), as
-    mathematics on whole tensors that asks for sums, or for work that one rank does on a whole tensor. Parameters are
-    worked on in chunks of local shards; what all of them ask is answered together. States are DTensors with the
-    placements that follow from the parameter's.
+    mathematics on whole tensors that asks for sums, or for work that one rank does on a whole tensor. Chunks of
+    parameters are updated on local shards, and the requests of all are answered at once: see [Note: sharded statistics]
+    in :mod:`meshwright.optim.sharded.whole_tensors`. States are DTensors with the placements that follow from the
+    parameter's.
 
     Half-precision parameters are updated through an fp32 ``master`` in the state (``half_update="master"``), or by
-    rounding at random without one (``"stochastic"``, bfloat16 only).
+    stochastic rounding without one (``"stochastic"``, bfloat16 only).
 
     Args:
         params: Parameters or groups of them, plain or DTensors.
-        defaults: Hyperparameters of groups that do not name them.
+        defaults: Default hyperparameters of groups.
     """
 
     host_chunk_elements: ClassVar[int] = 1 << 17
-    """So many elements of weights are worked on together on a CPU: what stays in the cache with states and temporaries.
-    An update that goes through its chunk in blocks takes more."""
+    """Elements of weights in a chunk on a CPU, which stay in the cache with states and temporaries. An update that goes
+    through its chunk in blocks uses more."""
     states_can_be_averaged: ClassVar[bool] = True
-    """Whether means of the states over replicas are states: not if quantised, or each in a basis of its own."""
+    """Whether states of replicas can be averaged: not if quantised, or each in a basis of its own."""
     takes_half_gradients: ClassVar[bool] = False
-    """Whether :meth:`update` gets gradients in the parameters' types: then no fp32 copies exist while it waits."""
+    """Whether :meth:`update` gets gradients in the parameters' types, so that no fp32 copies exist while it waits."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         self._begin()
@@ -62,10 +64,10 @@ class ShardedOptimizer(ShardedStateDict):
 
     def _begin(self) -> None:
         self._slots: dict[int, Slot] = {}  # by the parameter's identity: a tensor's own hash is slow
-        self._uncounted: list[Presence] = []  # gradients counted on a device, looked at in the next step
+        self._unchecked: list[Presence] = []  # counts of gradients on a device, read in the next step
         self._whole_answers = WholeAnswers()
         self._replicas: dist.ProcessGroup | None = None
-        self._visited: set[torch.device] = set()  # by states that wait in host memory
+        self._visited: set[torch.device] = set()  # devices that states from host memory were copied to
 
     @abstractmethod
     def kept_states(self, layout: Layout, group: dict[str, Any]) -> dict[str, Kept]:
@@ -73,32 +75,32 @@ class ShardedOptimizer(ShardedStateDict):
 
     @abstractmethod
     def update(self, chunk: Chunk) -> Update:
-        """Move the weights and states of a chunk, asking for whole sums on the way."""
+        """Update the weights and states of a chunk, asking for whole sums on the way."""
 
     def variant(self, layout: Layout, group: dict[str, Any]) -> Hashable:
-        """Return what parameters must share, beside group, axes and step, to be updated in one chunk."""
+        """Return a key, beside group, axes and step, that parameters of one chunk must share."""
         return layout.ndim
 
     def asks(self, chunk: Chunk) -> bool:
-        """Return whether the update of a split chunk yields anything before it moves weights.
+        """Return whether the update of a split chunk yields requests before it moves weights.
 
-        Where it does not, it begins when all ranks are known to have the gradients.
+        Where it does not, it begins only when all ranks are known to have the gradients.
         """
         return True
 
     def lives_on_host(self, group: dict[str, Any]) -> bool:
-        """Return whether states, but for the master, are kept in host memory and visit the weights' device for each step."""
+        """Return whether states, the master excepted, live in host memory and are copied to the device in each step."""
         return False
 
     def check_group(self, group: dict[str, Any]) -> None:
-        """Refuse hyperparameters that make no sense; called for every group that is added.
+        """Refuse invalid hyperparameters; called for every group that is added.
 
         Raises:
             ConfigError: Naming the hyperparameter.
         """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, checked."""
+        """Check a group and add it."""
         super().add_param_group(param_group)
         try:
             check_group(self.param_groups[-1])
@@ -108,12 +110,12 @@ class ShardedOptimizer(ShardedStateDict):
             raise
 
     def setup_distributed(self, tp_group: Any = None, dp_group: Any = None, *groups: Any, **options: Any) -> None:
-        """Accept what ColossalAI's plugins pass; DTensors know their mesh and placements and need none of it.
+        """Accept the arguments of ColossalAI's plugins. DTensors need none of them.
 
         Args:
             tp_group: Not needed.
-            dp_group: Ranks that hold the same plain parameters, with equal gradients on all of them or on none, as DDP
-                leaves them. Work on whole matrices is then divided among them; without it each does all of it.
+            dp_group: Ranks that hold the same plain parameters, with equal gradients on all of them or on none, as
+                under DDP. Work on whole matrices is divided among them; without it each does all of it.
             groups: Not needed.
             options: Not needed.
         """
@@ -127,47 +129,47 @@ class ShardedOptimizer(ShardedStateDict):
             closure: Recomputes the loss, as in torch.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
             ModelError: For gradients that are sparse, laid out otherwise than their parameters, or missing on some of
-                the ranks that share a parameter. On a CPU the weights are then as before; on an accelerator, where
-                looking would mean waiting, the last is found at the next step.
+                the ranks that share a parameter. On a CPU weights are unchanged then. On an accelerator, which would
+                have to be waited for, missing gradients are found at the next step.
         """
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        for presence in self._uncounted:
+        for presence in self._unchecked:
             presence.check()
-        self._uncounted = drive(((chunk, self._updated(chunk)) for chunk in self._chunks()), self._whole_answers)
+        self._unchecked = run_updates(((chunk, self._updated(chunk)) for chunk in self._chunks()), self._whole_answers)
         for device in self._visited:
-            torch.cuda.current_stream(device).synchronize()  # from here on whoever reads a state finds it complete
+            torch.cuda.current_stream(device).synchronize()  # so that states in host memory are complete
         self._visited.clear()
         return loss
 
     def state_forms(self, parameter: torch.Tensor) -> dict[str, Kept]:
-        """Return what will be kept for a parameter of this optimizer, the fp32 master included; makes nothing."""
+        """Return the forms of a parameter's states, the fp32 master included, without making them."""
         return forms(Layout.of(parameter), self._group_of(parameter), parameter, self.kept_states)
 
     def empty_state(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Fresh states of a parameter, on the layout in which this optimizer keeps them."""
+        """Make fresh states of a parameter, on this optimizer's layout."""
         return self.empty_state_under(parameter, self._group_of(parameter))
 
     def empty_state_under(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the same under the hyperparameters of another group, such as one that is about to be loaded."""
+        """Make fresh states under the hyperparameters of another group, such as one that is about to be loaded."""
         group = {**self.defaults, **group}
         place = Place(local_tensor(parameter).device, self.lives_on_host(group))
         return fresh_states(Layout.of(parameter), group, parameter, self.kept_states, place)
 
     def check_saved(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse states of another kind than would be kept under the hyperparameters that come with them."""
+        """Refuse states that do not fit the hyperparameters saved with them."""
         check_states(self.param_groups, self.defaults, state_dict, self.kept_states)
 
     def forget(self) -> None:
-        """Let go of states that are about to be replaced."""
+        """Release states that are about to be replaced."""
         self._slots.clear()
 
     def _chunks(self) -> Iterator[Chunk]:
-        """Parameters with gradients, and sharded ones without, in batches; made one after the other."""
+        """Yield chunks of parameters with gradients and of sharded ones without; each is made when it is needed."""
         batches: dict[tuple[Any, ...], list[Member]] = defaultdict(list)
         position = -1
         for number, group in enumerate(self.param_groups):
@@ -177,7 +179,7 @@ class ShardedOptimizer(ShardedStateDict):
                 slot = self._slot(parameter, group, gradient is not None)
                 if slot is None:
                     continue
-                step = slot.state["step"] + 1 if slot.kept else 1
+                step = slot.state["step"] + 1 if slot.stored else 1
                 key = (number, step, gradient is None, *slot.kind, self.variant(slot.layout, group))
                 batches[key].append(Member(position, slot, gradient))
         for (number, step, *_), members in batches.items():
@@ -188,9 +190,9 @@ class ShardedOptimizer(ShardedStateDict):
         return next(group for group in self.param_groups if any(parameter is one for one in group["params"]))
 
     def _slot(self, parameter: torch.Tensor, group: dict[str, Any], has_gradient: bool) -> Slot | None:
-        """Return what to work with; None where there is nothing to do."""
-        found = self._slots.get(id(parameter))  # whose slot keeps it alive, so that no other can have its id
-        if found is None and parameter.numel() == 0:  # nothing moves, and means over nothing are none
+        """Return a parameter's slot; None where there is nothing to do."""
+        found = self._slots.get(id(parameter))  # the slot keeps its parameter alive, so that ids stay unique
+        if found is None and parameter.numel() == 0:  # means over no elements do not exist
             return None
         if not has_gradient and not (parameter.requires_grad and _is_split(parameter, found)):
             return None
@@ -204,7 +206,7 @@ class ShardedOptimizer(ShardedStateDict):
         return found
 
     def _updated(self, chunk: Chunk) -> Update:
-        """Return the update in fp32; then half-precision weights are written and the step is counted."""
+        """Run the update in fp32, write half-precision weights, and count the step."""
         if not (chunk.is_local or self.asks(chunk)):
             yield []
         if not chunk.has_gradients:
@@ -224,16 +226,13 @@ class ShardedOptimizer(ShardedStateDict):
         super().__setstate__(state)
         if "_slots" not in self.__dict__:  # of a copy, or a pickle
             self._begin()
-        for group in self.param_groups:  # saved before a hyperparameter existed
+        for group in self.param_groups:  # saved, perhaps, before a hyperparameter existed
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
 
 def _is_split(parameter: torch.Tensor, slot: Slot | None) -> bool:
     return not (Layout.of(parameter) if slot is None else slot.layout).is_whole()
-
-
-# --- This rank's part of a parameter's gradient, laid out like the parameter.
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -245,13 +244,7 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = parameter.grad
     if gradient is None:
         return None
-    if gradient.layout is not torch.strided:
-        raise ModelError(
-            "A gradient is sparse",
-            expected="dense gradients: statistics are of all elements",
-            got=f"{gradient.layout} for a parameter of shape {tuple(parameter.shape)}",
-            fix="build the embedding with sparse=False, or give these parameters to torch.optim.SparseAdam",
-        )
+    check_dense(parameter)
     if not isinstance(parameter, DTensor):
         return gradient
     if not isinstance(gradient, DTensor):
@@ -266,13 +259,13 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     return gradient.to_local()
 
 
-# --- Checks of what every group of a sharded optimizer has, and words for what an optimizer's own numbers must be.
+# --- Checks of hyperparameters and parameters
 
 _HALF_UPDATES = ("master", "stochastic")
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Refuse a way of updating half precision that there is none of, and parameters of other types.
+    """Refuse an unknown ``half_update``, and parameters of other types than fp32, fp16 and bf16.
 
     Raises:
         ConfigError: For ``half_update``.
@@ -280,14 +273,8 @@ def check_group(group: dict[str, Any]) -> None:
     """
     if group["half_update"] not in _HALF_UPDATES:
         raise bad_value("half_update", group["half_update"], "'master' or 'stochastic'")
+    check_types(group)
     for parameter in group["params"]:
-        if parameter.dtype not in (torch.float32, *HALF_TYPES):
-            raise ModelError(
-                "A parameter has a type that this optimizer does not update",
-                expected="torch.float32, torch.float16 or torch.bfloat16",
-                got=f"{parameter.dtype}, of shape {tuple(parameter.shape)}",
-                fix="convert the model",
-            )
         if parameter.dtype == torch.float16 and group["half_update"] == "stochastic":
             raise ModelError(
                 "A float16 parameter cannot be rounded at random: its range would clip what bfloat16 keeps",
@@ -295,30 +282,3 @@ def check_group(group: dict[str, Any]) -> None:
                 got=f"float16, of shape {tuple(parameter.shape)}",
                 fix="use half_update='master'",
             )
-
-
-def bad_value(name: str, value: Any, expected: str) -> ConfigError:
-    """Return the error for a hyperparameter out of range."""
-    return ConfigError(f"{name} is out of range", expected=expected, got=repr(value), fix=f"choose another {name}")
-
-
-def check_at_least_zero(group: dict[str, Any], *names: str) -> None:
-    """Refuse negative or undefined numbers.
-
-    Raises:
-        ConfigError: Naming the first.
-    """
-    for name in names:
-        if not float(group[name]) >= 0:
-            raise bad_value(name, group[name], "0 or more")
-
-
-def check_betas(group: dict[str, Any], count: int) -> None:
-    """Refuse decay rates that are not ``count`` numbers from 0 to below 1.
-
-    Raises:
-        ConfigError: With the rates.
-    """
-    betas = group["betas"]
-    if len(betas) != count or not all(0 <= float(beta) < 1 for beta in betas):
-        raise bad_value("betas", betas, f"{count} numbers from 0 to below 1")

@@ -1,4 +1,4 @@
-"""How a tensor is split over mesh axes: layouts, each rank's region, and the ranks that share a tensor."""
+"""Layouts of tensors over mesh axes, the region of a tensor that each rank holds, and the ranks that share it."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from meshwright.runtime.torch_internals.dtensor import DTensorSpec, StridedShard
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis that splits a tensor: the ranks that hold the other parts along it."""
+    """A mesh axis that splits a tensor."""
 
     name: str
-    """Of the process group: equal for equal groups, also where they were reached through different meshes."""
+    """Name of the process group: equal for equal groups, also of different meshes."""
     size: int
     device_type: str
-    """Of the mesh: where the ranks meet."""
+    """Device type of the mesh."""
     group: dist.ProcessGroup = field(compare=False, repr=False)
 
     @classmethod
     def of(cls, mesh: DeviceMesh, mesh_dim: int) -> Axis:
-        """One axis of a mesh."""
+        """Return one axis of a mesh."""
         group = mesh.get_group(mesh_dim)
         return cls(str(group.group_name), mesh.size(mesh_dim), mesh.device_type, group)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A state tensor's form: its size, and which dims of the parameter its own dims are.
+    """The form of a state tensor: its shape, and the dims that it shares with its parameter.
 
     Args:
-        shape: Size of the whole state.
-        dims: For each of its dims the parameter's dim that it shares, sharding included, or None for one of its own,
-            which every rank holds whole. It may be shorter than the parameter's, with one element for so many of them,
-            where every rank's part is a multiple of these.
+        shape: Shape of the whole state.
+        dims: For each of its dims the parameter's dim that it shares, sharding included, or None for a dim of its own,
+            which every rank holds whole. A shared dim may be shorter than the parameter's, with one element for several
+            of these, where every rank's part is a multiple of that number.
         dtype: Element type.
     """
 
@@ -54,16 +54,16 @@ class Kept:
 
 
 class Layout:
-    """A tensor's whole shape and the axes that split each of its dims; no axes for a plain tensor.
+    """The shape of a tensor and the axes that split each of its dims; no axes for a plain tensor.
 
     Args:
-        shape: Of the whole tensor.
-        local_shape: Of this rank's part.
-        mesh: The DTensor's; None for a plain tensor.
-        placements: The DTensor's.
+        shape: Shape of the whole tensor.
+        local_shape: Shape of this rank's part.
+        mesh: The DTensor's mesh; None for a plain tensor.
+        placements: The DTensor's placements.
 
     Raises:
-        ModelError: When the tensor is an unreduced partial sum, or placed in a way unknown here.
+        ModelError: When the tensor is an unreduced partial sum, or has an unknown placement.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Layout:
             if dim is not None and mesh is not None and mesh.size(mesh_dim) > 1:
                 split[dim].append(Axis.of(mesh, mesh_dim))
         self.axes: tuple[tuple[Axis, ...], ...] = tuple(map(tuple, split))
-        """For every dim the axes that split it."""
+        """The axes that split each dim."""
         self.signature: tuple[Any, ...] = tuple(tuple(axis.name for axis in axes) for axes in self.axes)
-        """Equal for tensors whose sums need the same reductions."""
+        """A key that is equal for tensors whose sums need the same reductions."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
@@ -95,7 +95,7 @@ class Layout:
 
     @property
     def shard_index(self) -> int:
-        """A number of this rank's shard, equal on ranks that hold the same one."""
+        """Return a number of this rank's shard, equal on ranks that hold the same shard."""
         index = 0
         for mesh_dim, placement in enumerate(self.placements):
             if self.mesh is not None and _split_dim(placement) is not None:
@@ -103,41 +103,38 @@ class Layout:
         return index
 
     def splitting(self, dims: Sequence[int] | None) -> tuple[Axis, ...]:
-        """Return the axes that split any of ``dims`` (all for None).
-
-        Those over which a sum along these dims is reduced.
-        """
+        """Return the axes that split any of ``dims`` (None for all), over which sums along these are reduced."""
         wanted = range(self.ndim) if dims is None else [dim % self.ndim for dim in dims]
         return tuple(axis for dim in wanted for axis in self.axes[dim])
 
     def is_whole(self, *dims: int) -> bool:
-        """Return whether this rank holds all of these dims (of all dims, when none is named)."""
+        """Return whether this rank holds the given dims whole (all dims, when none is given)."""
         return not self.splitting(dims or None)
 
-    def new(self, kept: Kept, device: torch.device | str, fill: float = 0.0) -> torch.Tensor:
-        """A state of the form ``kept``: a DTensor with the placements that follow, or a plain tensor."""
-        return self.wrapped(torch.full(self._local_shape_of(kept), fill, dtype=kept.dtype, device=device), kept)
+    def new(self, form: Kept, device: torch.device | str, fill: float = 0.0) -> torch.Tensor:
+        """Make a state of the form ``form``: a DTensor with the placements that follow, or a plain tensor."""
+        return self.wrapped(torch.full(self._local_shape_of(form), fill, dtype=form.dtype, device=device), form)
 
-    def wrapped(self, local: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """This rank's part of a state as a DTensor; itself where the parameter is plain. It stays on its device."""
+    def wrapped(self, local: torch.Tensor, form: Kept) -> torch.Tensor:
+        """Wrap this rank's part of a state into a DTensor, on its own device; return it as it is for a plain one."""
         if self.mesh is None:
             return local
-        meta = TensorMeta(torch.Size(kept.shape), _contiguous_stride(kept.shape), local.dtype)
-        spec = DTensorSpec(self.mesh, self.placements_of(kept), tensor_meta=meta)
+        meta = TensorMeta(torch.Size(form.shape), _contiguous_stride(form.shape), local.dtype)
+        spec = DTensorSpec(self.mesh, self.placements_of(form), tensor_meta=meta)
         return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg, arg-type]
 
-    def placements_of(self, kept: Kept) -> tuple[Placement, ...]:
-        """Split where the state shares a split dim, whole elsewhere."""
-        return tuple(_moved(placement, kept.dims) for placement in self.placements)
+    def placements_of(self, form: Kept) -> tuple[Placement, ...]:
+        """Return the placements of a state: split where it shares a split dim, replicated elsewhere."""
+        return tuple(_moved(placement, form.dims) for placement in self.placements)
 
-    def restricted(self, kept: Kept) -> Layout:
-        """Return the layout of a state, which can be summed over as a parameter is."""
-        return Layout(kept.shape, self._local_shape_of(kept), self.mesh, self.placements_of(kept))
+    def restricted(self, form: Kept) -> Layout:
+        """Return the layout of a state of this parameter."""
+        return Layout(form.shape, self._local_shape_of(form), self.mesh, self.placements_of(form))
 
-    def _local_shape_of(self, kept: Kept) -> list[int]:
+    def _local_shape_of(self, form: Kept) -> list[int]:
         return [
             size if dim is None else size * self.local_shape[dim] // max(self.shape[dim], 1)
-            for size, dim in zip(kept.shape, kept.dims, strict=True)
+            for size, dim in zip(form.shape, form.dims, strict=True)
         ]
 
 
@@ -146,7 +143,7 @@ def _split_dim(placement: Placement) -> int | None:
         return None
     if isinstance(placement, Shard | StridedShard):
         return placement.dim
-    what = "an unreduced partial sum" if isinstance(placement, Partial) else "placed in a way unknown here"
+    what = "an unreduced partial sum" if isinstance(placement, Partial) else "placed in an unknown way"
     raise ModelError(
         f"A parameter is {what}",
         expected="Replicate, Shard or a strided shard on every mesh axis",
@@ -169,46 +166,44 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     return torch.empty(tuple(shape), device="meta").stride()
 
 
-# --- Which region of a whole tensor each rank of a mesh holds.
+# --- Regions: the box of a whole tensor that each rank of a mesh holds
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A box of a whole tensor: where it begins and how large it is, in every dim."""
+    """A box of a whole tensor: its offset and size in every dim."""
 
     offset: tuple[int, ...]
     size: tuple[int, ...]
 
     @classmethod
     def of(cls, shape: Sequence[int]) -> Region:
-        """All of a tensor."""
+        """Return the region of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
-        """Return its elements."""
+        """Return the number of elements."""
         return math.prod(self.size)
 
     def common(self, other: Region) -> Region:
-        """Return what both cover; it may be empty."""
+        """Return the intersection of two regions, which may be empty."""
         offset = tuple(map(max, self.offset, other.offset))
         ends = zip(self.offset, self.size, other.offset, other.size, strict=True)
         end = [min(o + s, other_o + other_s) for o, s, other_o, other_s in ends]
         return Region(offset, tuple(max(stop - start, 0) for start, stop in zip(offset, end, strict=True)))
 
     def inside(self, around: Region) -> tuple[slice, ...]:
-        """Return the indices of this region in a tensor that holds ``around``."""
+        """Return the indices of this region in a tensor that covers ``around``."""
         starts = [mine - outer for mine, outer in zip(self.offset, around.offset, strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.size, strict=True))
 
 
-def held_regions(layout: Layout) -> dict[int, Region]:
-    """Return the region that every rank of the layout's mesh holds, by global rank; empty regions included.
-
-    Ranks that share a region are replicas of each other.
+def regions_by_rank(layout: Layout) -> dict[int, Region]:
+    """Return the region that every rank of the layout's mesh holds, by global rank; regions may be empty or equal.
 
     Args:
-        layout: Of a DTensor.
+        layout: The layout of a DTensor.
     """
     assert layout.mesh is not None
     sizes = tuple(layout.mesh.shape)
@@ -219,7 +214,7 @@ def held_regions(layout: Layout) -> dict[int, Region]:
 
 
 def own_region(layout: Layout) -> Region:
-    """Return the region that this rank holds; all of a plain tensor."""
+    """Return the region that this rank holds: all of a plain tensor."""
     if layout.mesh is None:
         return Region.of(layout.shape)
     at = layout.mesh.get_coordinate()
@@ -230,7 +225,7 @@ def own_region(layout: Layout) -> Region:
 def _cutting_order(placements: Sequence[Placement]) -> list[int]:
     """Return the mesh axes in the order in which they cut: from left to right, strided ones after those to their right.
 
-    The split factor of a strided shard (FSDP2 over tensor parallelism) is the number of parts that it finds.
+    The split factor of a strided shard (FSDP2 over tensor parallelism) is the number of parts that are there before.
     """
 
     def rank(axis: int) -> tuple[int, int]:
@@ -252,48 +247,48 @@ def _region_at(layout: Layout, sizes: Sequence[int], order: Sequence[int], at: S
     return Region(tuple(offset), tuple(size))
 
 
-# --- The ranks that hold shards of the same tensors, and the process group of all of them.
+# --- The ranks that hold shards of the same tensors, and their process group
 
+# The groups made here by their ranks, each with the world in which it was made.
 _GROUPS: dict[tuple[int, ...], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-"""Groups made here by their ranks, each with the world in which it was made."""
 
 
 @dataclass(frozen=True)
-class Meeting:
+class ShardGroup:
     """Ranks that exchange shards."""
 
     ranks: tuple[int, ...]
     """Global ranks, in the order of the group."""
     rank: int
-    """This one."""
+    """The global rank of this process."""
     device: torch.device
-    """Where they meet."""
+    """The device of the exchange."""
     group: dist.ProcessGroup = field(compare=False, repr=False)
 
     @classmethod
-    def of_mesh(cls, mesh: DeviceMesh) -> Meeting:
-        """All ranks of a mesh. Collective over them when a mesh of several axes is seen for the first time."""
+    def of_mesh(cls, mesh: DeviceMesh) -> ShardGroup:
+        """Return all ranks of a mesh; collective over them when a mesh of several axes is seen for the first time."""
         return cls._of(_group_of(mesh), mesh.device_type)
 
     @classmethod
-    def of_replicas(cls, group: dist.ProcessGroup) -> Meeting:
-        """Ranks that hold the same plain tensors."""
+    def of_replicas(cls, group: dist.ProcessGroup) -> ShardGroup:
+        """Return ranks that hold the same plain tensors."""
         return cls._of(group, "cuda" if "nccl" in dist.get_backend_config(group) else "cpu")
 
     @classmethod
-    def _of(cls, group: dist.ProcessGroup, device_type: str) -> Meeting:
+    def _of(cls, group: dist.ProcessGroup, device_type: str) -> ShardGroup:
         ranks = tuple(dist.get_process_group_ranks(group))
         return cls(ranks, dist.get_rank(), torch.device(device_type), group)
 
-    def held(self, layout: Layout) -> dict[int, Region]:
-        """Return the region of a tensor that every rank holds; all of a plain one."""
+    def regions(self, layout: Layout) -> dict[int, Region]:
+        """Return the region of a tensor that every rank holds: all of a plain tensor."""
         if layout.mesh is None:
             return dict.fromkeys(self.ranks, Region.of(layout.shape))
-        return held_regions(layout)
+        return regions_by_rank(layout)
 
 
 def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return the group of all ranks of a mesh: an existing one where there is one."""
+    """Return the group of all ranks of a mesh, an existing one if there is one."""
     wide = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     if len(wide) == 1:
         return mesh.get_group(wide[0])
@@ -304,7 +299,7 @@ def _group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _made_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    """A group that is made when it is first wanted. Collective over its ranks then."""
+    """Return a group made by an earlier call, or make it, collectively over its ranks."""
     made_in, group = _GROUPS.get(ranks, (None, None))
     if group is None or made_in is not dist.group.WORLD:
         group = dist.new_group(list(ranks), use_local_synchronization=True)

@@ -1,4 +1,20 @@
-"""Answer what updates ask about whole tensors: sums by one flat all-reduce per mesh axis, other work by owner ranks."""
+"""Run the updates of sharded optimizers, and answer what they ask about whole tensors.
+
+[Note: sharded statistics] LAMB's norms, Adafactor's row means or Muon's orthogonalisation are of whole parameters,
+and each rank has shards. An update is written once, as the mathematics of one tensor, and does not know how that is
+sharded. It is a generator (:data:`Update`) over a chunk of parameters, which
+
+1. yields requests: a :class:`Sum` with the partial sums over this rank's shards, or :class:`Whole` for work that sums
+   cannot do;
+2. is sent the answers, and yields the next requests, or moves the weights and ends.
+
+:func:`run_updates` runs the updates of all parameters in lock-step, so that one round of requests costs one flat
+all-reduce per mesh axis for any number of parameters, on any meshes and with any placements. Work on whole tensors
+is divided among the ranks that have shards of them: each tensor travels to one owner, and the result back, in one
+all-to-all each way (:mod:`meshwright.optim.sharded.owner_exchange`). The first round also checks that all ranks that
+share a parameter have its gradient (:class:`Presence`). Parameters that no axis splits need no other rank and are
+updated at once.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +28,17 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import ModelError
-from meshwright.optim.sharded.chunk import Chunk, TensorList
-from meshwright.optim.sharded.owner_exchange import Journey, OwnerExchange
-from meshwright.optim.sharded.tensor_layout import Axis, Kept, Layout, Meeting, Region
+from meshwright.optim.sharded.chunk import Chunk, TensorList, runs
+from meshwright.optim.sharded.owner_exchange import OwnerExchange, OwnerWork
+from meshwright.optim.sharded.tensor_layout import Axis, Kept, Layout, Region, ShardGroup
 
 
 class Presence:
-    """How many of the ranks that share each of some parameters have its gradient: all of them, or none, is right.
+    """Count of the ranks that have the gradient of each parameter; must be all that share it, or none.
 
     Args:
         axes: The axes that split these parameters.
-        layouts: Theirs.
+        layouts: Layouts of the parameters.
         present: Whether this rank has the gradient of each.
     """
 
@@ -30,29 +46,29 @@ class Presence:
         self.axes = axes
         self._layouts = layouts
         device = axes[0].device_type
-        all_alike = len(set(present)) == 1  # then the vector is made on the device, without a copy
+        all_alike = len(set(present)) == 1  # the vector can then be made on the device, without a copy
         self.counts = (
             torch.full((len(present),), float(present[0]), device=device)
             if all_alike
             else torch.tensor(present, dtype=torch.float32).to(device)
         )
-        """Shape ``(number of parameters,)``: this rank's votes, then everybody's."""
+        """Shape ``(number of parameters,)``: 1 or 0 of this rank, then the sums over ranks."""
         self._copied: torch.cuda.Event | None = None
 
     @property
     def is_on_host(self) -> bool:
-        """Return whether looking at the counts waits for nothing."""
+        """Return whether the counts can be read without waiting for a device."""
         return self.axes[0].device_type == "cpu"
 
     def arrive(self, counts: torch.Tensor) -> None:
-        """Take the sums over all ranks; on their way to the host meanwhile."""
+        """Take the sums over all ranks, and begin to copy them to the host."""
         self.counts = counts.to("cpu", non_blocking=True)
         if not self.is_on_host:
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(counts.device))
 
     def check(self) -> None:
-        """Look at the counts; on a device they have long arrived by the next step.
+        """Check the counts; those from a device have long arrived by the next step.
 
         Raises:
             ModelError: On every rank that shares the parameter.
@@ -70,10 +86,10 @@ class Presence:
                 )
 
 
-def votes(chunks: Sequence[Chunk]) -> list[Presence]:
-    """This rank's votes on every parameter that axes split, in the order of the parameters.
+def presences_of(chunks: Sequence[Chunk]) -> list[Presence]:
+    """Return which gradients this rank has of the parameters that axes split, in the order of the parameters.
 
-    The order matters: a rank that lacks a gradient batches its parameters otherwise than its peers.
+    The order has to be that: a rank that lacks a gradient puts its parameters into other chunks than its peers.
     """
     seen = {member.position: (member.slot.layout, chunk.has_gradients) for chunk in chunks for member in chunk.members}
     by_axes: dict[tuple[Axis, ...], list[tuple[Layout, bool]]] = defaultdict(list)
@@ -85,34 +101,34 @@ def votes(chunks: Sequence[Chunk]) -> list[Presence]:
     ]
 
 
-# --- Work on whole tensors, asked for by updates: in buckets, owners gather them, work, and send results to the shards.
+# --- Work on whole tensors: bucket by bucket, owners gather them, work, and send results back to the shards
 
-# So many bytes of whole tensors are on one rank in one bucket, of which three are under way at a time.
+# Bytes of whole tensors on one rank in one bucket; three buckets are under way at a time.
 _BUCKET_BYTES = 1 << 27
-_PLANS_KEPT = 8
+_MAX_PLANS = 8
 
 Parts = tuple[tuple[Region, Region], ...]
 
 
 @dataclass
 class Whole:
-    """A request for work on whole tensors: each is gathered on one rank, worked on there, and the result sent back.
+    """Request for work on whole tensors: each is gathered on one rank and worked on there, and the result sent back.
 
-    Tensors are asked for and results handed out bucket by bucket, so no more than a few buckets are held at once.
-    When the request is answered (with None), all results have been handed out. Who owns what is remembered by
-    ``parts``, ``form`` and ``cost``: they should be the same, or equal, objects in every step.
+    Shards are read and results delivered bucket by bucket, so no more than a few buckets exist at once. When the
+    request is answered (with None), all results have been delivered. Owners are remembered by ``parts``, ``form`` and
+    ``cost``: these should be the same, or equal, objects in every step.
 
     Args:
-        send: ``send(i)`` is this rank's shard of what member ``i`` of the chunk sends: laid out like the parameter.
-            Called once for each member; never for a chunk without gradients.
+        send: ``send(i)`` returns this rank's shard of the tensor of member ``i`` of the chunk, laid out like the
+            parameter. Called once for each member; never for a chunk without gradients.
         work: ``work(members, wholes)`` makes one result of each whole tensor of ``dtype``, which it only reads.
-            ``members`` are their numbers in the chunk; one that is worked on in several parts may come several times.
+            ``members`` are their numbers in the chunk; a tensor with several parts may come several times.
         receive: ``receive(i, result)`` takes this rank's shard of a result, on the parameter's device.
-        parts: ``parts(layout)`` names the regions of a tensor that are worked on apart (matrices of a stack), each with
-            the block of the result that it becomes; None: all in one.
-        form: ``form(layout)`` of a result; None: of the parameter's form.
+        parts: ``parts(layout)`` names the regions of a tensor that are separate work (matrices of a stack), each with
+            the block of the result that it becomes; None: the whole tensor.
+        form: ``form(layout)`` of a result; None: the parameter's form.
         cost: ``cost(shape)`` of the work on one part.
-        dtype: In which tensors travel both ways.
+        dtype: Type in which tensors travel both ways.
         replicas: Ranks that hold the same plain parameters, with gradients on all or none of them: they share the work
             instead of doing all of it each.
     """
@@ -132,41 +148,40 @@ class Whole:
             chunk.layout.mesh is None and self.replicas is not None and self.replicas.size() > 1
         )
 
-    def journey(self, layout: Layout) -> Journey:
-        """Return what is asked for one parameter."""
-        kept = None if self.form is None else self.form(layout)
-        target = layout if kept is None else layout.restricted(kept)
+    def owner_work(self, layout: Layout) -> OwnerWork:
+        """Return the work on one parameter."""
+        form = None if self.form is None else self.form(layout)
+        target = layout if form is None else layout.restricted(form)
         whole = ((Region.of(layout.shape), Region.of(target.shape)),)
         parts = whole if self.parts is None else self.parts(layout)
-        return Journey(layout, target, parts, tuple(self.cost(source.size) for source, _ in parts))
+        return OwnerWork(layout, target, parts, tuple(self.cost(source.size) for source, _ in parts))
 
     def done_alone(self, chunk: Chunk) -> None:
-        """Do all the work on this rank, which holds all of every tensor."""
-        journeys = [self.journey(layout) for layout in chunk.layouts]
+        """Do all the work on this rank, which has every tensor whole."""
+        works = [self.owner_work(layout) for layout in chunk.layouts]
         numbers: list[int] = []
         wholes: list[torch.Tensor] = []
-        for member, journey in enumerate(journeys):
+        for member, work in enumerate(works):
             tensor = self.send(member).to(self.dtype)
-            numbers += [member] * len(journey.parts)
-            wholes += [tensor[source.inside(Region.of(tensor.shape))] for source, _ in journey.parts]
+            numbers += [member] * len(work.parts)
+            wholes += [tensor[source.inside(Region.of(tensor.shape))] for source, _ in work.parts]
         results = iter(self.work(numbers, wholes))
-        for member, journey in enumerate(journeys):
-            self.receive(member, _joined(journey, [next(results) for _ in journey.parts]))
+        for member, work in enumerate(works):
+            self.receive(member, _joined(work, [next(results) for _ in work.parts]))
 
 
-def _joined(journey: Journey, results: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor of the results of its parts."""
-    everything = Region.of(journey.target.shape)
-    if journey.parts[0][1] == everything:
+def _joined(work: OwnerWork, results: Sequence[torch.Tensor]) -> torch.Tensor:
+    everything = Region.of(work.target.shape)
+    if work.parts[0][1] == everything:
         return results[0]
     joined = results[0].new_empty(everything.size)
-    for (_, target), result in zip(journey.parts, results, strict=True):
+    for (_, target), result in zip(work.parts, results, strict=True):
         joined[target.inside(everything)] = result
     return joined
 
 
 @dataclass(slots=True)
-class _Traveller:
+class _Item:
     """One member of a chunk with its request."""
 
     chunk: Chunk
@@ -178,12 +193,12 @@ class _Traveller:
         return self.chunk.members[self.index].slot.layout
 
     @property
-    def meeting_key(self) -> Any:
+    def ranks_key(self) -> Any:
         return self.request.replicas if self.layout.mesh is None else self.layout.mesh
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Of what a plan is made."""
+        """Return the values that a plan depends on."""
         layout, request = self.layout, self.request
         asked = (request.parts, request.form, request.cost, request.dtype, request.replicas)
         return layout.shape, layout.mesh, layout.placements, *asked
@@ -193,7 +208,7 @@ class _Traveller:
 
 
 class WholeAnswers:
-    """Answers requests for work on whole tensors; remembers who owns what."""
+    """Answers to requests for work on whole tensors, with the plans of earlier rounds."""
 
     def __init__(self) -> None:
         self._plans: dict[tuple[Any, ...], list[tuple[list[int], OwnerExchange]]] = {}
@@ -204,57 +219,43 @@ class WholeAnswers:
         Members are taken in the order of the parameters: a rank that lacks gradients has other chunks than its peers.
         """
         placed = [
-            (member.position, _Traveller(chunk, request, index))
+            (member.position, _Item(chunk, request, index))
             for chunk, request in asked
             for index, member in enumerate(chunk.members)
         ]
-        travellers = [traveller for _, traveller in sorted(placed, key=lambda item: item[0])]
-        if not travellers:
+        items = [item for _, item in sorted(placed, key=lambda item: item[0])]
+        if not items:
             return
-        key = tuple(traveller.key for traveller in travellers)
+        key = tuple(item.key for item in items)
         if key not in self._plans:
-            if len(self._plans) >= _PLANS_KEPT:
+            if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
-            self._plans[key] = list(_planned(travellers))
-        _do_in_turn(
-            [_Bucket(exchange, [travellers[index] for index in indices]) for indices, exchange in self._plans[key]]
-        )
+            self._plans[key] = list(_planned(items))
+        _pipeline([_Bucket(exchange, [items[index] for index in indices]) for indices, exchange in self._plans[key]])
 
 
-def _planned(travellers: Sequence[_Traveller]) -> Iterable[tuple[list[int], OwnerExchange]]:
-    """Buckets of travellers that meet on the same ranks, in an order that is the same on all of them."""
-    together: dict[Any, list[int]] = defaultdict(list)
-    for index, traveller in enumerate(travellers):
-        together[traveller.meeting_key, traveller.request.dtype].append(index)
-    for (ranks, dtype), indices in together.items():
+def _planned(items: Sequence[_Item]) -> Iterable[tuple[list[int], OwnerExchange]]:
+    """Yield buckets of items that the same ranks have shards of, in an order that is equal on all of these."""
+    by_ranks: dict[Any, list[int]] = defaultdict(list)
+    for index, item in enumerate(items):
+        by_ranks[item.ranks_key, item.request.dtype].append(index)
+    for (ranks, dtype), indices in by_ranks.items():
         is_replicas = isinstance(ranks, dist.ProcessGroup)
-        meeting = Meeting.of_replicas(ranks) if is_replicas else Meeting.of_mesh(ranks)
-        limit = _BUCKET_BYTES // dtype.itemsize * len(meeting.ranks)
-        for bucket in _buckets(indices, [traveller.layout.numel for traveller in travellers], limit):
-            journeys = [travellers[index].request.journey(travellers[index].layout) for index in bucket]
-            yield bucket, OwnerExchange(journeys, meeting, dtype)
-
-
-def _buckets(indices: Sequence[int], numels: Sequence[int], limit: int) -> list[list[int]]:
-    buckets: list[list[int]] = [[]]
-    size = 0
-    for index in indices:
-        if buckets[-1] and size + numels[index] > limit:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(index)
-        size += numels[index]
-    return buckets
+        group = ShardGroup.of_replicas(ranks) if is_replicas else ShardGroup.of_mesh(ranks)
+        limit = _BUCKET_BYTES // dtype.itemsize * len(group.ranks)
+        for bucket in runs(indices, lambda index: items[index].layout.numel, limit):
+            works = [items[index].request.owner_work(items[index].layout) for index in bucket]
+            yield bucket, OwnerExchange(works, group, dtype)
 
 
 class _Bucket:
-    """Members whose matrices are on the way together."""
+    """Members whose tensors travel in one exchange."""
 
-    def __init__(self, exchange: OwnerExchange, travellers: Sequence[_Traveller]) -> None:
-        self._exchange, self._travellers = exchange, travellers
+    def __init__(self, exchange: OwnerExchange, items: Sequence[_Item]) -> None:
+        self._exchange, self._travellers = exchange, items
 
     def gather(self) -> None:
-        self._wholes = self._exchange.gather([traveller.shard() for traveller in self._travellers])
+        self._wholes = self._exchange.gather([item.shard() for item in self._travellers])
 
     def work(self) -> None:
         """Do this rank's part, and begin to send the results."""
@@ -265,7 +266,7 @@ class _Bucket:
         results: dict[int, torch.Tensor | None] = {}
         for parts in by_request.values():
             owned = [self._owned(part) for part in parts]
-            if not owned[0].chunk.has_gradients:  # on no rank, or the step fails
+            if not owned[0].chunk.has_gradients:  # on no rank, else the step has failed already
                 results.update(dict.fromkeys(parts))
                 continue
             made = owned[0].request.work([member.index for member in owned], [wholes[part] for part in parts])
@@ -273,18 +274,18 @@ class _Bucket:
         self._shards = self._exchange.scatter(results)
 
     def receive(self) -> None:
-        for traveller, shard in zip(self._travellers, self._shards(), strict=True):
-            if traveller.chunk.has_gradients:
-                device = traveller.chunk.members[traveller.index].slot.device  # not where ranks meet, with offload
-                traveller.request.receive(traveller.index, shard.to(device))
+        for item, shard in zip(self._travellers, self._shards(), strict=True):
+            if item.chunk.has_gradients:
+                device = item.chunk.members[item.index].slot.device  # with offload not the device of the exchange
+                item.request.receive(item.index, shard.to(device))
         del self._shards
 
-    def _owned(self, part: int) -> _Traveller:
+    def _owned(self, part: int) -> _Item:
         return self._travellers[self._exchange.member_of[part]]
 
 
-def _do_in_turn(buckets: Sequence[_Bucket]) -> None:
-    """Work on one bucket while the next is gathered and the one before is sent back."""
+def _pipeline(buckets: Sequence[_Bucket]) -> None:
+    """Work on one bucket while the next is gathered and the last one is sent back."""
     for turn in range(len(buckets) + 2):
         if turn < len(buckets):
             buckets[turn].gather()
@@ -294,21 +295,17 @@ def _do_in_turn(buckets: Sequence[_Bucket]) -> None:
             buckets[turn - 2].receive()
 
 
-# --- Whole-tensor sums: every parameter asks in the same round, one flat all-reduce per mesh axis answers them all.
-#
-# An update is a generator. It yields the sums that it needs, as partial sums over this rank's shards, and is sent the
-# whole sums back; so LAMB, which asks once, costs one all-reduce per step and axis for any number of parameters. What
-# sums cannot give, it asks of owners (:class:`~meshwright.optim.sharded.whole.Whole`) in the same way.
+# --- Sums over whole tensors: one flat all-reduce per mesh axis and round
 
 
 @dataclass
 class Sum:
-    """A request for sums over whole tensors, one per parameter of a chunk.
+    """Request for sums over whole tensors, one per parameter of a chunk.
 
     Args:
         partial: The sums over this rank's shards: a vector with one number per parameter, or a TensorList.
         over: The parameter's dims that are summed over; None for all. Only axes that split one of these are reduced.
-        largest: The largest value is wanted instead of the sum.
+        largest: Whether the maximum is asked for instead of the sum.
     """
 
     partial: Any
@@ -318,8 +315,8 @@ class Sum:
 
 Request = Sum | Whole
 Update = Generator[Sequence[Request], list[Any], None]
-"""Yields requests, is sent their answers in the same form (None for work on whole tensors, whose results are handed
-out); has moved the weights when it ends."""
+"""A generator that yields requests, is sent their answers in the same form (None for a :class:`Whole`, whose results
+were delivered), and has moved the weights when it ends."""
 
 
 @dataclass
@@ -331,44 +328,45 @@ class _Running:
     asked: Sequence[Request]
 
 
-def drive(updates: Iterable[tuple[Chunk, Update]], whole_answers: WholeAnswers) -> list[Presence]:
+def run_updates(updates: Iterable[tuple[Chunk, Update]], whole_answers: WholeAnswers) -> list[Presence]:
     """Run all updates to their end, in lock-step where they need other ranks; collective over the axes that shard.
 
-    Chunks that no axis splits run through at once, one after the other, so that what they work on stays in the cache.
+    Chunks that no axis splits run through at once, one after the other, so that their tensors stay in the cache.
+    See [Note: sharded statistics].
 
     Returns:
-        Counts of gradients that have to be looked at once they have arrived from the device.
+        Counts of gradients that have to be checked once they have arrived from the device.
 
     Raises:
         ModelError: When a parameter has a gradient on some of the ranks that share it and none on others. Weights are
-            as they were then.
+            unchanged then.
     """
-    together: list[_Running] = []
+    waiting: list[_Running] = []
     for chunk, update in updates:
         asked = next(update, None)
         while asked is not None and not _needs_others(chunk, asked):
             _do_alone(chunk, asked)
             asked = _sent(update, asked)
         if asked is not None:
-            together.append(_Running(chunk, update, asked))
-    presences = votes([running.chunk for running in together if not running.chunk.is_local])
-    _answer_sums(together, presences)
+            waiting.append(_Running(chunk, update, asked))
+    presences = presences_of([running.chunk for running in waiting if not running.chunk.is_local])
+    _answer_sums(waiting, presences)
     for presence in presences:
         if presence.is_on_host:
             presence.check()
-    while together:
-        _answer_wholes(together, whole_answers)
-        together = [
+    while waiting:
+        _answer_wholes(waiting, whole_answers)
+        waiting = [
             _Running(running.chunk, running.update, asked)
-            for running in together
+            for running in waiting
             if (asked := _sent(running.update, running.asked)) is not None
         ]
-        _answer_sums(together, [])
+        _answer_sums(waiting, [])
     return [presence for presence in presences if not presence.is_on_host]
 
 
 def _sent(update: Update, asked: Sequence[Request]) -> Sequence[Request] | None:
-    """Return what an update asks next when it is sent the answers."""
+    """Send an update its answers, and return its next requests; None when it has ended."""
     try:
         return update.send([request.partial if isinstance(request, Sum) else None for request in asked])
     except StopIteration:
@@ -385,10 +383,10 @@ def _do_alone(chunk: Chunk, asked: Sequence[Request]) -> None:
             request.done_alone(chunk)
 
 
-def _answer_wholes(together: Sequence[_Running], answers: WholeAnswers) -> None:
-    """Have all work on whole tensors done; by this rank alone where it has all of them."""
+def _answer_wholes(waiting: Sequence[_Running], answers: WholeAnswers) -> None:
+    """Have all work on whole tensors done, by this rank alone where it has them whole."""
     shared: list[tuple[Chunk, Whole]] = []
-    for running in together:
+    for running in waiting:
         for request in running.asked:
             if isinstance(request, Whole) and request.is_shared(running.chunk):
                 shared.append((running.chunk, request))
@@ -399,7 +397,7 @@ def _answer_wholes(together: Sequence[_Running], answers: WholeAnswers) -> None:
 
 @dataclass
 class _Values:
-    """The tensors of one request on their way through the all-reduces."""
+    """The tensors of one request during the all-reduces."""
 
     tensors: list[torch.Tensor]
     axes: tuple[Axis, ...]
@@ -421,13 +419,13 @@ class _Values:
             self.request.partial = TensorList(self.tensors) if is_list else self.tensors[0]
 
 
-def _answer_sums(together: Sequence[_Running], presences: Sequence[Presence]) -> None:
-    """Replace every partial sum by the whole one."""
+def _answer_sums(waiting: Sequence[_Running], presences: Sequence[Presence]) -> None:
+    """Replace every partial sum by the sum over ranks."""
     counts = [_Values([presence.counts], presence.axes) for presence in presences]
     for largest in (False, True):
         asked = [
             _Values.of(running.chunk, request)
-            for running in together
+            for running in waiting
             for request in running.asked
             if isinstance(request, Sum) and request.largest == largest
         ]
@@ -450,7 +448,7 @@ def _reduce(values: list[_Values], axis: Axis, largest: bool) -> None:
 
 
 def _flat(tensors: list[torch.Tensor], device_type: str) -> torch.Tensor:
-    """All values in one fp32 tensor on the device where ranks meet: shards in host memory visit it for the sum."""
+    """Join all values into one fp32 tensor on the mesh's device; sums of shards in host memory are copied to it."""
     parts = [tensor.reshape(-1).float() for tensor in tensors]
     if len({part.device for part in parts}) > 1:
         parts = [part.to(device_type) for part in parts]

@@ -10,8 +10,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import meshwright.optim.sharded.whole_tensors as whole_module
 from meshwright.errors import ModelError
 from meshwright.optim.sharded import Kept, Layout, Region, ShardedOptimizer, Whole
-from meshwright.optim.sharded.owner_exchange import Journey, OwnerExchange
-from meshwright.optim.sharded.tensor_layout import Meeting, _made_group, held_regions
+from meshwright.optim.sharded.owner_exchange import OwnerExchange, OwnerWork
+from meshwright.optim.sharded.tensor_layout import ShardGroup, _made_group, regions_by_rank
 from tests.optim.sharded.collectives import Collectives
 from tests.optim.sharded.layouts import SHAPES, layouts_of, placed, plain, relative_differences, start_values, trained
 
@@ -100,7 +100,7 @@ def layouts_of_grid():
 
 def check_blocks(tensor):
     tensor = tensor.detach()
-    held = held_regions(Layout.of(tensor))
+    held = regions_by_rank(Layout.of(tensor))
     whole = tensor.full_tensor()
     here = held[dist.get_rank()]
     everything = Region.of(whole.shape)
@@ -155,8 +155,8 @@ def replicas_own_as_well():
     """Under HSDP both replicas share the work, and shards come from the nearer one."""
     place = layouts_of(4)["hsdp"]
     shards = [place("w", torch.full((4, 3), float(number))) for number in range(4)]
-    journeys = [Journey(at, at, ((Region.of(at.shape),) * 2,), (1.0,)) for at in map(Layout.of, shards)]
-    exchange = OwnerExchange(journeys, Meeting.of_mesh(shards[0].device_mesh))
+    works = [OwnerWork(at, at, ((Region.of(at.shape),) * 2,), (1.0,)) for at in map(Layout.of, shards)]
+    exchange = OwnerExchange(works, ShardGroup.of_mesh(shards[0].device_mesh))
     assert sorted(exchange.owners) == [0, 1, 2, 3]
     ((number, whole),) = exchange.gather([shard.to_local() for shard in shards])().items()
     assert torch.equal(whole, torch.full((4, 3), float(number)))
@@ -169,8 +169,8 @@ def exchange_by_hand():
     wholes = [torch.randn(shape) for shape in ((4, 6), (4, 6), (8, 6), (5, 2))]
     shards = [placed(whole, mesh, [Shard(0)]) for whole in wholes]
     layouts = [Layout.of(shard) for shard in shards]
-    journeys = [Journey(at, at, ((Region.of(at.shape),) * 2,), (float(at.numel),)) for at in layouts]
-    exchange = OwnerExchange(journeys, Meeting.of_mesh(mesh), torch.bfloat16)
+    works = [OwnerWork(at, at, ((Region.of(at.shape),) * 2,), (float(at.numel),)) for at in layouts]
+    exchange = OwnerExchange(works, ShardGroup.of_mesh(mesh), torch.bfloat16)
     assert exchange.owners == [1, 1, 0, 0]
     owned = exchange.gather([shard.to_local() for shard in shards])()
     assert list(owned) == [part for part, owner in enumerate(exchange.owners) if owner == dist.get_rank()]
@@ -179,9 +179,9 @@ def exchange_by_hand():
     for shard, result in zip(shards, back, strict=True):
         assert torch.equal(result, shard.to_local().bfloat16() * 2)
     stack = placed(torch.randn(4, 3, 3), mesh, [Shard(0)])
-    journey = Journey(Layout.of(stack), Layout.of(stack), matrices(Layout.of(stack)), (1.0,) * 4)
+    owner_work = OwnerWork(Layout.of(stack), Layout.of(stack), matrices(Layout.of(stack)), (1.0,) * 4)
     with Collectives() as calls:
-        exchange = OwnerExchange([journey], Meeting.of_mesh(mesh))
+        exchange = OwnerExchange([owner_work], ShardGroup.of_mesh(mesh))
         experts = exchange.gather([stack.to_local()])()
         (back,) = exchange.scatter(experts)()
     assert exchange.owners == [0, 0, 1, 1]
@@ -253,7 +253,7 @@ def test_two_ranks(ranks):
         assert all(value < 1e-6 for value in worst.values()), worst
         assert 0 < num_worked < len(SHAPES)
         assert moved == [False, True, False]
-        # three requests in two rounds: there and back for those of each journey's kind
+        # three requests in two rounds: there and back for those of each owner_work's kind
         assert counted[0] == counted[1] == {"all_to_all_single": 4, "all_reduce": 1}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright import optim
-from meshwright.compat import colossalai
+from meshwright.nn import optimizer as colossalai
 
 MODULES = {
     "distributed_lamb": ["DistributedLamb"],

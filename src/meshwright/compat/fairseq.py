@@ -1,0 +1,185 @@
+"""fairseq's BMUF: its arguments and methods over the rule of :mod:`meshwright.optim.outer`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.errors import ConfigError
+from meshwright.optim.dtensors import clip_grad_norm_, local_tensor, multiply_
+from meshwright.optim.guarded_step import inner_optimizer
+from meshwright.optim.outer.presets import BlockMomentum, Group
+
+NbmMode = Literal["paper", "fairseq"]
+
+
+class BMUF(BlockMomentum):
+    """Block-wise model-update filtering with the arguments and methods of ``FairseqBMUF``.
+
+    See :class:`~meshwright.optim.BlockMomentum` for the rule. ``nbm_mode="fairseq"`` computes what fairseq does under
+    ``use_nbm``: W ← W + (1 + η) Δ, which is heavy-ball momentum with the rate (1 + η) ζ.
+
+    Other differences from fairseq: blocks are counted from the end of warm-up, everything is in the checkpoint, states
+    that are reset keep the learning rate, and ``block_momentum=0`` respects ``block_lr``.
+
+    Args:
+        optimizer: The inner optimizer.
+        block_lr: ζ.
+        block_momentum: η; 1 - 1/N is usual for N replicas.
+        global_sync_iter: Steps of a block.
+        warmup_iterations: Steps before the first block.
+        use_nbm: Nesterov block momentum.
+        average_sync: Average the inner optimizer's states when replicas synchronise; without it they are reset at the
+            end of warm-up and kept afterwards.
+        distributed_world_size: Number of replicas, as a check; 1 switches synchronisation off. None takes the group's.
+        nbm_mode: Which of the two NBM rules.
+        warmup: What replicas do during warm-up, see OuterPolicy; ``"broadcast"`` is fairseq's way, ``"synchronous"``
+            wastes nothing.
+        group: See OuterOptimizer.
+        model: See OuterOptimizer.
+        policy: Further fields of OuterPolicy.
+
+    Raises:
+        ConfigError: When arguments are out of range or the number of replicas is another.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        block_lr: float = 1.0,
+        block_momentum: float = 0.875,
+        global_sync_iter: int = 50,
+        warmup_iterations: int = 500,
+        use_nbm: bool = False,
+        average_sync: bool = False,
+        distributed_world_size: int | None = None,
+        nbm_mode: NbmMode = "paper",
+        *,
+        warmup: str = "broadcast",
+        group: Group = None,
+        model: nn.Module | None = None,
+        **policy: Any,
+    ) -> None:
+        as_fairseq = use_nbm and _is_fairseq(nbm_mode)
+        super().__init__(
+            optimizer,
+            block_lr * (1 + block_momentum) if as_fairseq else block_lr,
+            block_momentum,
+            nesterov=use_nbm and not as_fairseq,
+            sync_every=global_sync_iter,
+            warmup_steps=warmup_iterations,
+            warmup=warmup,
+            group=group,
+            model=model,
+            **{"inner_state": "average" if average_sync else "keep", **policy},
+        )
+        if distributed_world_size not in (None, 1, self.replicas.size):
+            raise ConfigError(
+                "distributed_world_size is not the number of replicas",
+                expected=str(self.replicas.size),
+                got=repr(distributed_world_size),
+                fix="leave it out, or pass the group of the replicas; 1 switches synchronisation off",
+            )
+        self._alone = distributed_world_size == 1
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """Take one inner step, and what is due after it; see OuterOptimizer."""
+        if self._alone:
+            self.num_updates += 1
+            return self.inner.step(**options) if closure is None else self.inner.step(closure, **options)
+        return super().step(closure, **options)
+
+    def prepare_gradients(self) -> None:
+        """Average gradients over replicas in a synchronous warm-up; see OuterOptimizer."""
+        if not self._alone:
+            super().prepare_gradients()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """Return the torch optimizer inside."""
+        return inner_optimizer(self)
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """Return the parameters of all groups."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: Mapping[str, Any] | None = None) -> None:
+        """Load what ``state_dict`` returned; collective. See OuterOptimizer.
+
+        Args:
+            state_dict: Of this class. The state of the optimizer inside alone goes into ``optimizer.load_state_dict``.
+            optimizer_overrides: Hyperparameters for all groups of the optimizer inside, instead of the saved ones, such
+                as ``{"lr": 1e-4}``.
+
+        Raises:
+            CheckpointError: See OuterOptimizer.
+        """
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            group.update(optimizer_overrides or {})
+
+    def multiply_grads(self, c: float | torch.Tensor) -> None:
+        """Multiply all gradients by a number."""
+        gradients = [local_tensor(parameter.grad) for parameter in self.params if parameter.grad is not None]
+        multiply_(gradients, torch.as_tensor(c))
+
+    def clip_grad_norm(
+        self, max_norm: float, aggregate_norm_fn: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Clip the gradients of this replica and return their norm before clipping (0-dim).
+
+        Args:
+            max_norm: Largest norm allowed; 0 or less measures only, as in fairseq.
+            aggregate_norm_fn: Turns this rank's norm into the norm of the whole model; not needed for DTensors.
+        """
+        self.prepare_gradients()
+        limit = max_norm if max_norm > 0 else float("inf")
+        if aggregate_norm_fn is None:
+            return clip_grad_norm_(self.params, limit)
+        norm = aggregate_norm_fn(clip_grad_norm_(self.params, float("inf")))
+        if limit < float("inf"):
+            self.multiply_grads(torch.clamp(limit / (norm + 1e-6), max=1.0))
+        return norm
+
+    def get_lr(self) -> float:
+        """Return the learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of all groups."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def get_num_updates(self) -> int:
+        """Return the number of steps so far."""
+        return self.num_updates
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """Set the number of steps, by which blocks are counted; alike on every rank.
+
+        Raises:
+            ConfigError: When the number is negative.
+        """
+        if num_updates < 0:
+            raise ConfigError("num_updates is no count", expected="0 or more", got=repr(num_updates), fix="count steps")
+        self.num_updates = num_updates
+
+    def average_params(self) -> None:
+        """Average the inner optimizer's states over replicas; collective."""
+        self.synchronizer.inner_state.average(self.synchronizer.weights.parameters)
+
+
+def _is_fairseq(mode: str) -> bool:
+    if mode not in ("paper", "fairseq"):
+        raise ConfigError(
+            f"Unknown nbm_mode {mode!r}",
+            expected="'paper' or 'fairseq'",
+            got=repr(mode),
+            fix="use 'paper' unless a run of fairseq is to be repeated",
+        )
+    return mode == "fairseq"
