@@ -13,7 +13,7 @@ from meshwright.cost.cluster import most_joined
 from meshwright.cost.rank_memory import shape_on, whole_gradients
 from meshwright.errors import MeshwrightError
 from meshwright.methods import cost_of
-from meshwright.planner.family_ops import FamilyRun
+from meshwright.planner.family_ops import ATTENTION, FamilyRun
 from meshwright.planner.family_steps import family_step
 from meshwright.planner.memory_budget import CONTEXT_BYTES, FRAGMENTED, FRAGMENTED_BY_LAYERS
 from meshwright.planner.model_shapes import Shape
@@ -137,7 +137,7 @@ def _stage_buffers(case: Case, step: Step, stages: Stages) -> int:
     last, ranks, every = len(stages.ranks) - 1, max(stages.ranks) + 1, step.num_micro_batches
     in_flight = min(every, ranks - stages.here) if len(stages.own) == 1 else every
     kept = sum((stage > 0) * every + (stage < last) * (every + in_flight) for stage in stages.own)
-    tokens = case.run.tokens // step.size("sequence")
+    tokens = case.run.tokens // step.size("context")
     logits = every * tokens * (case.shape.vocab // step.size("tensor")) * case.run.itemsize
     return kept * (stages.boundary_bytes or 0) + (logits if last in stages.own else 0)
 
@@ -234,9 +234,12 @@ def _case(
     strategy = strategy_of(sizes, stage, freed, convention, keys, nearby_of(row, sizes, cluster.devices_per_node))
     axes = strategy.get("parallel_mode").axes  # type: ignore[union-attr]
     virtual = keys.get("num_stages_per_rank", 1) if sizes["pp"] > 1 else 1
-    steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stages_per_rank=virtual)
+    stage_ranks = tuple(range(sizes["pp"])) * virtual
+    steps = family_step(shape, run, axes, shard_axis=shard_axis_of(stage), stage_ranks=stage_ranks)
+    if cluster.device.efficiency in convention.early_on:
+        steps = [_with_early_products(step) for step in steps]
     # The ranks that divide a sample are among those that the state is sharded over, or gradients are averaged.
-    steps = [step.replace(counted_again=("sequence",)) for step in steps]
+    steps = [step.replace(counted_again=("context",)) for step in steps]
     noted = bool(re.search(r"async[ _-]?tp", row.text("source"), re.IGNORECASE)) and "vanilla" not in row.notes
     beside = convention.async_tensor or noted
     shown = _shown_by(steps)
@@ -266,30 +269,16 @@ def _fitting(
 def _run(
     row: Row, convention: Convention, shape: Shape, cluster: Cluster, batches: tuple[int, int], assumed: list[str]
 ) -> FamilyRun:
-    return FamilyRun(
-        micro_batch=batches[0],
-        num_micro_batches=batches[1],
-        dtype=dtype_of(row, assumed),
-        split_tokens=convention.split_tokens or "sequence" in row.text("ac").lower(),
-        fused_attention=convention.fused_attention,
-        compiled=convention.compiled or is_compiled(row),
-        fused_loss=convention.fused_loss,
-        dropout=convention.dropout,
-        seq=shape.seq,
-        flash1=convention.flash1,
-        vendor_attention=convention.vendor_attention,
-        saves_fp8=convention.vendor_attention,  # both come with Transformer Engine
+    own = convention.impl
+    impl = dataclasses.replace(
+        own,
+        split_tokens=own.split_tokens or "sequence" in row.text("ac").lower(),
+        compiled=own.compiled or is_compiled(row),
         scaling=scaling_of(row, convention),
-        casts_weights=convention.casts_weights and not gathers_fp8(row, convention),
-        keeps_gathered=convention.keeps_gathered,
-        copies_heads=convention.copies_heads,
-        balances_head=convention.balances_head,
-        scatters_boundary=convention.scatters_boundary,
-        logit_moves=convention.logit_moves,
-        plain_norms=convention.plain_norms,
-        early=cluster.device.efficiency in convention.early_on,
+        casts_weights=own.casts_weights and not gathers_fp8(row, convention),
         logit_bytes=_logit_bytes(convention, cluster, row.count("tp") or 1),
     )
+    return FamilyRun(batches[0], batches[1], dtype_of(row, assumed), seq=shape.seq, impl=impl)
 
 
 def _cluster(row: Row, convention: Convention) -> Cluster:
@@ -339,7 +328,20 @@ def _logit_bytes(convention: Convention, cluster: Cluster, tensor: int) -> tuple
     if convention.loss_parallel and tensor > 1:
         # torch's loss_parallel: the gradient's update, its sum with exp, and their product are tensors of their own.
         return (10, 12)
-    return convention.logit_bytes
+    return convention.impl.logit_bytes
+
+
+def _with_early_products(step: Step) -> Step:
+    """Return the step with products of libraries that did not know this generation of devices well yet."""
+    blocks = []
+    for block in step.blocks:
+        early = [op.kind == "matmul" and ATTENTION not in op.inside for op in block.ops]
+        ops = (
+            dataclasses.replace(op, variant="early") if is_early else op
+            for op, is_early in zip(block.ops, early, strict=True)
+        )
+        blocks.append(dataclasses.replace(block, ops=tuple(ops)))
+    return step.replace(blocks=tuple(blocks))
 
 
 def _shown_by(steps: list[Step]) -> list[int]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from meshwright.cost import Scaling
+from meshwright.planner.family_ops import Implementation
 from published_runs.table_rows import Row
 
 
@@ -18,11 +18,8 @@ class Convention:
     Args:
         words: Any of them in a source's name means it.
         family: Of a model whose name does not say.
-        fused_attention: Whether attention keeps no scores.
-        fused_loss: Whether the loss works on the logits in place.
-        dropout: Whether masks are kept.
+        impl: Its kernels, and what they save. Of it, a cell may say ``scaling``, and ``compiled`` beside what it says.
         reentrant: Whether recomputation runs whole blocks again, their last product too.
-        split_tokens: Whether tensor parallelism divides tokens between split layers.
         reduce: Precision in which gradients are reduced.
         wide_gradients: Whether gradients accumulate in fp32 beside half weights.
         reduces_beside: Whether gradients are reduced beside backward (without ZeRO 3).
@@ -32,29 +29,16 @@ class Convention:
         memory: What a peak counts.
         first_rank: Whether it is that of the first rank, and not the most of any.
         ddp_buckets: Whether DistributedDataParallel holds gradients in its buckets beside the parameters' own.
-        flash1: Whether fused attention is of the first generation.
-        vendor_attention: Whether it is cuDNN's, written for each generation of devices.
-        scaling: How tensors are scaled for products in 8 bits (``cost.casts``), where a cell does not say.
-        casts_weights: Whether each micro-batch casts weights to 8 bits; False: once a step.
         latency_s: From node to node, where it is not that of InfiniBand or RoCE.
-        scatters_boundary: Whether tensor-parallel ranks each hand on a part of what all of them have.
-        balances_head: Whether a pipeline's last stage has fewer blocks, for the head: stages end with the block that
-            comes nearest to their share, or that goes beyond it.
         keeps_stages: Whether pipelines are torch's, whose stages receive every micro-batch in a buffer of its own, keep
             what they hand on until its backward, and the logits of all.
-        keeps_gathered: Whether the gathered input of a split layer is kept for backward.
-        compiled: Whether chains of elementwise kernels are one, whatever the table says.
         splits_local_batch: Whether a pipeline cuts what is called its micro-batch into as many as it has ranks.
         batch_of_device: Whether a micro-batch is a device's share of what its tensor group takes together.
         gathers_ahead: Whether backward gathers the next block while one computes (FSDP's BACKWARD_PRE).
         stages: Of a rank of a pipeline, where a table does not say: so many at most, and as the blocks can be divided.
         async_tensor: Whether tensor-parallel collectives run beside the products they feed.
-        copies_heads: Whether copies of queries, keys and values are kept.
-        logit_bytes: Per logit, kept and beside it in backward; None: torch's cross-entropy.
-        logit_moves: Bytes that the loss moves per logit, forward and backward; None: torch's cross-entropy.
         gathers_fp8: Whether with one scale for each tensor its gathers carry 8 bits.
         early_on: Families of devices that its libraries did not know well yet.
-        plain_norms: Whether norms and rotary positions run kernel by kernel in fp32 where they are not compiled.
         loss_parallel: Whether the loss of vocabularies that a tensor axis divides is torch's ``loss_parallel``.
         bucket_bytes: Buffers of fixed size in which gradients are reduced.
         live_bytes: Of gathered parameters under ZeRO 3, which gathers single layers instead of blocks.
@@ -67,11 +51,8 @@ class Convention:
 
     words: tuple[str, ...] = ()
     family: Literal["gpt", "llama"] = "llama"
-    fused_attention: bool = True
-    fused_loss: bool = False
-    dropout: bool = False
+    impl: Implementation = Implementation()
     reentrant: bool = False
-    split_tokens: bool = True
     reduce: Literal["half", "fp32"] = "fp32"
     wide_gradients: bool = False
     reduces_beside: bool = True
@@ -83,27 +64,15 @@ class Convention:
     ddp_buckets: bool = False
     flops: Literal["full", "causal", "hardware"] = "full"
     vocab: int | None = None
-    flash1: bool = False
-    vendor_attention: bool = False
-    scaling: Scaling = "tensorwise"
-    casts_weights: bool = True
     latency_s: float = 1.2e-5
-    scatters_boundary: bool = False
-    balances_head: Literal["", "nearest", "beyond"] = ""
     keeps_stages: bool = False
-    keeps_gathered: bool = False
-    copies_heads: bool = False
     async_tensor: bool = False
-    compiled: bool = False
     splits_local_batch: bool = False
     batch_of_device: bool = False
     stages: int = 1
     gathers_ahead: bool = True
-    logit_bytes: tuple[int, int] | None = None
-    logit_moves: tuple[int, int] | None = None
     gathers_fp8: bool = False
     early_on: tuple[str, ...] = ()
-    plain_norms: bool = False
     loss_parallel: bool = False
     bucket_bytes: int = 0
     live_bytes: int = 0
@@ -120,19 +89,23 @@ class Convention:
 # Megatron-LM's loss of divided vocabularies (nanotron's is a copy): cast to fp32, then a maximum, a difference,
 # exponentials, a sum and a quotient, each in a kernel; backward multiplies and casts.
 _STEPWISE_LOSS = (38, 14)
+# Both come together: attention written for each generation of devices, and inputs of narrow products saved narrow.
+_TRANSFORMER_ENGINE = Implementation(attention="vendor", saves_narrow=True)
 _MEGATRON_2022 = Convention(  # masked-softmax kernels, dropout, no tokens divided but where it is said
     words=("korthikanti", "2205.05198", "vtrain"),
     family="gpt",
-    fused_attention=False,
-    fused_loss=True,
-    dropout=True,
+    impl=Implementation(
+        attention="scores",
+        dropout=True,
+        split_tokens=False,
+        fused_loss=True,
+        logit_moves=_STEPWISE_LOSS,
+        scatters_boundary=True,
+    ),
     reentrant=True,
-    split_tokens=False,
     reduce="half",
     wide_gradients=True,
     reduces_beside=False,
-    scatters_boundary=True,  # Narayanan et al. 2021, §4.1
-    logit_moves=_STEPWISE_LOSS,
     vocab=51200,
     default_ac="full",
 )
@@ -148,14 +121,13 @@ _MEGATRON_DEEPSPEED = dataclasses.replace(  # its pipelines are DeepSpeed's, who
 _MEGATRON = Convention(
     words=("megatron-lm", "mcore", "megascale", "megatron"),
     family="gpt",
-    fused_loss=True,
+    # Transformer Engine fuses norms, rotary positions and activations; so is its attention of the vendor.
+    impl=dataclasses.replace(
+        _TRANSFORMER_ENGINE, compiled=True, scaling="delayed", casts_weights=False, fused_loss=True
+    ),
     reentrant=True,
     wide_gradients=True,
     async_tensor=True,
-    compiled=True,  # Transformer Engine's fused norms, rotary positions and activations
-    vendor_attention=True,  # so is its attention
-    scaling="delayed",
-    casts_weights=False,
     stages=8,
     vocab=128256,
     default_zero=1,
@@ -164,7 +136,7 @@ _KNOWN = (
     _MEGATRON_2022,
     _MEGATRON_2021,
     _MEGATRON_DEEPSPEED,
-    Convention(words=("automodel",), vendor_attention=True, default_zero=3),  # FSDP2 with Transformer Engine
+    Convention(words=("automodel",), impl=_TRANSFORMER_ENGINE, default_zero=3),  # FSDP2 with Transformer Engine
     dataclasses.replace(  # ``grad_sync_dtype: bf16`` in NeMo's recipes, ``grad_reduce_in_fp32 = False`` in Bridge's
         _MEGATRON,
         words=("nemo",),
@@ -176,40 +148,36 @@ _KNOWN = (
         words=("megatron-bridge", "megatron bridge"),
         reduce="half",
         wide_gradients=False,
-        scaling="current",  # its recipes are named ``fp8cs``
+        impl=dataclasses.replace(_MEGATRON.impl, scaling="current"),  # its recipes are named ``fp8cs``
         expandable=True,  # ``PYTORCH_CUDA_ALLOC_CONF`` of its recipes
         hosts_activations=True,  # ``cpu_offloading_num_layers`` of those with FSDP
     ),
     _MEGATRON,
     Convention(  # XLA fuses what is elementwise; attention is cuDNN's (``cudnn_flash_te``)
         words=("maxtext",),
-        fused_loss=True,
-        compiled=True,
-        vendor_attention=True,
-        scaling="delayed",
+        impl=dataclasses.replace(_TRANSFORMER_ENGINE, compiled=True, scaling="delayed", fused_loss=True),
         default_zero=3,
     ),
     Convention(  # its recipes switch cuDNN's attention off (``xla_gpu_enable_cudnn_fmha=false``)
         words=("paxml", " pax "),
         family="gpt",
-        fused_attention=False,
-        fused_loss=True,
-        compiled=True,
-        scaling="delayed",
+        impl=Implementation(attention="scores", compiled=True, scaling="delayed", fused_loss=True),
         vocab=51200,
         default_zero=3,
     ),
-    Convention(words=("kempnerforge",), vendor_attention=True, default_zero=3),  # its profile names cuDNN's kernels
+    Convention(words=("kempnerforge",), impl=_TRANSFORMER_ENGINE, default_zero=3),  # its profile names cuDNN's kernels
     Convention(
         words=("llm-foundry", "llmfoundry", "mosaic", "composer"),
         family="gpt",
-        fused_loss=True,
-        # FlashAttention's loss, and two metrics of each training batch (LanguageCrossEntropy, LanguagePerplexity) that
-        # take torch's cross-entropy under autocast.
-        logit_moves=(2 + 2 * 14, 4),
+        impl=Implementation(
+            attention="flash1",  # Triton's kernel of 2023
+            scaling="delayed",  # Transformer Engine's
+            fused_loss=True,
+            # FlashAttention's loss, and two metrics of each training batch (LanguageCrossEntropy, LanguagePerplexity)
+            # that take torch's cross-entropy under autocast.
+            logit_moves=(2 + 2 * 14, 4),
+        ),
         reduce="half",
-        flash1=True,  # Triton's kernel of 2023
-        scaling="delayed",  # Transformer Engine's
         early_on=("H100",),  # cuBLAS of CUDA 12.1
         gathers_ahead=False,  # Composer's default is BACKWARD_POST
         vocab=50368,
@@ -225,22 +193,21 @@ _KNOWN = (
         reduces_each=True,
         async_tensor=True,
         latency_s=3e-5,  # AWS's network (EFA)
-        balances_head="nearest",
-        # Inferred from this table's peaks: no public run says so.
-        keeps_gathered=True,
-        copies_heads=True,
-        logit_bytes=(6, 4),
-        logit_moves=_STEPWISE_LOSS,
+        impl=Implementation(
+            # Inferred from this table's peaks: no public run says so.
+            copies_heads=True,
+            keeps_gathered=True,
+            logit_bytes=(6, 4),
+            logit_moves=_STEPWISE_LOSS,
+            balances_head="nearest",
+        ),
         vocab=131072,
     ),
     Convention(
         words=("bmtrain",),
         family="gpt",
-        fused_attention=False,
-        fused_loss=True,
-        dropout=True,
+        impl=Implementation(attention="scores", dropout=True, split_tokens=False, fused_loss=True),
         reentrant=True,
-        split_tokens=False,
         reduce="half",
         offloads=True,
         batch_of_device=True,
@@ -251,13 +218,10 @@ _KNOWN = (
     Convention(
         words=("deepspeed",),
         family="gpt",
-        fused_attention=False,
-        dropout=True,
+        impl=Implementation(attention="scores", dropout=True, split_tokens=False, logit_bytes=(8, 4)),
         reentrant=True,
-        split_tokens=False,
         reduce="half",
         flops="hardware",
-        logit_bytes=(8, 4),
         # Documented defaults of ZeRO 2 and 3: two reduction buckets of 5e8, and 1e9 live parameters, in half.
         bucket_bytes=2 * 10**9,
         live_bytes=2 * 10**9,
@@ -279,7 +243,7 @@ _KNOWN = (
         expandable=True,
         gathers_fp8=True,
         splits_local_batch=True,
-        logit_bytes=(2, 2),
+        impl=Implementation(logit_bytes=(2, 2)),
         vocab=128256,
         default_zero=3,
     ),
@@ -287,7 +251,7 @@ _KNOWN = (
         words=("torchtitan", "torchao"),
         early_on=("B200",),  # torch and cuBLAS of 2025
         expandable=True,
-        plain_norms=True,
+        impl=Implementation(plain_norms=True),
         gathers_fp8=True,  # ``enable_fsdp_float8_all_gather``, ``Float8ColwiseParallel``
         loss_parallel=True,
         keeps_stages=True,
@@ -298,9 +262,8 @@ _KNOWN = (
     Convention(words=("fms-fsdp", "fms_fsdp", "ibm"), reduce="half", vocab=32000, default_zero=3),
     Convention(
         words=("llama 3 paper", "2407.21783"),
-        fused_loss=True,
+        impl=Implementation(compiled=True, fused_loss=True),
         wide_gradients=True,
-        compiled=True,
         stages=8,  # §3.3.2: interleaved, a stage is one layer
         default_ac="never",  # §3.3.2: without recomputation at 8K tokens
         default_zero=1,
@@ -308,7 +271,7 @@ _KNOWN = (
     Convention(words=("nanochat", "picotron"), default_zero=1),
     Convention(  # FlashAttention's loss; gradients are reduced in bf16
         words=("internevo", "internlm"),
-        fused_loss=True,
+        impl=Implementation(fused_loss=True),
         reentrant=True,
         reduce="half",
         default_zero=1,
@@ -344,24 +307,33 @@ def convention_of_row(row: Row) -> Convention:
     if any(word in source for word in ("llm-foundry", "llmfoundry")):
         return _llm_foundry(row, convention)
     if any(word in source for word in ("bench_cluster", "old_bench")):  # nanotron of July 2024 (``build_model``)
-        convention = dataclasses.replace(convention, balances_head="beyond")
+        convention = _with(convention, balances_head="beyond")
     return dataclasses.replace(convention, flops="hardware") if _COUNTED.search(row.notes) else convention
+
+
+def _with(convention: Convention, **changes: Any) -> Convention:
+    """Return the convention with other kernels."""
+    return dataclasses.replace(convention, impl=dataclasses.replace(convention.impl, **changes))
 
 
 def _dated(row: Row, convention: Convention) -> Convention:
     """Of a project that is not known: its attention, by its article's date. Megatron-LM has no ZeRO 3: it compares."""
-    if convention.words and not convention.fused_attention and re.match(r"(?:zero)?\W*3", row.text("zero_stage"), re.I):
+    if (
+        convention.words
+        and not convention.impl.fused_attention
+        and re.match(r"(?:zero)?\W*3", row.text("zero_stage"), re.I)
+    ):
         return convention_of("deepspeed")
     found = re.search(r"arxiv\W{0,2}(\d{4})\.\d{4,5}", row.text("source"), re.I)
     early = found is not None and int(found.group(1)) < _FUSED_SINCE
     if not convention.words and (early or "mingpt" in row.text("source").lower()):
-        return dataclasses.replace(convention, fused_attention=False)
+        return _with(convention, attention="scores")
     return convention
 
 
 def _of_its_year(row: Row, convention: Convention) -> Convention:
     """NVIDIA's containers are numbered by year and month; Blackwell's first devices came in February 2025."""
-    if convention.vendor_attention and _OF_2025.search(row.source):
+    if convention.impl.attention == "vendor" and _OF_2025.search(row.source):
         return dataclasses.replace(convention, early_on=(*convention.early_on, "B200"))
     return convention
 

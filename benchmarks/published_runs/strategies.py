@@ -38,8 +38,8 @@ def scaling_of(row: Row, convention: Convention) -> Scaling:
     if "row" in text:
         return "rowwise"
     if "mx" in text:
-        return "mxfp8" if convention.scaling == "tensorwise" else "blocks"
-    return convention.scaling
+        return "mxfp8" if convention.impl.scaling == "tensorwise" else "blocks"
+    return convention.impl.scaling
 
 
 def gathers_fp8(row: Row, convention: Convention) -> bool:
@@ -127,8 +127,8 @@ def recompute_of(row: Row, convention: Convention, assumed: list[str]) -> tuple[
     if "per-op" in text or "per op" in text or "selective op" in text:
         return (PER_OP,)
     if "attention" in text or "attn" in text:
-        return ("",) if convention.fused_attention else (ATTENTION,)
-    if "selective" in text and not convention.fused_attention:
+        return ("",) if convention.impl.fused_attention else (ATTENTION,)
+    if "selective" in text and not convention.impl.fused_attention:
         return (ATTENTION,)
     if re.search(r"selective|\bsac\b|partial|every|mlp|%", text):
         return (PER_OP, BLOCK)  # some share of what can be: more where less does not fit
@@ -157,7 +157,7 @@ def strategy_of(
     sizes: dict[str, int], stage: int, freed: Freed, convention: Convention, pipeline: dict[str, Any], nearby: int
 ) -> Strategy:
     """The strategy; its axes are for a simulation and may name a rank twice."""
-    axes = [(name, sizes[column]) for name, column in (("tensor", "tp"), ("sequence", "cp")) if sizes[column] > 1]
+    axes = [(name, sizes[column]) for name, column in (("tensor", "tp"), ("context", "cp")) if sizes[column] > 1]
     # Ranks that divide a sample hold equal parameters: sharding and reductions go over them, too.
     replicas = sizes["dp"] * sizes["cp"]
     axes += [("zero", nearby), ("data", replicas // nearby)] if stage and nearby < replicas else []
@@ -167,7 +167,7 @@ def strategy_of(
     if sizes["tp"] > 1:
         methods.append("tensor_parallel")
     if sizes["cp"] > 1:
-        methods.append("sequence_parallel")
+        methods.append("context_parallel")
     if sizes["pp"] > 1:
         methods.append(("pipeline_parallel", pipeline))
     if freed.recomputed:

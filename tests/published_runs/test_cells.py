@@ -39,7 +39,7 @@ def test_recomputation(text, runs_again):
 
 @pytest.mark.parametrize(("text", "compiled"), [("torch.compile", True), ("on", True), ("no compile", False)])
 def test_compilation(text, compiled):
-    assert case_of(row(compile=text)).run.compiled is compiled
+    assert case_of(row(compile=text)).run.impl.compiled is compiled
 
 
 def test_units_of_figures():
@@ -80,8 +80,8 @@ def test_recomputation_that_a_source_or_a_note_counts():
 
 
 def test_attention_of_articles_before_it_was_fused():
-    assert not case_of(row(source="Zeng et al. arXiv 2210.02414")).run.fused_attention
-    assert case_of(row(source="Touvron et al. arXiv 2302.13971")).run.fused_attention
+    assert not case_of(row(source="Zeng et al. arXiv 2210.02414")).run.impl.fused_attention
+    assert case_of(row(source="Touvron et al. arXiv 2302.13971")).run.impl.fused_attention
 
 
 def test_megatron_of_2021_is_predicted_as_it_was_published():

@@ -248,7 +248,7 @@ def test_hybrid_sharding_over_as_many_as_a_note_says():
 )
 def test_how_projects_scale_narrow_products(source, precision, scaling, casts_weights):
     run = case_of(row(source=source, precision=precision, gpu="GB200")).run
-    assert (run.scaling, run.casts_weights) == (scaling, casts_weights)
+    assert (run.impl.scaling, run.impl.casts_weights) == (scaling, casts_weights)
 
 
 def test_as_many_stages_as_blocks_and_two_more_stay_interleaved():

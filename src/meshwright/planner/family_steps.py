@@ -74,7 +74,7 @@ def _flops_at(count: int, in_block: int, behind: int) -> Placed:
 
 def _modules(shape: Shape, run: FamilyRun, block: int) -> tuple[TracedModule, ...]:
     # Backward holds the gradients of the scores and of their softmax beside what was saved.
-    working = 0 if run.fused_attention else 2 * num_scores(shape, run) * run.itemsize
+    working = 0 if run.impl.fused_attention else 2 * num_scores(shape, run) * run.itemsize
     needs = {BLOCK: working, PER_OP: 0, ATTENTION: working}
     paths = (f"blocks.{block}", f"blocks.{block}.ops", f"blocks.{block}.ops.attention")
     return tuple(TracedModule(path, (each,), block, needs[each]) for path, each in zip(paths, _CLASSES, strict=True))
@@ -91,11 +91,12 @@ def _tensors(shape: Shape, run: FamilyRun, block: int) -> tuple[SavedTensor, ...
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token
     plain, saved, kept = run.token_bytes(h), block_saved(shape, run), per_op_kept(shape, run)
     attended = run.tokens * (h * run.itemsize + 4 * shape.heads) // run.tensor
+    fused_run = dataclasses.replace(run, impl=dataclasses.replace(run.impl, attention="flash2"))
     beside = run.tokens * (kv + (f if shape.gated else 0)) * run.itemsize // run.tensor  # keys; up, where gate is kept
-    scores = 0 if run.fused_attention else saved - block_saved(shape, dataclasses.replace(run, fused_attention=True))
+    scores = 0 if run.impl.fused_attention else saved - block_saved(shape, fused_run)
     whole = len(_CLASSES) * block
     (around, inside, attention) = (whole,), (whole, whole + 1), (whole, whole + 1, whole + 2)
-    fused = ((FUSED, around),) if run.fused_attention and not run.dropout else ()
+    fused = ((FUSED, around),) if run.impl.fused_attention and not run.impl.dropout else ()
     product = ((PRODUCT, around),)
     every = (
         SavedTensor(plain, (around,), inputs_of=(whole,), places=(block,)),
@@ -165,9 +166,7 @@ def family_step(
     axes: Sequence[tuple[str, int]] = (),
     *,
     shard_axis: str | None = None,
-    stages_per_rank: int = 1,
     stage_ranks: tuple[int, ...] | None = None,
-    exchanges_heads: bool = False,
 ) -> list[Step]:
     """Return the simulated step of a family before any method: one, or one for each rank of a pipeline axis.
 
@@ -176,21 +175,18 @@ def family_step(
         run: Samples, precision and kernels.
         axes: The mesh, innermost first.
         shard_axis: What a ZeRO method will shard over.
-        stages_per_rank: Of a pipeline.
-        stage_ranks: The pipeline rank of every stage; None: they go around.
-        exchanges_heads: Whether ranks of a sequence axis exchange tokens for heads in attention (Jacobs et al. 2023),
-            instead of passing on keys and values, as those of a context axis do.
+        stage_ranks: The pipeline rank of every stage; None: one stage per rank.
 
     Raises:
         ModelError: When an axis divides what cannot be divided.
     """
     sizes = dict(axes)
     tensor, pipeline = sizes.get("tensor", 1), sizes.get("pipeline", 1)
-    ranks = stage_ranks or tuple(range(pipeline)) * stages_per_rank
+    ranks = stage_ranks or tuple(range(pipeline))
     _check(shape, tensor, len(ranks), run)
-    divided = sizes.get("sequence", run.sequence) * sizes.get("context", 1)
+    divided = sizes.get("sequence", 1) * sizes.get("context", 1)
     run = dataclasses.replace(run, tensor=tensor, sequence=divided)
-    counts = _stage_sizes(shape, len(ranks), run.balances_head)
+    counts = _stage_sizes(shape, len(ranks), run.impl.balances_head)
     on_ranks = tuple(sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in range(pipeline))
     on_ranks = on_ranks if pipeline > 1 else ()
     inside = Block(BLOCK, shape.layers, inside_parameters(shape), on_ranks, block_ops(shape, run))
@@ -203,18 +199,18 @@ def family_step(
         num_micro_batches=run.num_micro_batches,
         activations=family_activations(shape, run, pipeline),
         flops=3 * (shape.layers * sum(op.flops for op in inside.ops) + sum(op.flops for op in outside.ops)),
-        boundaries=_boundaries(shape, run, sizes, shape.layers, exchanges_heads=exchanges_heads),
+        boundaries=_boundaries(shape, run, sizes, shape.layers),
     )
     if pipeline == 1:
         return [step]
     bounds = (0, *itertools.accumulate(counts))
     ranges, hidden = tuple(itertools.pairwise(bounds)), run.token_bytes(shape.hidden)
-    if run.scatters_boundary and not run.split_tokens:
+    if run.impl.scatters_boundary and not run.impl.split_tokens:
         hidden //= tensor
     return [
         step.replace(
             stages=Stages(ranks, ranges, shape.layers, rank, hidden),
-            boundaries=_boundaries(shape, run, sizes, on_ranks[rank], exchanges_heads=exchanges_heads),
+            boundaries=_boundaries(shape, run, sizes, on_ranks[rank]),
         )
         for rank in range(pipeline)
     ]
@@ -256,9 +252,7 @@ def _ending_on(rank: int, last: int, outside: Block) -> Block:
     return dataclasses.replace(outside, ops=tuple(ops), parameters=tuple(parameters))
 
 
-def _boundaries(
-    shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: int, *, exchanges_heads: bool
-) -> tuple[Boundary, ...]:
+def _boundaries(shape: Shape, run: FamilyRun, sizes: Mapping[str, int], calls: int) -> tuple[Boundary, ...]:
     """Return two pairs of collectives a block over the tensor axis (Korthikanti et al. 2022).
 
     Exchanges for long sequences.
@@ -277,22 +271,20 @@ def _boundaries(
     if run.tensor > 1:
         # Nothing in a block needs what its last collective leaves. ``PER_OP`` keeps what reductions leave, and gathers
         # again.
-        kinds = ("all_gather", "reduce_scatter") if run.split_tokens else ("all_reduce",)
+        kinds = ("all_gather", "reduce_scatter") if run.impl.split_tokens else ("all_reduce",)
         for moment, kind, ends in itertools.product(("forward", "backward"), kinds, (False, True)):
             beside, last = (PER_OP, False) if kind == "all_gather" else ("", ends)
             add(kind, moment, whole * calls, "tensor", calls, beside, ends=last)
-    if exchanges_heads and sequence > 1:
-        # Queries, keys and values go out, attention's output comes back; their gradients do in backward.
+    if sequence > 1:
+        # The ranks exchange tokens for heads (Jacobs et al. 2023): queries, keys and values go out, attention's output comes back; their gradients do in backward.
         sent = run.tokens * 2 * (shape.hidden + shape.kv_width) // run.tensor * run.itemsize
         for moment in ("forward", "backward"):
             add("all_to_all", moment, sent * calls, "sequence", 4 * calls)
-    rings = {"context": context, "sequence": 1 if exchanges_heads else run.sequence // context}
-    for axis, ranks in rings.items():
-        if ranks > 1:
-            # Keys and values of every other rank pass by (Liu et al. 2023); their gradients do in backward.
-            passed = 2 * run.tokens * ranks * shape.kv_width // run.tensor * run.itemsize
-            for moment, times in (("forward", 1), ("backward", 2)):
-                add("all_gather", moment, times * passed * calls, axis, calls)
+    if context > 1:
+        # Keys and values of every other rank pass by (Liu et al. 2023); their gradients do in backward.
+        passed = 2 * run.tokens * context * shape.kv_width // run.tensor * run.itemsize
+        for moment, times in (("forward", 1), ("backward", 2)):
+            add("all_gather", moment, times * passed * calls, "context", calls)
     return tuple(found)
 
 

@@ -23,7 +23,7 @@ from meshwright.methods import (
     resolve,
 )
 from meshwright.methods.pipeline.schedules import live_peaks
-from meshwright.planner.family_ops import FamilyRun
+from meshwright.planner.family_ops import FamilyRun, Implementation
 from meshwright.planner.family_steps import family_step, with_experts
 from meshwright.planner.memory_budget import fit_budget, taken_bytes, usable_bytes, usable_host_bytes
 from meshwright.planner.model_shapes import BLOCK, Shape
@@ -154,6 +154,7 @@ class FamilyWorkload:
         limit_bytes: What tensors may take of a rank's memory; None: what its device has for them.
         calibration: What kernels and links of the cluster reach; None: those of the cluster.
         fused_loss: Whether the loss reads the logits as they are, and writes their gradient in their place.
+        implementation: Which kernels run the family, and what they save.
     """
 
     shape: Shape
@@ -165,6 +166,7 @@ class FamilyWorkload:
     limit_bytes: int | None = None
     calibration: Calibration | None = None
     fused_loss: bool = False
+    implementation: Implementation = Implementation()
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.dtype not in (*_HALF, None):
@@ -275,25 +277,27 @@ class FamilyWorkload:
         replicas = math.prod(sizes.get(axis, 1) for axis in SAMPLED)
         in_half = bool({"amp_native", "half"} & set(strategy.names))
         fp8, tensor = strategy.get("fp8"), strategy.get("tensor_parallel")
+        impl = dataclasses.replace(
+            self.implementation,
+            split_tokens=isinstance(tensor, TensorParallel) and tensor.sequence,
+            compiled=self.implementation.compiled or "compile" in strategy,
+            fused_loss=self.implementation.fused_loss or self.fused_loss,
+            scaling=fp8.recipe if isinstance(fp8, Fp8) else self.implementation.scaling,
+            casts_weights=not getattr(fp8, "all_gather", False),
+        )
         return FamilyRun(
             micro_batch=math.ceil(self.batch_size / (replicas * micro_batches)),
             num_micro_batches=micro_batches,
             dtype="fp8" if fp8 is not None else "half" if in_half else "fp32",
-            split_tokens=isinstance(tensor, TensorParallel) and tensor.sequence,
-            compiled="compile" in strategy,
-            fused_loss=self.fused_loss,
-            scaling=fp8.recipe if isinstance(fp8, Fp8) else "delayed",
-            casts_weights=not getattr(fp8, "all_gather", False),
             seq=self.shape.seq,
+            impl=impl,
         )
 
     def _before(self, resolved: Resolved, run: FamilyRun) -> list[Step]:
         """Of every rank of a pipeline, before any method."""
         ranks, method = dict(resolved.axes).get("pipeline", 1), resolved.strategy.get("pipeline_parallel")
         stages = method.ranks_of_stages(ranks) if isinstance(method, PipelineParallel) and ranks > 1 else (0,)
-        steps = family_step(
-            self.shape, run, resolved.axes, shard_axis=resolved.shard_axis, stage_ranks=stages, exchanges_heads=True
-        )
+        steps = family_step(self.shape, run, resolved.axes, shard_axis=resolved.shard_axis, stage_ranks=stages)
         if dict(resolved.axes).get("expert", 1) > 1:
             steps = [with_experts(step, self.shape, run) for step in steps]
         return [step.replace(on_cpu=self.cluster.device.is_host) for step in steps]

@@ -17,6 +17,7 @@ from meshwright.loss import next_token_loss
 from meshwright.nn import check_initialized
 from meshwright.nn.batches import call_model, first_loss, loss_of_output, resized
 from meshwright.optim import check_steps_alone
+from meshwright.planner.family_ops import Implementation
 from meshwright.planner.family_workload import FamilyWorkload
 from meshwright.planner.memory_budget import usable_bytes
 from meshwright.planner.model_shapes import Shape
@@ -49,10 +50,11 @@ class PlannedModel(Protocol):
 
 @dataclass(frozen=True)
 class FamilyModel:
-    """A model of a well-known family by its dimensions."""
+    """A model of a well-known family by its dimensions, and which implementation of it is simulated."""
 
     name: str
     shape: Shape
+    implementation: Implementation = Implementation()
 
     def describe(self) -> dict[str, Any]:
         """See :class:`PlannedModel`."""
@@ -60,7 +62,7 @@ class FamilyModel:
 
     def subject(self, cluster: Cluster, samples: int, limit_bytes: int | None) -> Subject:
         """See :class:`PlannedModel`."""
-        return FamilyWorkload(self.shape, cluster, samples, limit_bytes=limit_bytes)
+        return FamilyWorkload(self.shape, cluster, samples, limit_bytes=limit_bytes, implementation=self.implementation)
 
 
 @dataclass(frozen=True)
