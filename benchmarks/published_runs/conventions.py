@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from meshwright.planner.family_ops import Implementation
+from meshwright.planner.family_ops import PYTORCH, Implementation
 from published_runs.table_rows import Row
 
 
@@ -51,7 +51,7 @@ class Convention:
 
     words: tuple[str, ...] = ()
     family: Literal["gpt", "llama"] = "llama"
-    impl: Implementation = Implementation()
+    impl: Implementation = PYTORCH
     reentrant: bool = False
     reduce: Literal["half", "fp32"] = "fp32"
     wide_gradients: bool = False

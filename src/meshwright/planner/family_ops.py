@@ -1,4 +1,4 @@
-"""What a block of a decoder computes and keeps for backward, op by op, on one rank of the tensor and sequence axes."""
+"""Describe the ops and saved bytes of a known family's blocks, on one rank of the tensor and sequence axes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Literal
 from meshwright.cost import Op, Scaling
 from meshwright.planner.model_shapes import BLOCK, Shape
 
-ATTENTION = "CoreAttention"  # scores, softmax and their product with the values: what ``selective`` recomputes
+# Scores, softmax and their product with the values: the part that Megatron-LM's ``selective`` recomputes.
+ATTENTION = "CoreAttention"
 PRODUCT, FUSED = "aten.mm", "aten._scaled_dot_product_flash_attention"  # as operators that recomputation may keep
-PER_OP = "EverySecondMatmul"  # TorchTitan's selective policy: keeps attention's output and every other product
+PER_OP = "EverySecondMatmul"  # TorchTitan's selective policy saves attention's output and every other product
 
-# Elements in half that are moved for one, kernel by kernel: a norm casts to fp32 (2 + 4 bytes), squares (4 + 4), takes
+# Half-precision elements moved per element by eager kernels. A norm casts to fp32 (2 + 4 bytes), squares (4 + 4), takes
 # means (4), multiplies (4 + 4), casts back (4 + 2) and multiplies by the weight (2 + 2); rotary positions cast,
 # multiply complex numbers and cast back.
 _PLAIN_NORM, _PLAIN_ROTARY = 18, 10
@@ -22,7 +23,7 @@ _NARROW = ("fp8", "fp4")
 
 @dataclass(frozen=True)
 class Implementation:
-    """Which implementation of a family's blocks, loss and products is simulated.
+    """The implementation of a family's blocks, loss and products that is simulated.
 
     The default is PyTorch with FlashAttention-2 and eager kernels. A strategy decides some of it, whatever is set here:
     ``split_tokens``, ``scaling`` and ``casts_weights`` follow ``tensor_parallel`` and ``fp8``, and ``compile`` fuses.
@@ -73,9 +74,12 @@ class Implementation:
         return self.attention != "scores"
 
 
+PYTORCH = Implementation()
+
+
 @dataclass(frozen=True)
 class FamilyRun:
-    """How a family is run on one rank.
+    """A family's batch, precision and division on one rank.
 
     Args:
         micro_batch: Samples per micro-batch on one rank.
@@ -93,7 +97,7 @@ class FamilyRun:
     tensor: int = 1
     sequence: int = 1
     seq: int = 0
-    impl: Implementation = Implementation()
+    impl: Implementation = PYTORCH
 
     @property
     def itemsize(self) -> int:
@@ -117,14 +121,17 @@ class FamilyRun:
 
 @dataclass(frozen=True)
 class OutsideSaved:
-    """What the head and the loss keep, and what they need beside it while the loss runs backward."""
+    """Bytes of the head and the loss: saved for backward, and needed beside them at the start of backward."""
 
     saved_bytes: int
     loss_bytes: int
 
 
 def block_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
-    """Forward of one block. Nothing saved needs the last product: recomputation may stop before it."""
+    """Return the ops of one block's forward.
+
+    No saved tensor needs the last product: recomputation may stop before it.
+    """
     h, kv, f, t = shape.hidden, shape.kv_width, shape.ffn_width, run.tensor
     tokens, routed = run.tokens, run.tokens * shape.experts_per_token
     second = (_matmul(run, routed, f // t, h, PER_OP),) if shape.gated else ()
@@ -140,7 +147,7 @@ def block_ops(shape: Shape, run: FamilyRun) -> tuple[Op, ...]:
 
 
 def _moves(shape: Shape, run: FamilyRun) -> Op:
-    """All kernels of a block that are bound by memory, as equal ones."""
+    """Return all memory-bound kernels of a block, as equal ones."""
     kernels, names = 6 if run.impl.compiled else 12, (BLOCK, PER_OP)
     each = _moved_per_block(shape, run) // kernels
     return Op("move", num_bytes=each, count=kernels, inside=names, needed_in=names)
@@ -148,16 +155,7 @@ def _moves(shape: Shape, run: FamilyRun) -> Op:
 
 def _matmul(run: FamilyRun, m: int, n: int, k: int, beside: str = "") -> Op:
     names = (BLOCK, beside) if beside else (BLOCK,)
-    product = Op(
-        "matmul",
-        m,
-        n,
-        k,
-        dtype=run.dtype,
-        inside=names,
-        needed_in=names,
-        operator=PRODUCT,
-    )
+    product = Op("matmul", m, n, k, dtype=run.dtype, inside=names, needed_in=names, operator=PRODUCT)
     if run.dtype not in _NARROW:
         return product
     return dataclasses.replace(product, scaling=run.impl.scaling, casts_weight=run.impl.casts_weights)
@@ -180,8 +178,8 @@ def _attention_ops(shape: Shape, run: FamilyRun, names: tuple[str, ...]) -> tupl
         Op("matmul", *dims, batch=batch, dtype=dtype, inside=names, needed_in=names)  # type: ignore[arg-type]
         for dims in ((queries, keys, width), (queries, width, keys))
     )
-    # The causally masked softmax reads one half and writes all, dropout reads and writes all and its mask; in backward
-    # softmax reads one half of two tensors and writes one.
+    # The causally masked softmax reads one half and writes all; dropout reads and writes all, and writes its mask. In
+    # backward softmax reads one half of two tensors and writes one.
     scores, size = batch * queries * keys, run.itemsize
     softmax = (3 * size // 2, 2 * size)
     forward, backward = (each + (2 * size + 1 if run.impl.dropout else 0) for each in softmax)
@@ -216,9 +214,9 @@ def _moved_by_heads(shape: Shape, run: FamilyRun) -> int:
 
 
 def block_saved(shape: Shape, run: FamilyRun) -> int:
-    """Return the bytes that one block keeps for backward, its input included (34 s b h of Korthikanti et al.
+    """Return the bytes that one block saves for backward, its input included.
 
-    2022, for GPT).
+    These are the 34 s b h of Korthikanti et al. 2022 for GPT.
     """
     h, kv, f, size = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token, run.itemsize
     plain = 2 * h * size  # the input, and the sum in the middle
@@ -242,19 +240,20 @@ def block_saved(shape: Shape, run: FamilyRun) -> int:
     else:
         split += 4 * shape.heads  # the logarithm of each row's sum
     entering_parts = 1 if run.impl.keeps_gathered else run.plain_parts
-    kept = run.tokens * plain // run.plain_parts + run.tokens * entering // entering_parts
-    return kept + run.tokens * split // run.tensor + scores
+    whole = run.tokens * plain // run.plain_parts + run.tokens * entering // entering_parts
+    return whole + run.tokens * split // run.tensor + scores
 
 
 def num_scores(shape: Shape, run: FamilyRun) -> int:
-    """Scores of one block's attention."""
+    """Return the number of scores of one block's attention."""
     return run.micro_batch * shape.heads // run.tensor * shape.seq * (shape.seq // run.sequence)
 
 
-def per_op_kept(shape: Shape, run: FamilyRun) -> int:
-    """Return the block's input, attention's output and rows' sums, and the products of odd number.
+def per_op_saved(shape: Shape, run: FamilyRun) -> int:
+    """Return the bytes that selective recomputation (``PER_OP``) keeps of one block.
 
-    Q, v, gate or up, down.
+    These are the block's input, attention's output with its rows' sums, and every other product: query, value, gate or
+    up, and down.
     """
     h, kv, f = shape.hidden, shape.kv_width, shape.ffn_width * shape.experts_per_token
     size, t = run.itemsize, run.tensor
@@ -263,13 +262,13 @@ def per_op_kept(shape: Shape, run: FamilyRun) -> int:
 
 
 def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ...]:
-    """Embedding, last norm, head and loss."""
+    """Return the ops of the embedding, the last norm, the head and the loss."""
     h, tokens, size, v = shape.hidden, run.tokens, run.itemsize, shape.vocab // run.tensor
     first = 0 if pipeline > 1 else None
     last = pipeline - 1 if pipeline > 1 else None
     dtype = "half" if run.dtype in _NARROW else run.dtype
-    # torch's cross-entropy: casts to fp32 (4), log-softmax reads and writes (8); backward writes zeros with ones at the
-    # labels (4), log-softmax reads two and writes (12), and casts (4). Fused: reads once; writes in place.
+    # torch's cross-entropy casts to fp32 (4), log-softmax reads and writes (8); backward writes zeros with ones at the
+    # labels (4), log-softmax reads two and writes (12), and casts (4). A fused loss reads once, and writes in place.
     usual = (size, 2 * size) if run.impl.fused_loss else (size + 12, size + 20)
     forward, backward = run.impl.logit_moves or usual
     return (
@@ -281,12 +280,9 @@ def outside_ops(shape: Shape, run: FamilyRun, pipeline: int = 1) -> tuple[Op, ..
 
 
 def outside_saved(shape: Shape, run: FamilyRun) -> OutsideSaved:
-    """Return the last norm's input and output; logits, their fp32 copy and its log-softmax.
-
-    The gradient of one of them.
-    """
+    """Return the bytes of the last norm's input and output, the logits, their fp32 copy and its log-softmax."""
     logits = run.tokens * (shape.vocab // run.tensor)
     hidden = 2 * run.token_bytes(shape.hidden)
     usual = (run.itemsize, run.itemsize) if run.impl.fused_loss else (run.itemsize + 8, 4)
-    kept, beside = run.impl.logit_bytes or usual
-    return OutsideSaved(hidden + logits * kept, logits * beside)
+    saved, beside = run.impl.logit_bytes or usual
+    return OutsideSaved(hidden + logits * saved, logits * beside)
